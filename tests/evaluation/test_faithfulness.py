@@ -328,7 +328,7 @@ def test_maps_of_other_grids_hide_their_own_cells():
             lambda x: x.softmax(-1),
         )
         np.testing.assert_allclose(one.deletion, expected["deletion"], rtol=0, atol=1e-12)
-    with pytest.raises(ShapeError, match="model's own 4 × 4 patches to drop tokens by, got one of 2 × 4"):
+    with pytest.raises(ShapeError, match="model's 4 × 4 patches to drop tokens, got one of 2 × 4"):
         faithfulness_curves(explainer, maps)
 
 

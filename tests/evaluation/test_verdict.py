@@ -27,7 +27,7 @@ def test_each_question_has_its_best_map_and_haste_its_own():
         grid_auc={"gae": 0.70, "gradient_rollout": 0.60, "consensus": 0.90, "random": 0.5},
     )
     assert verdict(found) == (
-        "On your 40 images: Consensus for where the object is and one class against another, GAE where seconds count."
+        "On your 40 images: Consensus for where the object is and one class against another, GAE if speed matters."
     )
 
 
@@ -37,7 +37,7 @@ def test_what_nothing_separates_is_told():
     found.values["gap"][:, 0] = 0.5 + 0.02 * same
     found.values["gap"][:, 1] = 0.5 + 0.02 * same[::-1] - 1e-6
     assert verdict(found) == (
-        "On your 40 images: GAE for what the answer rests on; nothing separates GAE from Gradient rollout."
+        "On your 40 images: GAE for what the answer rests on; GAE and Gradient rollout do not differ."
     )
 
 

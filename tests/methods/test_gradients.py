@@ -111,7 +111,7 @@ def test_what_is_asked_is_not_written_onto_the_record():
         found, expected = asked.backward().attentions, trace.backward(asked.wanted).attentions
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert not torch.equal(one.backward().attentions[0], other.backward().attentions[0])
-    with pytest.raises(OptionError, match="this model has no classes"):
+    with pytest.raises(OptionError, match="this model has none"):
         TargetedTrace.of(trace, None).backward()
 
 

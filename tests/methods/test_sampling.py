@@ -230,7 +230,7 @@ def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so(
     model = timm.create_model(name, num_classes=5, **({} if "resnet" in name else {"img_size": 64})).eval()
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
     saliency = explainer.explain(IMAGES[0], method="sampling", target=3, masks=12, refine=0)
-    assert saliency.facts["hidden"].startswith("patches blanked, for their tokens cannot be dropped: ")
+    assert saliency.facts["hidden"].startswith("patches blanked, because tokens cannot be dropped: ")
     rows, cols = saliency.grid.shape
     pixels, kept = explainer.pixels(IMAGES[0])[0], draw_masks(rows, cols, masks=12, keep=0.3)
     edges = [round(number * 64 / rows) for number in range(rows + 1)]

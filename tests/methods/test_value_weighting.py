@@ -238,7 +238,7 @@ def odd_models() -> dict[str, nn.Module]:
 def test_the_default_weighting_is_left_out_where_it_does_not_apply_and_that_is_said_once(which, recwarn):
     explainer = Explainer(odd_models()[which].eval(), data_config=DATA)
     methods = ["rollout", "attention", "gae", "gradient_rollout"]
-    with pytest.warns(VitflowWarning, match="Maps are made without value weighting"):
+    with pytest.warns(VitflowWarning, match="Value weighting is switched off"):
         found = explainer.explain_batch([IMAGE], methods=methods)
     assert [saliency.options["value_weighted"] for saliency in found] == [False] * 4
     again = explainer.explain_batch([IMAGE], methods=methods)  # warnings are errors here: no second one

@@ -42,7 +42,7 @@ class DemoImage:
     masks: NDArray[np.bool_]
 
     def mask_of(self, class_index: int) -> NDArray[np.bool_]:
-        """The mask of one class, bool [height, width]; all False where the class is not in the image."""
+        """Return the mask of one class, bool [height, width]; all False if the class is not in the image."""
         chosen = [mask for label, mask in zip(self.labels, self.masks, strict=True) if label == class_index]
         return chosen[0] if chosen else np.zeros(self.image.shape[:2], dtype=np.bool_)
 
@@ -101,7 +101,7 @@ SAMPLE_FOLDER = Path(__file__).with_name("images")
 
 
 def sample_images() -> list[Path]:
-    """The sample images that the package ships, sorted by name.
+    """Return the bundled sample images, sorted by name.
 
     >>> [path.name for path in sample_images()][:2]
     ['disc_star_and_crescent.png', 'ring_and_triangle.png']
@@ -110,7 +110,7 @@ def sample_images() -> list[Path]:
 
 
 def sample_masks() -> list[Path]:
-    """The masks of the sample images, in the same order: a pixel is 0 for ground, else 1 + the class index.
+    """Return the masks of the sample images, in the same order: 0 for background, else 1 + the class index.
 
     >>> [path.name for path in sample_masks()] == [path.name for path in sample_images()]
     True

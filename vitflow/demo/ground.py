@@ -14,7 +14,7 @@ Float = NDArray[np.float32]
 
 
 def check(seed: int, size: int | tuple[int, int]) -> tuple[int, int]:
-    """The (height, width) of an image to draw.
+    """Check the (height, width) of an image to draw.
 
     Raises:
         OptionError: the seed is negative or the size too small.
@@ -34,7 +34,7 @@ def develop(image: Float, grain: Float) -> NDArray[np.uint8]:
 
 
 def paint_ground(seed: int, height: int, width: int) -> tuple[Float, Float]:
-    """The ground without objects, RGB float32 [height, width, 3] in 0 to 1, and the grain [height, width]."""
+    """Draw the background, RGB float32 [height, width, 3] in 0 to 1, and the grain [height, width]."""
     random = np.random.default_rng((seed, 0))  # its own stream: the ground does not depend on the objects
     x, y = coordinates(height, width)
     first, second, third = (_muted_colour(random) for _ in range(3))
@@ -59,7 +59,7 @@ def paint_ground(seed: int, height: int, width: int) -> tuple[Float, Float]:
 
 
 def coordinates(height: int, width: int) -> tuple[Float, Float]:
-    """The x [1, width] and y [height, 1] of the pixel centres, in units of the short side."""
+    """Return the x [1, width] and y [height, 1] of the pixel centres, in units of the short side."""
     short = min(height, width)
     x = (np.arange(width, dtype=np.float32) + 0.5) / short
     y = (np.arange(height, dtype=np.float32) + 0.5) / short
@@ -85,7 +85,7 @@ def _muted_colour(random: np.random.Generator) -> Float:
 
 
 def _draw_pebble(random: np.random.Generator, ground: Float, x: Float, y: Float) -> None:
-    """A round neutral blob that belongs to no class: an edge and a surface are not yet an object."""
+    """Draw a round neutral distractor that belongs to no class."""
     centre_x, centre_y = random.uniform(0.0, x.max()), random.uniform(0.0, y.max())
     radius, angle, stretch = random.uniform((0.06, 0.0, 0.6), (0.18, np.pi, 1.0))
     along = np.cos(angle) * (x - centre_x) + np.sin(angle) * (y - centre_y)

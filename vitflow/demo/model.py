@@ -15,7 +15,7 @@ _EXPECTED_KEYS = ("architecture", "class_names", "mean", "std", "input_size", "i
 
 
 def demo_metadata(weights: Path | None = None) -> dict[str, str]:
-    """What the header of the weights file says: class names, preprocessing, how it was trained, how good it is.
+    """Read the header of the weights file: class names, preprocessing, training command, accuracy.
 
     All values are strings; `class_names`, `mean`, `std`, `input_size` and `architecture` are JSON.
 
@@ -77,7 +77,7 @@ def _existing(weights: Path | None) -> Path:
 
 
 def _pretrained_cfg(metadata: dict[str, str]) -> dict[str, object]:
-    """The header in timm's own words, so that timm.data.resolve_model_data_config understands the model."""
+    """Return the header as timm's pretrained_cfg, for timm.data.resolve_model_data_config."""
     class_names = json.loads(metadata["class_names"])
     return {
         "architecture": DEMO_MODEL,

@@ -41,7 +41,7 @@ class Placed:
 
     @property
     def middle(self) -> tuple[float, float]:
-        """Where the object would balance (x, y): the middle of its area, which a crescent has beside its circle's."""
+        """Return the centre of area (x, y), which for a crescent is not that of its circle."""
         x, y = self.contours[0].T
         wedge = x * np.roll(y, -1) - np.roll(x, -1) * y  # twice the area between two corners and the centre
         shift_x = ((x + np.roll(x, -1)) * wedge).sum() / (3.0 * wedge.sum())
@@ -50,7 +50,7 @@ class Placed:
 
 
 def choose_count(random: np.random.Generator) -> int:
-    """How many objects an image gets: one, two or three."""
+    """Draw the number of objects of an image: one, two or three."""
     return 1 + int(np.searchsorted(np.cumsum(_COUNT_SHARES)[:-1], random.random(), side="right"))
 
 
@@ -139,7 +139,7 @@ def _circle(radius: float = 1.0, start: float = 0.0, stop: float = 2.0 * np.pi, 
 
 
 def _polygon(corners: int, inner: float | None = None) -> Points:
-    """A regular polygon in the unit circle, or a star with inner corners at that radius."""
+    """Return a regular polygon in the unit circle, or a star with inner corners at that radius."""
     count = corners if inner is None else 2 * corners
     angles = 2.0 * np.pi * np.arange(count) / count
     radii = np.ones(count)
@@ -163,7 +163,7 @@ def _heart() -> Points:
 
 
 def _crescent(offset: float = 0.6, radius: float = 0.75) -> Points:
-    """The unit disc less a smaller disc that lies to its right."""
+    """Return the unit disc minus a smaller disc to its right."""
     # The circles x² + y² = 1 and (x − offset)² + y² = radius² cross at this x.
     crossing = (1.0 + offset**2 - radius**2) / (2.0 * offset)
     outer, inner = np.arccos(crossing), np.arccos((crossing - offset) / radius)

@@ -1,4 +1,4 @@
-"""What drawn images are said to show: a small grammar in which every sentence is true or false of every image.
+"""Sentences about drawn images: a small grammar in which every sentence is true or false of every image.
 
     sentence = phrase | phrase relation phrase | phrase relation phrase "and" phrase
     phrase   = "a red heart" | "a heart" | "something red"
@@ -40,7 +40,7 @@ class Phrase:
         return f"{'an' if words[0][0] in 'aeiou' else 'a'} {' '.join(words)}"
 
     def names(self, thing: "Thing") -> bool:
-        """Whether the phrase is true of a thing."""
+        """Return True if the phrase is true of an object."""
         return self.colour in (None, thing.phrase.colour) and self.shape in (None, thing.phrase.shape)
 
 
@@ -94,7 +94,7 @@ class Sentence:
         return sentence
 
     def holds(self, things: Sequence[Thing]) -> bool:
-        """Whether the sentence is true of an image of these things; each phrase names a thing of its own."""
+        """Return True if the sentence is true of an image of these objects; each phrase names a different object."""
         if not all(any(phrase.names(thing) for thing in things) for phrase in self.phrases):
             return False
         return any(
@@ -123,7 +123,7 @@ def _no_sentence(text: str) -> OptionError:
 
 
 def caption(things: Sequence[Thing]) -> Sentence | None:
-    """The one sentence that says all of an image, and None where there is none.
+    """Return the sentence that describes everything in an image, or None.
 
     It begins with the thing that lies on one side of all others; where several do, the side that SIDES names first.
     Of two others, the one that lies left of or above the other is named first.
@@ -145,7 +145,7 @@ def caption(things: Sequence[Thing]) -> Sentence | None:
 
 
 def turned(sentence: Sentence) -> Sentence:
-    """A sentence about two things said from the other one: "A left of B" as "B right of A"; any other as it is."""
+    """Rephrase a sentence about two objects from the other one: "A left of B" as "B right of A"."""
     if len(sentence.phrases) != 2 or sentence.relation == _AND:
         return sentence
     opposite = SIDES[(SIDES.index(sentence.relation) + 2) % 4]
@@ -153,7 +153,7 @@ def turned(sentence: Sentence) -> Sentence:
 
 
 def falsified(sentence: Sentence, wrong: str, things: Sequence[Thing], random: np.random.Generator) -> Sentence | None:
-    """A sentence that differs in one respect and is false of the image.
+    """Return a sentence that differs in one respect and is false of the image.
 
     Args:
         sentence: whose phrases name colour and shape.
@@ -219,7 +219,7 @@ class Scene:
         return str(caption(self.things))
 
     def holds(self, sentence: str) -> bool:
-        """Whether a sentence is true of the image.
+        """Return True if a sentence is true of the image.
 
         Raises:
             OptionError: the text is no sentence of the grammar.
@@ -227,7 +227,7 @@ class Scene:
         return Sentence.parse(sentence).holds(self.things)
 
     def mask_of(self, sentence: str) -> NDArray[np.bool_]:
-        """The pixels of all things that a sentence names, bool [height, width]; all False where it names none.
+        """Return the mask of all objects that a sentence names, bool [height, width]; all False if it names none.
 
         Raises:
             OptionError: the text is no sentence of the grammar.

@@ -150,7 +150,7 @@ def _paint_polygons(polygons: Sequence[Any], mask: Mask) -> None:
 
 
 def _outline(polygon: Any) -> list[float]:
-    """The flat coordinates of a polygon; ShapeError if a corner is so far off that drawing would fill the memory."""
+    """Return the flat coordinates of a polygon; ShapeError if a corner is too far outside to draw."""
     numbers = _numbers(polygon)
     if len(numbers) % 2:
         raise ShapeError(f"Expected a polygon as x, y, x, y, …, got {len(numbers)} numbers.")
@@ -161,9 +161,9 @@ def _outline(polygon: Any) -> list[float]:
     return numbers
 
 
-def _check_runs_size(own: Any, size: tuple[int, ...]) -> None:
-    if own is not None and own != list(size):
-        raise ShapeError(f"Expected run lengths of {size[0]} × {size[1]} pixels, got {reprlib.repr(own)}.")
+def _check_runs_size(runs_size: Any, size: tuple[int, ...]) -> None:
+    if runs_size is not None and runs_size != list(size):
+        raise ShapeError(f"Expected run lengths of {size[0]} × {size[1]} pixels, got {reprlib.repr(runs_size)}.")
 
 
 def _paint_runs(runs: Sequence[int], mask: Mask) -> None:
@@ -224,12 +224,12 @@ def read_annotations(path: Path) -> list[tuple[Any, Parse]]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found = list(_coco_entries(content) if isinstance(content, dict) else _box_entries(content))
-        if not found:
+        entries = list(_coco_entries(content) if isinstance(content, dict) else _box_entries(content))
+        if not entries:
             raise ValueError("they list no images")
     except WRONG as error:
         raise unreadable(path, error) from error
-    return found
+    return entries
 
 
 def unreadable(path: Path, error: Exception, entry: str = "") -> OptionError:

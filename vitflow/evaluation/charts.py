@@ -33,7 +33,7 @@ _ROW, _PANEL, _AROUND = 0.19, 1.65, 0.55
 
 
 def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
-    """A panel per metric: each method's mean with its bootstrap interval; baselines and controls are grey.
+    """Draw a panel per metric: each method's mean with its bootstrap interval; baselines and controls are grey.
 
     A thin line marks the random map's mean in every panel.
 
@@ -98,7 +98,7 @@ def draw_curves(evaluation: Tables) -> Figure:
 
 
 def draw_stages(evaluation: Tables) -> Figure:
-    """How alike the maps stay while the weights are made random from the top down, a line per method."""
+    """Draw the similarity of maps during cascading randomisation, one line per method."""
     assert evaluation.randomisation is not None
     values = defined_means(evaluation.randomisation).T  # [methods, stages]
     trained = np.where(np.isnan(values).all(axis=1, keepdims=True), np.nan, 1.0)
@@ -112,7 +112,7 @@ def draw_stages(evaluation: Tables) -> Figure:
 
 
 def _series(evaluation: Tables, x: NDArray[Any], lines: NDArray[np.float64]) -> list[Series]:
-    """A line per method that has values; the controls stand in the tables and bars, and would hide the methods here."""
+    """Draw one line per method with values; controls are in the tables and bars only."""
     return [
         Series(method, x.tolist(), values.tolist(), baseline=evaluation.is_baseline(method))
         for method, values in zip(evaluation.methods, lines, strict=True)
@@ -121,7 +121,7 @@ def _series(evaluation: Tables, x: NDArray[Any], lines: NDArray[np.float64]) -> 
 
 
 def draw_all(evaluation: Tables) -> Iterator[tuple[str, Figure]]:
-    """The charts that this evaluation has, each with its name."""
+    """Yield the charts of this evaluation with their names."""
     for group in evaluation.groups:
         yield group, draw_bars(evaluation, [group])
         if group == "faithfulness" and evaluation.fractions is not None:

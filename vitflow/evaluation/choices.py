@@ -1,4 +1,4 @@
-"""What an evaluation asks: which methods and metrics, and of each image which class and which pixels are right."""
+"""Questions of an evaluation: methods, metrics, and for each image the target and the correct region."""
 
 import re
 import warnings
@@ -25,7 +25,7 @@ _IMAGENET_CLASSES = 1000
 
 
 def check_options(points: int, sanity_images: int, batch_size: int | None, replace_by: str | None) -> None:
-    """What can be known to be wrong before anything is loaded."""
+    """Check options before anything is loaded."""
     for name, value, least in (
         ("points", points, 2),
         ("sanity_images", sanity_images, 0),
@@ -38,43 +38,43 @@ def check_options(points: int, sanity_images: int, batch_size: int | None, repla
 
 
 def choose_all(methods: str | Sequence[MethodChoice] | None) -> list[MethodChoice]:
-    """The methods that were asked for, and the baselines behind them."""
+    """Return the requested methods, followed by the baselines."""
     if methods is None:
-        found: list[MethodChoice] = [one.name for one in list_methods() if not one.needs & {"predict", "tokens"}]
+        choices: list[MethodChoice] = [one.name for one in list_methods() if not one.needs & {"predict", "tokens"}]
     elif methods == "all":
-        found = [method.name for method in list_methods()]
+        choices = [method.name for method in list_methods()]
     else:
-        found = [methods] if isinstance(methods, str) else list(methods)
-    names = [one.name for one in choose_methods(found, {})] if found else []
-    ahead = [choice for choice, name in zip(found, names, strict=True) if name not in BASELINES]
-    last = [choice for choice, name in zip(found, names, strict=True) if name in BASELINES]
+        choices = [methods] if isinstance(methods, str) else list(methods)
+    names = [one.name for one in choose_methods(choices, {})] if choices else []
+    ahead = [choice for choice, name in zip(choices, names, strict=True) if name not in BASELINES]
+    last = [choice for choice, name in zip(choices, names, strict=True) if name in BASELINES]
     return [*ahead, *last, *(name for name in BASELINES if name not in names)]
 
 
 def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[ChosenMethod]:
-    """The methods that are measured; a label tells the options that were given with the name."""
-    found: list[ChosenMethod] = []
+    """Complete the methods; labels include options given with the name."""
+    labelled: list[ChosenMethod] = []
     for choice, one in zip(choices, check_methods(choices, options), strict=True):
-        own = {} if isinstance(choice, str | ChosenMethod) else choice[1]
-        label = one.name + (":" + ",".join(f"{key}={value}" for key, value in own.items()) if own else "")
-        if any(label == other.label for other in found):
+        specific = {} if isinstance(choice, str | ChosenMethod) else choice[1]
+        label = one.name + (":" + ",".join(f"{key}={value}" for key, value in specific.items()) if specific else "")
+        if any(label == other.label for other in labelled):
             raise OptionError(f"Expected different methods or options, got {label} twice.")
-        found.append(replace(one, label=label))
-    return found
+        labelled.append(replace(one, label=label))
+    return labelled
 
 
 def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explainer) -> tuple[list[str], list[str]]:
-    """The groups that this data and model allow, and what to tell of the others; an error if nothing is left."""
+    """Return the groups that data and model support, with notes on the others; an error if none is left."""
     missing: dict[str, str] = {}
     if not dataset.has_regions:
         missing["localisation"] = "the data says nothing of where objects are (masks, boxes)"
     if not explainer.num_classes:
         missing |= dict.fromkeys(("faithfulness", "correlation", "grid"), "the model has no classes")
     left = [group for group in groups if group not in missing]
-    told = [f"Left out: {group}, for {missing[group]}." for group in groups if group in missing]
+    notes = [f"Left out: {group}, because {missing[group]}." for group in groups if group in missing]
     if not left:
-        raise OptionError(f"None of the metrics can be measured. {' '.join(told)}")
-    return left, told
+        raise OptionError(f"None of the metrics can be measured. {' '.join(notes)}")
+    return left, notes
 
 
 def applicable_methods(
@@ -142,7 +142,7 @@ def ask(image: Labelled, num_classes: int, class_names: Sequence[str] | None) ->
     by_class: dict[int | None, list[Region]] = {}
     for region in known:
         by_class.setdefault(_index(region.label, num_classes, class_names), []).append(region)
-    objects = {index: union(own, size) for index, own in by_class.items() if index is not None}
+    objects = {index: union(regions, size) for index, regions in by_class.items() if index is not None}
     if target is None:  # of classes that cover equally many pixels the first
         target = max(objects, key=lambda index: int(objects[index].sum()), default=None)
     right = objects[target] if target in objects else union(known, size)
@@ -150,7 +150,7 @@ def ask(image: Labelled, num_classes: int, class_names: Sequence[str] | None) ->
 
 
 def _index(label: Label, num_classes: int, class_names: Sequence[str] | None) -> int | None:
-    """The model's class of that label; None if it has no such class, or several."""
+    """Return the model's class index of a label; None if there is none, or several."""
     if label is None or not num_classes:
         return None
     if num_classes == _IMAGENET_CLASSES and _WORDNET_ID.fullmatch(str(label)):
@@ -174,24 +174,23 @@ SIGMA = 1.0
 _SUFFIX = " (blurred)"
 
 SAYS = (
-    "Each method stands beside its blurred twin, the same map under a Gaussian of one patch: blur buys localisation, "
-    "for objects are wider than a patch, and pays in deletion, for it knows nothing of the model; what gains in both "
-    "is more than blur."
+    "Each method has a blurred twin as a control, the same map after a Gaussian blur of one patch. Blur alone improves "
+    "localisation, because objects are larger than a patch, and worsens deletion."
 )
 
 
 def twin_of(label: str) -> str:
-    """The label of a method's blurred twin."""
+    """Return the label of a method's blurred copy."""
     return f"{label}{_SUFFIX}"
 
 
 def is_twin(label: str) -> bool:
-    """Whether a label is that of a blurred twin."""
+    """Return True if a label is that of a blurred copy."""
     return label.endswith(_SUFFIX)
 
 
 def blurred(saliency: Saliency) -> Saliency:
-    """The map under a Gaussian with a standard deviation of one patch; at the border it is mirrored, so sums are kept.
+    """Blur a map with a Gaussian of one patch; mirrored borders preserve the sum.
 
     >>> from vitflow.explaining.explainer import explain
     >>> from vitflow.demo import sample_images

@@ -1,4 +1,4 @@
-"""From the rows of a run to an Evaluation: arrays over images, and the notes that belong beside the tables."""
+"""Collect the rows of a run into an Evaluation: arrays over images, and notes on the tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,16 +33,16 @@ def collect(
     settings: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> Evaluation:
-    """Put the rows of all images together.
+    """Collect the rows of all images.
 
     Args:
-        rows: as `measure` gives them, in the order of the data.
-        dataset: what was measured on.
+        rows: rows of `measure`, in the order of the data.
+        dataset: the data set.
         model: the model's id.
-        protocol: what was measured.
-        metrics: those to show.
-        settings: kept with the result.
-        notes: further sentences to tell.
+        protocol: the protocol.
+        metrics: metrics to show.
+        settings: stored with the result.
+        notes: further notes.
     """
     labels = protocol.labels
     images: list[dict[str, Any]] = []
@@ -64,8 +64,8 @@ def collect(
             overlaps.append(_array([row["overlap"][label] or [None] * 4 for label in labels]))
         if "curves" in row:
             empty = {name: [None] * protocol.points for name in CURVES}
-            own = [row["curves"].get(label, empty) for label in labels]
-            curves.append(_array([[one[name] for one in own] for name in CURVES]))
+            of_methods = [row["curves"].get(label, empty) for label in labels]
+            curves.append(_array([[one[name] for one in of_methods] for name in CURVES]))
         if "stages" in row:
             names = tuple(name for name, _ in row["stages"])
             stages.append(_array([[values.get(label) for label in labels] for _, values in row["stages"]]))
@@ -101,15 +101,15 @@ def collect(
 
 
 def _array(values: Any) -> Array:
-    """Numbers, and NaN for None."""
+    """Convert to float64, with NaN for None."""
     return np.array(values, dtype=np.float64)
 
 
-def _correlation(model: str, found: Sequence[Mapping[str, Any]]) -> RankCorrelation | None:
-    if not found:
+def _correlation(model: str, records: Sequence[Mapping[str, Any]]) -> RankCorrelation | None:
+    if not records:
         return None
-    first = found[0]
-    values = np.stack([_array(one["values"]) for one in found], axis=-1)
+    first = records[0]
+    values = np.stack([_array(one["values"]) for one in records], axis=-1)
     return RankCorrelation(model, tuple(first["methods"]), tuple(first["references"]), tuple(first["layers"]), values)
 
 
@@ -119,47 +119,47 @@ def _notes(
     failures: Sequence[Mapping[str, Any]],
     protocol: Protocol,
 ) -> list[str]:
-    """What a reader of the tables must know."""
+    """Return notes on the tables."""
     count = len(images)
     measured = "all measured" if not failures else f"{count} measured, {len(failures)} failed"
-    told = [f"{dataset.kind}, {measured}. Tables show means over images ± standard error."]
-    labelled = sum(image["asked"] == "label" for image in images)
+    notes = [f"{dataset.kind}, {measured}. Tables show means over images ± standard error."]
+    labelled = sum(image["target_source"] == "label" for image in images)
     if labelled == count and count:
-        told.append("Class-specific methods are asked for the labelled class.")
+        notes.append("Class-specific methods explain the labelled class.")
     elif labelled:
-        told.append(
-            f"Class-specific methods are asked for the labelled class on {_count(labelled, 'image')}, and for the "
-            f"predicted one on the other {count - labelled}, whose labels the model does not know."
+        notes.append(
+            f"Class-specific methods explain the labelled class on {_count(labelled, 'image')}, and the predicted "
+            f"class on the other {count - labelled}, whose labels are not classes of the model."
         )
     elif count:
-        told.append("Class-specific methods are asked for the class that the model predicts.")
+        notes.append("Class-specific methods explain the predicted class.")
     if "faithfulness" in protocol.groups:
-        told.append(f"{_REPLACED[protocol.replace]} Curves have {protocol.points} points.")
+        notes.append(f"{_REPLACED[protocol.replace]} Curves have {protocol.points} points.")
     if protocol.blurred_twin:
-        told.append(SAYS)
+        notes.append(SAYS)
     if "grid" in protocol.groups:
-        told.append(_about_grids([image["grid"] for image in images if image["grid"] is not None]))
+        notes.append(_about_grids([image["grid"] for image in images if image["grid"] is not None]))
     checked = sum("sanity" in image["groups"] for image in images)
     if checked:
-        told.append(f"The sanity checks were made on {_count(checked, 'image')}.")
+        notes.append(f"The sanity checks were made on {_count(checked, 'image')}.")
         if protocol.unchecked:
-            told[-1] += (
-                f" Left out of them, for they run the model many times: {', '.join(protocol.unchecked)}; name a method "
-                "with --method to have it checked."
+            notes[-1] += (
+                f" Not checked, because they run the model many times: {', '.join(protocol.unchecked)}; use --method "
+                "to check a method by name."
             )
-    return told
+    return notes
 
 
 def _about_grids(grids: Sequence[Sequence[str]]) -> str:
     if not grids:
         return (
-            "No grid of four images could be made: that takes four labelled images of different classes, each of "
-            "which the model gives more than half of its probability."
+            "No grid of four images is possible: it requires four labelled images of different classes, each "
+            "predicted with a probability above one half."
         )
     count = len({tuple(names) for names in grids})
     return (
-        f"The grid pointing game asks {_count(len(grids), 'question')} of {_count(count, 'grid')}, four images each "
-        "whose labelled class the model gives more than half of its probability, drawn by the seed."
+        f"The grid pointing game has {_count(len(grids), 'question')} on {_count(count, 'grid')} of four images each, "
+        "chosen at random among those predicted correctly with a probability above one half."
     )
 
 
@@ -169,23 +169,23 @@ def _undefined(
     values: Mapping[str, Array],
     metrics: Sequence[Metric],
 ) -> list[str]:
-    """What was left out of the means because it is not defined, and why."""
-    told = []
+    """Return notes on undefined values."""
+    notes = []
     missing = {
         metric.name: np.isnan(values[metric.name]) & np.array([[metric.group in one["groups"]] for one in images])
         for metric in metrics
     }
     nowhere = next((missing[metric.name].all(axis=1) for metric in metrics if metric.needs_regions), None)
     if nowhere is not None and nowhere.any():
-        told.append(
-            f"Localisation is not defined on {_count(int(nowhere.sum()), 'image')}: the model saw no object, or no "
-            "ground, or the data does not say where they are."
+        notes.append(
+            f"Localisation is undefined on {_count(int(nowhere.sum()), 'image')}: the model saw no object or no "
+            "background, or the data has no regions."
         )
     constant = {label: sum(label in one["constant"] for one in images) for label in protocol.labels}
     if any(constant.values()):
-        told.append(
-            f"Constant maps rank no patches: {_listed(constant)}. They count as chance in localisation, and are left "
-            "out of faithfulness and sanity."
+        notes.append(
+            f"Constant maps: {_listed(constant)}. They count as chance in localisation, and are excluded from "
+            "faithfulness and sanity."
         )
     for metric in metrics:
         if metric.group == "sanity":
@@ -197,8 +197,8 @@ def _undefined(
             }
             if any(counts.values()):
                 why = ", or does not move by whole patches" if metric.name == "shift_stability" else ""
-                told.append(f"No value for {metric.title}, because a map is constant{why}: {_listed(counts)}.")
-    return told
+                notes.append(f"No value for {metric.title}, because a map is constant{why}: {_listed(counts)}.")
+    return notes
 
 
 def _listed(counts: Mapping[str, int]) -> str:

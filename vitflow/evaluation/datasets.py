@@ -239,8 +239,8 @@ def _truth(truth: Any, size: tuple[int, ...]) -> tuple[tuple[Region, ...] | None
     shapes = [np.asarray(shape) for shape in shapes]
     labels = np.asarray(truth.get("labels", [None] * len(shapes)), dtype=object).tolist()
     return tuple(
-        Region(as_label(own), shape if shape.ndim == 2 else shape.tolist())
-        for own, shape in zip(labels, shapes, strict=True)
+        Region(as_label(each), shape if shape.ndim == 2 else shape.tolist())
+        for each, shape in zip(labels, shapes, strict=True)
     ), label
 
 
@@ -279,7 +279,7 @@ def _is_name(file: Any) -> bool:
 
 
 def _find_image(file: Any, folders: Sequence[Path]) -> Path:
-    """The path of an image below one of the folders; if there is none, the path in the first of them.
+    """Return the path of an image in one of the folders; by default in the first.
 
     Nothing outside the folders is read, whether a name leads there by its path or by a link.
     """
@@ -343,13 +343,13 @@ def _images(name: str, paths: Sequence[Path], labels: Path | None = None) -> Dat
 
 
 def _find_mask(image: Path) -> Path | None:
-    """The mask of an image, next to it or in a folder `masks`, if there is one."""
+    """Return the mask of an image, next to it or in a folder `masks`, or None."""
     candidates = [image.with_name(f"{image.stem}{ending}.png") for ending in _MASK_ENDINGS]
     return next(filter(is_file, [*candidates, image.parent / "masks" / f"{image.stem}.png"]), None)
 
 
 def _read_labels(path: Path) -> dict[str, tuple[str, str]]:
-    """The index and the name of the class of each file, as they are written."""
+    """Read the class index and name of each file."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
@@ -376,21 +376,21 @@ def _read_masked(path: Path, mask: Path | None, names: Sequence[str], written: t
         unknown = value > len(names) and value == _UNKNOWN
         if not unknown and (value > len(names) or value != int(value)):
             raise ShapeError(f"Pixels of {mask.name!r} have the value {value}, and classes.txt has {len(names)} lines.")
-        own = None if unknown else names[int(value) - 1].strip()
-        regions.append(Region(own, partial(np.equal, values, value), unknown))
+        name = None if unknown else names[int(value) - 1].strip()
+        regions.append(Region(name, partial(np.equal, values, value), unknown))
     return Labelled(image, tuple(regions), label)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, with a number behind those that were there before."""
-    found: dict[str, None] = {}
+    """Make names unique with an index."""
+    distinct: dict[str, None] = {}
     for name in names:
-        unique, number = name, 1
-        while unique in found:
-            number += 1
-            unique = f"{name} ({number})"
-        found[unique] = None
-    return list(found)
+        unique, index = name, 1
+        while unique in distinct:
+            index += 1
+            unique = f"{name} ({index})"
+        distinct[unique] = None
+    return list(distinct)
 
 
 def _digest(files: Sequence[Path]) -> str:

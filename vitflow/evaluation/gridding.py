@@ -30,7 +30,7 @@ CELLS = 4
 
 
 class CellScore(NamedTuple):
-    """How much of a grid's map belongs to the cell that was asked for.
+    """Scores of a map for the target cell of a grid.
 
     Attributes:
         energy: share of the map, without what is below 0, that lies in the cell; of a map that has nothing above 0, ¼.
@@ -44,7 +44,7 @@ class CellScore(NamedTuple):
 
 
 class ObjectScore(NamedTuple):
-    """How a map divides itself among the labelled objects of an image.
+    """Scores of a map for the target object among all labelled objects of an image.
 
     Attributes:
         energy: of its mass in labelled objects, the share in the asked one.
@@ -62,14 +62,14 @@ def tile(windows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     [0, 60, 120, 180]
     """
     height, width = windows[0].shape[:2]
-    found = np.empty_like(windows[0])
+    tiled = np.empty_like(windows[0])
     rows, cols = cell_edges(height, 2), cell_edges(width, 2)
     for number, window in enumerate(windows):
         row, col = divmod(number, 2)
         size = cols[col + 1] - cols[col], rows[row + 1] - rows[row]
         shrunk = cv2.resize(window, size, interpolation=cv2.INTER_AREA)
-        found[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] = shrunk
-    return found
+        tiled[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] = shrunk
+    return tiled
 
 
 def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
@@ -98,23 +98,25 @@ def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
             values = np.delete(values, count // 2, axis)
             owner = np.delete(owner, count // 2, axis)
     cells = [values[owner == number] for number in range(CELLS)]
-    mass = np.array([np.clip(own, 0.0, None).sum() for own in cells])
+    mass = np.array([np.clip(cell_values, 0.0, None).sum() for cell_values in cells])
     whole = float(mass.sum())
     auc = roc_auc(values, owner == cell)
     assert auc is not None
     return CellScore(
-        float(mass[cell]) / whole if whole > 0 else 1 / CELLS, auc, _wins([own.mean() for own in cells], cell)
+        float(mass[cell]) / whole if whole > 0 else 1 / CELLS,
+        auc,
+        _wins([cell_values.mean() for cell_values in cells], cell),
     )
 
 
-def score_object(heatmap: Heatmap, objects: Sequence[Mask], asked: int) -> ObjectScore | None:
+def score_object(heatmap: Heatmap, objects: Sequence[Mask], target: int) -> ObjectScore | None:
     """Score the map of an image for one of its labelled objects, against all of them.
 
     Args:
         heatmap: the map for the asked object's class, [height, width], NaN where the model saw nothing. Its mass is
             what lies above its minimum, or above 0 where that lies below.
         objects: the pixels of each class's objects, bool [height, width].
-        asked: number of the one that is asked for.
+        target: number of the one that is asked for.
 
     Returns:
         None where the model saw nothing of one of the objects.
@@ -131,13 +133,13 @@ def score_object(heatmap: Heatmap, objects: Sequence[Mask], asked: int) -> Objec
     sums = [float(mass[seen & mask].sum()) for mask in objects]
     areas = [int((seen & mask).sum()) for mask in objects]
     whole = sum(sums)
-    energy = sums[asked] / whole if whole > 0 else areas[asked] / sum(areas)
-    return ObjectScore(energy, _wins([own / area for own, area in zip(sums, areas, strict=True)], asked))
+    energy = sums[target] / whole if whole > 0 else areas[target] / sum(areas)
+    return ObjectScore(energy, _wins([total / area for total, area in zip(sums, areas, strict=True)], target))
 
 
-def _wins(means: Sequence[float], asked: int) -> float:
+def _wins(means: Sequence[float], target: int) -> float:
     largest = np.array(means) == max(means)
-    return float(largest[asked]) / float(largest.sum())
+    return float(largest[target]) / float(largest.sum())
 
 
 # What the model must give the right class of an image in a grid.
@@ -165,25 +167,25 @@ class Grid:
         return [sample.name for sample in self.samples]
 
     def image(self, explainer: Explainer) -> NDArray[np.uint8]:
-        """The images as the model sees each, side by side as one model input, uint8 RGB."""
+        """Tile the model inputs of its images into one image, uint8 RGB."""
         windows = []
         for sample in self.samples:
             image = sample.read().image
-            own = as_it_is(explainer, explainer.spec.size) if explainer.fit == "native" else explainer
-            placement = own.preprocessing.place((image.shape[0], image.shape[1]))
-            windows.append(own.preprocessing.cut(image, placement))
+            placing = as_it_is(explainer, explainer.spec.size) if explainer.fit == "native" else explainer
+            placement = placing.preprocessing.place((image.shape[0], image.shape[1]))
+            windows.append(placing.preprocessing.cut(image, placement))
         return tile(windows)
 
     def maps(self, explainer: Explainer, methods: Sequence[ChosenMethod]) -> dict[str, list[Saliency]]:
         """For each method's label its map for each class of the grid."""
         image = self.image(explainer)
-        found = as_it_is(explainer, image.shape[:2]).explain_batch(
+        saliencies = as_it_is(explainer, image.shape[:2]).explain_batch(
             [image],
             methods=methods,
             targets=list(self.classes),
             names=[" + ".join(self.names)],
         )
-        columns = columns_of(found)
+        columns = columns_of(saliencies)
         labels = [one.label for one in methods]
         return {
             label: list(maps) * (1 if len(maps) == CELLS else CELLS)
@@ -191,7 +193,7 @@ class Grid:
         }
 
     def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, CellScore]:
-        """What each method's map is worth that was asked for the class of this image, by label."""
+        """Return the scores of each method's map for the class of this image, by label."""
         if not self._scores:
             for label, maps in self.maps(explainer, methods).items():
                 self._scores[label] = [score_cell(one.grid, cell) for cell, one in enumerate(maps)]
@@ -202,7 +204,7 @@ class Grid:
 def make_grids(
     samples: Sequence[Sample], explainer: Explainer, question_of: Callable[[Labelled], Question], seed: int
 ) -> dict[str, Grid]:
-    """The grid that each image stands in, by its name; images that stand in none are left out.
+    """Assign images to grids; images without a grid are left out.
 
     Those images come in question whose labelled class the model finds most probable, with more than ½. Their order is
     drawn by the seed; each grid takes the next four of which none shows another's class.
@@ -216,16 +218,16 @@ def make_grids(
             continue  # its own row tells of it
         if question.target is not None and _knows(explainer, image, question.target):
             known.append((sample, question.target, frozenset(question.objects) | {question.target}))
-    found: dict[str, Grid] = {}
+    grids: dict[str, Grid] = {}
     while grid := _first_grid(known):
         known = [one for one in known if one not in grid]
         made = Grid(tuple(sample for sample, _, _ in grid), tuple(target for _, target, _ in grid))
-        found |= dict.fromkeys(made.names, made)
-    return found
+        grids |= dict.fromkeys(made.names, made)
+    return grids
 
 
 def _first_grid(known: Sequence[tuple[Sample, int, frozenset[int]]]) -> list[tuple[Sample, int, frozenset[int]]]:
-    """The first four that go together, beginning with the first that has three; empty where there are none."""
+    """Return the first four compatible images, or an empty list."""
     for start in range(len(known)):
         chosen: list[tuple[Sample, int, frozenset[int]]] = []
         for one in known[start:]:
@@ -243,14 +245,14 @@ def _knows(explainer: Explainer, image: Labelled, target: int) -> bool:
 
 
 def lot(name: str, seed: int) -> bytes:
-    """An image's lot: those with the smallest are drawn, and more images in the data change little of it."""
+    """Return a hash that orders images at random; stable when images are added."""
     return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
 
 
 def draw_grids(
     grids: Mapping[str, Grid], explainer: Explainer, methods: Sequence[ChosenMethod], best: Sequence[str]
 ) -> tuple[Figure, ...]:
-    """The first grids with their maps: a row for each class, a column for each of the best class-specific methods.
+    """Draw the first grids with their maps: one row per class, one column per best class-specific method.
 
     Args:
         grids: as `make_grids` makes them.
@@ -262,8 +264,8 @@ def draw_grids(
     drawn = []
     for grid in list(dict.fromkeys(grids.values()))[: _DRAWN[0]] if specific else ():
         try:
-            found = grid.maps(explainer, specific[: _DRAWN[1]])
+            by_method = grid.maps(explainer, specific[: _DRAWN[1]])
         except (VitflowError, OSError):
-            continue  # an image that was there before
-        drawn.append(Comparison((tuple(one for maps in found.values() for one in maps),)).figure())
+            continue  # an image has disappeared since
+        drawn.append(Comparison((tuple(one for maps in by_method.values() for one in maps),)).figure())
     return tuple(drawn)

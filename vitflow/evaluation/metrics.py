@@ -31,12 +31,12 @@ class Metric:
 
     @property
     def needs_regions(self) -> bool:
-        """Whether the data must say where the objects are."""
+        """True if the data must have regions."""
         return self.group == "localisation"
 
     @property
     def arrow(self) -> str:
-        """Which way is better, as a sign."""
+        """Direction of improvement, 1 or -1."""
         return "↑" if self.better == "higher" else "↓"
 
 
@@ -48,106 +48,103 @@ METRICS: dict[str, Metric] = {
             "pointing game",
             "localisation",
             "higher",
-            "How often the highest pixel lies in the object.",
-            "One pixel decides: it says nothing about the rest of the map, and the centre of the image already hits "
-            "often.",
+            "Share of images whose highest pixel is in the object.",
+            "Depends on a single pixel; the centre of the image is often a hit.",
         ),
         Metric(
             "energy",
             "energy in object",
             "localisation",
             "higher",
-            "The share of the map's mass above its minimum that lies in the object.",
-            "A model may rightly use what lies around the object; a map of few bright patches gains by that alone.",
+            "Share of the map's mass above its minimum that is in the object.",
+            "A model may use the surroundings of the object; maps with few bright patches have an advantage.",
         ),
         Metric(
             "roc_auc",
             "ROC-AUC",
             "localisation",
             "higher",
-            "The chance that a pixel of the object is higher than one of the ground.",
-            "Only the order counts: how much brighter the object is does not, and large objects are easier.",
+            "Probability that a pixel of the object is higher than a pixel of the background.",
+            "Only the order of pixels matters, and large objects are easier.",
         ),
         Metric(
             "average_precision",
             "average precision",
             "localisation",
             "higher",
-            "How purely the highest pixels lie in the object, over all thresholds.",
-            "Chance is the object's share of the area, so values of data sets with other object sizes do not compare.",
+            "Precision of the highest pixels as a detector of the object, over all thresholds.",
+            "Chance is the object's share of the area, so that data sets with other object sizes are not comparable.",
         ),
         Metric(
             "mean_iou",
             "mean IoU",
             "localisation",
             "higher",
-            "How well the map, cut at its mean, covers object and ground.",
-            "The mean is an arbitrary threshold: a sharp map inside the object loses against one that fills it.",
+            "Overlap of the map, thresholded at its mean, with object and background.",
+            "The threshold is arbitrary: a sharp map inside the object scores lower than one that fills it.",
         ),
         Metric(
             "deletion_auc",
             "deletion AUC",
             "faithfulness",
             "lower",
-            "The class's probability while the highest patches are removed first.",
-            "Images with holes are unlike anything the model was trained on; that it fails on them may have other "
-            "reasons.",
+            "Probability of the class while the highest patches are removed first.",
+            "Images with removed patches are unlike the training data; the model may fail for other reasons.",
         ),
         Metric(
             "insertion_auc",
             "insertion AUC",
             "faithfulness",
             "higher",
-            "The class's probability while the highest patches are put back first.",
-            "A few patches that suffice need not be those that the model uses when it sees the whole image.",
+            "Probability of the class while the highest patches are inserted first.",
+            "Sufficient patches need not be those that the model uses in the whole image.",
         ),
         Metric(
             "gap",
             "insertion − deletion",
             "faithfulness",
             "higher",
-            "How much longer the answer stands when the lowest patches go first instead of the highest, as an area.",
-            "Only the order of the patches counts, and patches are removed one by one, as if they did not need each "
-            "other.",
+            "Area between the curves of removing the lowest and the highest patches first.",
+            "Only the order of patches matters, and interactions between patches are ignored.",
         ),
         Metric(
             "positive_perturbation",
             "positive perturbation",
             "faithfulness",
             "lower",
-            "How often the class stays on top while the highest patches are removed, 0 to 90 %.",
-            "A class that is never on top counts as removed from the start, so the model's accuracy is part of it.",
+            "Accuracy for the class while the highest patches are removed, 0 to 90 %.",
+            "A class that is never predicted counts as removed from the start, so that the model's accuracy matters.",
         ),
         Metric(
             "negative_perturbation",
             "negative perturbation",
             "faithfulness",
             "higher",
-            "How often the class stays on top while the lowest patches are removed, 0 to 90 %.",
-            "It rewards every map that keeps the object to the last, whether or not the model looks at all of it.",
+            "Accuracy for the class while the lowest patches are removed, 0 to 90 %.",
+            "Rewards maps that cover the whole object, whether or not the model uses all of it.",
         ),
         Metric(
             "randomisation",
             "after randomisation",
             "sanity",
             "lower",
-            "How alike the maps still are when all weights are random: |Spearman|.",
-            "That a map changes with the weights does not make it right; that it does not change makes it wrong.",
+            "Similarity of the maps with original and with random weights: |Spearman|.",
+            "A map that changes with the weights need not be right; a map that does not change is wrong.",
         ),
         Metric(
             "shift_stability",
             "shift stability",
             "sanity",
             "higher",
-            "How alike the maps of the image and of the shifted image are: Spearman.",
-            "A map that ignores the image is perfectly stable, and a model that reacts to the shift should move it.",
+            "Similarity of the maps of the image and of the shifted image: Spearman.",
+            "A map that ignores the image is perfectly stable, and a model that reacts to the shift should change it.",
         ),
         Metric(
             "flip_stability",
             "flip stability",
             "sanity",
             "higher",
-            "How alike the maps of the image and of its mirror image are: Spearman.",
+            "Similarity of the maps of the image and of its mirror image: Spearman.",
             "A map that ignores the image and is symmetric is perfectly stable.",
         ),
         Metric(
@@ -155,69 +152,66 @@ METRICS: dict[str, Metric] = {
             "class sensitivity",
             "sanity",
             "higher",
-            "How unlike the maps for two classes are: 1 − Spearman; 0 for methods that ask for no class.",
-            "It does not say that either map is right, and classes that look alike may rightly share a map.",
+            "Dissimilarity of the maps for two classes: 1 − Spearman; 0 for methods that are not class-specific.",
+            "Neither map need be right, and similar classes may have similar maps.",
         ),
         Metric(
             "grid_energy",
             "energy in cell",
             "grid",
             "higher",
-            "Of four images in a grid, one class asked for: the share of the map in the cell that shows it.",
-            "A map that is thin everywhere else gains by that alone. Chance, and every map that is the same for all "
-            "classes, is 0.25.",
+            "Grid of four images, one target class: share of the map in the cell of that class.",
+            "Sparse maps have an advantage. Chance is 0.25, also for maps that are not class-specific.",
         ),
         Metric(
             "grid_auc",
             "ROC-AUC of cell",
             "grid",
             "higher",
-            "The chance that a patch of the asked cell is higher than one of the other three cells.",
-            "The ground of the asked cell counts as right, so that 1 is more than a map of the object alone can reach.",
+            "Probability that a patch of the target cell is higher than a patch of the other cells.",
+            "The background of the target cell counts as right, so that a map of only the object cannot reach 1.",
         ),
         Metric(
             "grid_wins",
             "cell wins",
             "grid",
             "higher",
-            "How often the asked cell has the largest mean of the four.",
-            "It says nothing about where in its cell the map lies; and grids are unlike the images that a model was "
-            "trained on.",
+            "Share of questions in which the target cell has the largest mean.",
+            "Does not depend on the position within the cell; grids are unlike the training data.",
         ),
         Metric(
             "separation",
-            "energy in asked object",
+            "energy in target object",
             "grid",
             "higher",
-            "In images with labelled objects of several classes: of the map's mass in all of them, the share in the "
-            "asked one.",
-            "What lies beside all objects does not count. Chance is the asked object's share of their area.",
+            "Images with labelled objects of several classes: share of the map's mass in all objects that is in the "
+            "target object.",
+            "The background does not count. Chance is the target object's share of the objects' area.",
         ),
         Metric(
             "separation_wins",
-            "asked object wins",
+            "target object wins",
             "grid",
             "higher",
-            "How often the asked object has the largest mean of the labelled ones.",
-            "With two objects, chance wins every other time.",
+            "Share of questions in which the target object has the largest mean of the labelled objects.",
+            "With two objects, chance is one half.",
         ),
     )
 }
 
-#: Groups of metrics; "correlation" is measured layer by layer and has tables of its own.
+#: Groups of metrics; "correlation" is measured layer by layer and has separate tables.
 GROUPS = ("localisation", "faithfulness", "sanity", "grid", "correlation")
 
-#: What is measured where nothing else is asked for.
+#: Groups that are measured by default.
 DEFAULT_GROUPS = ("localisation", "faithfulness", "sanity")
 
 CORRELATION_SILENT = (
-    "Occlusion and input gradients are no ground truth either: that maps rank patches as these do says that they "
-    "agree, not that they are right."
+    "Occlusion and input gradients are not ground truth: a high correlation shows agreement, not correctness."
 )
 
 
 def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], list[str]]:
-    """The metrics of these names and groups, in the table's order, and the groups that must be computed for them.
+    """Return the metrics of these names and groups, in the order of the table, and the groups to compute.
 
     Args:
         names: of metrics or groups, or "all"; by default everything but "grid" and "correlation".
@@ -229,12 +223,14 @@ def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], li
     >>> [metric.name for metric in metrics][:2], groups
     (['roc_auc', 'randomisation'], ['localisation', 'sanity'])
     """
-    asked = list(DEFAULT_GROUPS if names is None else names)
-    if not asked:
+    requested = list(DEFAULT_GROUPS if names is None else names)
+    if not requested:
         raise OptionError("Expected at least one metric, got none.")
-    for name in asked:
+    for name in requested:
         if name not in METRICS and name not in (*GROUPS, "all"):
             raise OptionError(unknown_name("metric", name, [*METRICS, *GROUPS, "all"]))
-    chosen = [metric for metric in METRICS.values() if {metric.name, metric.group, "all"} & set(asked)]
-    wanted = {metric.group for metric in chosen} | ({"correlation"} if {"correlation", "all"} & set(asked) else set())
+    chosen = [metric for metric in METRICS.values() if {metric.name, metric.group, "all"} & set(requested)]
+    wanted = {metric.group for metric in chosen} | (
+        {"correlation"} if {"correlation", "all"} & set(requested) else set()
+    )
     return chosen, [group for group in GROUPS if group in wanted]

@@ -22,15 +22,15 @@ _TITLES = {
     "correlation": "Rank correlation by layer",
 }
 _QUESTIONS = {
-    "localisation": "Does the map lie where the object is?",
-    "faithfulness": "Does the answer go with the patches that the map calls relevant?",
-    "sanity": "Does the map depend on the model, follow the image, and tell classes apart?",
-    "grid": "Of several objects, does the map lie on the one that was asked for?",
+    "localisation": "Is the map on the object?",
+    "faithfulness": "Does the score drop without the patches that the map ranks highest?",
+    "sanity": "Does the map depend on the model, follow the image, and distinguish classes?",
+    "grid": "With several objects, is the map on the target?",
     "correlation": "Do attention, rollout and flow of each layer rank patches as the references do?",
 }
-# Pixels of the page for an inch of a figure: the same for all, so that their type has one size.
+# Pixels of the page per inch of a figure, the same for all figures.
 _PIXELS = 116
-# Charts that stand with a group besides its bars.
+# Further charts of a group.
 _FURTHER = {"faithfulness": "curves", "sanity": "randomisation"}
 
 
@@ -38,10 +38,10 @@ def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes], *, a
     """Write the page.
 
     Args:
-        evaluation: what it tells.
-        path: where to.
-        charts: SVG by name, as `save_charts` gives them.
-        score: to the question in its title, in a sentence.
+        evaluation: the evaluation.
+        path: the file to write.
+        charts: SVG by name, from `save_charts`.
+        answer: the verdict, as a sentence.
     """
     return write_html(
         path,
@@ -55,13 +55,13 @@ def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes], *, a
 
 
 def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    """What the page shows of each group of metrics."""
+    """Return the content of each group of metrics on the page."""
     charts = {name: _chart(name, svg) for name, svg in drawn.items()}
-    found = []
+    groups = []
     for group in evaluation.groups:
         metrics = [metric for metric in evaluation.metrics if metric.group == group]
         names = [group, _FURTHER.get(group, "")]
-        found.append(
+        groups.append(
             {
                 "name": group,
                 "title": _TITLES[group],
@@ -89,12 +89,12 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
             "images": evaluation.correlation.images,
             "silent": CORRELATION_SILENT,
         }
-        found.append(further)
-    return found
+        groups.append(further)
+    return groups
 
 
 def _chart(name: str, svg: bytes) -> dict[str, Any]:
-    """A chart for light and for dark screens, as data URIs, and its width on the page."""
+    """Return a chart for light and for dark screens, as data URIs, with its width on the page."""
     points = re.search(rb'<svg[^>]* width="([\d.]+)pt"', svg)
     assert points is not None
     return {
@@ -110,7 +110,7 @@ def _data_uri(content: bytes, kind: str = "svg+xml") -> str:
 
 
 def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-    """A line per method: its estimates, which of them are the best, and which do no better than the random map."""
+    """Return one line per method: its estimates, and whether they are the best or no better than random."""
     tables = {metric.name: evaluation.table(metric.name) for metric in metrics}
     best = {metric.name: _best(evaluation, metric) for metric in metrics}
     level = {metric.name: _level_with_random(evaluation, metric) for metric in metrics}
@@ -134,7 +134,7 @@ def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]
 
 
 def _best(evaluation: Tables, metric: Metric) -> list[str]:
-    """The methods with the best mean, as it is written; baselines and blurred twins do not compete."""
+    """Return the methods with the best displayed mean; baselines and blurred copies do not compete."""
     ranking = evaluation.ranking(metric.name)
     return [name for name, mean in ranking if decimal(mean) == decimal(ranking[0][1])]
 
@@ -155,15 +155,15 @@ def _level_with_random(evaluation: Tables, metric: Metric) -> set[str]:
 
 def _matrix(evaluation: Tables, metric: Metric) -> dict[str, Any]:
     """Row minus column for all pairs; a cell is better, worse or unclear."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    cells: dict[tuple[str, str], dict[str, str]] = {}
     for one in evaluation.differences(metric.name):
-        found[one.first, one.second] = _difference(one, metric, 1.0)
-        found[one.second, one.first] = _difference(one, metric, -1.0)
+        cells[one.first, one.second] = _difference(one, metric, 1.0)
+        cells[one.second, one.first] = _difference(one, metric, -1.0)
     empty = {"text": "", "state": "self", "title": ""}
     return {
         "metric": metric,
         "rows": [
-            {"method": row, "cells": [found.get((row, column), empty) for column in evaluation.methods]}
+            {"method": row, "cells": [cells.get((row, column), empty) for column in evaluation.methods]}
             for row in evaluation.methods
         ],
     }

@@ -21,13 +21,13 @@ from vitflow.images.figures import bundle, html_table, save_figure
 
 
 class Evaluation(Tables):
-    """What was measured, as numbers to work with and as files to keep; see `Tables` for its attributes."""
+    """Results of an evaluation, with export to files; see `Tables` for its attributes."""
 
     def __repr__(self) -> str:
         failed = f", {len(self.failures)} failed" if self.failures else ""
         counts = ", ".join(
-            f"{len(own)} {word}{'' if len(own) == 1 else 's'}"
-            for own, word in ((self.main_methods, "method"), (self.metrics, "metric"))
+            f"{len(items)} {word}{'' if len(items) == 1 else 's'}"
+            for items, word in ((self.main_methods, "method"), (self.metrics, "metric"))
         )
         return f"Evaluation({self.model} on {self.data}: {counts}{failed})"
 
@@ -35,7 +35,7 @@ class Evaluation(Tables):
         return self.to_markdown()
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows: a table for each group of metrics, and the first group as bars."""
+        """Return a table for each group of metrics and a bar chart for notebooks."""
         tables = [html_table(rows, head) for head, *rows in map(self._group_rows, self.groups)]
         bars = draw_bars(self, [self.groups[0]]) if self.groups else None
         return bundle(repr(self), bars, tables)
@@ -98,8 +98,8 @@ class Evaluation(Tables):
         if group is None and self.correlation is not None:
             blocks.append(self.correlation.to_markdown().rstrip())
         if group is None:
-            told = "; ".join(f"{label}: {words}" for label, words in self.departures.items() if words)
-            blocks += [f"From their publications depart: {told}."] if told else []
+            departures = "; ".join(f"{label}: {words}" for label, words in self.departures.items() if words)
+            blocks += [f"From their publications depart: {departures}."] if departures else []
             blocks += [f"{self.data}; {self.model}.", *self.notes]
         return "\n\n".join(blocks) + "\n"
 
@@ -149,7 +149,7 @@ class Evaluation(Tables):
 
 
 def _mean_curves(values: NDArray[np.float64]) -> list[list[float | None]]:
-    """The mean over images of [images, methods, points], NaN left out; None where nothing is left."""
+    """Return the mean over images of [images, methods, points], ignoring NaN; None if all are NaN."""
     return [[None if np.isnan(mean) else mean for mean in row] for row in defined_means(values).tolist()]
 
 

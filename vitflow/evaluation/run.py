@@ -1,4 +1,4 @@
-"""Evaluate methods on a model and data: measure image by image, resumable, and put everything together."""
+"""Evaluate methods on a model and data: a resumable run over images, and its results."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,13 +40,13 @@ from vitflow.runs.columns import failed_row
 from vitflow.runs.fingerprints import run_fingerprint, without_probe
 from vitflow.runs.store import Run, finishing, versions
 
-#: On how many images the costly groups are measured where nothing else is asked for.
+#: Default number of images for costly groups.
 SANITY_IMAGES = 24
 
-# Groups of metrics that take many forward passes per image.
+# Groups of metrics that require many forward passes per image.
 _COSTLY = ("sanity", "correlation")
 
-# How often the sanity checks make each map of an image anew: stages of random weights, shifts, flips, classes.
+# Number of maps per image and method in the sanity checks: stages of random weights, shifts, flips, classes.
 _SANITY_ROUNDS = 9
 
 _AUTO_BATCH = {"cpu": 8, "cuda": 64}
@@ -73,43 +73,43 @@ def evaluate(
     progress: Callable[[RunProgress], None] | None = None,
     **options: Any,
 ) -> Evaluation:
-    """Measure what the maps of several methods are worth, on your model and your images, beside two baselines.
+    """Measure the quality of several methods' maps on your model and images, with two baselines.
 
-    An image that cannot be measured becomes a row with an error, and the others go on. With an output folder the rows
-    are kept as they are made: a second run with the same options goes on where the first was ended, and tries failed
-    images again.
+    An image that cannot be measured becomes a row with an error. With an output folder the run is resumable: a second
+    run with the same options computes missing and failed images.
 
     Args:
         data: drawn images ("demo:500"), annotations, a folder or list of images; see `open_dataset`.
-        model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
-        methods: names, or (name, options) pairs; "all" for every method that applies to the model; by default all of
-            these but occlusion, sampling, consensus and LeGrad, which run the model many times (of "all" they are left
-            out of the sanity checks), and similarity. The baselines `random` and `centre` are added.
+        model: a model id (see `load_model`), a module, an Explainer, or a function that returns one.
+        methods: names, or (name, options) pairs; "all" for every method that the model supports; by default all except
+            similarity and the methods that run the model many times (occlusion, sampling, consensus and LeGrad; with
+            "all" they have no sanity checks). The baselines `random` and `centre` are added.
         metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "correlation"), or "all" among them;
             by default the first three groups.
-        output: a folder for the rows, tables, figures and the page.
-        images: where the images of an annotation file are, if not beside it.
-        limit: take the first images only.
-        replace_by: what is left of removed patches: "drop" (their tokens leave the sequence), "blank" or "blur"; by
-            default "drop" where the model can, else "blank".
-        points: of the deletion and insertion curves, both ends included.
-        blurred_twin: measure each map blurred, too: the control that tells what comes of smoothness alone.
-        sanity_images: on how many images sanity and rank correlation are measured, which take many forward passes;
-            they are drawn at random.
-        batch_size: images per forward pass; by default 8 on a CPU and 64 on a GPU, halved where memory runs out.
-        resamples: bootstrap resamples behind each interval.
-        seed: of the resamples, of the random weights, and of the draw of the images for sanity.
-        overwrite: forget the rows of an earlier run in the output folder.
-        progress: called as images are done.
-        options: options for every method that has them.
+        output: folder for rows, tables, figures and the page.
+        images: folder with the images of an annotation file; by default the folder of the file.
+        limit: maximum number of images.
+        replace_by: replacement of removed patches: "drop" (drop their tokens), "blank" or "blur"; by default "drop" if
+            the model supports it, else "blank".
+        points: points of the deletion and insertion curves, both ends included.
+        blurred_twin: also measure a blurred copy of each map, the control for smoothness.
+        sanity_images: number of randomly chosen images for sanity and rank correlation, which require many forward
+            passes.
+        batch_size: images per forward pass; by default 8 on a CPU and 64 on a GPU, halved if memory runs out.
+        resamples: resamples of each bootstrap interval.
+        seed: seed of resamples, random weights, and the choice of images for sanity.
+        overwrite: discard the rows of an earlier run in the output folder.
+        progress: called for each finished image.
+        options: options for every method that accepts them.
 
     Raises:
-        OptionError: an option is wrong, or the output folder holds a run with other options and overwrite is False.
+        OptionError: an option is invalid, or the output folder contains a run with other options and overwrite is
+            False.
         VitflowError: the data or the model cannot be read, or no image could be measured.
-        KeyboardInterrupt: the rows that were made are kept in the output folder.
+        KeyboardInterrupt: finished rows are kept in the output folder.
 
-    >>> found = evaluate("demo:4", model="demo", methods=["gae"], metrics=["localisation"])
-    >>> [(row.method, row.estimate.mean > 0.9) for row in found.table("roc_auc")]
+    >>> evaluation = evaluate("demo:4", model="demo", methods=["gae"], metrics=["localisation"])
+    >>> [(row.method, row.estimate.mean > 0.9) for row in evaluation.table("roc_auc")]
     [('gae', True), ('gae (blurred)', True), ('random', False), ('centre', False)]
     """
     shown, groups = choose_metrics(metrics)
@@ -135,9 +135,9 @@ def evaluate(
         blurred_twin=twins,
     )
     settings = _settings(dataset, explainer, protocol, sanity_images)
-    asked = _groups_of(dataset, protocol, sanity_images)
+    groups_of_images = _groups_of(dataset, protocol, sanity_images)
     grids = make_grids(dataset.samples, explainer, _questions(explainer), seed) if "grid" in groups else {}
-    run = _Run(dataset, explainer, protocol, asked, batch_size, progress, grids)
+    run = _Run(dataset, explainer, protocol, groups_of_images, batch_size, progress, grids)
     evaluation = collect(
         list(run.rows()) if output is None else run.kept_rows(Path(output), settings, overwrite),
         dataset=dataset,
@@ -159,7 +159,7 @@ def evaluate(
 
 
 def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity_images: int) -> dict[str, Any]:
-    """Everything that the rows depend on; two runs that agree in it may share a folder."""
+    """Return everything that the rows depend on; runs with equal settings may share a folder."""
     costly = {"sanity_images": sanity_images} if set(_COSTLY) & set(protocol.groups) else {}
     removing = {"replace_by": protocol.replace, "points": protocol.points} if "faithfulness" in protocol.groups else {}
     data = {"data": dict(dataset.identity) or {"own": dataset.name}}
@@ -179,7 +179,7 @@ def _questions(explainer: Explainer) -> Callable[[Labelled], Question]:
 
 def _nothing_measured(failures: Sequence[Mapping[str, Any]]) -> str:
     if not failures:
-        return "There was no image to measure."
+        return "There is no image to measure."
     first = failures[0]
     return (
         f"None of the {len(failures)} images could be measured. The first was {first['input']!r}: "
@@ -189,7 +189,7 @@ def _nothing_measured(failures: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Measures the images of a data set, one batch after the other; `groups` tells what is measured on each."""
+    """Measures the images of a data set in batches; `groups` are the groups of metrics for each image."""
 
     dataset: Dataset
     explainer: Explainer
@@ -200,11 +200,11 @@ class _Run:
     grids: Mapping[str, Grid]
 
     def grid_names(self, name: str) -> list[str] | None:
-        """The images that an image stands in a grid with."""
+        """Return the names of the images in the same grid, or None."""
         return self.grids[name].names if name in self.grids else None
 
     def kept_rows(self, folder: Path, settings: Mapping[str, Any], overwrite: bool) -> list[dict[str, Any]]:
-        """Measure what the folder has no row of, and return all rows in the order of the data."""
+        """Measure images without a row in the folder, and return all rows in the order of the data."""
         samples = {sample.name: sample for sample in self.dataset.samples}
 
         def is_done(row: Mapping[str, Any]) -> bool:
@@ -215,13 +215,13 @@ class _Run:
             for row in self.rows(run.missing(list(samples), is_done)):
                 run.put([(row, {})])
             run.finish()
-            # What an earlier, longer run measured beyond this one's share does not count.
+            # Leave out groups that an earlier run measured on more images.
             return [_only(row, self.groups[row["input"]]) for row in run.rows()]
 
     def rows(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-        """Measure these images, by default all, in batches, a row for each."""
-        wanted = {sample.name for sample in self.dataset.samples} if names is None else set(names)
-        missing = [sample for sample in self.dataset.samples if sample.name in wanted]
+        """Measure these images, by default all, in batches; yields a row for each."""
+        requested = {sample.name for sample in self.dataset.samples} if names is None else set(names)
+        missing = [sample for sample in self.dataset.samples if sample.name in requested]
         tally = Tally(self.progress, len(self.dataset), len(self.dataset) - len(missing))
         size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
         batches = Batches(self.explainer, size)
@@ -251,7 +251,7 @@ class _Run:
             yield row | stamps[row["input"]]
 
     def _rounds(self, samples: Sequence[Sample]) -> float:
-        """How many times the work of the methods that take long, on the whole batch, is expected of it."""
+        """Return the expected number of computations of slow methods for the batch."""
         slow = [one.label for one in self.protocol.methods if is_slow(one.name)]
         checked = len([label for label in slow if label not in self.protocol.unchecked])
         share = sum("sanity" in self.groups[sample.name] for sample in samples) / len(samples)
@@ -259,7 +259,7 @@ class _Run:
 
 
 def _groups_of(dataset: Dataset, protocol: Protocol, sanity_images: int) -> dict[str, tuple[str, ...]]:
-    """What is measured on each image: the costly groups on some of them."""
+    """Return the groups measured on each image; costly groups on a subset."""
     quick = tuple(group for group in protocol.groups if group not in _COSTLY)
     names = [sample.name for sample in dataset.samples]
     drawn = set(sorted(names, key=lambda name: lot(name, protocol.seed))[:sanity_images])
@@ -267,18 +267,18 @@ def _groups_of(dataset: Dataset, protocol: Protocol, sanity_images: int) -> dict
 
 
 def _report_share(tally: Tally, before: int, images: int, share: float) -> None:
-    """Tell how much of a batch is done, beyond its images that have a row already."""
+    """Report the completed share of a batch, in addition to its images that already have a row."""
     tally.share(max(before + share * images - tally.done, 0.0))
 
 
 def _is_done(row: Mapping[str, Any], sample: Sample, groups: Sequence[str], grid: list[str] | None) -> bool:
-    """Whether an earlier run measured this very image, in this very grid, and all that is asked for."""
+    """Return True if an earlier run measured this version of the image in this grid, with all requested groups."""
     same = row["status"] == "measured" and row["stamp"] == sample.stamp() and set(groups) <= set(row["groups"])
     return same and ("grid" not in groups or row.get("grid") == grid)
 
 
 def _only(row: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
-    """A row without the groups of metrics that this run does not measure on the image."""
+    """Return a row without groups of metrics that this run does not measure on the image."""
     if row["status"] != "measured" or set(row["groups"]) <= set(groups):
         return row
     kept = {name: value for name, value in row.items() if name not in ("stages", "correlation")}

@@ -1,4 +1,4 @@
-"""From images and the truth about them to numbers: everything that is measured on one image, as a row."""
+"""Measure one image: all metrics as a row."""
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -34,17 +34,17 @@ CURVES = ("deletion", "insertion", "least_first", "correct_most", "correct_least
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """What is measured, the same for every image of a run.
+    """Settings that are common to all images of a run.
 
     Attributes:
-        methods: those that are measured, by other labels each.
-        groups: of metrics.
-        replace: what is left of removed patches: "drop", "blank" or "blur".
-        points: of the deletion and insertion curves.
+        methods: the measured methods, with unique labels.
+        groups: groups of metrics.
+        replace: replacement of removed patches: "drop", "blank" or "blur".
+        points: points of the deletion and insertion curves.
         batch_size: shortened sequences or changed images per forward pass.
-        seed: of the random weights.
-        unchecked: labels of the methods that are left out of the sanity checks.
-        blurred_twin: whether each map is measured blurred, too, as a control; baselines and sanity checks are not.
+        seed: seed of the random weights.
+        unchecked: labels of methods without sanity checks.
+        blurred_twin: whether a blurred copy of each map is measured as a control (not of baselines or for sanity).
     """
 
     methods: tuple[ChosenMethod, ...]
@@ -58,12 +58,12 @@ class Protocol:
 
     @property
     def labels(self) -> list[str]:
-        """What the methods are called in tables, each followed by its control."""
-        return [found for one in self.methods for found in self._with_control(one.name, one.label, twin_of)]
+        """Labels of the methods in tables, each followed by its control."""
+        return [label for one in self.methods for label in self._with_control(one.name, one.label, twin_of)]
 
     def with_controls(self, maps: Sequence[Saliency]) -> list[Saliency]:
-        """The maps of the methods with those of their controls, in the order of the labels."""
-        return [found for one in maps for found in self._with_control(one.method, one, blurred)]
+        """Return the maps of the methods with those of their controls, in the order of the labels."""
+        return [each for one in maps for each in self._with_control(one.method, one, blurred)]
 
     def _with_control(self, method: str, one: One, control: Callable[[One], One]) -> tuple[One, ...]:
         return (one, control(one)) if self.blurred_twin and method not in BASELINES else (one,)
@@ -71,14 +71,14 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """One image with all that is asked of it.
+    """An image with its question.
 
     Attributes:
-        name: of its sample.
-        image: what the data says of it.
-        question: what is asked of it.
-        groups: of metrics that are measured on this image, some of the protocol's.
-        grid: that it stands in, if it does in one.
+        name: name of its sample.
+        image: the labelled image.
+        question: target and region.
+        groups: groups of metrics measured on this image.
+        grid: the grid that contains it, or None.
     """
 
     name: str
@@ -89,16 +89,16 @@ class Case:
 
 
 def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iterator[dict[str, Any]]:
-    """Measure images, a row for each; what is wrong with one image stands in its own row.
+    """Measure images, one row each; an image that fails gets a row with its error.
 
     Raises:
         OptionError, UnsupportedModelError: no image can be measured this way.
     """
     explainer = batches.explainer
-    maps = batches.each(cases, lambda own: _explain(explainer, own, protocol), protocol.methods)
-    for case, found in zip(cases, maps, strict=True):
+    maps = batches.each(cases, lambda batch: _explain(explainer, batch, protocol), protocol.methods)
+    for case, result in zip(cases, maps, strict=True):
         try:
-            row = found if isinstance(found, Exception) else _row(explainer, case, found, protocol)
+            row = result if isinstance(result, Exception) else _row(explainer, case, result, protocol)
         except Exception as error:
             if stops_all(error, explainer.fit):
                 raise
@@ -107,12 +107,12 @@ def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iter
 
 
 def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) -> list[list[Saliency]]:
-    """The maps of each image in the order of the methods, for the class that its question asks for."""
-    found: list[list[Saliency]] = [[] for _ in cases]
-    asked = [number for number, case in enumerate(cases) if case.question.target is not None]
+    """Compute the maps of each image in the order of the methods, for the target of its question."""
+    maps: list[list[Saliency]] = [[] for _ in cases]
+    labelled = [number for number, case in enumerate(cases) if case.question.target is not None]
     others = [number for number, case in enumerate(cases) if case.question.target is None]
     for numbers, targets in (
-        (asked, np.array([cases[number].question.target for number in asked], dtype=np.int64)),
+        (labelled, np.array([cases[number].question.target for number in labelled], dtype=np.int64)),
         (others, None),
     ):
         if numbers:
@@ -120,8 +120,8 @@ def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) ->
             flat = explainer.explain_batch(images, methods=protocol.methods, targets=targets)
             count = len(protocol.methods)
             for place, number in enumerate(numbers):
-                found[number] = protocol.with_controls(flat[place * count : (place + 1) * count])
-    return found
+                maps[number] = protocol.with_controls(flat[place * count : (place + 1) * count])
+    return maps
 
 
 def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
         "input": case.name,
         "status": "measured",
         "groups": list(case.groups),
-        "asked": "prediction" if case.question.target is None else "label",
+        "target_source": "prediction" if case.question.target is None else "label",
         "class_index": first.target,
         "class_name": first.class_name,
         "probability": _rounded(first.probability),
@@ -159,20 +159,20 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
 def _add_localisation(row: dict[str, Any], question: Question, maps: Sequence[Saliency], protocol: Protocol) -> None:
     row["overlap"] = {}
     for label, one in zip(protocol.labels, maps, strict=True):
-        found = None
+        result = None
         if question.region is not None:
             heatmap = _heatmap(one)
             if question.unknown is not None:
                 heatmap[question.unknown] = np.nan
-            found = localise(heatmap, question.region)
+            result = localise(heatmap, question.region)
         row["values"][label] |= {
-            name: None if found is None else _rounded(getattr(found, name)) for name in _LOCALISATION
+            name: None if result is None else _rounded(getattr(result, name)) for name in _LOCALISATION
         }
-        row["overlap"][label] = None if found is None else list(found.overlap)
+        row["overlap"][label] = None if result is None else list(result.overlap)
 
 
 def _heatmap(saliency: Saliency) -> NDArray[np.float32]:
-    """The map over the image; that of a constant grid without the rounding of its interpolation."""
+    """Upsample the map to the image; exact for constant grids."""
     heatmap = saliency.heatmap
     if is_constant(saliency.grid):
         heatmap[np.isfinite(heatmap)] = saliency.grid.flat[0]
@@ -194,9 +194,9 @@ def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[
         else []
     )
     row["curves"] = {}
-    for (label, _), own in zip(ranking, curves, strict=True):
-        row["values"][label] |= {name: _rounded(getattr(own, name)) for name in _FAITHFULNESS}
-        row["curves"][label] = {name: [_rounded(float(value)) for value in getattr(own, name)] for name in CURVES}
+    for (label, _), values in zip(ranking, curves, strict=True):
+        row["values"][label] |= {name: _rounded(getattr(values, name)) for name in _FAITHFULNESS}
+        row["curves"][label] = {name: [_rounded(float(value)) for value in getattr(values, name)] for name in CURVES}
     row["fractions"] = [_rounded(float(value)) for value in curves[0].fractions] if curves else None
 
 
@@ -210,23 +210,23 @@ def _add_sanity(
     # Other random weights for every image, the same in every run.
     seed = (protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
     stages = sanity.cascading_randomisation(explainer, image, methods, seed=seed, maps=maps)
-    found = {
+    scores = {
         "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
         "shift_stability": sanity.shift_stability(explainer, image, methods, maps=maps),
         "flip_stability": sanity.flip_stability(explainer, image, methods, maps=maps),
     }
     if maps[0].target is not None:
-        found["class_sensitivity"] = sanity.class_sensitivity(explainer, image, methods)
+        scores["class_sensitivity"] = sanity.class_sensitivity(explainer, image, methods)
     row["stages"] = [
         [name, {label: _rounded(value) for label, value in zip(labels, values, strict=True)}] for name, values in stages
     ]
-    for name, values in found.items():
+    for name, values in scores.items():
         for label, value in zip(labels, values, strict=True):
             row["values"][label][name] = _rounded(value)
 
 
 def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: Protocol) -> None:
-    """The image's cell among those of its grid, and its objects of several classes among each other."""
+    """Score the image's cell in its grid, and its objects of several classes."""
     row["grid"] = None if case.grid is None else case.grid.names
     if case.grid is not None:
         for label, score in case.grid.scores(explainer, protocol.methods, case.name).items():
@@ -234,10 +234,10 @@ def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: P
     objects = case.question.objects
     if len(objects) < 2:
         return
-    found = explainer.explain_batch([case.image.image], methods=protocol.methods, targets=list(objects))
-    for method, maps in zip(protocol.methods, columns_of(found), strict=True):
+    saliencies = explainer.explain_batch([case.image.image], methods=protocol.methods, targets=list(objects))
+    for method, maps in zip(protocol.methods, columns_of(saliencies), strict=True):
         by_class = list(maps) * (len(objects) if len(maps) == 1 else 1)
-        scores = [score_object(_heatmap(one), list(objects.values()), asked) for asked, one in enumerate(by_class)]
+        scores = [score_object(_heatmap(one), list(objects.values()), target) for target, one in enumerate(by_class)]
         known = [one for one in scores if one is not None]
         if known:
             energy, wins = np.mean(known, axis=0)
@@ -246,12 +246,12 @@ def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: P
 
 def _add_correlation(row: dict[str, Any], explainer: Explainer, case: Case) -> None:
     """Spearman of each layer's attention, rollout and flow with the references: [references][methods][layers]."""
-    found = rank_correlation([case.image.image], model=explainer, target=case.question.target)
-    values = found.values[..., 0]
+    result = rank_correlation([case.image.image], model=explainer, target=case.question.target)
+    values = result.values[..., 0]
     row["correlation"] = {
-        "methods": list(found.methods),
-        "references": list(found.references),
-        "layers": list(found.layers),
+        "methods": list(result.methods),
+        "references": list(result.references),
+        "layers": list(result.layers),
         "values": [[[_rounded(v) for v in layers] for layers in methods] for methods in values.tolist()],
     }
 

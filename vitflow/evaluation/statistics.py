@@ -1,4 +1,4 @@
-"""What a mean over images is worth: standard errors, bootstrap intervals, paired differences between methods."""
+"""Statistics of means over images: standard errors, bootstrap intervals, paired differences."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How much more one method reaches than another on the same images.
+    """Mean difference between two methods on the same images.
 
     Attributes:
         first, second: the methods.
@@ -60,13 +60,13 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """True if the interval excludes 0."""
         low, high = self.estimate.low, self.estimate.high
         return low is not None and high is not None and (low > 0.0 or high < 0.0)
 
 
 def resampled_counts(images: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[NDArray[np.float64]]:
-    """How often each image stands in each bootstrap resample: blocks [some resamples, images].
+    """Yield the number of times each image is in each bootstrap resample: blocks [resamples, images].
 
     Args:
         images: how many there are; each resample draws as many with replacement.
@@ -182,7 +182,7 @@ def paired_differences(
 
 
 def defined_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mean over images, the first axis, with NaN left out; NaN where nothing is left.
+    """Return the mean over images, the first axis, ignoring NaN; NaN if all are NaN.
 
     >>> defined_means(np.array([[1.0, np.nan], [2.0, np.nan]])).tolist()
     [1.5, nan]
@@ -192,7 +192,7 @@ def defined_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _resampled_means(values: NDArray[np.float64], resamples: int, seed: int) -> NDArray[np.float64]:
-    """The mean of each column in each resample, [resamples, columns]; NaN where a resample has no value."""
+    """Return the mean of each column in each resample, [resamples, columns]; NaN if a resample has no value."""
     defined = ~np.isnan(values)
     filled, present = np.where(defined, values, 0.0), defined.astype(np.float64)
     blocks = resampled_counts(len(values), resamples=resamples, seed=seed)
@@ -200,7 +200,7 @@ def _resampled_means(values: NDArray[np.float64], resamples: int, seed: int) -> 
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, the first row its head; the first column holds words, the others numbers.
+    """Format a table in Markdown; the first row is its head, the first column text.
 
     >>> print(markdown_table([["method", "energy"], ["rollout", "0.500"]]))
     | method | energy |
@@ -213,9 +213,9 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 def _ratio(above: NDArray[np.float64], below: NDArray[np.floating] | NDArray[np.integer]) -> NDArray[np.float64]:
     """above / below, NaN where below is 0 or less."""
-    found: NDArray[np.float64] = np.full(above.shape, np.nan)
-    np.divide(above, below, out=found, where=below > 0)
-    return found
+    shares: NDArray[np.float64] = np.full(above.shape, np.nan)
+    np.divide(above, below, out=shares, where=below > 0)
+    return shares
 
 
 def _number(value: float) -> float | None:

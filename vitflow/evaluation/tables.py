@@ -45,18 +45,18 @@ class Table:
     rows: list[tuple[Any, ...]]
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The rows as dicts, ready for JSON; None for undefined values."""
+        """Return the rows as dicts for JSON; None for undefined values."""
         return [dict(zip(self.columns, map(_defined, row), strict=True)) for row in self.rows]
 
     def to_csv(self) -> str:
-        """The rows as CSV; undefined values are empty, and no cell starts a formula."""
+        """Return the rows as CSV; undefined values are empty, and cells cannot start a formula."""
         text = io.StringIO(newline="")
         rows = [["" if _defined(value) is None else value for value in row] for row in self.rows]
         csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in [self.columns, *rows])
         return text.getvalue()
 
     def to_pandas(self) -> Any:
-        """The rows as a pandas DataFrame.
+        """Return the rows as a pandas DataFrame.
 
         Raises:
             OptionError: pandas is not installed.
@@ -89,7 +89,7 @@ class TableRow:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tables:
-    """What was measured: one value per image, method and metric, and what follows from them.
+    """Measured values per image, method and metric, and tables derived from them.
 
     Attributes:
         data: what was evaluated on, and what that is.
@@ -136,7 +136,7 @@ class Tables:
         return list(dict.fromkeys(metric.group for metric in self.metrics))
 
     def is_baseline(self, method: str) -> bool:
-        """Whether a method knows nothing of the model."""
+        """Return True if a method does not depend on the model."""
         return method.partition(":")[0] in BASELINES
 
     @property
@@ -145,20 +145,20 @@ class Tables:
         return [name for name in self.methods if not (self.is_baseline(name) or is_twin(name))]
 
     def is_measured(self, method: str, metric: Metric) -> bool:
-        """Whether a metric was measured of a method at all: blurred twins have no sanity checks and no grids."""
+        """Return True if a metric was measured for a method: blurred copies have no sanity checks and no grids."""
         if metric.group == "sanity" and method in self.unchecked:
             return False
         return not (is_twin(method) and metric.group in ("sanity", "grid"))
 
     @property
     def departures(self) -> dict[str, str | None]:
-        """How the maps of each method depart from its publication, in words; None for one that is from none."""
+        """Departures of each method from its publication; None for a method without one."""
         names, options = self.settings.get("methods", {}), self.settings.get("options", {})
         known = [label for label in self.methods if names.get(label) in METHODS]
         return {label: departures_from_paper(METHODS[names[label]], options[label]) for label in known}
 
     def table(self, metric: str) -> list[TableRow]:
-        """The table of one metric: a row per method, in the order in which they were asked for.
+        """Return the table of one metric: one row per method, in the requested order.
 
         Raises:
             OptionError: the metric was not measured.
@@ -194,7 +194,7 @@ class Tables:
         return sorted(known, key=lambda one: one[1], reverse=METRICS[metric].better == "higher")
 
     def results(self) -> Table:
-        """A row per image, method and metric."""
+        """Return one row per image, method and metric."""
         rows = [
             (*map(image.get, _IMAGE), method, metric.name, float(self.values[metric.name][number, place]))
             for number, image in enumerate(self.images)
@@ -205,7 +205,7 @@ class Tables:
         return Table((*_IMAGE, "method", "metric", "value"), rows)
 
     def summary(self) -> Table:
-        """A row per metric and method: mean, standard error, interval, and the number of images with a value."""
+        """Return one row per metric and method: mean, standard error, interval, and the number of defined values."""
         rows = [
             (metric.name, metric.better, row.method, row.baseline, *astuple(row.estimate))
             for metric in self.metrics
@@ -214,7 +214,7 @@ class Tables:
         return Table(("metric", "better", "method", "baseline", *_ESTIMATE), rows)
 
     def pairs(self) -> Table:
-        """A row per metric and pair of methods: first − second on the same images."""
+        """Return one row per metric and pair of methods: first − second on the same images."""
         rows = [
             (metric.name, one.first, one.second, *astuple(one.estimate), one.above, one.is_clear)
             for metric in self.metrics
@@ -232,18 +232,18 @@ class Tables:
         ]
 
     def accumulated_mean_iou(self) -> dict[str, float | None]:
-        """The mean IoU with intersections and unions added up over all images, as Chefer et al. report it."""
+        """Return the mean IoU with intersections and unions summed over all images, as in Chefer et al."""
         if self.overlaps is None:
             return {}
-        found: dict[str, float | None] = {}
+        means: dict[str, float | None] = {}
         for number, method in enumerate(self.methods):
-            own = self.overlaps[:, number]
-            own = own[~np.isnan(own).any(axis=1)]
-            found[method] = accumulated_iou(own) if len(own) else None
-        return found
+            overlap = self.overlaps[:, number]
+            overlap = overlap[~np.isnan(overlap).any(axis=1)]
+            means[method] = accumulated_iou(overlap) if len(overlap) else None
+        return means
 
     def _values_of(self, metric: str) -> NDArray[np.float64]:
-        """The metric's values on the images that it was measured on."""
+        """Return the metric's values on the images on which it was measured."""
         check_known("metric of this evaluation", metric, self.values)
         values = self.values[metric]
         measured = np.array([METRICS[metric].group in image["groups"] for image in self.images], dtype=np.bool_)

@@ -14,9 +14,9 @@ _QUESTIONS = {
 
 
 def verdict(evaluation: Tables) -> str:
-    """Which method answers which question best, which one where seconds count, and which of them nothing separates.
+    """Summarise the best method for each question, the best fast method, and questions without a clear winner.
 
-    Only what was measured is told: empty where no question was asked of any method.
+    Empty if no question was measured for any method.
 
     >>> from vitflow.evaluation import evaluate
     >>> verdict(evaluate("demo:8", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
@@ -24,14 +24,14 @@ def verdict(evaluation: Tables) -> str:
     """
     methods = evaluation.main_methods
     measured = {metric.name for metric in evaluation.metrics}
-    asked = {
+    by_question = {
         question: metric
         for question, metrics in _QUESTIONS.items()
         if (metric := next((name for name in metrics if name in measured), None)) is not None
     }
     winners: dict[str, list[str]] = {}
     nothing: list[str] = []
-    for question, metric in asked.items():
+    for question, metric in by_question.items():
         if not (ranking := evaluation.ranking(metric, methods)):
             continue
         best = ranking[0][0]
@@ -41,33 +41,31 @@ def verdict(evaluation: Tables) -> str:
             winners.setdefault(best, []).append(question)
     parts = [f"{_title(method)} for {_listed(questions)}" for method, questions in winners.items()]
     quick = [name for name in methods if not is_slow(name.partition(":")[0])]
-    first = next(iter(asked.values()), None)
+    first = next(iter(by_question.values()), None)
     fast = None if first is None or nothing else next((name for name, _ in evaluation.ranking(first, quick)), None)
     if fast is not None and fast not in winners and any(name not in quick for name in winners):
-        parts.append(f"{_title(fast)} where seconds count")
+        parts.append(f"{_title(fast)} if speed matters")
     if nothing:
         parts.append(f"no map is clearly better than a random one for {_listed(nothing)}")
     if not parts:
         return ""
     named = [*winners, *([fast] if fast is not None else [])]
-    level = _level_pairs(evaluation, list(asked.values()), named, methods)
-    alike = [
-        f"nothing separates {_title(one)} from {_listed([_title(name) for name in others])}" for one, others in level
-    ]
+    level = _level_pairs(evaluation, list(by_question.values()), named, methods)
+    ties = [f"{_title(each)} and {_listed([_title(name) for name in others])} do not differ" for each, others in level]
     count = len(evaluation.images)
-    return f"On your {count} image{'' if count == 1 else 's'}: {'; '.join([', '.join(parts), *alike])}."
+    return f"On your {count} image{'' if count == 1 else 's'}: {'; '.join([', '.join(parts), *ties])}."
 
 
 def _is_level(evaluation: Tables, metric: str, first: str, second: str) -> bool:
-    """Whether neither of two methods is clearly better than the other."""
+    """Return True if neither of two methods is clearly better."""
     return not any(one.is_clear for one in evaluation.differences(metric) if {one.first, one.second} == {first, second})
 
 
 def _level_pairs(
     evaluation: Tables, metrics: Sequence[str], named: Sequence[str], methods: Sequence[str]
 ) -> list[tuple[str, list[str]]]:
-    """For each named method those that no question separates from it, each pair once."""
-    found: list[tuple[str, list[str]]] = []
+    """For each named method, return those that do not differ from it in any question, each pair once."""
+    parts: list[tuple[str, list[str]]] = []
     for number, one in enumerate(dict.fromkeys(named)):
         before = list(dict.fromkeys(named))[:number]
         others = [
@@ -78,8 +76,8 @@ def _level_pairs(
             and all(_is_level(evaluation, metric, one, name) for metric in metrics)
         ]
         if others:
-            found.append((one, others))
-    return found
+            parts.append((one, others))
+    return parts
 
 
 def _title(label: str) -> str:

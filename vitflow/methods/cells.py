@@ -39,7 +39,7 @@ def cell_grid(
 
 
 def cell_edges(length: int, count: int) -> list[int]:
-    """Where `count` cells begin and end on a side of `length` pixels: equal, or different by one pixel at most.
+    """Return the boundaries of `count` cells on a side of `length` pixels, equal to within a pixel.
 
     Raises:
         ShapeError: there are more cells than pixels.
@@ -53,7 +53,7 @@ def cell_edges(length: int, count: int) -> list[int]:
 
 
 def cell_owners(height: int, width: int, rows: int, cols: int) -> Tensor:
-    """The number of the cell that each pixel belongs to, 0 for the top left, in raster order, [height, width].
+    """Return the index of the cell of each pixel, in raster order from the top left, [height, width].
 
     >>> cell_owners(2, 4, 1, 2)
     tensor([[0, 0, 1, 1],
@@ -144,7 +144,7 @@ def occlusion(
 
 
 def _of_target(scores: Tensor, targets: Tensor) -> Tensor:
-    """The score of each image's own target, [images]."""
+    """Return the score of each image's target, [images]."""
     return scores.gather(1, targets.to(scores.device).unsqueeze(1)).squeeze(1)
 
 
@@ -196,7 +196,7 @@ def draw_masks(rows: int, cols: int, *, masks: int, keep: float = 0.3, cells: in
 
 
 def mean_differences(kept: Tensor, scores: Tensor) -> Tensor:
-    """The mean score where a patch was kept, less the mean score where it was dropped.
+    """Return the mean score with a patch minus the mean score without it.
 
     g_j = Σ_n (m_nj − m̄_j)(s_n − s̄) / Σ_n (m_nj − m̄_j)², in float64. A patch that every mask keeps, or that none does,
     was never compared: it has 0.
@@ -233,7 +233,7 @@ def mean_differences(kept: Tensor, scores: Tensor) -> Tensor:
 
 
 def halves(kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The maps of every other mask, from the first and from the second: as far as they agree, more masks say the same.
+    """Return the maps of the even and the odd masks; their agreement is the split-half reliability.
 
     Args:
         kept, scores: as for `mean_differences`, of four masks or more; of fewer, both maps are 0.

@@ -1,4 +1,4 @@
-"""What patches hold: how like their features are to each other, and the components along which they differ most."""
+"""Similarity of patch features, and their principal components."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ def similarity(features: Tensor, reference: Tensor) -> Tensor:
 
 
 def area_shares(box: tuple[float, float, float, float], rows: int, cols: int) -> Tensor:
-    """How much of a box lies in each patch, as shares that sum to 1.
+    """Return the share of a box in each patch; the shares sum to 1.
 
     Args:
         box: its left, top, right and bottom edge, in patches from the top left corner.
@@ -75,12 +75,12 @@ class Components:
     shares: Tensor
 
     def of(self, features: Tensor) -> Tensor:
-        """The components of features [..., width]: float64 [..., components]."""
+        """Project features [..., width] onto the components: float64 [..., components]."""
         return (features.double() - self.mean) @ self.directions
 
 
 def principal_components(features: Tensor, count: int = 3) -> Components:
-    """The first principal components: the eigenvectors of the covariance with the largest eigenvalues, in float64.
+    """Compute the first principal components, the leading eigenvectors of the covariance, in float64.
 
     Eigenvectors have no sign of their own. Here the entry that is largest in absolute value is positive, so that the
     same features give the same signs with any solver.
@@ -101,9 +101,9 @@ def principal_components(features: Tensor, count: int = 3) -> Components:
             f"Expected features [samples, width] with more than {count} samples and at least {count} channels, got "
             f"{tuple(features.shape)}."
         )
-    own = features.detach().double()
-    mean = own.mean(dim=0)
-    centred = own - mean
+    rows = features.detach().double()
+    mean = rows.mean(dim=0)
+    centred = rows - mean
     values, vectors = torch.linalg.eigh(centred.T @ centred)  # in rising order
     values, vectors = values.flip(0)[:count].clamp_min(0), vectors.flip(1)[:, :count]
     largest = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True))

@@ -253,7 +253,7 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> l
 
 
 def layers_of(attentions: object) -> list[Tensor]:
-    """The layers of a sequence, or of one tensor, as a list; ShapeError unless they are dense tensors of numbers."""
+    """Return the layers of a sequence, or of one tensor, as a list; ShapeError unless they are dense real tensors."""
     expected = "Expected attention as a sequence of torch tensors of real numbers, first layer first"
     try:
         layers: list[Tensor] = list(attentions)  # type: ignore[call-overload]
@@ -270,7 +270,7 @@ def layers_of(attentions: object) -> list[Tensor]:
 
 
 def kind_of(value: object) -> str:
-    """What was given instead of a tensor of real numbers, in a few words."""
+    """Describe an argument that is not a tensor of real numbers."""
     if not isinstance(value, Tensor):
         return f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
     kind = "a meta" if value.is_meta else "a" if value.layout == torch.strided else "a sparse"

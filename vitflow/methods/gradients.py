@@ -102,7 +102,7 @@ def legrad(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, in float32 where it was in half precision."""
+    """Return the detached tensor, in float32 if it was in half precision."""
     tensor = tensor.detach()
     return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
 
@@ -121,7 +121,7 @@ def check_value_weighting(value_weighted: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What the attention of one layer passes on.
+    """Value vectors of a layer and their output projection.
 
     Attributes:
         vectors: value vectors v of each head, [batch, heads, tokens, width].
@@ -205,7 +205,7 @@ class Values:
 
 
 def join_values(parts: Sequence[Values]) -> Values:
-    """The values of attention modules that work side by side: all their heads, and the sum of their outputs."""
+    """Combine the values of parallel attention modules: all their heads, and the sum of their outputs."""
     vectors, projections = [part.vectors for part in parts], [part.projection for part in parts]
     return Values(torch.cat(vectors, dim=1), torch.cat(projections, dim=1))
 

@@ -110,26 +110,26 @@ class GrowingRollout:
         self._room = room
 
     def rows(self, start: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """The rows of the tokens from start to end, among all tokens.
+        """Return the rows of the tokens from start to end, among all tokens.
 
         Returns:
             [batch, layers, rows, tokens]; and relative to the receptive field the raw share of each row's own token,
             [batch, layers, rows], else None.
         """
         length = self._lengths[-1]
-        found = [product[:, start:end, :length] for product in self._products]
+        rows = [product[:, start:end, :length] for product in self._products]
         if not self._relative:
-            return torch.stack(found, dim=1), None
-        own = torch.zeros(end - start, length, dtype=torch.bool, device=found[0].device)
-        own[torch.arange(end - start), torch.arange(start, end)] = True
+            return torch.stack(rows, dim=1), None
+        is_self = torch.zeros(end - start, length, dtype=torch.bool, device=rows[0].device)
+        is_self[torch.arange(end - start), torch.arange(start, end)] = True
         relative, shares = [], []
-        for raw, even in zip(found, self._reference(length), strict=True):
-            relative.append(relative_to(raw, even[:, start:end], own).float())
-            shares.append((raw * own).sum(dim=-1))
+        for raw, even in zip(rows, self._reference(length), strict=True):
+            relative.append(relative_to(raw, even[:, start:end], is_self).float())
+            shares.append((raw * is_self).sum(dim=-1))
         return torch.stack(relative, dim=1), torch.stack(shares, dim=1)
 
     def _reference(self, length: int) -> Iterator[Tensor]:
-        """The product of uniform attention up to each layer, [batch, tokens, tokens]; two are alive at a time."""
+        """Yield the product of uniform attention up to each layer, [batch, tokens, tokens]; two are alive at a time."""
         product: Tensor | None = None
         for layer, seen in enumerate(self._seen):
             matrix = add_residual(uniform_attention(seen[:, :length, :length]), self._residual)
@@ -139,12 +139,12 @@ class GrowingRollout:
             yield product
 
 
-def _add_residual(rows: Tensor, own: Tensor, residual: float) -> Tensor:
+def _add_residual(rows: Tensor, is_self: Tensor, residual: float) -> Tensor:
     """`add_residual` for rows [batch, rows, keys] whose own keys are these."""
-    places = torch.arange(len(own), device=own.device)
+    places = torch.arange(len(is_self), device=is_self.device)
     mixed = (1 - residual) * rows
-    mixed[:, places, own] += residual
+    mixed[:, places, is_self] += residual
     total = mixed.sum(dim=-1, keepdim=True)
     mixed /= torch.where(total > 0, total, 1.0)
-    mixed[:, places, own] += (total <= 0).squeeze(-1).to(mixed)
+    mixed[:, places, is_self] += (total <= 0).squeeze(-1).to(mixed)
     return mixed

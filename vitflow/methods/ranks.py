@@ -1,4 +1,4 @@
-"""How alike two maps rank patches: rank correlation and overlap of their highest patches, ties counted fairly."""
+"""Similarity of rankings: Spearman correlation and overlap of the highest patches, with ties."""
 
 import zlib
 from typing import Any
@@ -75,7 +75,7 @@ def _membership(values: Values, count: int) -> NDArray[np.float64]:
 
 
 def is_constant(values: Values) -> bool:
-    """Whether all values are equal up to the rounding of float32: such a map ranks nothing."""
+    """Return True if all values are equal up to the rounding of float32."""
     low, high = float(values.min()), float(values.max())
     return high - low <= 1e-6 * max(abs(low), abs(high))
 

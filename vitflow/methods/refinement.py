@@ -113,7 +113,7 @@ _NEARLY_UNIFORM = 0.01
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Affinity:
-    """How alike a model treats the patches of each image: symmetric and doubly stochastic, [batch, patches, patches].
+    """Affinity of the patches of each image: symmetric and doubly stochastic, [batch, patches, patches].
 
     Attributes:
         attention: balanced attention of each layer; the co-attention is the mean over them of S², S = (P + Pᵀ)/2.
@@ -126,27 +126,27 @@ class Affinity:
     @property
     def matrix(self) -> Tensor:
         """The affinity itself, float64 [batch, patches, patches]: memory for patches² numbers."""
-        found = []
+        matrices = []
         if self.attention:
             halves = [layer.symmetric for layer in self.attention]
-            found.append(sum((half @ half for half in halves[1:]), halves[0] @ halves[0]) / len(halves))
+            matrices.append(sum((half @ half for half in halves[1:]), halves[0] @ halves[0]) / len(halves))
         if self.keys is not None:
-            found.append(self.keys.symmetric)
-        return found[0] if len(found) == 1 else (found[0] + found[1]) / 2
+            matrices.append(self.keys.symmetric)
+        return matrices[0] if len(matrices) == 1 else (matrices[0] + matrices[1]) / 2
 
     def spread(self, values: Tensor) -> Tensor:
-        """The affinity times values, float64 [batch, patches]."""
-        found = []
+        """Multiply values by the affinity, float64 [batch, patches]."""
+        products = []
         if self.attention:
             spread = [layer.spread(layer.spread(values)) for layer in self.attention]
-            found.append(sum(spread[1:], spread[0]) / len(spread))
+            products.append(sum(spread[1:], spread[0]) / len(spread))
         if self.keys is not None:
-            found.append(self.keys.spread(values))
-        return found[0] if len(found) == 1 else (found[0] + found[1]) / 2
+            products.append(self.keys.spread(values))
+        return products[0] if len(products) == 1 else (products[0] + products[1]) / 2
 
     @property
     def nearly_uniform(self) -> Tensor:
-        """Whether it makes any map of an image nearly constant, bool [batch]."""
+        """Mask of images whose affinity makes any map nearly constant, bool [batch]."""
         parts = [*self.attention, *([] if self.keys is None else [self.keys])]
         return torch.stack([part.distance_to_uniform() for part in parts]).mean(dim=0) < _NEARLY_UNIFORM
 
@@ -173,8 +173,8 @@ def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Af
     tensor([[[0.8200, 0.1800],
              [0.1800, 0.8200]]], dtype=torch.float64)
     """
-    found = [balance(layer, num_patches) for layer in layers]
-    balanced = tuple(layer for layer in found if layer is not None)
+    matrices = [balance(layer, num_patches) for layer in layers]
+    balanced = tuple(layer for layer in matrices if layer is not None)
     if not balanced:
         raise ShapeError(
             f"Expected attention among patches in at least one layer, got {len(layers)} layers in which some patch "

@@ -132,7 +132,7 @@ def rollout_step(fused: Tensor, below: Tensor | None, residual: float, *, normal
 
 
 def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor | None = None) -> Tensor:
-    """Generic attention explainability: R ← R + W_l R from R = I, without normalisation.
+    """Compute generic attention explainability: R ← R + W_l R from R = I, without normalisation.
 
     With a `readout` q only the row qᵀ (I + W_L) ⋯ (I + W_s) is computed, from the top, in O(L · N²).
 
@@ -159,10 +159,10 @@ def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor
     first = check_layer("start_layer", start_layer, len(layers))
     batch, tokens = layers[0].shape[0], layers[0].shape[-1]
     if readout is None:
-        found = torch.eye(tokens, dtype=layers[0].dtype, device=layers[0].device).expand(batch, -1, -1)
+        product = torch.eye(tokens, dtype=layers[0].dtype, device=layers[0].device).expand(batch, -1, -1)
         for layer in layers[first:]:
-            found = found + layer @ found
-        return found
+            product = product + layer @ product
+        return product
     row = check_readout(readout, batch, tokens).to(layers[0]).unsqueeze(1)  # [batch, 1, tokens]
     for layer in reversed(layers[first:]):
         row = row + torch.bmm(row, layer)

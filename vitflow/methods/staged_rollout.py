@@ -26,7 +26,7 @@ from vitflow.methods.tokens import TokenLayout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTokens:
-    """Which tokens one layer attends between, and where they lie.
+    """Query and key tokens of one layer, with their layouts and windows.
 
     Attributes:
         queries: layout of the tokens that attend.
@@ -44,12 +44,12 @@ class LayerTokens:
 
     @property
     def windows(self) -> int:
-        """How many windows an image has."""
+        """Number of windows of an image."""
         return 1 if self.key_index is None else len(self.key_index)
 
     @property
     def dense(self) -> bool:
-        """Whether all tokens attend to all tokens, in one window and in their order."""
+        """True if all tokens attend to all tokens, in a single window and in order."""
         return self.queries == self.keys and self.query_index is None and self.key_index is None
 
 
@@ -63,7 +63,7 @@ def staged_rollout(
     start_layer: int = 1,
     additive: bool = False,
 ) -> tuple[Tensor, TokenLayout]:
-    """The row qᵀ Â_L ⋯ Â_s of attention rollout, for layers with windows of their own and stages between them.
+    """Compute the row qᵀ Â_L ⋯ Â_s of attention rollout, for layers with windows and stages.
 
     Each layer is what its dense matrix would be: Â = rownorm(α I + (1 − α) W), where W holds each window's
     probabilities where its tokens lie, added up where windows overlap, and nothing at padding. Assumed, where
@@ -128,7 +128,7 @@ def staged_rollout(
 
 
 def same_tokens(tokens: Sequence[LayerTokens]) -> bool:
-    """Whether all layers attend between the same tokens, all of them to all, with the patches last."""
+    """Return True if all layers attend densely between the same tokens, with the patches last."""
     return all(
         layer.dense and layer.queries == tokens[-1].queries and not layer.queries.num_suffix_tokens for layer in tokens
     )
@@ -137,7 +137,7 @@ def same_tokens(tokens: Sequence[LayerTokens]) -> bool:
 def staged_attention(
     matrix: Tensor, tokens: Sequence[LayerTokens], *, layer: int, readout: Tensor, discard_ratio: float = 0.0
 ) -> tuple[Tensor, TokenLayout]:
-    """What the readout attends to in one layer, without any residual: its row qᵀ W_l, on the layer's own keys.
+    """Compute the readout's row qᵀ W_l of one layer without residual, on the keys of that layer.
 
     Args:
         matrix: fused attention of that layer, [batch, windows, queries, keys].
@@ -226,15 +226,15 @@ def _discard(weights: Tensor, valid: Tensor, key_index: Tensor, layer: LayerToke
 
 def _indices(layer: LayerTokens, device: torch.device) -> tuple[Tensor, Tensor]:
     """Query and key index, [windows, queries] and [windows, keys], also where they hold all tokens in order."""
-    found = []
+    parts = []
     for index, layout in ((layer.query_index, layer.queries), (layer.key_index, layer.keys)):
         everything = torch.arange(layout.num_tokens, device=device).unsqueeze(0)
-        found.append(everything.expand(layer.windows, -1) if index is None else index.to(device))
-    return found[0], found[1]
+        parts.append(everything.expand(layer.windows, -1) if index is None else index.to(device))
+    return parts[0], parts[1]
 
 
 def _pad(row: Tensor) -> Tensor:
-    """A row with a 0 at its end, for index −1."""
+    """Append a 0 to a row, for index −1."""
     return torch.nn.functional.pad(row, (0, 1))
 
 
@@ -287,7 +287,7 @@ def _by_area(values: Tensor, source: TokenLayout, target: TokenLayout, whole: To
 
 
 def _overlaps(source: int, target: int) -> Tensor:
-    """Common length of cell i of `target` cells and cell j of `source` cells of a unit length, [target, source]."""
+    """Return the common length of cell i of `target` and cell j of `source` cells, [target, source]."""
     from_edges = torch.arange(source + 1, dtype=torch.float64) / source
     to_edges = torch.arange(target + 1, dtype=torch.float64) / target
     low = torch.maximum(to_edges[:-1, None], from_edges[None, :-1])

@@ -106,7 +106,7 @@ def visible_keys(
     attention_mask: Tensor | None = None,
     visible: Sequence[Tensor] | Tensor | None = None,
 ) -> list[Tensor] | None:
-    """Which keys each query of each layer may see, bool [batch, queries, keys]; None where nothing was said of it.
+    """Return the visible keys of each query of each layer, bool [batch, queries, keys]; None if all are.
 
     Args:
         layers: [batch, heads, queries, keys] or fused [batch, queries, keys].
@@ -126,7 +126,7 @@ def visible_keys(
         return None
     batch, (queries, keys) = layers[0].shape[0], layers[0].shape[-2:]
     if visible is None:
-        found = [(layer.amax(dim=1) if layer.ndim == 4 else layer) > 0 for layer in layers]
+        masks = [(layer.amax(dim=1) if layer.ndim == 4 else layer) > 0 for layer in layers]
     else:
         given = [visible] * len(layers) if isinstance(visible, Tensor) else list(visible)
         if len(given) != len(layers) or any(one.shape[-2:] != (queries, keys) for one in given):
@@ -134,9 +134,9 @@ def visible_keys(
                 f"Expected visible as {len(layers)} layers of [batch, {queries}, {keys}], or one of them for all, got "
                 f"{[tuple(one.shape) for one in given]}."
             )
-        found = [one.bool().to(layers[0].device).expand(batch, queries, keys) for one in given]
+        masks = [one.bool().to(layers[0].device).expand(batch, queries, keys) for one in given]
     if attention_mask is None:
-        return found
+        return masks
     if attention_mask.shape != (batch, keys):
         raise ShapeError(
             f"Expected an attention_mask of shape [{batch}, {keys}], 1 for tokens and 0 for padding, got "
@@ -144,7 +144,7 @@ def visible_keys(
         )
     tokens = attention_mask.bool().to(layers[0].device)
     among = tokens.unsqueeze(1) & tokens[:, -queries:].unsqueeze(2)
-    return [one & among for one in found]
+    return [one & among for one in masks]
 
 
 def uniform_attention(visible: Tensor) -> Tensor:
@@ -158,13 +158,13 @@ def uniform_attention(visible: Tensor) -> Tensor:
     return seen / seen.sum(dim=-1, keepdim=True).clamp_min(1.0)
 
 
-def relative_to(found: Tensor, reference: Tensor, own: Tensor | None = None) -> Tensor:
-    """What was found as a multiple of what uniform attention gives, each row normalised to sum 1.
+def relative_to(weights: Tensor, reference: Tensor, is_self: Tensor | None = None) -> Tensor:
+    """Divide weights by those of uniform attention, each row normalised to sum 1.
 
     Args:
-        found: rows over tokens, [..., tokens].
+        weights: rows over tokens, [..., tokens].
         reference: the same of uniform attention; where it is 0, nothing can arrive, and the quotient is 0.
-        own: which entry of a row is its own token, bool. It gets 0: deep and long, its share of the reference is so
+        is_self: which entry of a row is its own token, bool. It gets 0: deep and long, its share of the reference is so
             small that the quotient would be all its own.
 
     Returns:
@@ -174,14 +174,14 @@ def relative_to(found: Tensor, reference: Tensor, own: Tensor | None = None) -> 
     tensor([0.2000, 0.6000, 0.2000], dtype=torch.float64)
     """
     reference = reference.double()
-    quotient = torch.where(reference > 0, found.double() / torch.where(reference > 0, reference, 1.0), 0.0)
-    if own is not None:
-        quotient = quotient.masked_fill(own, 0.0)
+    quotient = torch.where(reference > 0, weights.double() / torch.where(reference > 0, reference, 1.0), 0.0)
+    if is_self is not None:
+        quotient = quotient.masked_fill(is_self, 0.0)
     total = quotient.sum(dim=-1, keepdim=True)
     return quotient / torch.where(total > 0, total, 1.0)
 
 
 def self_token(readout: Tensor) -> Tensor:
-    """The token that a readout [batch, tokens] is of, as a mask of the same shape; none where it is of several."""
+    """Mask of the token that a readout [batch, tokens] consists of; none for several tokens."""
     spoken = readout != 0
     return spoken & (spoken.sum(dim=-1, keepdim=True) == 1)

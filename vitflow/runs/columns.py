@@ -56,7 +56,7 @@ _ANSWER = "manifest record condition"
 COLUMNS = {
     "input": Column("text", "folder manifest captions condition results"),
     "input_hex": Column("text", "manifest"),
-    "asked": Column("text", "measured results"),
+    "target_source": Column("text", "measured results"),
     "stem": Column("text", "folder"),
     "status": Column("text", "manifest captions record"),
     "error": Column("text", "manifest captions record"),

@@ -1,1 +1,1 @@
-"""What a map is worth: one file a question."""
+"""Measures of map quality, one file per question."""

@@ -87,8 +87,8 @@ def rank_correlation(
 
     >>> from vitflow.demo import sample_images
     >>> images = sample_images()[:2]
-    >>> found = rank_correlation(images, model="demo", methods=["rollout"], references=["input_gradient"])
-    >>> found.values.shape  # references, methods, layers, images
+    >>> values = rank_correlation(images, model="demo", methods=["rollout"], references=["input_gradient"])
+    >>> values.values.shape  # references, methods, layers, images
     (1, 1, 6, 2)
     """
     for method in methods:
@@ -97,7 +97,7 @@ def rank_correlation(
         raise OptionError("Expected at least one method and one reference, got none.")
     sources = _sources(images)
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
-    found, numbers = [], list[int]()
+    by_image, numbers = [], list[int]()
     for done, source in enumerate(sources, start=1):
         held = explainer.explain_batch([source], methods=references, targets=target)
         trace = explainer.record(source, head_fusion=head_fusion, value_weighted=value_weighted)
@@ -112,10 +112,10 @@ def rank_correlation(
             ]
             for method in methods
         ]
-        found.append([[[spearman(grid, one.grid) for grid in row] for row in grids] for one in held])
+        by_image.append([[[spearman(grid, one.grid) for grid in row] for row in grids] for one in held])
         if progress is not None:
             progress(done, len(sources))
-    values = np.moveaxis(np.array(found, dtype=float), 0, -1)  # None becomes NaN
+    values = np.moveaxis(np.array(by_image, dtype=float), 0, -1)  # None becomes NaN
     names = tuple(one.name for one in choose_methods(references, {}))
     return RankCorrelation(explainer.model_id, tuple(methods), names, tuple(numbers), values)
 
@@ -144,7 +144,7 @@ def _chosen_layers(layers: Sequence[int] | None, start_layer: int, count: int) -
 def _layer_map(
     method: str, fused: Sequence[Tensor], readout: Tensor, options: dict[str, Any], further: dict[str, Any]
 ) -> Tensor:
-    """The map over tokens [1, tokens] of the last of these layers by one method."""
+    """Compute the map over tokens [1, tokens] of the last of these layers by one method."""
     if method == "attention":
         return raw_attention([fused[-1]], readout=readout, **options)
     if method == "rollout":
@@ -153,7 +153,7 @@ def _layer_map(
 
 
 def _without_rounding(tokens: Tensor, layout: TokenLayout) -> NDArray[np.float64]:
-    """The map on the patch grid, where values that differ by less than a millionth of the largest are equal.
+    """Round a map on the patch grid, so that values within a millionth of the largest are equal.
 
     Flows that all take what the source has are equal but for rounding, which must not rank them.
     """
@@ -182,16 +182,16 @@ class RankCorrelation:
 
     @property
     def images(self) -> int:
-        """How many images were measured."""
+        """Number of measured images."""
         return int(self.values.shape[-1])
 
     def mean(self, reference: str, method: str, layer: int) -> float | None:
-        """The mean over images; None where no image has a value."""
+        """Mean over images; None if no image has a value."""
         defined = self._defined(reference, method, layer)
         return float(defined.mean()) if len(defined) else None
 
     def spread(self, reference: str, method: str, layer: int) -> float | None:
-        """The sample standard deviation over images; None for fewer than two."""
+        """Sample standard deviation over images; None for fewer than two."""
         defined = self._defined(reference, method, layer)
         return float(defined.std(ddof=1)) if len(defined) > 1 else None
 
@@ -218,7 +218,7 @@ class RankCorrelation:
         return {"model": self.model, "images": self.images, "spearman": rows}
 
     def tables(self) -> list[list[list[str]]]:
-        """A table per reference, as in the paper: a row per method below the head, a column per layer."""
+        """Return one table per reference, as in the paper: methods as rows, layers as columns."""
         return [
             [
                 [f"Spearman with {_words(reference)}", *(f"L{layer}" for layer in self.layers)],
@@ -231,16 +231,16 @@ class RankCorrelation:
         ]
 
     def to_markdown(self) -> str:
-        """The tables of means ± standard deviations, and what they were made of."""
-        told = f"Mean ± standard deviation over {self.images} image{'s' * (self.images > 1)}, {self.model}."
-        return "\n\n".join([*map(markdown_table, self.tables()), told]) + "\n"
+        """Format the tables of means ± standard deviations."""
+        caption = f"Mean ± standard deviation over {self.images} image{'s' * (self.images > 1)}, {self.model}."
+        return "\n\n".join([*map(markdown_table, self.tables()), caption]) + "\n"
 
     def _shown(self, reference: str, method: str, layer: int) -> str:
         mean, spread = self.mean(reference, method, layer), self.spread(reference, method, layer)
         return decimal(mean, 2) + ("" if spread is None else f" ± {spread:.2f}")
 
     def figure(self) -> Figure:
-        """A chart per reference: a line per method over the layers, with a band of ± one standard deviation."""
+        """Draw a chart per reference: a line per method over the layers, with a band of ± one standard deviation."""
         charts = {
             f"with {_words(reference)}": [
                 Series(

@@ -21,7 +21,7 @@ _PERTURBED = np.arange(10) / 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curves:
-    """What became of one answer while patches were taken away by one map, in either order.
+    """Probabilities while patches are removed in the order of one map, in both directions.
 
     The image at share f of `insertion` is the image at share 1 − f of `least_first`: the most relevant patches
     inserted are the least relevant ones removed. So one curve is the other read backwards, and their areas are equal.
@@ -81,7 +81,7 @@ def faithfulness_curves(
     points: int = 11,
     batch_size: int = 32,
 ) -> list[Curves]:
-    """Deletion, insertion and perturbation curves of several maps of one image.
+    """Compute the deletion, insertion and perturbation curves of several maps of one image.
 
     The patches of a map are ranked by value, the highest first, equal ones in raster order; the least relevant first is
     the same order read backwards. At share f of n patches f · n are removed, rounded to a whole number (half to even;
@@ -147,7 +147,7 @@ def faithfulness_curves(
 
 
 def removed_counts(patches: int, points: int) -> list[int]:
-    """How many patches are removed at each point: from none to all, the second half the mirror of the first.
+    """Return the number of removed patches at each point, from none to all, symmetric about the middle.
 
     >>> removed_counts(196, 11)
     [0, 20, 39, 59, 78, 98, 118, 137, 157, 176, 196]
@@ -157,7 +157,7 @@ def removed_counts(patches: int, points: int) -> list[int]:
 
 
 def _on_the_way(order: Numbers, points: int) -> list[Numbers]:
-    """What is kept at each point but the ends: the most relevant removed first, then the least relevant first."""
+    """Return the kept patches at each inner point: the most relevant removed first, then the least relevant first."""
     removed = removed_counts(order.size, points)[1:-1]
     return [order[count:] for count in removed] + [order[: order.size - count] for count in removed]
 

@@ -1,4 +1,4 @@
-"""Whether a map lies where the object is: five measures of a map over pixels against the pixels of a region.
+"""Localisation: five measures of a map over pixels against a region.
 
 All of them look at the pixels of the original image that the model saw: a heatmap is NaN elsewhere (and may be made
 NaN where nobody knows whether a pixel belongs to the region), and such pixels are left out. Where the region covers all
@@ -81,7 +81,7 @@ def pointing_game(heatmap: Heatmap, region: Mask) -> float | None:
 
 
 def energy_in_region(heatmap: Heatmap, region: Mask) -> float | None:
-    """The share of the map's mass above its minimum that lies in the region; for a constant map its share of area.
+    """Share of the map's mass above its minimum inside the region; for a constant map the region's share of area.
 
     Source: the energy-based pointing game of Wang et al., "Score-CAM", CVPR workshops 2020, §4.3, here with the
     smallest value taken off, which they reach by scaling.
@@ -89,12 +89,12 @@ def energy_in_region(heatmap: Heatmap, region: Mask) -> float | None:
     >>> energy_in_region(np.array([[3.0, 1.0, 2.0]]), np.array([[True, False, False]]))
     0.6666666666666666
     """
-    found = _seen(heatmap, region)
-    return None if found is None else _energy(*found)
+    pixels = _seen(heatmap, region)
+    return None if pixels is None else _energy(*pixels)
 
 
 def roc_auc(heatmap: Heatmap, region: Mask) -> float | None:
-    """The area under the ROC curve of the map as a detector of the region's pixels.
+    """Area under the ROC curve of the map as a detector of the region's pixels.
 
     It is the chance that a pixel of the region is higher than one of the ground, where ties count half: 0.5 for a
     constant map.
@@ -104,8 +104,8 @@ def roc_auc(heatmap: Heatmap, region: Mask) -> float | None:
     >>> roc_auc(np.array([[0.9, 0.5, 0.5, 0.1]]), np.array([[True, True, False, False]]))
     0.875
     """
-    found = _seen(heatmap, region)
-    return None if found is None else _area_under_roc(*_by_threshold(*found))
+    pixels = _seen(heatmap, region)
+    return None if pixels is None else _area_under_roc(*_by_threshold(*pixels))
 
 
 def average_precision(heatmap: Heatmap, region: Mask) -> float | None:
@@ -118,12 +118,12 @@ def average_precision(heatmap: Heatmap, region: Mask) -> float | None:
     >>> round(average_precision(np.array([[0.9, 0.5, 0.4, 0.1]]), np.array([[True, False, True, False]])), 4)
     0.8333
     """
-    found = _seen(heatmap, region)
-    return None if found is None else _average_precision(*_by_threshold(*found))
+    pixels = _seen(heatmap, region)
+    return None if pixels is None else _average_precision(*_by_threshold(*pixels))
 
 
 def mean_iou(heatmap: Heatmap, region: Mask) -> float | None:
-    """The mean of the intersection over union of region and ground, the map cut at its own mean.
+    """Mean intersection over union of region and background, with the map thresholded at its mean.
 
     The steps are those of the segmentation test of Chefer et al.:
 
@@ -143,12 +143,12 @@ def mean_iou(heatmap: Heatmap, region: Mask) -> float | None:
     >>> mean_iou(np.array([[0.9, 0.8, 0.2, 0.1]]), np.array([[True, False, False, False]]))
     0.5833333333333333
     """
-    found = _seen(heatmap, region)
-    return None if found is None else accumulated_iou([_overlap(*found)])
+    pixels = _seen(heatmap, region)
+    return None if pixels is None else accumulated_iou([_overlap(*pixels)])
 
 
 def accumulated_iou(overlaps: Sequence[Sequence[float]] | NDArray[np.floating[Any]]) -> float:
-    """The mean IoU of region and ground over images taken together, from each image's `Localisation.overlap`.
+    """Mean IoU of region and background over all images, from each image's `Localisation.overlap`.
 
     >>> accumulated_iou([(2, 1, 3, 2), (4, 0, 4, 1)])
     0.5952380952380952

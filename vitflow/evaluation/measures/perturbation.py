@@ -19,7 +19,7 @@ __all__ = ["can_drop_tokens", "check_can_drop", "run_on_patches"]
 
 
 def can_drop_tokens(explainer: Explainer) -> bool:
-    """Whether the explainer's model can run on some of its patches; it is tried once, on noise.
+    """Return True if the explainer's model can run on a subset of its patches (tried once, on noise).
 
     >>> can_drop_tokens(Explainer("demo"))
     True
@@ -32,7 +32,7 @@ def can_drop_tokens(explainer: Explainer) -> bool:
 
 
 def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLayout:
-    """The layout of the tokens that can be dropped from a model input of (height, width) pixels.
+    """Return the layout of the tokens that can be dropped from a model input of (height, width) pixels.
 
     Raises:
         UnsupportedModelError: the model cannot run on some of its patches; the message says why, and what to do.
@@ -109,12 +109,12 @@ def patch_order(grid: NDArray[np.floating[Any]]) -> Numbers:
 
 
 def blank(pixels: Tensor) -> Tensor:
-    """The image's mean colour over its whole model input, as in occlusion, [1, channels, height, width]."""
+    """Return the mean colour of the model input, as in occlusion, [1, channels, height, width]."""
     return pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels)
 
 
 def blur(pixels: Tensor) -> Tensor:
-    """The model input blurred by a Gaussian with a σ of a quarter of its shorter side.
+    """Blur the model input with a Gaussian, σ a quarter of its shorter side.
 
     A narrower one leaves too much: of the demo model's coloured objects, σ = 1/12 keeps 98 % of the probability, 1/8
     still 77 %, 1/4 less than 1 %. Photographs lose theirs from 1/14 on.
@@ -139,19 +139,19 @@ class _Dropped:
         for number, choice in enumerate(choices):
             self._check(choice.grid)
             by_length.setdefault(len(choice.kept), []).append(number)
-        order, found = list[int](), list[Tensor]()
+        order, logits = list[int](), list[Tensor]()
         for members in by_length.values():
             for chunk in _chunks(members, batch_size):
-                found.append(self._run(np.stack([choices[number].kept for number in chunk])))
+                logits.append(self._run(np.stack([choices[number].kept for number in chunk])))
                 order += chunk
-        return torch.cat(found)[np.argsort(order)]
+        return torch.cat(logits)[np.argsort(order)]
 
     def _check(self, grid: tuple[int, ...]) -> None:
-        own = (self.layout.rows, self.layout.cols)
-        if grid != own:
+        patches = (self.layout.rows, self.layout.cols)
+        if grid != patches:
             raise ShapeError(
-                f"Expected a map of the model's own {own[0]} × {own[1]} patches to drop tokens by, got one of "
-                f'{" × ".join(map(str, grid))}. Use replace="blank" or replace="blur", which take any grid.'
+                f"Expected a map of the model's {patches[0]} × {patches[1]} patches to drop tokens, got one of "
+                f'{" × ".join(map(str, grid))}. Use replace="blank" or replace="blur", which support any grid.'
             )
 
     def _run(self, kept: Numbers) -> Tensor:
@@ -163,8 +163,8 @@ class _Dropped:
             return _finite(explainer, explainer.logits(blank(self.pixels))).expand(len(kept), -1)
         chosen = torch.from_numpy(kept)
         read = explainer.outputs.read
-        found = run_on_patches(explainer.model, self.pixels, chosen, layout=self.layout, outputs=read)
-        return _finite(explainer, found)
+        logits = run_on_patches(explainer.model, self.pixels, chosen, layout=self.layout, outputs=read)
+        return _finite(explainer, logits)
 
 
 class _Hidden:
@@ -176,15 +176,15 @@ class _Hidden:
     def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
         size = self.pixels.shape[-2], self.pixels.shape[-1]
         owners = {grid: cell_owners(*size, *grid) for grid in {choice.grid for choice in choices}}
-        found = []
+        logits = []
         for chunk in _chunks(choices, batch_size):
             visible = torch.stack([self._visible(choice, owners[choice.grid]) for choice in chunk])
             images = torch.where(visible.to(self.pixels.device), self.pixels, self.filler)
-            found.append(_finite(self.explainer, self.explainer.logits(images)))
-        return torch.cat(found)
+            logits.append(_finite(self.explainer, self.explainer.logits(images)))
+        return torch.cat(logits)
 
     def _visible(self, choice: Choice, owners: Tensor) -> Tensor:
-        """Which pixels stay, [1, height, width]."""
+        """Return the mask of kept pixels, [1, height, width]."""
         stays = torch.zeros(choice.grid[0] * choice.grid[1], dtype=torch.bool)
         stays[torch.from_numpy(choice.kept)] = True
         return stays[owners][None]
@@ -195,7 +195,7 @@ def _chunks(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
 
 
 def _finite(explainer: Explainer, logits: Tensor) -> Tensor:
-    """The logits on the CPU; ModelError where they are not [choices, classes] of finite values."""
+    """Return the logits on the CPU; ModelError if they are not finite [choices, classes]."""
     if logits.ndim != 2:
         raise ModelError(f"Expected {explainer.model_id} to return logits [images, classes], got something else.")
     if not torch.isfinite(logits).all():

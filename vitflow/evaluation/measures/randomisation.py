@@ -70,21 +70,21 @@ def cascading_randomisation(
     Source: Adebayo et al., "Sanity Checks for Saliency Maps", NeurIPS 2018, §4.
 
     >>> from vitflow.demo import sample_images
-    >>> found = cascading_randomisation(Explainer("demo"), sample_images()[0], ["gae", "centre"], stages=2)
-    >>> [(stage, round(centre, 3)) for stage, (gae, centre) in found]
+    >>> correlations = cascading_randomisation(Explainer("demo"), sample_images()[0], ["gae", "centre"], stages=2)
+    >>> [(stage, round(centre, 3)) for stage, (gae, centre) in correlations]
     [('head', 1.0), ('embedding', 1.0)]
     """
     chosen = _choose(stage_names(explainer.model), stages)
     original, targets = original_maps(explainer, image, methods, target, maps, options)
-    found = []
+    correlations = []
     with warnings.catch_warnings():
         # That the flows of a random model are saturated is no news about the caller's.
         warnings.simplefilter("ignore", VitflowWarning)
         for stage, randomised in randomised_copies(explainer, chosen, seed=seed):
             others = randomised.explain_batch([image], methods=methods, targets=targets, **options)
             pairs = zip(original, others, strict=True)
-            found.append((stage, [spearman(before.grid, after.grid) for before, after in pairs]))
-    return found
+            correlations.append((stage, [spearman(before.grid, after.grid) for before, after in pairs]))
+    return correlations
 
 
 def original_maps(
@@ -122,7 +122,7 @@ def original_maps(
 
 
 def stage_names(model: nn.Module) -> list[str]:
-    """The stages of a cascade over the model: head, blocks from the last to the first, embedding.
+    """Return the stages of a cascade over the model: head, blocks from the last to the first, embedding.
 
     A model without blocks is cut at its top-level modules.
 
@@ -133,7 +133,7 @@ def stage_names(model: nn.Module) -> list[str]:
 
 
 def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int = 0) -> Iterator[tuple[str, Explainer]]:
-    """The explainer with a model whose weights are re-drawn down to each stage in turn.
+    """Yield the explainer with the weights re-drawn down to each stage in turn.
 
     One copy of the model serves all stages: each is done with before the next is asked for.
     """
@@ -165,11 +165,11 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> list[Part]:
-    """The modules that own parameters, by stage, the top of the network first."""
+    """Return the modules that own parameters, by stage, the top of the network first."""
     holder = _holder_of_blocks(model)
     if holder is None:
-        own: Part = ("embedding", [model])
-        parts = [own, *((name, list(child.modules())) for name, child in model.named_children())]
+        rest: Part = ("embedding", [model])
+        parts = [rest, *((name, list(child.modules())) for name, child in model.named_children())]
     else:
         blocks = list(holder.children())
         inside = {module for block in blocks for module in block.modules()}
@@ -186,7 +186,7 @@ def _parts(model: nn.Module) -> list[Part]:
 
 
 def _holder_of_blocks(model: nn.Module) -> nn.Module | None:
-    """The module whose children are the transformer's blocks, first block first."""
+    """Return the module whose children are the transformer's blocks, first block first."""
     blocks = getattr(transformer_of(model), "blocks", None)
     if isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks):
         return blocks

@@ -38,7 +38,7 @@ def shift_stability(
     maps: Sequence[Saliency] | None = None,
     **options: Any,
 ) -> list[float | None]:
-    """Whether the map moves with the image: Spearman's ρ between the moved image's map, moved back, and the map.
+    """Shift stability: Spearman's ρ between the shifted image's map, shifted back, and the map.
 
     The model input is moved by whole patches, once to the right and once down; ρ is the mean of both. Every patch that
     is compared holds the very same pixels before and after: those that leave on one side, and those that come in on
@@ -71,10 +71,10 @@ def shift_stability(
     moved = [window[down : down + height, :width], window[:height, right : right + width]]
     original, targets = original_maps(explainer, image, methods, target, maps, options)
     several = None if targets is None else np.repeat(targets, 2)
-    found = as_it_is(explainer, (height, width)).explain_batch(moved, methods=methods, targets=several, **options)
+    shifted = as_it_is(explainer, (height, width)).explain_batch(moved, methods=methods, targets=several, **options)
     values = []
     for number, before in enumerate(original):
-        to_right, to_down = found[number].grid, found[number + len(methods)].grid
+        to_right, to_down = shifted[number].grid, shifted[number + len(methods)].grid
         across = _moved_back(before.grid, to_right, right, width)
         along = _moved_back(before.grid.T, to_down.T, down, height)
         values.append(mean_of_defined([across, along]) if None not in (across, along) else None)
@@ -90,7 +90,7 @@ def flip_stability(
     maps: Sequence[Saliency] | None = None,
     **options: Any,
 ) -> list[float | None]:
-    """Whether the map turns with the image: Spearman's ρ between the mirrored image's map, mirrored, and the map.
+    """Flip stability: Spearman's ρ between the mirrored image's map, mirrored, and the map.
 
     The model input itself is mirrored left to right, so that every patch holds the mirror image of its counterpart.
     A centre prior has ρ = 1 but for rounding: stability alone says nothing for a map.
@@ -132,7 +132,7 @@ def class_sensitivity(
     other: str = "second",
     **options: Any,
 ) -> list[float | None]:
-    """How much of the map's ranking changes with the class: 1 − ρ between the maps for two classes of the image.
+    """Class sensitivity: 1 − ρ between the maps for two classes of the image.
 
     Compared are the most probable class and another one, patch by patch, by Spearman's ρ. A method that is not
     class-specific has 0 and is not run. 1 means that the maps have nothing to do with each other, 2 that one is the
@@ -159,12 +159,12 @@ def class_sensitivity(
     """
     check_known("other class", other, OTHERS)
     specific = [one.method.class_specific for one in choose_methods(methods, options)]
-    asked = [choice for choice, is_specific in zip(methods, specific, strict=True) if is_specific]
-    if not asked:
+    chosen = [choice for choice, is_specific in zip(methods, specific, strict=True) if is_specific]
+    if not chosen:
         return [0.0] * len(specific)
-    found = explainer.explain_batch([image], methods=asked, targets=_two_classes(explainer, image, other), **options)
+    maps = explainer.explain_batch([image], methods=chosen, targets=_two_classes(explainer, image, other), **options)
     changes = []
-    for first, second in zip(found[::2], found[1::2], strict=True):
+    for first, second in zip(maps[::2], maps[1::2], strict=True):
         rho = spearman(first.grid, second.grid)
         changes.append(None if rho is None else 1.0 - rho)
     remaining = iter(changes)
@@ -172,7 +172,7 @@ def class_sensitivity(
 
 
 def _two_classes(explainer: Explainer, image: ImageSource, other: str) -> list[int]:
-    """The most probable class of the image, and another one."""
+    """Return the most probable class of the image, and another one."""
     with torch.no_grad():
         logits = explainer.logits(explainer.pixels(image))
     if logits.ndim != 2 or logits.shape[1] < 2:
@@ -182,7 +182,7 @@ def _two_classes(explainer: Explainer, image: ImageSource, other: str) -> list[i
 
 
 def _steps(explainer: Explainer, image: ImageSource, pixels: int | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How far the model input moves (down, right), and its (height, width), in pixels."""
+    """Return the shift (down, right) of the model input and its (height, width), in pixels."""
     height, width = explainer.pixels(image).shape[-2:]
     rows, cols = cell_grid(height, width, None)
     patch = explainer.spec.patch_size or (height // rows, width // cols)
@@ -196,7 +196,7 @@ def _steps(explainer: Explainer, image: ImageSource, pixels: int | None) -> tupl
 
 
 def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, int]) -> NDArray[np.uint8]:
-    """The model input before its normalisation, with margins (top and bottom, left and right) around it, uint8 RGB.
+    """Return the unnormalised model input with margins (top and bottom, left and right), uint8 RGB.
 
     Margins show the image where it goes on, and are mirrored where it ends.
     """
@@ -218,10 +218,10 @@ def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, in
 
 
 def as_it_is(explainer: Explainer, size: tuple[int, ...]) -> Explainer:
-    """The same explainer for images that are already the model input."""
-    own = copy.copy(explainer)
-    own.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
-    return own
+    """Return a copy of the explainer for images that are already model inputs."""
+    same_size = copy.copy(explainer)
+    same_size.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
+    return same_size
 
 
 def _moved_back(before: Grid, after: Grid, step: int, length: int) -> float | None:

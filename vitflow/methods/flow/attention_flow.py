@@ -42,7 +42,7 @@ class FlowResult:
         sinks: the input tokens that the last axis stands for.
         num_prefix_tokens: how many of all tokens stand before the patches.
         reference: the flows of uniform attention among visible keys, where the result shall be relative to them.
-        own: which sink is the source's own token, bool, there as well.
+        self_mask: mask of the source's own token among the sinks, bool; None without a reference.
 
     With `all_sources` the tensors have the shape [batch, layers, tokens, sinks]: the source is token i after the
     window's l-th layer, and the flow runs from there to the window's first layer.
@@ -55,7 +55,7 @@ class FlowResult:
     sinks: tuple[int, ...]
     num_prefix_tokens: int = 1
     reference: Tensor | None = None
-    own: Tensor | None = None
+    self_mask: Tensor | None = None
 
     @property
     def normalized(self) -> Tensor:
@@ -65,13 +65,13 @@ class FlowResult:
         sum.
         """
         if self.reference is not None:
-            return relative_to(self.values, self.reference, self.own)
+            return relative_to(self.values, self.reference, self.self_mask)
         total = self.values.sum(dim=-1, keepdim=True)
         return self.values / torch.where(total > 0, total, 1.0)
 
     @property
     def saturated(self) -> Tensor:
-        """Whether each flow equals its trivial cut, to a relative 1e-9: bool, of the shape of `values`.
+        """Mask of flows that equal their trivial cut, to a relative 1e-9, of the shape of `values`.
 
         Such a value says nothing of the layers between: it is the first layer's column sum, or all that the source has.
         """
@@ -160,33 +160,35 @@ def attention_flow(
     options: dict[str, Any] = {"residual": residual, "num_prefix_tokens": num_prefix_tokens, "visible": seen}
 
     def flows(matrices: Sequence[Tensor], discard_ratio: float) -> list[Tensor]:
-        found = []
+        solved = []
         for index in range(batch):
             capacities = layer_capacities(
                 matrices, index, head_fusion=head_fusion, discard_ratio=discard_ratio, **options
             )
-            found.append(_all_sources(capacities, solve) if all_sources else solve(capacities, sources[index]))
+            solved.append(_all_sources(capacities, solve) if all_sources else solve(capacities, sources[index]))
         device = chosen[0].device if chosen[0].device.type != "mps" else torch.device("cpu")  # MPS has no float64
-        return [torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*found, strict=True)]
+        return [torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*solved, strict=True)]
 
     values, cuts, where = flows(chosen, discard_ratio)
     result = FlowResult(values, cuts, where + first, (first, last), targets, num_prefix_tokens)
     if causal != "receptive_field" or seen is None:
         return result
-    own = torch.eye(tokens, dtype=torch.bool) if all_sources else self_token(_capacities(sources, tokens))
+    is_self = torch.eye(tokens, dtype=torch.bool) if all_sources else self_token(_capacities(sources, tokens))
     uniform = flows([uniform_attention(one) for one in seen], 0.0)[0]
-    return replace(result, reference=uniform, own=own[:, list(targets)].to(values.device).expand(values.shape))
+    return replace(
+        result, reference=uniform, self_mask=is_self[:, list(targets)].to(values.device).expand(values.shape)
+    )
 
 
 def _as_node(source: Source) -> tuple[int, int] | None:
-    """The source as a node (layer, token), if it is one: a tuple of two whole numbers."""
+    """Return the source as a node (layer, token) if it is a tuple of two integers, else None."""
     if isinstance(source, tuple) and len(source) == 2 and all(isinstance(part, int | np.integer) for part in source):
         return int(source[0]), int(source[1])
     return None
 
 
 def _sinks(sinks: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """The input tokens to solve for, checked."""
+    """Check and return the input tokens to solve for."""
     try:
         return tuple(whole_number("each of the sinks", sink, 0, tokens - 1) for sink in sinks)
     except TypeError as error:
@@ -220,7 +222,7 @@ def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:
 
 
 def _capacities(sources: Sequence[int | Floats], tokens: int) -> Tensor:
-    """The sources as capacities [batch, tokens]."""
+    """Return the sources as capacities [batch, tokens]."""
     rows = [np.eye(tokens)[source] if isinstance(source, int) else source for source in sources]
     return torch.from_numpy(np.stack(rows))
 
@@ -233,14 +235,14 @@ def _solve(
         source = _as_token(capacities[-1], source)
     from vitflow.methods.flow.solver import max_flow
 
-    found = max_flow(capacities, source, sinks, progress=progress)
+    flow = max_flow(capacities, source, sinks, progress=progress)
     given = capacities[-1, source].sum() if isinstance(source, int) else source.sum()
     cuts = np.minimum(given, capacities[0].sum(axis=0)[list(sinks)])
-    return found.values, cuts, found.crossing.argmax(axis=1)
+    return flow.values, cuts, flow.crossing.argmax(axis=1)
 
 
 def _as_token(top: Floats, source: Floats) -> int | Floats:
-    """A source of one token that gives just what its edges take is that token: a layer less to search."""
+    """Replace a source on a single token by that token, if it supplies exactly the outgoing capacity."""
     [tokens] = np.nonzero(source)
     if len(tokens) == 1:
         token = int(tokens[0])
@@ -251,9 +253,9 @@ def _as_token(top: Floats, source: Floats) -> int | Floats:
 
 
 def _all_sources(capacities: Floats, solve: Any) -> tuple[Floats, ...]:
-    """The flows from each token after each layer: arrays [layers, tokens, sinks]."""
+    """Compute the flows from each token after each layer: arrays [layers, tokens, sinks]."""
     layers, tokens = capacities.shape[:2]
-    found = [
+    flows = [
         [solve(capacities[:count], token) for token in range(tokens)] for count in range(1, layers + 1)
     ]  # [layers][tokens](values, cuts, where)
-    return tuple(np.array([[parts[which] for parts in row] for row in found]) for which in range(3))
+    return tuple(np.array([[parts[which] for parts in row] for row in flows]) for which in range(3))

@@ -29,7 +29,7 @@ def attention_graph(
     batch_index: int = 0,
     layout: TokenLayout | None = None,
 ) -> "DiGraph":
-    """The graph of attention flow: node (l, i) is token i after layer l, layer 0 the input.
+    """Build the graph of attention flow: node (l, i) is token i after layer l, layer 0 the input.
 
     The edge from (l, i) to (l − 1, j) carries Â_l[i, j] as `capacity` and as `weight`; edges of capacity 0 are left
     out. Each node has its `layer`, its `token` and a readable `label` such as "cls" or "patch (3, 4)".
@@ -78,7 +78,7 @@ def attention_graph(
 
 
 def token_label(token: int, num_prefix_tokens: int, layout: TokenLayout | None = None) -> str:
-    """What to call a token: "cls" for the first prefix token, "reg 1" … for the others, and patches by row and column.
+    """Name a token: "cls" for the first prefix token, "reg 1" … for the others, and patches by row and column.
 
     >>> token_label(6, 1, TokenLayout(1, 2, 3)), token_label(2, 3)
     ('patch (1, 2)', 'reg 2')

@@ -28,7 +28,7 @@ from vitflow.methods.flow.layers import Floats, Graph, Ints
 
 
 class Workspace(NamedTuple):
-    """What one thread needs to solve one sink after the other; between sinks the residuals equal the capacities."""
+    """Buffers of one thread for solving consecutive sinks; between sinks the residuals equal the capacities."""
 
     residual: Floats  # [edges]
     slot: Ints  # [edges]: 1 + position in the log for an edge that has been used, otherwise 0
@@ -81,7 +81,7 @@ def workspace(graph: Graph) -> Workspace:
 
 @compiled_within
 def _find(live: Any, x: int) -> int:
-    """The first node from x on that is still of use, or the number that ends its layer."""
+    """Return the first useful node from x on, or the number that ends its layer."""
     root = x
     while live[root] != root:
         root = live[root]
@@ -94,7 +94,7 @@ def _find(live: Any, x: int) -> int:
 
 @compiled_within
 def _live_edge(e: int, end: int, full: bool, shift: int, above: Any, live: Any) -> int:
-    """The first edge from e on whose upper node is of use, or the end of the edges above one node.
+    """Return the first edge from e on with a useful upper node, or the end of the edges above the node.
 
     Args:
         e: an edge above the node, or the end.
@@ -113,7 +113,7 @@ def _live_edge(e: int, end: int, full: bool, shift: int, above: Any, live: Any) 
 
 @compiled_within
 def _open_edge(e: int, end: int, full: bool, shift: int, above: Any, live: Any, residual: Any, least: float) -> int:
-    """The same among edges with more than `least` left."""
+    """Return the first such edge with more than `least` left."""
     e = _live_edge(e, end, full, shift, above, live)
     while e < end and not residual[e] > least:
         e = _live_edge(e + 1, end, full, shift, above, live)

@@ -31,7 +31,7 @@ TOGETHER = 2**20
 
 
 def parse_window(layers: LayerRange, count: int, start_layer: int | None = None) -> tuple[int, int]:
-    """The first and the last layer that are meant, counted from 1, both included.
+    """Parse a range of layers into the first and the last layer, counted from 1, both included.
 
     Args:
         layers: "all"; N for the last N layers; (first, last), where -1 is the last layer of the model; or the same in
@@ -80,7 +80,7 @@ def parse_window(layers: LayerRange, count: int, start_layer: int | None = None)
 
 
 def default_window(layers: LayerRange, count: int) -> LayerRange:
-    """The layers that are meant, where the default is the last four: a shallower model has no more.
+    """Parse a range of layers whose default of the last four is limited by the depth of the model.
 
     >>> default_window(4, 12), default_window(4, 2), default_window(3, 2)
     (4, 2, 3)
@@ -89,7 +89,7 @@ def default_window(layers: LayerRange, count: int) -> LayerRange:
 
 
 def window_below(layer: int, layers: LayerRange, count: int, start_layer: int | None = None) -> tuple[int, int]:
-    """The part of a window that lies below a node of this layer; OptionError if the window does not reach up to it."""
+    """Return the part of a window below a node of this layer; OptionError if the window does not reach it."""
     first, last = parse_window(layers, count, start_layer)
     if not first <= layer <= last:
         raise OptionError(f"Expected a source node in layers {first} to {last}, got one in layer {layer}.")
@@ -99,7 +99,7 @@ def window_below(layer: int, layers: LayerRange, count: int, start_layer: int | 
 def check_window(
     attentions: Sequence[Tensor] | Tensor, layers: LayerRange, start_layer: int | None = None
 ) -> tuple[list[Tensor], int]:
-    """The checked layers of the window, and the number of the first of them.
+    """Return the checked layers of the window, and the number of the first of them.
 
     Raises:
         OptionError: there are no such layers.
@@ -120,7 +120,7 @@ def layer_capacities(
     num_prefix_tokens: int,
     visible: Sequence[Tensor] | None = None,
 ) -> NDArray[np.float64]:
-    """The matrices Â of one image of the batch, in float64: [layers, queries, keys], stored by columns.
+    """Compute the matrices Â of one image of the batch, in float64: [layers, queries, keys], stored by columns.
 
     Heads are fused in their own precision where they are; the rest happens on the CPU. Where keys are not visible to
     all, values are discarded in each row among those that are.
@@ -162,7 +162,7 @@ class Graph(NamedTuple):
 
 @compiled
 def count_edges(matrix: Any, lower: Any, upper: Any, least: float) -> int:
-    """How many edges [keys, queries] between these nodes have a capacity of more than `least`."""
+    """Count the edges [keys, queries] with a capacity of more than `least` between these nodes."""
     count = 0
     for k in lower:
         for i in upper:

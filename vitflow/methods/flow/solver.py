@@ -63,7 +63,7 @@ class _Sinks:
     crossing: Floats
 
     def reached(self, which: Indices) -> NDArray[np.bool_]:
-        """Which of these sinks have a flow that reaches its bound."""
+        """Return a mask of the sinks whose flow reaches its bound."""
         done: NDArray[np.bool_] = self.values[which] >= self.bounds[which] * (1 - EXACT)
         return done
 
@@ -127,7 +127,7 @@ class InnerGraph:
         return which
 
     def window(self, layers: int, small: float = 0.0) -> "_Window":
-        """The lowest layers, without edges of at most this share of their layer's mean."""
+        """Return the lowest layers, without edges of at most this share of their layer's mean."""
         nodes = self.nodes[: layers + 1]
         return _Window(_arranged(self.upward[:layers], nodes, self.supplies[layers], small), nodes, self.workers)
 
@@ -184,7 +184,7 @@ class _Window:
 
 
 def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indices]]:
-    """What the supply delivers to each layer of nodes, lowest first, when each node shares out in proportion.
+    """Propagate the supply to each layer of nodes, lowest first, in proportion to the capacities.
 
     Returns:
         The supplies [tokens], and the tokens that the source reaches, by what reaches them, most first. Paths that draw
@@ -202,7 +202,7 @@ def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indi
 
 
 def _arranged(upward: Floats, nodes: list[Indices], supply: Floats, small: float) -> Graph:
-    """The layers between these nodes as the compiled search takes them, without edges up to a share of the mean."""
+    """Convert the layers between these nodes for the compiled search, without edges below a share of the mean."""
     sizes = np.array([len(tokens) for tokens in nodes])
     base = np.concatenate([[0], np.cumsum(sizes + 1)]).astype(np.int32)
     least = [small * float(matrix.mean()) if small else 0.0 for matrix in upward]
@@ -219,7 +219,7 @@ def _arranged(upward: Floats, nodes: list[Indices], supply: Floats, small: float
 
 
 def _sample_first(which: Indices) -> Iterator[Indices]:
-    """A few of the sinks, then the others; all at once where there are few."""
+    """Yield a few of the sinks first, then the others; all at once if there are few."""
     if len(which) <= 2 * SAMPLE:
         yield which
         return
@@ -271,7 +271,7 @@ class MaxFlow:
 def max_flow(
     capacities: Floats, source: int | Floats, sinks: Sequence[int] | None = None, *, progress: "Progress | None" = None
 ) -> MaxFlow:
-    """The maximum flow from one source to each sink of a dense layered graph, exact to rounding in float64.
+    """Maximum flow from one source to each sink of a dense layered graph, exact to rounding in float64.
 
     The graph has node layers 0 … L of N tokens; the edge from (l + 1, i) to (l, j) has the capacity
     `capacities[l, i, j]`. Sinks are tokens of layer 0. A value is within a relative 1e-11 of its minimum cut.
@@ -319,7 +319,7 @@ def max_flow(
 
 
 def _without_layers(supply: Floats, demands: Floats) -> tuple[Floats, Floats]:
-    """Where paths share no edge the flow is Σ_k min(supply_k, demand_k): values, and cuts by boundary."""
+    """Flow through paths without common edges, Σ_k min(supply_k, demand_k): values, and cuts by boundary."""
     scarce = demands > supply  # [sinks, tokens]
     passed = np.minimum(demands, supply)
     at_source = np.where(scarce, passed, 0.0).sum(axis=1)
