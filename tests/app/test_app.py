@@ -192,7 +192,7 @@ def test_words_are_read_written_and_said_of_an_image(ask, question):
     image, text, expected = QUESTIONS[question]
     words, figure, _, code, notes = ask("words", image, text, first=(question, "demo-caption"))
     assert set(expected) <= {word["token"].strip() for word in words} and not notes
-    assert {word["class_or_confidence"] for word in words} <= {*map(str, range(9)), "asked"}
+    assert {word["class_or_confidence"] for word in words} <= {*map(str, range(9)), "selected"}
     assert "vitflow.explain_" in code
     with Image.open(figure) as drawn:
         assert drawn.width > 500
@@ -277,16 +277,16 @@ def test_a_click_on_a_word_is_that_word(tabs, tmp_path, monkeypatch):
 
     read = tabs.words.words("What a word rests on", "demo-caption", None, "a red heart", "rollout", 8)
     words, *_, code, _ = clicked(read, 2)
-    assert [number for number, (_, shade) in enumerate(words) if shade == "asked"] == [2] and "token=2" in code
+    assert [number for number, (_, shade) in enumerate(words) if shade == "selected"] == [2] and "token=2" in code
     seen = tabs.words.words("What is in an image", "demo-caption", {"path": str(SAMPLE)}, "", "rollout", 30)
     star = [text for text, _ in seen[0]].index(" star")
     words, *_, code, _ = clicked(seen, star)
-    assert words[star] == (" star", "asked") and "image((" in code
+    assert words[star] == (" star", "selected") and "image((" in code
     with pytest.raises(OptionError, match="a word that has a map"):
         clicked(seen, 0)
     written = tabs.words.words("What is written next", "demo-caption", None, "here is", "rollout", 8)
     words, *_, code, _ = clicked(written, 4)
-    assert ".shaded(1)" in code and [shade for _, shade in words].count("asked") == 2
+    assert ".shaded(1)" in code and [shade for _, shade in words].count("selected") == 2
     with pytest.raises(OptionError, match="a word that was written"):
         clicked(written, 0)
 

@@ -385,5 +385,5 @@ def test_the_patch_at_a_point_is_the_one_whose_box_holds_it(fit):
                     placed.patch_at(y + 0.5, x + 0.5, grid)
     assert len(found) > grid[0] and all(asked == answered for asked, answered in found.items())
     for y, x in [(-0.1, 5.0), (90.0, 5.0), (5.0, 160.0), (math.nan, 5.0)]:
-        with pytest.raises(OptionError, match="beside it"):
+        with pytest.raises(OptionError, match="got one outside"):
             placed.patch_at(y, x, grid)

@@ -1,4 +1,4 @@
-"""What a button of the page does: one question at a time; the page shows what is wrong."""
+"""Actions of the app's buttons: one request at a time, with errors shown on the page."""
 
 import threading
 import time
@@ -56,11 +56,11 @@ class Models:
         return Explainer(model, device=default_device(), fit=fit, outputs=prompt_scores(prompts) if prompts else None)
 
     def takes_prompts(self, name: str) -> bool:
-        """Whether a model for photographs is asked by prompts."""
+        """Return True if an image model is used with prompts."""
         return is_pair(self._kept(self._load, name, self.images))
 
     def in_python(self, name: str) -> str:
-        """A model for photographs as an argument of a call that is written in Python."""
+        """Return an image model as an argument of a Python call."""
         given = self._given(name)
         return python_call("vitflow.load_model", name, **given) if given else name
 
@@ -71,7 +71,7 @@ class Models:
         return self._of_first if name == bundled(self.images[0]) else {}
 
     def reader(self, name: str, *, sees: bool = False) -> dict[str, Any]:
-        """A model for words with its tokenizer, and with its processor if it sees, as arguments."""
+        """Return a language model with its tokenizer, and its processor if it has one, as arguments."""
         processor = {"processor": self._kept(load_processor, name, self.words)} if sees else {}
         model, tokenizer = self._kept(load_language_model, name, self.words)
         return {"model": model, "tokenizer": tokenizer, "name": name, **processor}
@@ -110,8 +110,8 @@ def limited(seconds: float, now: Callable[[], float] = time.monotonic) -> Abstra
             nonlocal done, warm
             done, moment = done + steps, now()
             warm = warm if warm[0] else (done, moment)
-            own, counted = moment - warm[1], done - warm[0]
-            hopeless = own > _SEEN * seconds and own * (total - done) > _BEYOND * seconds * counted
+            elapsed, counted = moment - warm[1], done - warm[0]
+            hopeless = elapsed > _SEEN * seconds and elapsed * (total - done) > _BEYOND * seconds * counted
             if moment - start > seconds or hopeless:
                 raise TimeLimitError(
                     f"This takes longer than the {seconds:g} s that one question may take on this page: choose "
@@ -142,37 +142,37 @@ def asks(
             try:
                 *shown, notes = function(*click, *map(checked, inputs, values))
             except VitflowError as error:
-                return *(gr.skip() for _ in outputs[1:]), _told("error", [error])
-        return *shown, _told("note", [*(one.message for one in noted), *notes])
+                return *(gr.skip() for _ in outputs[1:]), _messages("error", [error])
+        return *shown, _messages("note", [*(one.message for one in noted), *notes])
 
     named = {"api_visibility": "private"} if function.__name__.startswith("_") else {"api_name": function.__name__}
     turn = {"concurrency_id": "model", "concurrency_limit": 1, "trigger_mode": "always_last", "preprocess": False}
     trigger(answer, list(inputs), list(outputs), **turn, **named, **more)
 
 
-def _told(kind: str, lines: Iterable[object]) -> str:
+def _messages(kind: str, lines: Iterable[object]) -> str:
     words = dict.fromkeys(f"{kind}: {escape(printable(str(line), lines=True))}" for line in lines)
     return "".join(f'<p class="{kind}" role="status">{line}</p>' for line in words)
 
 
 def photograph(samples: Sequence[str | Path]) -> tuple[Any, Any]:
-    """Where a photograph is dropped, pasted or taken, and the samples below it."""
+    """Build the upload field for an image, with samples below."""
     sources: Any = ["upload", "clipboard", "webcam"]
     image = gr.Image(label="Photograph", type="filepath", image_mode=None, sources=sources, buttons=["fullscreen"])
     return image, gr.Examples([[str(one)] for one in samples or sample_images()], [image], label="Samples")
 
 
 def path_of(file: Any) -> Path:
-    """Where a photograph lies that came from the browser."""
+    """Return the path of an uploaded image."""
     if file is None:
         raise OptionError("Expected a photograph, got none: drop one, or take one of the samples.")
     return Path(file["path"])
 
 
 def answer_column(hint: str, words: Any = None) -> list[Any]:
-    """Where an answer stands: the figure, what a click on it means, files and code to take along, and notes."""
+    """Build the output fields: figure, click target, files, code, and notes."""
     gr.Markdown(hint)
-    notes = gr.HTML(elem_classes="told")
+    notes = gr.HTML(elem_classes="messages")
     if words is not None:
         words.render()
     figure = gr.Image(show_label=False, interactive=False, type="filepath", buttons=["download", "fullscreen"])
@@ -183,7 +183,7 @@ def answer_column(hint: str, words: Any = None) -> list[Any]:
 
 
 def drawn(figure: Figure, name: str, save_map: Callable[[Path], object] | None = None) -> tuple[str, list[str]]:
-    """A figure as an image to show, and as files to take along, which Gradio removes after a while."""
+    """Save a figure as an image to show and files to download, which Gradio removes later."""
     Path(get_upload_folder()).mkdir(parents=True, exist_ok=True)
     path = Path(mkdtemp(dir=get_upload_folder())) / name
     files = [str(save_figure(figure, f"{path}{suffix}")) for suffix in (".png", ".pdf")]

@@ -69,13 +69,13 @@ class HostCheck:
         return any(fnmatchcase(name, pattern) for pattern in self._allowed)
 
     def _is_allowed_origin(self, origin: str, host: str) -> bool:
-        """Whether an origin is this page, or a host that was allowed, such as that of a proxy or a frame."""
+        """Return True if an origin is this page or an allowed host, such as a proxy."""
         place = origin.partition("://")[2]
         return (bool(place) and place.lower() == host.lower()) or self._is_allowed(_name(place))
 
 
 def _name(place: str) -> str:
-    """The name of a host without its port; empty where there is none.
+    """Return the name of a host without its port, or an empty string.
 
     >>> _name("[::1]:7860"), _name("Example.org:80"), _name("a@b:c")
     ('::1', 'example.org', '')
@@ -99,7 +99,7 @@ _CHARACTERS = 200
 
 
 def refusal(message: str) -> gr.Error:
-    """An error that the page shows, and that leaves no traceback in the console."""
+    """Error shown on the page, without a traceback in the console."""
     return gr.Error(escape(message), print_exception=False)
 
 
@@ -133,7 +133,7 @@ def _received(field: Any, value: Any) -> Any:
 
 
 def _uploaded(file: Any) -> dict[str, Any]:
-    """A file of the upload folder; any other path has the same answer, whether there is such a file or not."""
+    """Serve a file of the upload folder; any other path gives the same response."""
     path = file.get("path") if isinstance(file, dict) else None
     if not isinstance(path, str) or not _is_uploaded(path):
         raise refusal(
@@ -152,7 +152,7 @@ def _is_uploaded(path: str) -> bool:
 
 
 def is_click(event: Any) -> bool:
-    """Whether an event of Gradio holds where on the page a click was: a number, or two."""
+    """Return True if a click event has valid coordinates: a number, or two."""
     data = getattr(event, "_data", None)
     at = data.get("index") if isinstance(data, dict) and "value" in data else None
     numbers = at if isinstance(at, list) else [at]
@@ -160,7 +160,7 @@ def is_click(event: Any) -> bool:
 
 
 def checked(field: Any, value: Any) -> Any:
-    """A plain value that a field can have.
+    """Return True for a plain value of a field.
 
     Raises:
         OptionError: the field declares that it takes no such value.

@@ -29,8 +29,8 @@ _NAMES = ["image", "model", "method", "target", "prompts", "against", "fit", *_D
 _NAMES += [one.name for one in _OPTIONS]
 
 
-class _Asked:
-    """What the fields of the page say, and the model that answers."""
+class _Request:
+    """Values of the page's fields, and the selected model."""
 
     def __init__(self, models: Models, fields: Sequence[Any]) -> None:
         given = dict(zip(_NAMES, fields, strict=True))
@@ -43,8 +43,8 @@ class _Asked:
         self.target = Contrast(target, against=against) if against else target
         self.targets = [self.target] if self.target else list(prompts) or None
         self.drawing = {name: given[name] for name in _DRAWING if given[name] not in _USUAL}
-        own = [option for option in _OPTIONS if given[option.name] and self.method.accepts(option.name)]
-        self.options = {option.name: _read(option, given[option.name]) for option in own}
+        options = [option for option in _OPTIONS if given[option.name] and self.method.accepts(option.name)]
+        self.options = {option.name: _read(option, given[option.name]) for option in options}
         fit = None if given["fit"] == "crop" else given["fit"]
         outputs = python_call("vitflow.prompts", list(prompts)) if prompts else None
         made = python_call("vitflow.Explainer", models.in_python(given["model"]), outputs=outputs, fit=fit)
@@ -52,7 +52,7 @@ class _Asked:
 
 
 def _read(option: Option, text: str) -> Any:
-    """The value of an option that is no more than a visitor may ask for."""
+    """Return the value of an option, limited to the maximum for visitors."""
     value = option.read(text)
     if option.kind is int and abs(value) > (most := _MOST.get(option.name, _LARGEST)):
         raise OptionError(f"{option.name}: expected at most {most:,} on this page, got {text!r:.80}.")
@@ -62,47 +62,55 @@ def _read(option: Option, text: str) -> Any:
 
 
 class _Answers:
-    """What the buttons of the tab do; last come the notes."""
+    """Actions of the buttons of the tab; notes are the last output."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
 
     def explain(self, *fields: Any) -> tuple[Any, ...]:
-        return self._map(_Asked(self._models, fields))
+        return self._map(_Request(self._models, fields))
 
     def _patch(self, event: gr.SelectData, click: Any, *fields: Any) -> tuple[Any, ...]:
-        """The map of a patch that was clicked on the figure of another map."""
+        """Explain a patch clicked on the figure of another map."""
         if click is None or not isinstance(event.index, list | tuple):
             raise OptionError("Expected a click on a map, got none: press Explain first.")
         (left, top, right, bottom), placement, grid = click
         down, across = (event.index[1] - top) / (bottom - top), (event.index[0] - left) / (right - left)
         height, width = placement.image_size
-        asked = _Asked(self._models, fields)
-        if not asked.method.accepts("patch"):
-            asked.method, asked.options = get_method(_OF_PATCHES), {}
-        return self._map(asked, patch=placement.patch_at(down * height, across * width, grid))
+        request = _Request(self._models, fields)
+        if not request.method.accepts("patch"):
+            request.method, request.options = get_method(_OF_PATCHES), {}
+        return self._map(request, patch=placement.patch_at(down * height, across * width, grid))
 
-    def _map(self, asked: _Asked, **more: Any) -> tuple[Any, ...]:
-        own = {"method": asked.method.name, "target": asked.target, **asked.options, **more}
-        saliency = asked.explainer.explain(asked.path, **own)
-        figure, name = saliency.figure(**asked.drawing), f"{asked.path.stem}-{asked.method.name}"
+    def _map(self, request: _Request, **more: Any) -> tuple[Any, ...]:
+        arguments = {"method": request.method.name, "target": request.target, **request.options, **more}
+        saliency = request.explainer.explain(request.path, **arguments)
+        figure, name = saliency.figure(**request.drawing), f"{request.path.stem}-{request.method.name}"
         image, files = drawn(figure, name, saliency.save)
         click = image_bounds(figure), saliency.placement, saliency.facts.get("patch_grid", saliency.grid.shape)
         made, written = (
-            python_call("explainer.explain", asked.path.name, **own),
-            _written("saliency.figure", name, asked),
+            python_call("explainer.explain", request.path.name, **arguments),
+            _written("saliency.figure", name, request),
         )
-        classes = gr.update(choices=["", *(asked.explainer.class_names or [])])
+        classes = gr.update(choices=["", *(request.explainer.class_names or [])])
         notes = [saliency.facts["note"]] if "note" in saliency.facts else []
-        return image, click, files, f"{asked.code}\nsaliency = {made}\n{written}", asked.method.name, classes, notes
+        return image, click, files, f"{request.code}\nsaliency = {made}\n{written}", request.method.name, classes, notes
 
     def compare(self, *fields: Any) -> tuple[Any, ...]:
-        asked = _Asked(self._models, fields)
-        found, name = compare(asked.path, model=asked.explainer, targets=asked.targets), f"{asked.path.stem}-compare"
-        image, files = drawn(found.figure(**asked.drawing), name)
-        made = python_call("vitflow.compare", asked.path.name, targets=asked.targets, model=Code("explainer"))
-        code = f"{asked.code}\nfound = {made}\n{_written('found.figure', name, asked)}"
-        return gr.update(value=image, visible=True), files, code, [" ".join(str(found.agreement()).splitlines()[:2])]
+        request = _Request(self._models, fields)
+        comparison, name = (
+            compare(request.path, model=request.explainer, targets=request.targets),
+            f"{request.path.stem}-compare",
+        )
+        image, files = drawn(comparison.figure(**request.drawing), name)
+        made = python_call("vitflow.compare", request.path.name, targets=request.targets, model=Code("explainer"))
+        code = f"{request.code}\nfound = {made}\n{_written('found.figure', name, request)}"
+        return (
+            gr.update(value=image, visible=True),
+            files,
+            code,
+            [" ".join(str(comparison.agreement()).splitlines()[:2])],
+        )
 
     def _method(self, name: str) -> tuple[Any, ...]:
         return *(_field(option, name) for option in _OPTIONS), []
@@ -111,12 +119,12 @@ class _Answers:
         return gr.update(visible=self._models.takes_prompts(name)), gr.update(choices=[""], value=""), []
 
 
-def _written(function: str, name: str, asked: _Asked) -> str:
-    return python_call(function, f"{name}.png", **asked.drawing)
+def _written(function: str, name: str, request: _Request) -> str:
+    return python_call(function, f"{name}.png", **request.drawing)
 
 
 def _field(option: Option, name: str) -> Any:
-    """The field of an option, as a method has it; empty, it stands for the default."""
+    """Build the field of a method's option; empty means the default."""
     method = get_method(name)
     default = f"default: {shown(method.defaults.get(option.name))}"
     about: dict[str, Any] = {"label": option.name, "info": option.help, "visible": method.accepts(option.name)}
@@ -135,11 +143,11 @@ def images_tab(models: Models, samples: Sequence[str | Path]) -> None:
             model = gr.Dropdown(models.images, label="Model")
             methods = [(f"{one.title}: {one.question}", one.name) for one in list_methods()]
             method = gr.Dropdown(methods, value=_METHOD, label="Method")
-            told = "Name or number; empty: the likeliest."
-            target = gr.Dropdown([""], value="", label="Class", info=told, allow_custom_value=True)
-            told = f"What to ask, one per line, at most {_MOST_PROMPTS}."
+            hint = "Name or number; empty: the likeliest."
+            target = gr.Dropdown([""], value="", label="Class", info=hint, allow_custom_value=True)
+            hint = f"What to ask, one per line, at most {_MOST_PROMPTS}."
             longest: dict[str, Any] = {"lines": 3, "max_length": _PROMPT_CHARACTERS}
-            prompts = gr.Textbox("", label="Prompts", info=told, visible=False, **longest)
+            prompts = gr.Textbox("", label="Prompts", info=hint, visible=False, **longest)
             with gr.Accordion("Options", open=False):
                 against = gr.Textbox("", label="Against", info="Another class: what speaks for the one, not for this.")
                 fit = gr.Dropdown([one for one in FITS if one != "native"], label="Fit")
@@ -148,7 +156,7 @@ def images_tab(models: Models, samples: Sequence[str | Path]) -> None:
                 contours = gr.Checkbox(label="Contours")
                 options = [_field(option, _METHOD) for option in _OPTIONS]
             with gr.Row():
-                go, beside = gr.Button("Explain", variant="primary"), gr.Button("Compare methods")
+                go, compare_button = gr.Button("Explain", variant="primary"), gr.Button("Compare methods")
         with gr.Column(scale=3, min_width=320):
             *answer, notes = answer_column("Click the photograph below to see what that patch of it looks at.")
     strip = gr.Image(label="Methods side by side", interactive=False, type="filepath", visible=False)
@@ -160,6 +168,6 @@ def images_tab(models: Models, samples: Sequence[str | Path]) -> None:
     for trigger in (go.click, image.upload, chosen.then):
         asks(trigger, answers.explain, fields, drawing)
     asks(answer[0].select, answers._patch, [answer[1], *fields], drawing)
-    asks(beside.click, answers.compare, fields, [strip, *answer[2:], notes], scroll_to_output=True)
+    asks(compare_button.click, answers.compare, fields, [strip, *answer[2:], notes], scroll_to_output=True)
     asks(method.change, answers._method, [method], [*options, notes])
     asks(model.change, answers._model, [model], [prompts, target, notes])

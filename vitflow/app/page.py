@@ -20,11 +20,11 @@ from vitflow.images.reading import MAX_PIXELS
 # How many visitors may wait or are remembered, and how many seconds what they made is kept.
 _VISITORS, _KEPT = 32, 3600
 _CSS = """
-.told p { margin: 0; padding: .5em .75em; white-space: pre-wrap; overflow-wrap: anywhere; border-left: 4px solid }
-.told .note { border-color: #2b5fb3 }
-.told .error { border-color: #c0392b; font-weight: 600; background: var(--body-background-fill) }
-.told .error { position: fixed; inset: 0 0 auto; z-index: 99; box-shadow: 0 2px 8px #0006 }
-:is(.block, .told):not(:has(p)):is(:has(.told), .told) { display: none }
+.messages p { margin: 0; padding: .5em .75em; white-space: pre-wrap; overflow-wrap: anywhere; border-left: 4px solid }
+.messages .note { border-color: #2b5fb3 }
+.messages .error { border-color: #c0392b; font-weight: 600; background: var(--body-background-fill) }
+.messages .error { position: fixed; inset: 0 0 auto; z-index: 99; box-shadow: 0 2px 8px #0006 }
+:is(.block, .messages):not(:has(p)):is(:has(.messages), .messages) { display: none }
 """
 
 

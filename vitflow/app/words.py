@@ -22,11 +22,11 @@ _CAPTION, _READ, _WRITE = "What is in an image", "What a word rests on", "What i
 # Attention grows with the square of a text's length, so that one visitor's text has a limit.
 _CHARACTERS = 2000
 # The colours of words by the names of their shades.
-_SHADES = {str(step): color_of(step / 8) for step in range(9)} | {"asked": "#f0b429"}
+_SHADES = {str(step): color_of(step / 8) for step in range(9)} | {"selected": "#f0b429"}
 
 
 class _Answers:
-    """What the tab does. It answers with words on shades, a figure, what a click means, files, code, and notes."""
+    """Actions of the tab: shaded words, figure, click target, files, code, and notes."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -35,69 +35,73 @@ class _Answers:
         if question == _READ:
             return self._read(text, model, method or PLAIN)
         method = method or (IMAGE_DEFAULT if question == _CAPTION else PLAIN)
-        asked: dict[str, Any] = {"method": method, "max_new_tokens": int(count), "do_sample": False}
+        options: dict[str, Any] = {"method": method, "max_new_tokens": int(count), "do_sample": False}
         if question == _WRITE:
-            found = explain_generation(inputs=text, **asked, **self._models.reader(model))
+            generation = explain_generation(inputs=text, **options, **self._models.reader(model))
             return _row(
-                found, python_call("vitflow.text.explain_generation", model, text, **asked), len(found.values) - 1
+                generation,
+                python_call("vitflow.text.explain_generation", model, text, **options),
+                len(generation.values) - 1,
             )
         path, prompt = path_of(image), text or default_prompt(model)
-        found = explain_generation(inputs=prompt, image=path, **asked, **self._models.reader(model, sees=True))
-        return _caption(found, python_call("vitflow.text.explain_generation", model, prompt, image=path.name, **asked))
+        generation = explain_generation(inputs=prompt, image=path, **options, **self._models.reader(model, sees=True))
+        return _caption(
+            generation, python_call("vitflow.text.explain_generation", model, prompt, image=path.name, **options)
+        )
 
     def _word(self, event: gr.SelectData, click: tuple[Any, str]) -> tuple[Any, ...]:
-        """The same of a word that was clicked."""
+        """Explain a clicked word."""
         if click is None:
             raise OptionError("Expected a click on a word, got none: press Explain first.")
-        found, made = click
+        result, made = click
         number = whole_number("the word", event.index, 0)
-        if isinstance(found, Reading):
-            return self._read(found.text, found.model, found.method, number)
-        if found.images is None:
-            return _row(found, made, number - found.prompt_tokens.length)
-        spoken = spoken_words(found.generated_tokens)
-        return _caption(found, made, spoken[whole_number("the word", number, 0, len(spoken) - 1)][1])
+        if isinstance(result, Reading):
+            return self._read(result.text, result.model, result.method, number)
+        if result.images is None:
+            return _row(result, made, number - result.prompt_tokens.length)
+        spoken = spoken_words(result.generated_tokens)
+        return _caption(result, made, spoken[whole_number("the word", number, 0, len(spoken) - 1)][1])
 
     def _read(self, text: str, model: str, method: str, token: int | None = None) -> tuple[Any, ...]:
-        found = explain_text(text, method=method, token=token, **self._models.reader(model))
+        reading = explain_text(text, method=method, token=token, **self._models.reader(model))
         made = python_call("vitflow.text.explain_text", text, model=model, method=method, token=token)
-        return _text(found, made, found.shaded(), "shaded()")
+        return _text(reading, made, reading.shaded(), "shaded()")
 
 
-def _row(found: Any, made: str, number: int) -> tuple[Any, ...]:
-    """What a word rests on that was written."""
+def _row(generation: Any, made: str, number: int) -> tuple[Any, ...]:
+    """Show the attribution of a generated word."""
     if number < 0:
         raise OptionError("Expected a click on a word that was written, got one of the text before.")
-    return _text(found, made, found.shaded(number), f"shaded({number})")
+    return _text(generation, made, generation.shaded(number), f"shaded({number})")
 
 
-def _text(found: Any, made: str, view: ShadedText, call: str) -> tuple[Any, ...]:
+def _text(result: Any, made: str, view: ShadedText, call: str) -> tuple[Any, ...]:
     tokens = enumerate(zip(labels_of(view.words), view.shades, strict=True))
     words = [(f"{' ' * one.space}{one.text}", _shade(shade, n in view.selected)) for n, (one, shade) in tokens]
-    return _shown(words, view.figure(), found, made, f"{call}.save('words.png')")
+    return _shown(words, view.figure(), result, made, f"{call}.save('words.png')")
 
 
-def _caption(found: Any, made: str, asked: tuple[int, ...] | None = None) -> tuple[Any, ...]:
-    """The maps of all words of an answer, or of one."""
-    named, left_out = found.words()
-    maps = {places: found.image(places) for places in named.values()}
-    if (asked or next(iter(maps), None)) not in maps:
+def _caption(generation: Any, made: str, selected: tuple[int, ...] | None = None) -> tuple[Any, ...]:
+    """Show the maps of all words of an answer, or of one."""
+    named, left_out = generation.words()
+    maps = {places: generation.image(places) for places in named.values()}
+    if (selected or next(iter(maps), None)) not in maps:
         raise OptionError(f"Expected a word that has a map, got one that has none: {', '.join(left_out)}.")
     shares = {places: one.facts["on_image"] for places, one in maps.items()}
-    spoken = spoken_words(found.generated_tokens)
-    words = [(f" {word}", _shade(shares.get(places, 0.0), places == asked)) for word, places in spoken]
-    if asked is None:
-        return _shown(words, draw_words([*maps.values()], left_out=left_out), found, made, "words()")
-    return _shown(words, maps[asked].figure(), found, made, f"image({asked}).figure('word.png')")
+    spoken = spoken_words(generation.generated_tokens)
+    words = [(f" {word}", _shade(shares.get(places, 0.0), places == selected)) for word, places in spoken]
+    if selected is None:
+        return _shown(words, draw_words([*maps.values()], left_out=left_out), generation, made, "words()")
+    return _shown(words, maps[selected].figure(), generation, made, f"image({selected}).figure('word.png')")
 
 
-def _shown(words: Any, figure: Any, found: Any, made: str, call: str) -> tuple[Any, ...]:
+def _shown(words: Any, figure: Any, result: Any, made: str, call: str) -> tuple[Any, ...]:
     image, files = drawn(figure, "words")
-    return words, image, (found, made), files, f"import vitflow\n\nfound = {made}\nfound.{call}", []
+    return words, image, (result, made), files, f"import vitflow\n\nfound = {made}\nfound.{call}", []
 
 
-def _shade(share: float, asked: bool) -> str:
-    return "asked" if asked else str(round(8 * min(abs(share), 1.0)))
+def _shade(share: float, selected: bool) -> str:
+    return "selected" if selected else str(round(8 * min(abs(share), 1.0)))
 
 
 def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
@@ -122,4 +126,4 @@ def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
     for trigger in (go.click, image.upload, examples.load_input_event.then):
         asks(trigger, answers.words, [question, model, image, text, method, count], [words, *answer])
     asks(words.select, answers._word, [answer[1]], [words, *answer])
-    question.change(lambda asked: gr.update(visible=asked == _CAPTION), question, seeing, api_visibility="private")
+    question.change(lambda kind: gr.update(visible=kind == _CAPTION), question, seeing, api_visibility="private")

@@ -146,12 +146,12 @@ def label_width(labels: Sequence[str]) -> float:
 
 
 def new_chart(size: tuple[float, float]) -> QuietFigure:
-    """An empty figure of (width, height) in inches, in which matplotlib makes room for words."""
+    """Return an empty figure of (width, height) in inches with automatic layout."""
     return QuietFigure(figsize=size, dpi=DPI, layout="constrained", facecolor=LIGHT.paper)
 
 
 def settled(figure: Figure) -> Figure:
-    """The figure with its layout made once: made anew for each file, it would differ in its last digits."""
+    """Fix the layout of a figure, so that all files of it are equal."""
     figure.draw_without_rendering()
     with matplotlib.rc_context({"figure.autolayout": False, "figure.constrained_layout.use": False}):
         figure.set_layout_engine(None)  # "none" would draw it twice for each file
@@ -185,7 +185,7 @@ def style_axes(axes: Axes, title: str) -> None:
 
 
 def darkened(svg: bytes) -> bytes:
-    """A chart that was drawn in the light theme, in the dark one."""
+    """Convert a chart from the light to the dark theme."""
     pairs = {
         light.lower().encode(): dark.lower().encode() for light, dark in zip(_colors(LIGHT), _colors(DARK), strict=True)
     }

@@ -138,14 +138,15 @@ def _row(cells: Sequence[Sequence[Artist]], width: float | Sequence[float], alig
     """Lay columns of a width in inches, or of these widths, side by side, each with its boxes below each other."""
     widths = [width] * len(cells) if isinstance(width, float) else width
     columns: list[Artist] = [
-        VPacker(children=[space(own), *boxes], align="center", sep=1) for boxes, own in zip(cells, widths, strict=True)
+        VPacker(children=[space(each), *boxes], align="center", sep=1)
+        for boxes, each in zip(cells, widths, strict=True)
     ]
     return HPacker(children=columns, align=align, sep=72 * _COLUMN_GAP)
 
 
 def _heads(columns: Sequence[Column], width: float) -> list[Artist]:
-    """The heads of columns in one box: their groups, titles and subtitles; none if all are empty."""
-    groups = [(name, len(list(own))) for name, own in groupby(column.group for column in columns)]
+    """Return the column headings as one box: groups, titles and subtitles; none if all are empty."""
+    groups = [(name, len(list(members))) for name, members in groupby(column.group for column in columns)]
     spans = [count * (width + _COLUMN_GAP) - _COLUMN_GAP for _, count in groups]
     over = [
         [*words(name, size=SMALL, width=span, lines=1, color=GREY), space(span, line=True)] if name else []
@@ -160,7 +161,7 @@ def _heads(columns: Sequence[Column], width: float) -> list[Artist]:
 
 
 def _under(cell: Cell, width: float, dpi: int) -> list[Artist]:
-    """An image with its lines below."""
+    """Return an image with its lines of text as one box."""
     style: dict[str, Any] = {"width": width, "align": "center"}
     details = words(*cell.details, size=SMALL, color=GREY, **style)
     return [image_box(cell.image, dpi), *words(*cell.caption, size=BODY, **style), *details]
@@ -182,7 +183,7 @@ def _bars(bars: Sequence[Bar], dpi: int) -> VPacker:
 
 
 def check_format(path: str | os.PathLike[str], formats: Sequence[str] = FIGURE_FORMATS) -> str:
-    """The suffix of a file to write, in lower case; OptionError if it is none of the formats."""
+    """Return the suffix of an output file in lower case; OptionError if the format is not supported."""
     suffix = Path(path).suffix.lower()
     if suffix not in formats:
         raise OptionError(unknown_name("file type", suffix or Path(path).name, formats))
@@ -205,7 +206,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def figure_bytes(figure: Figure, suffix: str) -> bytes:
-    """A figure as a file of one of the `FIGURE_FORMATS`."""
+    """Encode a figure in one of the `FIGURE_FORMATS`."""
     metadata: dict[str, Any] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}[suffix]
     settings: Any = {"savefig.bbox": None, "svg.fonttype": "none", "svg.hashsalt": "vitflow", "pdf.fonttype": 42}
     # Packing harder than this takes three times as long and saves a tenth of the file.
@@ -251,7 +252,7 @@ class FigureResult:
         return path
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """The figure at the size of a notebook page."""
+        """Return the figure for notebooks."""
         return bundle(repr(self), self.figure(dpi=NOTEBOOK_DPI))
 
 
@@ -267,18 +268,18 @@ def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) ->
 
 def bundle(text: str, figure: Figure | None = None, tables: Sequence[str] = ()) -> dict[str, str]:
     """Return what `_repr_mimebundle_` returns: the text, a figure as PNG, and tables in HTML with the figure below."""
-    found = {"text/plain": text}
+    mimebundle = {"text/plain": text}
     encoded = "" if figure is None else base64.b64encode(figure_bytes(figure, ".png")).decode()
     if encoded:
-        found["image/png"] = encoded
+        mimebundle["image/png"] = encoded
     if tables:
         shown = f'<img src="data:image/png;base64,{encoded}" alt="">' if encoded else ""
-        found["text/html"] = f"<p>{escape(text)}</p>{''.join(tables)}{shown}"
-    return found
+        mimebundle["text/html"] = f"<p>{escape(text)}</p>{''.join(tables)}{shown}"
+    return mimebundle
 
 
 def html_table(rows: Iterable[Sequence[object]], head: Sequence[object] = ()) -> str:
-    """A table in HTML; every cell is text, whatever it says.
+    """Format a table as HTML with escaped cells.
 
     >>> html_table([("model", "a<b")])
     '<table><tr><th>model</th><td>a&lt;b</td></tr></table>'

@@ -23,7 +23,7 @@ Coordinate = TypeVar("Coordinate", float, NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How an image became a model input: resized whole, then a part cut out, padded where it sticks out.
+    """Position of a model input on its image: the image is resized, then cropped or padded.
 
     Coordinates are continuous (y, x) in the pixel-edge convention: pixel k covers [k, k + 1) and has its centre at
     k + 0.5. Sizes are (height, width) in pixels.
@@ -84,7 +84,7 @@ class Placement:
 
     @property
     def sees_everything(self) -> bool:
-        """Whether the centre of every pixel of the original lies inside the model input."""
+        """True if the centre of every pixel of the image is inside the model input."""
         return self.seen_box == (0, 0, self.image_size[1], self.image_size[0])
 
     def to_input(self, y: Coordinate, x: Coordinate) -> tuple[Coordinate, Coordinate]:
@@ -119,7 +119,7 @@ class Placement:
         (0, 2)
         """
         if not (0 <= y < self.image_size[0] and 0 <= x < self.image_size[1]):
-            raise OptionError("Expected a point on the image, got one beside it.")
+            raise OptionError("Expected a point on the image, got one outside.")
         places = zip(self.to_input(y, x), grid, self.input_size, strict=True)
         row, col = (math.floor(place * count / size) for place, count, size in places)
         if not (0 <= row < grid[0] and 0 <= col < grid[1]):
@@ -127,7 +127,7 @@ class Placement:
         return row, col
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as lists and strings, ready for JSON."""
+        """Return the fields as lists and strings, for JSON."""
         return {name: value if isinstance(value, str) else list(value) for name, value in asdict(self).items()}
 
 
@@ -206,7 +206,7 @@ def _native_size(image_size: Size, input_size: Size, patch_size: int | tuple[int
 
 
 def _most_patches(image_size: Size, input_size: Size, patch_size: int | tuple[int, int] | None) -> Size:
-    """The size with the most whole patches that the input size allows; both sides are scaled alike, and rounded up.
+    """Return the size with the most whole patches within the budget of the input size, with the image's aspect ratio.
 
     Source: the image processor of SigLIP 2 (Tschannen et al. 2025, §2.4.2, NaFlex).
     """
@@ -216,14 +216,14 @@ def _most_patches(image_size: Size, input_size: Size, patch_size: int | tuple[in
     most = max((input_size[0] // tall) * (input_size[1] // wide), 1)
     height, width = image_size
     # The scales at which one side is so many whole patches long.
-    found = [(Fraction(n * tall, height), n, -(-n * tall * width // (height * wide))) for n in range(1, most + 1)]
-    found += [(Fraction(n * wide, width), -(-n * wide * height // (width * tall)), n) for n in range(1, most + 1)]
-    _, rows, cols = max(one for one in found if one[1] * one[2] <= most)
+    candidates = [(Fraction(n * tall, height), n, -(-n * tall * width // (height * wide))) for n in range(1, most + 1)]
+    candidates += [(Fraction(n * wide, width), -(-n * wide * height // (width * tall)), n) for n in range(1, most + 1)]
+    _, rows, cols = max(one for one in candidates if one[1] * one[2] <= most)
     return rows * tall, cols * wide
 
 
 def _place_like_timm(image_size: Size, input_size: Size, crop_pct: float, crop_mode: CropMode) -> Placement:
-    """The resize and crop of timm's evaluation transform, with the very rounding of timm and torchvision."""
+    """Compute the resize and crop of timm's evaluation transform, with the same rounding."""
     check_known("crop mode", crop_mode, CROP_MODES)
     if not (math.isfinite(crop_pct) and crop_pct > 0):
         raise OptionError(f"Expected crop_pct above 0, got {crop_pct}.")
@@ -265,6 +265,6 @@ def _centred(resized: Size, input_size: Size) -> tuple[int, int]:
 
 
 def strips(height: int, width: int) -> Iterator[slice]:
-    """The rows of an image in strips of so few pixels that they stay in a processor's cache."""
+    """Yield row slices of an image, small enough for a processor cache."""
     rows = max(1, 2**15 // max(width, 1))
     return (slice(top, top + rows) for top in range(0, height, rows))

@@ -73,7 +73,7 @@ def draw_map(
 
 
 def _marks(pen: Pen, limits: Limits) -> Iterator[str]:
-    """What stands at the marks of the bar, where they are no plain limits, and what the lines are."""
+    """Return labels of the colour bar's marks, and notes on contours and limits."""
     if pen.soft:
         low, high = overlay.ROBUST_PERCENTILES
         yield (
@@ -86,7 +86,7 @@ def _marks(pen: Pen, limits: Limits) -> Iterator[str]:
 
 
 def _bar(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str], width: float) -> VPacker:
-    """The colours of the map's values from the lowest to the highest drawn, with values at its marks.
+    """Return the colour bar with values at its marks.
 
     Marked are the limits, 0 between two sides, and the last value: with "≥" if the map goes on beyond it.
     """
@@ -97,8 +97,8 @@ def _bar(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, s
     start = -end if two_sides else low
     strip = pen.ramp(start, end, limits, (round(0.1 * pen.dpi), round(width * pen.dpi)))
     marked = sorted({start, low, 0.0, high, end} if two_sides else {low, high, end})
-    told, unit = readable(*marked, largest=max(abs(low), abs(high)))
-    texts = list(told)
+    labels, unit = readable(*marked, largest=max(abs(low), abs(high)))
+    texts = list(labels)
     if high > low and most > end * (1 + 1e-6):  # beyond the last colours the map goes on
         texts[-1] = f"≥ {texts[-1]}"
         texts[0] = f"≤ {texts[0]}" if two_sides else texts[0]
@@ -118,7 +118,7 @@ def _bar(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, s
 
 
 def _apart(texts: Sequence[str], places: Sequence[float], left: float, right: float) -> Iterator[tuple[float, str]]:
-    """Where each text begins that stands below a mark: centred, within the bar; inner ones give way or are left out.
+    """Return the start of each label below the bar: centred, without overlap; inner labels may be dropped.
 
     The texts at the ends and at 0 stay; what has no room beside them is left out.
     """

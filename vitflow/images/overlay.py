@@ -89,7 +89,7 @@ def scale_range(
 
 
 def _default_range(finite: NDArray[np.floating[Any]], robust: bool) -> tuple[float, float]:
-    """The limits of a map for which the caller sets none."""
+    """Return the default limits of a map."""
     if not finite.size:
         return 0.0, 0.0
     low, high = float(finite.min()), float(finite.max())
@@ -108,7 +108,7 @@ def _default_range(finite: NDArray[np.floating[Any]], robust: bool) -> tuple[flo
 
 
 def has_two_sides(vmin: float, vmax: float) -> bool:
-    """Whether colours between these limits go out from 0 to both sides: the one place that decides it.
+    """Return True if the colours between these limits diverge from 0.
 
     >>> has_two_sides(-0.1, 0.1), has_two_sides(0.0, 0.1)
     (True, False)
@@ -189,7 +189,7 @@ def blend(
 
 
 def is_soft(vmin: float | None, vmax: float | None, robust: bool) -> bool:
-    """Whether the limits that these make are ones to go beyond: percentiles, and none that the caller set.
+    """Return True if values beyond the limits get further colours: percentile limits, not set by the caller.
 
     >>> is_soft(None, None, True), is_soft(None, 0.5, True)
     (True, False)
@@ -198,11 +198,11 @@ def is_soft(vmin: float | None, vmax: float | None, robust: bool) -> bool:
 
 
 def _kept(background: Background, alpha: float) -> tuple[np.float32, np.float32]:
-    """What of a pixel's own value, and of its brightness, its background is made of."""
+    """Return the weights of a pixel's value and of its brightness in its background."""
     strength = min(2 * alpha, 1.0)
     brightness, color = KEPT[background]
-    own = 1 - strength + strength * brightness * color
-    return np.float32(own), np.float32(strength * brightness * (1 - color))
+    weight = 1 - strength + strength * brightness * color
+    return np.float32(weight), np.float32(strength * brightness * (1 - color))
 
 
 def _mark_border(image: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
@@ -219,7 +219,7 @@ def _mark_border(image: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
 
 
 def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """The colours of a colormap of matplotlib, or the default, uint8 RGB [steps, 3], and how opaque each is when faded.
+    """Return the colours of a matplotlib colour map, uint8 RGB [steps, 3], and their opacity if faded.
 
     Opacity grows from the lowest value on, or from 0 to both sides: the steps that meet at 0 are clear.
 
@@ -238,7 +238,7 @@ def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], N
 
 
 def _lookup_table(cmap: str) -> NDArray[np.uint8]:
-    """The colours of a colormap of matplotlib: uint8 RGB [steps, 3]."""
+    """Return the colours of a matplotlib colour map: uint8 RGB [steps, 3]."""
     if cmap == SEQUENTIAL:
         growth = np.frombuffer(zlib.decompress(b85decode(_PLASMA)), dtype=np.uint8).reshape(3, -1)
         return np.cumsum(growth, axis=1, dtype=np.uint8).T
@@ -253,7 +253,7 @@ def _lookup_table(cmap: str) -> NDArray[np.uint8]:
 
 
 def _steps(values: NDArray[np.floating[Any]], limits: tuple[float, float, float], steps: int) -> NDArray[np.intp]:
-    """Which of `steps` colours each value takes; `steps` for NaN."""
+    """Return the index of each value's colour; `steps` for NaN."""
     (vmin, vmax, knee), unseen = limits, np.isnan(values)
     # In float64: the range of a map may be too small for float32 to divide by.
     position = np.where(unseen, vmin, values).astype(np.float64)
@@ -271,11 +271,11 @@ def _steps(values: NDArray[np.floating[Any]], limits: tuple[float, float, float]
 
 def _curve(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:
     """From 0 to 1: the shares of the way to the limit themselves up to the knee, then what nears 1."""
-    found = np.clip(shares, 0.0, 1.0)
+    clipped = np.clip(shares, 0.0, 1.0)
     beyond = shares > knee
     if knee < 1:
-        found[beyond] = knee + (1 - knee) * (1 - np.exp((knee - shares[beyond]) / (1 - knee)))
-    return found
+        clipped[beyond] = knee + (1 - knee) * (1 - np.exp((knee - shares[beyond]) / (1 - knee)))
+    return clipped
 
 
 def _paint(
@@ -286,8 +286,8 @@ def _paint(
     tint: NDArray[np.float32],
 ) -> NDArray[np.uint8]:
     """Each pixel's background times what its step leaves clear, plus the step's tint; the pixel itself beyond these."""
-    own, shared = kept
-    mix: NDArray[np.float32] = own * np.eye(3, dtype=np.float32) + shared * np.tile(
+    colour, shared = kept
+    mix: NDArray[np.float32] = colour * np.eye(3, dtype=np.float32) + shared * np.tile(
         np.asarray(LUMINANCE, dtype=np.float32), (3, 1)
     )
     background = cv2.transform(image.astype(np.float32), mix)
@@ -301,7 +301,7 @@ def _paint(
 
 
 def mass_level(values: NDArray[np.floating[Any]], share: float) -> float | None:
-    """The value from which on the highest values make up a share of a map's mass, the sum of its values above 0.
+    """Return the threshold above which the highest values hold a share of the map's positive mass.
 
     Args:
         values: the map, of any shape; NaN is left out, and what lies below 0 has no mass.

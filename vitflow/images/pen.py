@@ -1,4 +1,4 @@
-"""How maps are drawn on a page: in any size, with the patch that was asked about, and as a figure that stands alone."""
+"""Drawing of maps at a given size, with limits, boxes and colour bars."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Pen:
-    """How maps are drawn.
+    """Drawing settings of maps.
 
     Attributes:
         width: of an image, in inches.
@@ -55,14 +55,14 @@ class Pen:
 
     @classmethod
     def of(cls, width: float, drawing: Mapping[str, Any]) -> "Pen":
-        """The pen for the drawing options that a user gave, those of a pen and those of blending."""
-        own = {one.name for one in fields(cls)} - {"blending"}
-        given = {"width": width} | {name: value for name, value in drawing.items() if name in own}
-        return cls(**given, blending={name: value for name, value in drawing.items() if name not in own})
+        """Split a user's drawing options into those of the pen and those of blending."""
+        names = {one.name for one in fields(cls)} - {"blending"}
+        given = {"width": width} | {name: value for name, value in drawing.items() if name in names}
+        return cls(**given, blending={name: value for name, value in drawing.items() if name not in names})
 
     @property
     def soft(self) -> bool:
-        """Whether colours go on beyond the limits."""
+        """True if colours continue beyond the limits."""
         return overlay.is_soft(self.vmin, self.vmax, self.robust)
 
     @property
@@ -76,11 +76,11 @@ class Pen:
         return f"Lines: around the highest values that make up {listed} % of the map's sum."
 
     def limits(self, values: NDArray[np.floating[Any]]) -> Limits:
-        """The values of the first and the last colour, for a map or for several that have them in common."""
+        """Return the values of the first and the last colour, for one map or for several with a common scale."""
         return overlay.scale_range(values, vmin=self.vmin, vmax=self.vmax, robust=self.robust)
 
     def photograph(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The image in the size that it has on the page."""
+        """Resize the image to its size in the figure."""
         height, width = panel_size((image.shape[0], image.shape[1]), width=self.width, dpi=self.dpi)
         smaller = height <= image.shape[0]
         resized = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if smaller else cv2.INTER_CUBIC)
@@ -94,7 +94,7 @@ class Pen:
         limits: Limits,
         box: Box | None = None,
     ) -> NDArray[np.uint8]:
-        """A map over its image, both in the size that they have on the page, a box of the image marked."""
+        """Draw a map over its image at the size in the figure, with an optional box."""
         photograph = self.photograph(image)
         # The placement's coordinates are continuous, so that it fits the image in any size.
         placement = replace(placement, image_size=photograph.shape[:2])
@@ -122,8 +122,8 @@ class Pen:
         # Beside the image the colours of its edge go on, so that nothing else is mixed into them.
         nearest = np.ix_(
             *(
-                np.arange(len(own)).clip(self_known[0], self_known[-1])
-                for own, self_known in ((known, rows), (known[0], cols))
+                np.arange(len(mask)).clip(self_known[0], self_known[-1])
+                for mask, self_known in ((known, rows), (known[0], cols))
             )
         )
         layers = [upsample(colours[..., c][nearest], placement, interpolation=self.interpolation) for c in range(3)]
@@ -137,21 +137,21 @@ class Pen:
         return overlay.blend(drawn, plain, alpha=0)
 
     def ramp(self, low: float, high: float, limits: Limits, size: tuple[int, int]) -> NDArray[np.uint8]:
-        """The colours of the values from low to high, as they look over a photograph's mid-grey: [height, width, 3]."""
+        """Return the colours from low to high over mid-grey, [height, width, 3]."""
         values = np.tile(np.linspace(low, high, size[1]), (size[0], 1))
         grey = np.full((*size, 3), _MID_GREY, np.uint8)
         blending = {**self.blending, "contours": False}
         return overlay.blend(grey, values, vmin=limits[0], vmax=limits[1], soft=self.soft, **blending)
 
     def bar(self, ends: tuple[str, str] | None = None) -> Bar:
-        """The colours from low to high; or from below 0 to above it, where it is told what these ends stand for."""
+        """Return the colour bar: sequential, or diverging with labels for its ends."""
         reach, low = REACH if self.soft else 1.0, -1 if ends else 0
         size = round(0.07 * self.dpi), round(1.1 * self.dpi)
         return Bar(self.ramp(low * reach, reach, (low, 1), size), ends or ("low", "high"), bool(ends))
 
 
 def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
-    """How many pixels, (height, width), an image of a given size takes in a strip; its aspect is kept.
+    """Return the size (height, width) in pixels of an image in a figure; the aspect ratio is kept.
 
     An image up to a fifth higher than wide fills the column, a higher one is made narrower than it.
 
@@ -182,8 +182,8 @@ def takes_drawing_options(function: _Function) -> _Function:
     """Let the signature of a function name the options that its `**drawing` may hold."""
     signature = inspect.signature(function)
     *named, _ = signature.parameters.values()
-    own = [*inspect.signature(Pen).parameters.values(), *inspect.signature(overlay.blend).parameters.values()]
+    parameters = [*inspect.signature(Pen).parameters.values(), *inspect.signature(overlay.blend).parameters.values()]
     left_out = {*signature.parameters, "blending", "image", "heatmap", "soft"}
-    more = {one.name: one.replace(kind=one.KEYWORD_ONLY) for one in own if one.name not in left_out}
+    more = {one.name: one.replace(kind=one.KEYWORD_ONLY) for one in parameters if one.name not in left_out}
     function.__signature__ = signature.replace(parameters=[*named, *more.values()])  # type: ignore[attr-defined]
     return function

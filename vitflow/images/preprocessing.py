@@ -17,7 +17,7 @@ _MAX_RESIZED_PIXELS = 2**26
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """What a model wants to see: size and normalisation of its input, and how images were cropped for it.
+    """Input size, normalisation and cropping of a model.
 
     Attributes:
         size: (height, width) of the input in pixels.
@@ -43,7 +43,7 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """How images become the input of one model: placed, cut and normalised.
+    """Preprocessing of images for a model: placement, cropping and normalisation.
 
     Attributes:
         spec: what the model wants to see.
@@ -58,7 +58,7 @@ class Preprocessing:
     fit: Fit = "crop"
 
     def place(self, image_size: Size) -> Placement:
-        """Where an image of this (height, width) goes."""
+        """Return the placement of an image of this (height, width)."""
         spec = self.spec
         return geometry.place(
             image_size,
@@ -70,7 +70,7 @@ class Preprocessing:
         )
 
     def cut(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.uint8]:
-        """What the model sees of an image, in the image's own colours: uint8 RGB [height, width, 3].
+        """Cut the region that the model sees, unnormalised: uint8 RGB [height, width, 3].
 
         Args and errors are those of `prepare`.
 
@@ -104,7 +104,7 @@ class Preprocessing:
         return seen
 
     def prepare(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.float32]:
-        """The model input: an image resized, cut or padded, scaled to [0, 1] and normalised.
+        """Compute the model input: resized, cropped or padded, scaled to [0, 1] and normalised.
 
         Args:
             image: RGB image, uint8 [height, width, 3].

@@ -147,12 +147,12 @@ def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[An
     return values.max(axis=2) if values.ndim == 3 else values
 
 
-def check_mask_size(own: tuple[int, ...], size: tuple[int, ...]) -> None:
+def check_mask_size(mask_size: tuple[int, ...], size: tuple[int, ...]) -> None:
     """Raise ShapeError unless a mask has its image's (height, width)."""
-    if own != size:
+    if mask_size != size:
         raise ShapeError(
-            f"Expected a mask of the image's size, {size[0]} × {size[1]} pixels (height × width), got {own[0]} × "
-            f"{own[1]}. Make the mask of this very image, without its EXIF rotation."
+            f"Expected a mask of the image's size, {size[0]} × {size[1]} pixels (height × width), got {mask_size[0]} × "
+            f"{mask_size[1]}. Make the mask of this very image, without its EXIF rotation."
         )
 
 
@@ -181,16 +181,16 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         with write_atomically(target) as file:
             Image.fromarray(array).save(file, **options)
     except (OSError, ValueError) as error:
-        told = getattr(error, "strerror", None)  # the rest of the error names the unfinished file
-        remedy = "Choose another place, or make room and allow writing there" if told else "Choose another format"
+        reason = getattr(error, "strerror", None)  # the rest of the error names the unfinished file
+        remedy = "Choose another place, or make room and allow writing there" if reason else "Choose another format"
         raise ImageError(
             f"Could not write {image_name(path)!r}, an image of {array.shape[1]} × {array.shape[0]} pixels (width × "
-            f"height) in {str(target.parent)!r}: {told or error}. {remedy}."
+            f"height) in {str(target.parent)!r}: {reason or error}. {remedy}."
         ) from error
 
 
 def image_name(source: object) -> str:
-    """A short name to show for an image: the file's name where there is one.
+    """Return a short name of an image: the file name, if there is one.
 
     >>> image_name("photos/cat.jpg"), image_name(b"..."), image_name(np.zeros((2, 2)))
     ('cat.jpg', 'bytes', 'array')
@@ -219,7 +219,7 @@ def _readable(source: str | os.PathLike[str] | bytes) -> io.BytesIO | Path:
 
 
 def _known_formats() -> list[str]:
-    """The formats of ours that this release of Pillow reads, with the plugins that are loaded."""
+    """Return the supported formats that this release of Pillow reads, with its loaded plugins."""
     return [name for name in _FORMATS if name in Image.OPEN]
 
 

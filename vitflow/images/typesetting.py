@@ -121,7 +121,7 @@ def measure(text: str, size: float, weight: str = "normal") -> float:
 
 @cache
 def _ruler() -> Any:
-    """What measures text: at ten times the size the rounding to pixels does not matter."""
+    """Return the renderer for measuring text, at ten times the size to avoid rounding."""
     return RendererAgg(1, 1, 720)  # type: ignore[no-untyped-call]
 
 
@@ -143,13 +143,13 @@ def wrap(text: str, width: float, size: float, lines: int = 2, weight: str = "no
 
 @cache
 def font_families() -> list[str]:
-    """The font that matplotlib brings, then those of this machine that have the scripts which it lacks."""
+    """Return the bundled font of matplotlib, then installed fonts with further scripts."""
     installed = {font.name for font in fontManager.ttflist}
     return ["DejaVu Sans", *(name for name in _WIDE_FONTS if name in installed)]
 
 
 def decimal(value: float | None, digits: int = 3, *, signed: bool = False) -> str:
-    """A number as it stands in tables: a true minus sign, no −0, and a dash where there is none.
+    """Format a number for tables: a true minus sign, no −0, and a dash for None.
 
     >>> decimal(-0.0004), decimal(-0.25, 2), decimal(0.5, 1, signed=True), decimal(None)
     ('0.000', '−0.25', '+0.5', '–')
@@ -175,8 +175,8 @@ def readable(*values: float, largest: float | None = None, power: int | None = N
     if power is None:
         power = 0 if -3 <= magnitude < 5 else 3 * (magnitude // 3)
     decimals = max(1 - magnitude + power, 0)
-    told = tuple(f"{value / 10.0**power:.{decimals}f}" for value in values)
+    texts = tuple(f"{value / 10.0**power:.{decimals}f}" for value in values)
     if decimals:
-        told = tuple(text.rstrip("0").rstrip(".") for text in told)
-    told = tuple("0" if text == "-0" else text.replace("-", "−") for text in told)
-    return told, f"× 10{str(power).translate(_SUPERSCRIPTS)}" if power else ""
+        texts = tuple(text.rstrip("0").rstrip(".") for text in texts)
+    texts = tuple("0" if text == "-0" else text.replace("-", "−") for text in texts)
+    return texts, f"× 10{str(power).translate(_SUPERSCRIPTS)}" if power else ""

@@ -100,24 +100,24 @@ def lay_together(
         for axis in (0, 1)
     ]
     counts = [
-        max(1, min(round(side / min(float(own[1] - own[0]) for own in of_axis)), side))
+        max(1, min(round(side / min(float(pair[1] - pair[0]) for pair in of_axis)), side))
         for side, of_axis in zip(size, edges, strict=True)
     ]
-    found = np.zeros(counts)
-    for grid, *own in zip(grids, *edges, strict=True):
-        rows, cols = (_shares(of_axis, side, count) for of_axis, side, count in zip(own, size, counts, strict=True))
-        found += rows @ grid @ cols.T
-    return found.astype(np.float32), Placement(size, size, (0, 0), size)
+    painted = np.zeros(counts)
+    for grid, *pair in zip(grids, *edges, strict=True):
+        rows, cols = (_shares(of_axis, side, count) for of_axis, side, count in zip(pair, size, counts, strict=True))
+        painted += rows @ grid @ cols.T
+    return painted.astype(np.float32), Placement(size, size, (0, 0), size)
 
 
 def _edges(placement: Placement, axis: int, count: int) -> NDArray[np.float64]:
-    """Where the patches of a grid begin and end along an axis of the image, [count + 1]."""
+    """Return the boundaries of a grid's patches along an axis of the image, [count + 1]."""
     along = np.arange(count + 1, dtype=np.float64) * (placement.input_size[axis] / count)
     return placement.to_image(along, along)[axis]
 
 
 def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.float64]:
-    """Which share of each patch along an axis falls into each of `count` cells of the image, [cells, patches]."""
+    """Return the share of each patch along an axis in each of `count` cells of the image, [cells, patches]."""
     cells = np.arange(count + 1) * (side / count)
     begin, end = np.maximum.outer(cells[:-1], edges[:-1]), np.minimum.outer(cells[1:], edges[1:])
     shares: NDArray[np.float64] = np.clip(end - begin, 0.0, None) / np.diff(edges)
@@ -132,15 +132,15 @@ def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray
     """
     at = places * len(lines) - 0.5
     nearest = np.rint(at).astype(np.int64)
-    beside = at - nearest
-    weights = np.stack([(0.5 - beside) ** 2 / 2, 0.75 - beside**2, (0.5 + beside) ** 2 / 2]).astype(np.float32)
+    distance = at - nearest
+    weights = np.stack([(0.5 - distance) ** 2 / 2, 0.75 - distance**2, (0.5 + distance) ** 2 / 2]).astype(np.float32)
     next_to = lines[np.clip(nearest + np.array([[-1], [0], [1]]), 0, len(lines) - 1)]
-    found: NDArray[np.float32] = np.einsum("kp,kp...->p...", weights, next_to)
-    return found
+    blended: NDArray[np.float32] = np.einsum("kp,kp...->p...", weights, next_to)
+    return blended
 
 
 def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:
-    """The 2 × 3 matrix from pixel indices, counted from (left, top) in the image, to pixel indices of the input."""
+    """Return the 2 × 3 matrix from pixel indices, counted from (left, top) in the image, to those of the input."""
     # OpenCV counts from pixel centres: index k stands for the coordinate k + 1/2.
     y0, x0 = placement.to_input(top + 0.5, left + 0.5)
     y1, x1 = placement.to_input(top + 1.5, left + 1.5)

@@ -1,1 +1,1 @@
-"""What a browser opens: pages that need no network."""
+"""HTML pages that need no network."""

@@ -46,7 +46,7 @@ _MEGABYTE = 10**6
 
 @dataclass(slots=True, eq=False)
 class ExploredImage:
-    """What a page needs of an image.
+    """Recorded data of an image for the page.
 
     Attributes:
         name: what it is called.
@@ -85,7 +85,7 @@ class ExploredImage:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """How a reader gets the model of a page.
+    """Command and Python call that load the model of a page.
 
     Attributes:
         arguments: on the command line; None where only Python has it.
@@ -130,20 +130,20 @@ def make_explorer(
             publication, "published".
         max_size: of the page, in megabytes.
     """
-    told = [_told(image) for image in images]
-    room = _Room(max_size * _MEGABYTE - sum(len(str(one)) for one in told) - 2**17)
-    for one, image in zip(told, images, strict=True):
+    records = [_record(image) for image in images]
+    room = _Room(max_size * _MEGABYTE - sum(len(str(one)) for one in records) - 2**17)
+    for one, image in zip(records, images, strict=True):
         for name, symmetric in image.affinities.items():  # row by row, with the diagonal
             one["affinities"][name] = room.take(pack_half(symmetric[np.triu_indices(len(symmetric))]))
         if image.features is not None:
             packed = room.take(pack_directions(image.features[0]))
             one["features"] = {**packed, "grid": image.features[1]}
-    live = [(one, image) for one, image in zip(told, images, strict=True) if image.attention]
+    live = [(one, image) for one, image in zip(records, images, strict=True) if image.attention]
     notes = _pack_attention(live, room, max_size) if live else []
-    title = told[0]["name"] if len(images) == 1 else f"{len(images)} images"
+    title = records[0]["name"] if len(images) == 1 else f"{len(images)} images"
     heads = max((image.heads.shape[1] for _, image in live if image.heads is not None), default=0)
     data = {
-        "images": told,
+        "images": records,
         "model": model,
         "call": {"arguments": call.arguments, "python": call.python},
         "methods": methods,
@@ -163,7 +163,7 @@ def make_explorer(
 
 
 class _Room:
-    """What is left of a page's size, in bytes."""
+    """Remaining size of a page, in bytes."""
 
     def __init__(self, left: float) -> None:
         self.left = left
@@ -174,15 +174,15 @@ class _Room:
         return packed.record
 
     def take_all(self, values: Sequence[Floats], pack: Callable[[Floats], Packed], bits: int) -> list[Packed] | None:
-        """Put something of every image into the page; None, and nothing is put there, where that does not fit."""
-        if 0.4 * sum(own.size for own in values) * bits / 8 > self.left:  # it never compresses as well as that
+        """Pack an array of every image into the page; None if they do not fit, and then nothing is packed."""
+        if 0.4 * sum(array.size for array in values) * bits / 8 > self.left:  # better compression does not occur
             return None
-        found = [pack(own) for own in values]
-        if sum(packed.size for packed in found) > self.left:
+        arrays = [pack(array) for array in values]
+        if sum(packed.size for packed in arrays) > self.left:
             return None
-        for packed in found:
+        for packed in arrays:
             self.take(packed)
-        return found
+        return arrays
 
 
 def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: _Room, max_size: float) -> list[str]:
@@ -191,14 +191,14 @@ def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: 
     errors: list[float] = []
     for number, key in enumerate(wanted):
         values = [image.attention[key] for _, image in live]
-        found = room.take_all(values, pack_half, 16)
-        if found is None and number:
+        packed_all = room.take_all(values, pack_half, 16)
+        if packed_all is None and number:
             continue
-        if found is None:
-            found = [pack_logarithmic(own) for own in values]
-            room.left -= sum(packed.size for packed in found)
-        for (told, image), packed in zip(live, found, strict=True):
-            told["attention"][_name(key)] = packed.record
+        if packed_all is None:
+            packed_all = [pack_logarithmic(array) for array in values]
+            room.left -= sum(packed.size for packed in packed_all)
+        for (record, image), packed in zip(live, packed_all, strict=True):
+            record["attention"][_name(key)] = packed.record
             errors.append(_map_error(image, key, packed.stored))
     held = next(iter(live))[0]["attention"]
     stored = "half precision" if all(one["code"] == "half" for one in held.values()) else "8 bits"
@@ -217,17 +217,17 @@ def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: 
 def _pack_heads(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: _Room, max_size: float) -> str:
     """Put single heads into the page if they fit; returns what there is to say of them."""
     values = [image.heads.reshape(-1, *image.heads.shape[2:]) for _, image in live if image.heads is not None]
-    found = room.take_all(values, pack_logarithmic, 8) if len(values) == len(live) else None
-    if found is None:
+    packed_all = room.take_all(values, pack_logarithmic, 8) if len(values) == len(live) else None
+    if packed_all is None:
         return f"Single heads are left out, for a page of at most {max_size:g} MB."
-    error = max(_entry_error(own, packed.stored) for own, packed in zip(values, found, strict=True))
-    for (told, _), packed in zip(live, found, strict=True):
-        told["heads"] = packed.record
+    error = max(_entry_error(array, packed.stored) for array, packed in zip(values, packed_all, strict=True))
+    for (record, _), packed in zip(live, packed_all, strict=True):
+        record["heads"] = packed.record
     return f"Single heads are stored in 8 bits: each number within {error:.1%} of its value, the faintest as 0."
 
 
-def _told(image: ExploredImage) -> dict[str, Any]:
-    """An image for JSON, without what is packed."""
+def _record(image: ExploredImage) -> dict[str, Any]:
+    """Return an image for JSON, without packed data."""
     photograph = base64.b64encode(thumbnail(image.image, _PHOTOGRAPH)).decode()
     layout = image.layout
     return {
@@ -246,23 +246,23 @@ def _told(image: ExploredImage) -> dict[str, Any]:
 
 
 def _map_error(image: ExploredImage, key: Fused, stored: Floats) -> float:
-    """How far the answer's rollout over stored attention is from that over the attention itself, as a share."""
+    """Return the relative error of the score's rollout with stored attention."""
     assert image.layout is not None
     options: dict[str, Any] = {"num_prefix_tokens": image.layout.num_prefix_tokens}
     options["readout"] = torch.as_tensor(image.readout)
-    exact, found = (
-        image.layout.to_grid(attention_rollout(torch.as_tensor(own).unsqueeze(1), **options))
-        for own in (image.attention[key], stored)
+    exact, approximate = (
+        image.layout.to_grid(attention_rollout(torch.as_tensor(attention).unsqueeze(1), **options))
+        for attention in (image.attention[key], stored)
     )
-    return float((exact - found).abs().max() / exact.abs().max().clamp_min(1e-30))
+    return float((exact - approximate).abs().max() / exact.abs().max().clamp_min(1e-30))
 
 
 def _entry_error(values: Floats, stored: Floats) -> float:
-    """The largest relative error of those that are not stored as 0."""
+    """Return the largest relative error of values that are not stored as 0."""
     kept = stored > 0
     return float((np.abs(stored[kept] - values[kept]) / values[kept]).max(initial=0.0))
 
 
 def _name(key: Fused) -> str:
-    """What the page calls fused attention."""
+    """Return the page's name of fused attention."""
     return f"{key[0]} {'weighted' if key[1] else 'plain'}"

@@ -54,7 +54,7 @@ class Page:
         return Path(path)
 
     def _repr_html_(self) -> str:
-        """The page in a frame, for notebooks: it can run its own script, and reach nothing of the notebook."""
+        """Return the page in a sandboxed iframe for notebooks."""
         return (
             f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
             'title="vitflow" style="width: 100%; height: 900px; border: 0"></iframe>'
@@ -62,7 +62,7 @@ class Page:
 
 
 def make_html(name: str, *scripts: str, **values: Any) -> str:
-    """A page as text.
+    """Render a page as HTML.
 
     Args:
         name: the page's template and style.
@@ -70,7 +70,7 @@ def make_html(name: str, *scripts: str, **values: Any) -> str:
         values: what the template shows; `data` is for the scripts.
     """
     style = Markup(_source("base.css") + _source(f"{name}.css"))
-    script = Markup("".join(_source(f"{own}.js") for own in ("base", *scripts))) if scripts else Markup("")
+    script = Markup("".join(_source(f"{script}.js") for script in ("base", *scripts))) if scripts else Markup("")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = _environment().get_template(f"{name}.html")
     return template.render(style=style, script=script, script_hash=digest, version=version("vitflow"), **values)
@@ -133,7 +133,7 @@ def pack_half(values: Floats) -> Packed:
     half = np.ascontiguousarray(values, dtype="<f2")
     # The upper bytes of all numbers resemble each other, and compress; the lower ones hardly do.
     planes = half.view(np.uint8).reshape(-1, 2).T[::-1]
-    return Packed(_told("half", half.shape, planes), half.astype(np.float32))
+    return Packed(_record("half", half.shape, planes), half.astype(np.float32))
 
 
 def pack_logarithmic(values: Floats) -> Packed:
@@ -145,7 +145,7 @@ def pack_logarithmic(values: Floats) -> Packed:
     """
     values = np.asarray(values, dtype=np.float32)
     codes, tables = np.zeros(values.shape, np.uint8), np.zeros((len(values), 256), np.float32)
-    for group, own, table in zip(values, codes, tables, strict=True):
+    for group, group_codes, table in zip(values, codes, tables, strict=True):
         top = float(group.max(initial=0.0))
         if top <= 0:
             continue
@@ -154,10 +154,10 @@ def pack_logarithmic(values: Floats) -> Packed:
         table[1:] = top * 2.0 ** (step * (np.arange(1, 256) - 255.0))
         shown = group >= lowest * 2.0 ** (-max(step, 1e-3) / 2)  # what is fainter still is 0
         steps = np.log2(group[shown] / top) / step if step else np.zeros(int(shown.sum()))
-        own[shown] = np.clip(np.rint(255 + steps), 1, 255)
-    stored = np.stack([table[own] for own, table in zip(codes, tables, strict=True)])
-    told = _told("table", values.shape, codes) | {"tables": [[float(one) for one in table] for table in tables]}
-    return Packed(told, stored)
+        group_codes[shown] = np.clip(np.rint(255 + steps), 1, 255)
+    stored = np.stack([table[group_codes] for group_codes, table in zip(codes, tables, strict=True)])
+    record = _record("table", values.shape, codes) | {"tables": [[float(one) for one in table] for table in tables]}
+    return Packed(record, stored)
 
 
 def pack_directions(vectors: Floats) -> Packed:
@@ -168,16 +168,16 @@ def pack_directions(vectors: Floats) -> Packed:
     """
     longest = np.abs(vectors).max(axis=-1, keepdims=True)
     whole = np.rint(127 * vectors / np.where(longest > 0, longest, 1)).astype(np.int8)
-    return Packed(_told("whole", whole.shape, whole), whole.astype(np.float32))
+    return Packed(_record("whole", whole.shape, whole), whole.astype(np.float32))
 
 
-def _told(code: str, shape: tuple[int, ...], numbers: NDArray[Any]) -> dict[str, Any]:
+def _record(code: str, shape: tuple[int, ...], numbers: NDArray[Any]) -> dict[str, Any]:
     data = base64.b64encode(zlib.compress(np.ascontiguousarray(numbers).tobytes(), 6)).decode()
     return {"code": code, "shape": list(shape), "data": data}
 
 
 def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
-    """A photograph, uint8 RGB, made small for a page, as JPEG with a longer side of so many pixels at most."""
+    """Return a uint8 RGB photograph as JPEG, with a limited longer side."""
     image = Image.fromarray(pixels)
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
     file = io.BytesIO()
@@ -186,7 +186,7 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
 
 
 def drawing_of(background: Background = "grey", *, soft: bool = True, contours: bool = False) -> dict[str, Any]:
-    """How maps are laid over photographs: all that a page's script needs to know of `vitflow.images.overlay`."""
+    """Return the drawing constants that a page's script shares with `vitflow.images.overlay`."""
     knee = KNEE if soft else 1.0
     return {
         "knee": knee,
@@ -199,15 +199,15 @@ def drawing_of(background: Background = "grey", *, soft: bool = True, contours: 
 
 
 def one_table(cmap: str | None, two_sides: bool) -> dict[str, list[Any]]:
-    """The colours of a colour map, and how opaque each is, from 0 to 255, as overlays have them."""
+    """Return the colours of a colour map and their opacity, from 0 to 255, as in overlays."""
     colors, shares = color_table(cmap, two_sides)
     return {"colors": colors.tolist(), "opacity": np.round(255 * shares).astype(int).tolist()}
 
 
 def color_tables() -> dict[str, dict[str, dict[str, list[Any]]]]:
-    """The colour maps that a reader may choose, each for one side of 0 and for both; the usual one is no choice."""
+    """Return the colour maps to choose from, each sequential and diverging."""
     return {
-        name: {"one_side": one_table(own, False), "two_sides": one_table(own, True)}
+        name: {"one_side": one_table(cmap, False), "two_sides": one_table(cmap, True)}
         for name in COLOUR_MAPS
-        for own in [None if name == SEQUENTIAL else name]
+        for cmap in [None if name == SEQUENTIAL else name]
     }

@@ -87,15 +87,15 @@ def _entries(
     budget: int,
     prefix: str,
 ) -> Iterator[dict[str, Any]]:
-    """What the page knows of each image, ready for JSON."""
+    """Return the data of each image on the page, for JSON."""
     used = 0
     for index, row in enumerate(rows):
         source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
-        small, image, told = None, None, {}
+        small, image, record = None, None, {}
         try:
             small = photograph(row)
         except (VitflowError, OSError) as error:
-            told = {"photograph": printable(str(error))}
+            record = {"photograph": printable(str(error))}
         used += len(small or b"")
         if small is not None and used <= budget:
             image = f"data:image/jpeg;base64,{base64.b64encode(small).decode()}"
@@ -114,13 +114,13 @@ def _entries(
             "window": [round(edge, 3) for edge in row["window"]],
             "label": label,
             "probability": row["probability"],
-            "maps": {name: _map(grid, run, row["facts"].get(name, {}) | told) for name, grid in row["grids"].items()},
+            "maps": {name: _map(grid, run, row["facts"].get(name, {}) | record) for name, grid in row["grids"].items()},
             "overlays": {name: _link(path) for name, path in row["outputs"].items()},
         }
 
 
 def _link(path: str) -> str:
-    """A relative link to a file, whatever bytes its name has; never one with a scheme."""
+    """Return a relative link to a file, with escaped bytes and without a scheme."""
     return "./" + quote_from_bytes(os.fsencode(path).replace(os.sep.encode(), b"/"))
 
 
