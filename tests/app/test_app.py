@@ -126,7 +126,7 @@ def test_methods_stand_side_by_side_and_the_page_says_how_far_they_agree(ask):
     strip, files, code, notes = ask("compare", SAMPLE)
     with Image.open(strip["value"]) as drawn:
         assert drawn.width > 1000
-    assert "vitflow.compare" in code and "How far the methods agree" in notes and len(files) == 2
+    assert "vitflow.compare" in code and "Agreement of the methods" in notes and len(files) == 2
 
 
 def test_prompts_are_asked_of_a_model_of_images_and_texts(ask, siglip):
@@ -250,7 +250,7 @@ def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monke
             tabs.images._patch(SimpleNamespace(index=at), click, *asked)
     assert clicked == [(row, col) for row in range(rows) for col in range(cols)]
     middle = (top + bottom) / 2
-    for at, words in {(left - 5, middle): "beside it", (left + 3, middle): "did not see"}.items():
+    for at, words in {(left - 5, middle): "got one outside", (left + 3, middle): "did not see"}.items():
         with pytest.raises(OptionError, match=words):
             tabs.images._patch(SimpleNamespace(index=at), click, *asked)
 
