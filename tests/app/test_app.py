@@ -193,7 +193,7 @@ def test_words_are_read_written_and_said_of_an_image(ask, question):
     words, figure, _, code, notes = ask("words", image, text, first=(question, "demo-caption"))
     assert set(expected) <= {word["token"].strip() for word in words} and not notes
     assert {word["class_or_confidence"] for word in words} <= {*map(str, range(9)), "selected"}
-    assert "vitflow.explain_" in code
+    assert "vitflow.text.explain_" in code
     with Image.open(figure) as drawn:
         assert drawn.width > 500
 
