@@ -90,7 +90,7 @@ def test_windows_that_are_said_to_be_untraced_are_refused_by_the_recorder(name):
     assert any(not is_traced(module) for module in model.modules())
     with record_attention(model) as trace, torch.no_grad():
         model(torch.randn(1, *model.pretrained_cfg["input_size"]))
-    with pytest.raises(UnsupportedModelError, match="cannot be told which parts of the image"):
+    with pytest.raises(UnsupportedModelError, match="The image positions of the tokens"):
         trace.layout  # noqa: B018
 
 

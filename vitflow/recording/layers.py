@@ -169,7 +169,8 @@ def read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module |
         value = value.repeat_interleave(groups, dim=1)  # heads of one group share their values
     if projection is None or projection.shape[-1] != value.shape[1] * value.shape[-1]:
         raise ValueNormsError(
-            f"Value weighting requires one linear output projection, which {type(module).__name__} ({name}) does not have."
+            f"Value weighting requires one linear output projection, which {type(module).__name__} ({name}) does not "
+            "have."
         )
     value = value.detach()
     value = value if value.dtype == torch.float64 else value.float()

@@ -122,7 +122,7 @@ class Trace:
             raise UnsupportedModelError(self.refusal)
         if self._layout is None and self.logits is not None:
             raise UnsupportedModelError(
-                f"The token layout of {type(self.model).__name__} is unknown: pass "
+                f"{type(self.model).__name__} does not say how its tokens are arranged: pass "
                 "layout=TokenLayout(num_prefix_tokens, rows, cols)."
             )
         if self._layout is None:
@@ -238,8 +238,8 @@ class Trace:
         model = type(self.model).__name__
         if head.blocks:
             raise UnsupportedModelError(
-                f"{model} computes its output from several blocks (the last and {', '.join(head.blocks)}), so a map from "
-                "the last block is incomplete. Pass readout= with weights for its tokens, or use sampling, gradcam, "
+                f"{model} computes its output from several blocks (the last and {', '.join(head.blocks)}), so a map "
+                "from the last block is incomplete. Pass readout= with weights for its tokens, or use sampling, gradcam, "
                 "input_gradient or occlusion."
             )
         tokens = None if head.tap is None else self.candidates.get(head.tap)
