@@ -273,7 +273,7 @@ class Trace:
     def streams(self) -> dict[str, tuple[AttentionLayer, ...]]:
         """Layers of each token stream by its name, first layer first.
 
-        A stream is a stack of blocks, named by its path in the model ("encoder", "model.vision_tower.vision_model.encoder");
+        A stream is a stack of blocks, named by its path ("encoder", "model.vision_tower.vision_model.encoder");
         cross-attention between streams has a separate name ("decoder.cross_attention").
         """
         streams: dict[str, tuple[AttentionLayer, ...]] = {}
