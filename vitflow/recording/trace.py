@@ -239,8 +239,8 @@ class Trace:
         if head.blocks:
             raise UnsupportedModelError(
                 f"{model} computes its output from several blocks (the last and {', '.join(head.blocks)}), so a map "
-                "from the last block is incomplete. Pass readout= with weights for its tokens, or use sampling, gradcam, "
-                "input_gradient or occlusion."
+                "from the last block is incomplete. Pass readout= with weights for its tokens, or use sampling, "
+                "gradcam, input_gradient or occlusion."
             )
         tokens = None if head.tap is None else self.candidates.get(head.tap)
         if tokens is None or not tokens.requires_grad:
