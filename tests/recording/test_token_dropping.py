@@ -270,7 +270,7 @@ def test_what_depends_on_the_order_of_the_tokens_is_refused():
 def test_what_answers_otherwise_each_time_is_refused():
     model, calls = literal_vit.timm_model(), []
     model.norm.register_forward_hook(lambda module, args, output: calls.append(1) or output * len(calls))
-    assert "answers otherwise than by itself" in refused(model, 32)
+    assert "differs from its normal output" in refused(model, 32)
 
 
 def test_nan_is_no_agreement():

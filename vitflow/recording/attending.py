@@ -88,7 +88,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-        """Return True if only fused probabilities of this call are needed, so that parts of a batch suffice."""
+    """Compute `scaled_dot_product_attention` with explicit probabilities, recorded and used for the output."""
     exact = query.dtype in (torch.float32, torch.float64)
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()

@@ -227,7 +227,7 @@ class _Probe:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _tokens(self, given: Any) -> Tensor | None:
-        """Return a tensor with the tokens of both images as [2, tokens, channels]; None for other or ambiguous values."""
+        """Return the tokens of both images as [2, tokens, channels]; None for other or ambiguous values."""
         if not isinstance(given, Tensor) or not given.is_floating_point() or len(given.shape) < 3 or len(given) != 2:
             return None
         if given.ndim == 3:
