@@ -179,7 +179,7 @@ class Listening:
         name, module = self.path[-1]
         if value is None:
             raise ValueNormsError(
-                f"The value vectors of {type(module).__name__} ({name}) cannot be observed, which value weighting needs."
+                f"Value weighting requires the value vectors of {type(module).__name__} ({name}), which are not observed."
             )
         around = self.path[-2][1] if len(self.path) > 1 else None
         return read_values(value if arrange is None else arrange(value), module, name, around)
@@ -233,7 +233,7 @@ class Listening:
 
     def nothing_seen(self) -> NoAttentionError:
         """Return the error for a forward pass without recorded attention."""
-        instead = " and ".join(sorted(self._other)) or "convolution or another kind of mixing"
+        instead = " and ".join(sorted(self._other)) or "convolution or mixing of another kind"
         return NoAttentionError(
             f"No attention between tokens was seen in a forward pass of {type(self.model).__name__}: it computes "
             f"{instead}. Attention rollout and flow need a model with self-attention, such as a timm vit_*, deit_* or "
