@@ -179,7 +179,8 @@ class Listening:
         name, module = self.path[-1]
         if value is None:
             raise ValueNormsError(
-                f"Value weighting requires the value vectors of {type(module).__name__} ({name}), which are not observed."
+                f"Value weighting requires the value vectors of {type(module).__name__} ({name}), which cannot be "
+                "observed."
             )
         around = self.path[-2][1] if len(self.path) > 1 else None
         return read_values(value if arrange is None else arrange(value), module, name, around)

@@ -23,7 +23,7 @@ from vitflow.models.languages import plain_numbers
 from vitflow.models.libraries import forward_options
 from vitflow.recording.isolation import Hook, aside, device_of, evaluating, uncompiled
 
-# Relative tolerance for activations on different hardware: about twenty times the observed difference (1e-5 in float32).
+# Relative tolerance for activations on different hardware: about 20 times the observed difference (1e-5 in float32).
 # Scaling one attention by 1.1 causes a larger difference.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 0.25}
 # Tolerance of float32 on a GPU, where convolutions may use TF32 (10 bits).
