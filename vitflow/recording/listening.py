@@ -157,7 +157,7 @@ class Listening:
                     continue
                 vectors = None if layer_values is None else layer_values.vectors[part.images]
                 values = None if layer_values is None else replace(layer_values, vectors=vectors)
-                every, mixed = (part_of.unflatten(0, (count, heads)) for part_of in (part.probabilities, part.mixed))
+                every, mixed = (tensor.unflatten(0, (count, heads)) for tensor in (part.probabilities, part.mixed))
                 place.copy_(fuse_weighted(every, fusion, weighting, values, mixed))  # type: ignore[arg-type]
                 if weighting and queries == keys > place.shape[1]:
                     identity_rows(place, part.queries.start)

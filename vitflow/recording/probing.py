@@ -213,8 +213,8 @@ def answer_from(model: nn.Module, pixels: Tensor, path: str, tokens: Tensor) -> 
     >>> import timm
     >>> model = timm.create_model("test_vit").eval()
     >>> tokens = torch.zeros(1, 101, 64)
-    >>> wanted = model.head(model.norm(tokens)[:, 0]).detach()
-    >>> [float((answer_from(model, pixels, "blocks.5", tokens).detach() - wanted).abs().max())
+    >>> expected = model.head(model.norm(tokens)[:, 0]).detach()
+    >>> [float((answer_from(model, pixels, "blocks.5", tokens).detach() - expected).abs().max())
     ...  for pixels in torch.randn(2, 1, 3, 160, 160)]
     [0.0, 0.0]
     """

@@ -77,7 +77,7 @@ class record_attention:
             residual and discard ratio 0. Requires one fusion; uses a third of the memory.
         outputs: maps the return value of the model to the differentiated outputs, [batch, classes]; by default its
             logits.
-        readout: weights that replace the model's readout: for the top layer's tokens, [tokens] or [batch, tokens], or for
+        readout: weights instead of the model's readout: for the top layer's tokens, [tokens] or [batch, tokens], or for
             its patches, [rows, cols]; rows are divided by their sums.
         head: `trace.head` of an earlier pass: blocks run without gradients and the head with gradients, so that
             `trace.readout` is available. The forward pass must run with gradients enabled, and the model's output is
