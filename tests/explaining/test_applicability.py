@@ -42,7 +42,7 @@ KINDS = {name: found for name, found in KINDS.items() if timm.is_model(name)}  #
 NONE = {
     "resnet18": "no attention between tokens",
     "xcit_nano_12_p16_224": "attention over channels (cross-covariance)",
-    "efficientvit_b0": "linear attention, which never makes a matrix between tokens",
+    "efficientvit_b0": "linear attention without a matrix between tokens",
     "crossvit_tiny_240": "two branches of tokens at two scales, which exchange only their class tokens",
     "vit_dwee_patch16_reg1_gap_256": "the difference of two attention matrices, which has negative entries",
     "efficientvit_m0": "its windows cannot be followed to the image",

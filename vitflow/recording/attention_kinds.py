@@ -19,17 +19,17 @@ _OTHER = {
     "CrossCovarianceAttn": "attention over channels (cross-covariance)",
     "ChannelAttention": "attention over channels",
     "ChannelAttentionV2": "attention over channels",
-    "FactorAttnConvRelPosEnc": "factorised attention, which never makes a matrix between tokens",
-    "LinearSelfAttention": "separable linear attention, which never makes a matrix between tokens",
-    "LambdaLayer": "lambda layers, which never make a matrix between tokens",
+    "FactorAttnConvRelPosEnc": "factorised attention without a matrix between tokens",
+    "LinearSelfAttention": "separable linear attention without a matrix between tokens",
+    "LambdaLayer": "lambda layers without a matrix between tokens",
     "HSMSSD": "a state space model",
     "EfficientViMBlock": "a state space model",
     "GlobalContext": "a gate over channels",
     "NonLocalAttn": "a non-local gate",
     "BilinearAttnTransform": "a bilinear gate",
     "SpatialTransformerBlock": "a spatial transformer",
-    "LiteMLA": "linear attention, which never makes a matrix between tokens",
-    "EfficientAdditiveAttention": "additive attention, which never makes a matrix between tokens",
+    "LiteMLA": "linear attention without a matrix between tokens",
+    "EfficientAdditiveAttention": "additive attention without a matrix between tokens",
 }
 # The heads of transformers' SigLIP models, around torch's own MultiheadAttention.
 _SIGLIP_POOLING = ("SiglipMultiheadAttentionPoolingHead", "Siglip2MultiheadAttentionPoolingHead")
@@ -49,7 +49,7 @@ _UNTRACED = ("HaloAttn", "CascadedGroupAttention")
 # Models that a product of layers does not support.
 _REFUSED = {
     "CrossVit": "two branches of tokens at two scales, which exchange only their class tokens",
-    "NextViT": "attention to runs of neighbours in the order of the tokens, which are no regions of the image",
+    "NextViT": "attention to runs of neighbours in token order, which are not image regions",
 }
 
 

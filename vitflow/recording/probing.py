@@ -109,14 +109,14 @@ def _signs(count: int) -> NDArray[np.float64]:
     return np.random.RandomState(1).choice([-1.0, 1.0], count)
 
 
-def same_model(one: Any, other: Any) -> bool:
+def same_model(old: Any, new: Any) -> bool:
     """Return True if two fingerprints (possibly read from files) are of the same model, on any hardware."""
     try:
         first, second = (
             {path: np.frombuffer(base64.b64decode(sums), "<f4") for path, sums in fingerprint["parts"].items()}
-            for fingerprint in (one, other)
+            for fingerprint in (old, new)
         )
-        rounding = max(float(fingerprint["rounding"]) for fingerprint in (one, other))
+        rounding = max(float(fingerprint["rounding"]) for fingerprint in (old, new))
         both = first.keys() & second.keys()
         sizes = {path: np.nan_to_num([first[path][-1], second[path][-1]]).max() for path in both}
         # Values that are tiny compared with the largest are only rounding errors.
@@ -127,7 +127,7 @@ def same_model(one: Any, other: Any) -> bool:
             for path in both
         )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return bool(one == other)
+        return bool(old == new)
 
 
 # The number of tokens (unlikely to be a number of heads), and the positions that are changed one at a time.
@@ -152,27 +152,27 @@ def is_causal(model: nn.Module) -> bool:
     """
     with evaluating(model):
         if model not in _known:
-            _known[model] = _looks_back(model)
+            _known[model] = _test_causal(model)
         return _known[model]
 
 
-def _looks_back(model: nn.Module) -> bool:
+def _test_causal(model: nn.Module) -> bool:
     *ids, other = plain_numbers(model, _LENGTH + 1)
     text = torch.tensor([ids], device=device_of(model))
     with torch.no_grad(), aside():
-        made = _made(model, text)
-        for place in _CHANGED:
+        before = _token_outputs(model, text)
+        for position in _CHANGED:
             changed = text.clone()
-            changed[0, place] = other
-            again = _made(model, changed)
-            if any(_moves(made[name], again[name], place) for name in made.keys() & again.keys()):
+            changed[0, position] = other
+            after = _token_outputs(model, changed)
+            if any(_changes(before[name], after[name], position) for name in before.keys() & after.keys()):
                 return False
     return True
 
 
-def _made(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tensor]:
+def _token_outputs(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tensor]:
     """Return the token outputs of each module call, [1, tokens, width]."""
-    made: dict[tuple[str, int], Tensor] = {}
+    outputs: dict[tuple[str, int], Tensor] = {}
     calls: Counter[str] = Counter()
 
     def keeping(name: str) -> Callable[..., None]:
@@ -180,7 +180,7 @@ def _made(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tensor]:
             tokens = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
             if isinstance(tokens, Tensor) and tokens.ndim == 3 and tokens.shape[:2] == text.shape:
                 calls[name] += 1
-                made[name, calls[name]] = tokens.clone()  # some are modified in place later
+                outputs[name, calls[name]] = tokens.clone()  # some are modified in place later
 
         return keep
 
@@ -188,15 +188,15 @@ def _made(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tensor]:
         for name, module in model.named_modules():
             stack.callback(Hook(module, keeping(name), before=False, in_aside=True).remove)
         model(input_ids=text)
-    return made
+    return outputs
 
 
-def _moves(one: Tensor, other: Tensor, place: int) -> bool:
+def _changes(before: Tensor, after: Tensor, position: int) -> bool:
     """Return True if outputs [1, tokens, width] differ by more than rounding before a position."""
-    if one.shape != other.shape or not one.is_floating_point():
+    if before.shape != after.shape or not before.is_floating_point():
         return False
-    least = max(_LEAST_DIFFERENCE, 4 * torch.finfo(one.dtype).eps) * float(one.abs().max())
-    return bool(((one - other)[:, :place].abs() > least).any())
+    least = max(_LEAST_DIFFERENCE, 4 * torch.finfo(before.dtype).eps) * float(before.abs().max())
+    return bool(((before - after)[:, :position].abs() > least).any())
 
 
 def answer_from(model: nn.Module, pixels: Tensor, path: str, tokens: Tensor) -> Any:
