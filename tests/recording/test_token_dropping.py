@@ -215,7 +215,7 @@ def test_the_model_is_left_as_it_was_also_after_an_exception():
     before, weights = state(model), {k: v.clone() for k, v in model.state_dict().items()}
     pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     run_on_patches(model, pixels, KEPT)
-    with pytest.raises(OptionError, match="patches from 0 to 15, got"):
+    with pytest.raises(OptionError, match="patch indices from 0 to 15, got"):
         run_on_patches(model, pixels, KEPT + 1)
     assert can_drop_tokens(Explainer(model, data_config=DATA))
     assert state(model) == before
