@@ -277,7 +277,7 @@ def test_nan_is_no_agreement():
     model = literal_vit.timm_model()
     with torch.no_grad():
         model.head.weight[0, 0] = float("nan")
-    assert "answers otherwise" in refused(model, 32)
+    assert "differs from its normal output" in refused(model, 32)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_a_given_layout_is_taken():
     explainer = Explainer(model, data_config=DATA, layout=TokenLayout(1, 2, 8))
     assert check_can_drop(explainer, (32, 32)) == TokenLayout(1, 2, 8)
     explainer = Explainer(model, data_config=DATA, layout=TokenLayout(2, 4, 4))
-    with pytest.raises(UnsupportedModelError, match="given 17 tokens, expected 18"):
+    with pytest.raises(UnsupportedModelError, match="Expected 18 tokens at the first block of VisionTransformer, got 17"):
         check_can_drop(explainer, (32, 32))
 
 
