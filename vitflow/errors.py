@@ -1,4 +1,4 @@
-"""The errors that vitflow raises: each says what was expected, what came, and what to do."""
+"""Errors of vitflow. Each message names what was expected, what was given and the remedy."""
 
 import json
 import os
@@ -15,27 +15,27 @@ class VitflowError(Exception):
 
 
 class OptionError(VitflowError, ValueError):
-    """An option has a value that does not exist or makes no sense."""
+    """An option has an unknown or invalid value."""
 
 
 class OutsideGridError(OptionError):
-    """A patch was asked for that the image's grid does not have."""
+    """A requested patch is outside the patch grid of the image."""
 
 
 class OutsideImageError(OptionError):
-    """A box was asked for that lies beside what the model saw of the image."""
+    """A requested box is outside the part of the image that the model sees."""
 
 
 class SameClassError(OptionError):
-    """Both sides of a contrast are one class: of every image, or of one that the model answers with that class."""
+    """Both targets of a contrast are the same class, for all images or for one whose predicted class it is."""
 
 
 class ShapeError(VitflowError, ValueError):
-    """A tensor or array has the wrong shape, or holds values that it must not hold."""
+    """A tensor or array has a wrong shape or invalid values."""
 
 
 class ImageError(VitflowError):
-    """An image could not be read, or is not an image."""
+    """A file could not be read as an image."""
 
 
 class ModelError(VitflowError):
@@ -43,26 +43,26 @@ class ModelError(VitflowError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model computes something to which the asked method does not apply."""
+    """The requested method does not support the model."""
 
 
 class VitflowWarning(UserWarning):
-    """Something was done that the caller should know of, such as a class count that was read from a file."""
+    """A notice for the caller, such as a class count that was read from a file."""
 
 
 class ValueNormsError(UnsupportedModelError):
-    """Value weighting does not apply to how the model joins its heads; `args` hold the reason alone."""
+    """The model does not support value weighting; `args` contain only the reason."""
 
     def __str__(self) -> str:
         return f"{self.args[0]} Use value_weighted=False."
 
 
 class NoAttentionError(UnsupportedModelError):
-    """A forward pass ran, and no attention between tokens was seen in it."""
+    """A forward pass computed no attention between tokens."""
 
 
 def stops_all(error: Exception, fit: str) -> bool:
-    """Whether an error is that of every image; where each has a grid or a size of its own, others may do."""
+    """Return True if an error affects all images; with native sizes, other images may be inside their grids."""
     if isinstance(error, SameClassError | OutsideImageError) or (
         isinstance(error, OutsideGridError) and fit == "native"
     ):
@@ -71,7 +71,7 @@ def stops_all(error: Exception, fit: str) -> bool:
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
-    """Say that a name is unknown, which one was probably meant, and which ones exist.
+    """Return the error message for an unknown name, with the closest match and the known names.
 
     >>> unknown_name("method", "rolout", ["attention", "rollout"])
     "Unknown method 'rolout'. Did you mean 'rollout'? Known: attention, rollout."
@@ -83,7 +83,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
 
 
 def check_known(kind: str, name: object, known: Collection[str]) -> None:
-    """Raise OptionError unless a name is one of those that exist."""
+    """Raise OptionError if a name is unknown."""
     if name not in known:
         raise OptionError(unknown_name(kind, name, known))
 
@@ -91,7 +91,7 @@ def check_known(kind: str, name: object, known: Collection[str]) -> None:
 def load_extra(
     module: str, needed_for: str, extra: str, error: type[VitflowError] = OptionError, otherwise: str = ""
 ) -> Any:
-    """A module that comes with an extra alone; the error says what needs it, how to get it, and how to do without."""
+    """Import a module of an optional extra; the error names the feature, the installation and the alternative."""
     try:
         return import_module(module)
     except ImportError as cause:
@@ -100,8 +100,8 @@ def load_extra(
         raise error(f"{needed_for} needs {package}, which is not installed: {get}.") from cause
 
 
-# Control characters, separators of lines, marks that turn the direction of writing, what has no width and no part in a
-# script (joiners have one), tags, broken UTF-8, and what XML forbids.
+# Control characters, line separators, bidirectional marks, zero-width characters (except joiners, which scripts use),
+# tags, surrogates, and characters that XML forbids.
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\ufffe\uffff\U000e0000-\U000e007f]"
@@ -109,37 +109,35 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str | os.PathLike[str], *, lines: bool = False) -> str:
-    """One line that any terminal, file or page can show: what is no text, or would be no mark on it, becomes escapes.
-
-    With `lines`, for what may have several, ends of lines and tabs stay as they are.
+    """Return text on one line, with unprintable characters escaped; with `lines`, line ends and tabs are kept.
 
     >>> printable("caf\\udce9.jpg"), printable("two\\nlines")
     ('caf\\\\xe9.jpg', 'two\\\\nlines')
     """
     return _UNPRINTABLE.sub(
-        lambda found: found[0] if lines and found[0] in "\t\n" else _escape(found[0]), os.fspath(text)
+        lambda match: match[0] if lines and match[0] in "\t\n" else _escape(match[0]), os.fspath(text)
     )
 
 
 def printable_json(text: str) -> str:
-    """JSON whose strings hold nothing that `printable` would not show; a parser gets back the same.
+    """Escape unprintable characters in JSON; its parsed value does not change.
 
     >>> printable_json('["a\\u202eb"]')
     '["a\\\\u202eb"]'
     """
     return _UNPRINTABLE.sub(
-        lambda found: found[0] if found[0] in "\t\n" else json.dumps(found[0])[1:-1].replace("\x7f", "\\u007f"), text
+        lambda match: match[0] if match[0] in "\t\n" else json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f"), text
     )
 
 
 def _escape(character: str) -> str:
-    if "\udc80" <= character <= "\udcff":  # a byte of a file's name that is not UTF-8
+    if "\udc80" <= character <= "\udcff":  # a byte of a file name that is not UTF-8
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode()
 
 
 def whole_number(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
-    """The value as an int; OptionError unless it is a whole number within the bounds.
+    """Return the value as an int; raise OptionError unless it is a whole number within the bounds.
 
     >>> whole_number("head", 2, 0, 11)
     2

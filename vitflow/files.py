@@ -1,4 +1,4 @@
-"""Write files so that nothing half-written ever stands under a final name; find the images of a folder."""
+"""Write files atomically, and find the images of a folder."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from vitflow.errors import ImageError
 
-#: What files of images are called.
+#: Suffixes of image files.
 READ_SUFFIXES = frozenset(
     {".avif", ".bmp", ".dib", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg"}
     | {".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
@@ -20,13 +20,13 @@ READ_SUFFIXES = frozenset(
 
 @contextmanager
 def write_atomically(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[BinaryIO]:
-    """Open a file beside its final place; it moves there when the block ends well, and is removed when it does not.
+    """Open a temporary file that replaces `path` when the block succeeds, and is removed when it fails.
 
-    Folders are made as needed.
+    Parent folders are created.
 
     Args:
-        path: the final place.
-        durable: wait until the disk has it, so that a power cut leaves the old file or the new one, and no empty one.
+        path: the final path.
+        durable: call fsync, so that a power cut leaves the old file or the new one, but no empty one.
 
     Raises:
         OSError: the folder or file cannot be written.
@@ -34,7 +34,7 @@ def write_atomically(path: str | os.PathLike[str], *, durable: bool = False) -> 
     target = Path(path)
     if not target.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    # A short name of its own: the target's may be as long as the file system allows.
+    # A short name: the target's may be as long as the file system allows.
     unfinished = target.with_name(f".vitflow-{secrets.token_hex(8)}.part")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -49,27 +49,27 @@ def write_atomically(path: str | os.PathLike[str], *, durable: bool = False) -> 
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder lies there; none does where the system refuses the name, as it does one of 300 letters."""
+    """Return True if the path is a folder; False if the system rejects the name, such as one of 300 letters."""
     return os.path.isdir(path)  # noqa: PTH112 - where Path.is_dir() raises
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a plain file lies there; none does where the system refuses the name."""
+    """Return True if the path is a regular file; False if the system rejects the name."""
     return os.path.isfile(path)  # noqa: PTH113
 
 
 def is_link(path: str | os.PathLike[str]) -> bool:
-    """Whether a link lies there; none does where the system refuses the name."""
+    """Return True if the path is a symbolic link; False if the system rejects the name."""
     return os.path.islink(path)  # noqa: PTH114
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether anything lies there; nothing does where the system refuses the name."""
+    """Return True if the path exists; False if the system rejects the name."""
     return os.path.exists(path)  # noqa: PTH110
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL.
+    """Return True if a path is a URL.
 
     >>> is_remote("s3://bucket/photographs"), is_remote("photographs")
     (True, False)
@@ -78,14 +78,14 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def stays_inside(folder: Path, path: str) -> bool:
-    """Whether a file of that path below a folder lies in the folder, wherever links on the way to it lead."""
+    """Return True if a path below a folder is inside the folder after its links are resolved."""
     base = os.path.realpath(folder)
     parent = os.path.realpath(os.path.dirname(os.path.join(base, path)))  # noqa: PTH118, PTH120
     return os.path.commonpath([base, parent]) == base
 
 
 def remove_inside(folder: Path, paths: Iterable[str]) -> None:
-    """Remove files below a folder, those that are there; what links take out of the folder stays."""
+    """Remove files below a folder if they exist, except those that links lead outside the folder."""
     for path in paths:
         target = folder / path
         if stays_inside(folder, path) and (target.is_file() or target.is_symlink()):
@@ -93,10 +93,10 @@ def remove_inside(folder: Path, paths: Iterable[str]) -> None:
 
 
 def write_inside(folder: Path, path: str, content: bytes, *, durable: bool = False) -> None:
-    """Write a file below a folder, whole or not at all, and never through a link that leads out of the folder.
+    """Write a file below a folder atomically, and never through a link that leads out of the folder.
 
     Raises:
-        OSError: a link does, or the disk is full.
+        OSError: a link leads out of the folder, or the disk is full.
     """
     if not stays_inside(folder, path):
         raise OSError(f"a link leads out of the folder {str(folder)!r}")
@@ -105,7 +105,7 @@ def write_inside(folder: Path, path: str, content: bytes, *, durable: bool = Fal
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished files below a folder that a killed program has left."""
+    """Remove unfinished files of killed processes below a folder."""
     for place, _, names in os.walk(folder):
         for name in names:
             if name.startswith(".vitflow-") and name.endswith(".part"):
@@ -113,12 +113,12 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def find_images(path: str | os.PathLike[str]) -> list[Path]:
-    """Find the images that lie in a folder by their suffix, in natural order (2.png before 10.png).
+    """Find the images in a folder by their suffix, in natural order (2.png before 10.png).
 
-    Hidden files are skipped. A path to a file is returned as it is, whatever its suffix.
+    Hidden files are skipped. The path of a file is returned unchanged, whatever its suffix.
 
     Raises:
-        ImageError: there is nothing at this path, or the folder cannot be read.
+        ImageError: the path does not exist, or the folder cannot be read.
     """
     root = Path(path)
     if is_file(root):
@@ -126,19 +126,19 @@ def find_images(path: str | os.PathLike[str]) -> list[Path]:
     if not is_folder(root):
         raise ImageError(f"Expected a folder or an image, but there is nothing at {str(root)!r}.")
     try:
-        found = [file for file in root.iterdir() if is_image_name(file.name) and is_file(file)]
+        files = [file for file in root.iterdir() if is_image_name(file.name) and is_file(file)]
     except OSError as error:
         raise ImageError(f"Could not read the folder {str(root)!r}: {error.strerror}.") from error
-    return sorted(found, key=lambda file: (natural_order(file.name), file.name))
+    return sorted(files, key=lambda file: (natural_order(file.name), file.name))
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file is called like an image, and is not hidden."""
+    """Return True if a file name has an image suffix and is not hidden."""
     return not name.startswith(".") and Path(name).suffix.lower() in READ_SUFFIXES
 
 
 def natural_order(name: str) -> list[str | int]:
-    """Sort key that compares runs of digits as numbers; Python makes none of more than some thousand digits.
+    """Sort key that compares runs of digits as numbers (of at most 300 digits: int() has a limit).
 
     >>> sorted(["10.jpg", "9.jpg", "a2", "A10"], key=natural_order)
     ['9.jpg', '10.jpg', 'a2', 'A10']

@@ -42,7 +42,7 @@ KINDS = {name: found for name, found in KINDS.items() if timm.is_model(name)}  #
 NONE = {
     "resnet18": "no attention between tokens",
     "xcit_nano_12_p16_224": "attention over channels (cross-covariance)",
-    "efficientvit_b0": "linear attention, which never makes a matrix between tokens",
+    "efficientvit_b0": "linear attention without a matrix between tokens",
     "crossvit_tiny_240": "two branches of tokens at two scales, which exchange only their class tokens",
     "vit_dwee_patch16_reg1_gap_256": "the difference of two attention matrices, which has negative entries",
     "efficientvit_m0": "its windows cannot be mapped to the image",
@@ -90,7 +90,7 @@ def test_windows_that_are_said_to_be_untraced_are_refused_by_the_recorder(name):
     assert any(not is_traced(module) for module in model.modules())
     with record_attention(model) as trace, torch.no_grad():
         model(torch.randn(1, *model.pretrained_cfg["input_size"]))
-    with pytest.raises(UnsupportedModelError, match="cannot be told which parts of the image"):
+    with pytest.raises(UnsupportedModelError, match="The image positions of the tokens"):
         trace.layout  # noqa: B018
 
 

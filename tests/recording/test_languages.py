@@ -242,7 +242,7 @@ def test_the_streams_of_an_encoder_decoder_are_told_apart():
     assert attention_rollout(trace.of_stream("encoder").fused()).shape == (2, 12, 12)
     with pytest.raises(OptionError, match=r"Unknown stream of tokens 'decodr'.*decoder\.cross_attention"):
         trace.of_stream("decodr")
-    with pytest.raises(UnsupportedModelError, match=r"T5ForConditionalGeneration read a text.*explain_text"):
+    with pytest.raises(UnsupportedModelError, match=r"The input of T5ForConditionalGeneration is text.*explain_text"):
         assert trace.layout
 
 

@@ -125,7 +125,7 @@ def test_what_cannot_be_multiplied_is_refused():
     with pytest.raises(OptionError, match="0 <= residual < 1"):
         record_attention(model, head_fusion="mean", residual=1.0)
     for wrong in ({}, {"head_fusion": "mean", "gradients": True}, {"head_fusion": "mean", "keys": True}):
-        with pytest.raises(OptionError, match="expected one fusion, no gradients, no keys"):
+        with pytest.raises(OptionError, match="requires one fusion, and neither gradients, keys"):
             record_attention(model, residual=0.5, **wrong)
     with pytest.raises(ShapeError, match="residual of each of 1 layers, got 2"):
         staged_rollout([torch.ones(1, 1, 1, 1)], [None], readout=torch.ones(1, 1), residual=[0.1, 0.2])

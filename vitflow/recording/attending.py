@@ -1,4 +1,4 @@
-"""Attention written out: what torch's fused functions compute, with the probabilities computed once and recorded."""
+"""Explicit attention: the result of torch's fused functions, with probabilities computed once and recorded."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,28 +10,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: torch's own function, even where `torch.nn.functional` holds a wrapper that somebody put in its place.
+#: The function of torch itself, even if another library has replaced it in `torch.nn.functional`.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
-# Where only fused matrices are kept, a processor works on at most so many probabilities at a time, for its cache.
+# The maximum number of probabilities per part on a CPU if only fused matrices are kept, to fit its cache.
 _CACHED_PROBABILITIES = 2**20
-# One thread takes an image with at least this part of them by itself, without copies; several share more evenly.
-_BY_ITSELF, _SHARED = 1 / 32, 1 / 2
-# A score that lies so far below another of its row has no probability beside it: exp(-746) is 0 in float64.
+# Fraction of them from which an image is a part of its own, without copies: for one thread, and for several threads.
+_SINGLE_THREAD, _MULTI_THREAD = 1 / 32, 1 / 2
+# A score that is this much below the largest of its row has a probability of 0: exp(-746) is 0 in float64.
 _FAR_BELOW = 1000.0
 
 
 class Listener(Protocol):
-    """Who is told of the attention of a running model."""
+    """Receiver of the attention of a running model."""
 
     gradients: bool
     wants_keys: bool
     wants_visible: bool
 
     def running(self) -> str | None:
-        """Name of the module that runs now; None if what it computes is no attention between tokens."""
+        """Return the name of the running module; None if it computes no attention between tokens."""
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
-        """Whether this call's probabilities are only needed fused, some images at a time."""
+        """Return True if this call's probabilities are only needed fused, so that parts of the batch suffice."""
 
     def saw(
         self,
@@ -41,32 +41,32 @@ class Listener(Protocol):
         key: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor | None:
-        """Take in attention [..., queries, keys] and the values [..., keys, width] that it is applied to.
+        """Receive attention [..., queries, keys] and the values [..., keys, width] that it is applied to.
 
-        It is mixed where it was made of a softmax, instead of being one. The key vectors [..., keys, width] are told
-        where they were seen; and, if asked for, which keys each query may see, [batch or 1, queries, keys] or of the
-        shape of the attention, where these are not all.
+        `mixed` is True if the attention was computed from a softmax instead of being one. `key` [..., keys, width] is
+        given if observed; `visible`, [batch or 1, queries, keys] or of the shape of the attention, if requested and if
+        some keys are masked.
 
         Returns:
-            What the model gets instead of the product of the attention and the values; None for the product itself.
+            A replacement for the product of attention and values; None for the product itself.
         """
 
     def saw_in_parts(
         self, parts: Iterator["Part"], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None
     ) -> None:
-        """Take in attention that exists part by part alone: it is computed while the parts are asked for.
+        """Receive attention part by part; it is computed while `parts` is iterated.
 
-        It is made of queries, keys and values, [batch, heads, tokens, width] each, and normal where each query sees
-        some key, so that the rows of each head sum to 1.
+        `qkv` are queries, keys and values, [batch, heads, tokens, width]; `normal` is True if each query sees a key, so
+        that the rows of each head sum to 1.
         """
 
 
 @dataclass(slots=True)
 class Part:
-    """The attention of some images of a batch, or of some queries of one: memory that the next part uses again.
+    """Attention of some images of a batch, or of some queries of one image; the next part reuses its memory.
 
     Attributes:
-        images, queries: where in the batch, and among the queries.
+        images, queries: slices of the batch and of the queries.
         probabilities: [images · heads, queries, keys].
         mixed: their product with the values, [images · heads, queries, width].
     """
@@ -88,7 +88,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention`, with the probabilities computed once: recorded, and used for the output."""
+    """Compute `scaled_dot_product_attention` with explicit probabilities, recorded and used for the output."""
     exact = query.dtype in (torch.float32, torch.float64)
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
@@ -101,7 +101,7 @@ def attend(
         return output[0]
     probabilities = _probabilities(query, key, attn_mask, scale, enable_gqa)
     if listener.gradients and not probabilities.requires_grad:
-        probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph begins here
+        probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph starts here
     replacement = listener.saw(probabilities, value, False, key, visible)
     if replacement is not None:
         return replacement
@@ -111,53 +111,53 @@ def attend(
         return probabilities.to(value.dtype) @ value
     if is_causal:
         attn_mask = None
-    grouped = {"enable_gqa": True} if enable_gqa else {}  # which torch knows from 2.5 on
+    grouped = {"enable_gqa": True} if enable_gqa else {}  # new in torch 2.5
     return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)
 
 
 def _attend_in_parts(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, output: list[Tensor]
 ) -> Iterator[Part]:
-    """`attend` for fused matrices alone, in parts that fit a processor's cache: faster, and with less memory.
+    """Compute `attend` for fused matrices in parts that fit the CPU cache: faster, with less memory.
 
-    A part is some images of the batch, one image, or where that is too much, some of its queries. All parts share
-    the memory of one; the output is appended to a list before the first of them.
+    A part is several images, one image, or, for large images, some of its queries. All parts share one buffer; the
+    result is appended to `output` before the first part.
     """
     (batch, heads, queries, width), keys = query.shape, key.shape[-2]
-    size, alone = heads * queries * keys, torch.get_num_threads() == 1
-    step = max(1, min(batch, int(_CACHED_PROBABILITIES * (_BY_ITSELF if alone else _SHARED)) // size))
+    size, single = heads * queries * keys, torch.get_num_threads() == 1
+    step = max(1, min(batch, int(_CACHED_PROBABILITIES * (_SINGLE_THREAD if single else _MULTI_THREAD)) // size))
     rows = queries if size <= _CACHED_PROBABILITIES else max(16, _CACHED_PROBABILITIES // (heads * keys))
-    if step == 1:  # views, and the output as fused attention lays it out
+    if step == 1:  # views, and the memory layout of fused attention
         output.append(query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2))
-        images = zip(*(one.unbind(0) for one in (query, key.mT, value, output[0])), strict=True)
+        images = zip(*(tensor.unbind(0) for tensor in (query, key.mT, value, output[0])), strict=True)
     else:
         output.append(query.new_empty(batch, heads, queries, value.shape[-1]))
-        all_four = [one.flatten(0, 1) for one in (query, key.mT, value, output[0])]
-        images = zip(*(one.split(step * heads) for one in all_four), strict=True)
-    room = query.new_empty(step * heads, min(rows, queries), keys)
+        tensors = [tensor.flatten(0, 1) for tensor in (query, key.mT, value, output[0])]
+        images = zip(*(tensor.split(step * heads) for tensor in tensors), strict=True)
+    buffer = query.new_empty(step * heads, min(rows, queries), keys)
     factor = 1 / math.sqrt(width) if scale is None else scale
     mask = None if mask is None else _with_heads(mask).expand(batch, -1, queries, keys)
-    for number, (asked, turned, applied, mixed) in enumerate(images):
-        some = slice(number * step, min(number * step + step, batch))
+    for index, (q, k_transposed, v, mixed) in enumerate(images):
+        in_batch = slice(index * step, min(index * step + step, batch))
         for top in range(0, queries, rows):
-            these = slice(top, min(top + rows, queries))
-            own, made = (asked, mixed) if rows >= queries else (asked[:, these], mixed[:, these])
-            shape = (*own.shape[:2], keys)
-            scores = room if room.shape == shape else room.view(-1)[: math.prod(shape)].view(shape)
-            scores.baddbmm_(own, turned, beta=0, alpha=factor)
+            in_image = slice(top, min(top + rows, queries))
+            q_part, out = (q, mixed) if rows >= queries else (q[:, in_image], mixed[:, in_image])
+            shape = (*q_part.shape[:2], keys)
+            scores = buffer if buffer.shape == shape else buffer.view(-1)[: math.prod(shape)].view(shape)
+            scores.baddbmm_(q_part, k_transposed, beta=0, alpha=factor)
             if mask is None:
                 torch.softmax(scores, dim=-1, out=scores)
             else:
                 by_head = scores.unflatten(0, (-1, heads))
-                _, unseeing = _mask(by_head, mask[some, :, these], in_place=True)
+                _, unseeing = _mask(by_head, mask[in_batch, :, in_image], in_place=True)
                 torch.softmax(scores, dim=-1, out=scores)
                 by_head.masked_fill_(unseeing, 0.0)
-            torch.bmm(scores, applied, out=made)
-            yield Part(some, these, scores, made)
+            torch.bmm(scores, v, out=out)
+            yield Part(in_batch, in_image, scores, out)
 
 
 def _mask(scores: Tensor, mask: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-    """Scores with their mask, and which queries see no key: to these, torch's own function gives zeros."""
+    """Return masked scores, and the queries that see no key, for which torch's function returns zeros."""
     if mask.dtype != torch.bool:
         scores = scores.add_(mask) if in_place else scores + mask
         unseeing = (scores == -math.inf).all(dim=-1, keepdim=True)
@@ -168,7 +168,7 @@ def _mask(scores: Tensor, mask: Tensor, in_place: bool = False) -> tuple[Tensor,
 
 
 def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None, enable_gqa: bool) -> Tensor:
-    """Attention probabilities [batch, heads, queries, keys], in float32 at least."""
+    """Return attention probabilities [batch, heads, queries, keys], at least in float32."""
     if query.dtype not in (torch.float32, torch.float64):
         query, key = query.float(), key.float()
     if enable_gqa:
@@ -210,13 +210,13 @@ def attend_with_many_heads(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """`multi_head_attention_forward` of torch.nn.MultiheadAttention, whose inner calls no function mode sees.
+    """Compute `multi_head_attention_forward` of torch.nn.MultiheadAttention, whose inner calls no function mode sees.
 
-    A call on [tokens, batch, width] is written out. Keys that are no tokens (`add_bias_kv`, `add_zero_attn`) are left
-    out of what is recorded, whose rows then sum to less than 1.
+    Inputs are [tokens, batch, width]. Keys that are not tokens (`add_bias_kv`, `add_zero_attn`) are not recorded, so
+    that rows sum to less than 1.
 
     Returns:
-        None where the call must run as it is: with dropout, recorded without it; or else unseen.
+        None if the original function must run: with dropout (recorded without it), or unsupported arguments.
     """
     weights: Sequence[Tensor | None] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if not use_separate_proj_weight and in_proj_weight is not None:
@@ -229,17 +229,19 @@ def attend_with_many_heads(
         F.linear(source, weight, bias)  # type: ignore[arg-type]
         for source, weight, bias in zip((query, key, value), weights, biases, strict=True)
     ]
-    for number, extra in ((1, bias_k), (2, bias_v)):
-        rows = [] if extra is None else [extra.expand(1, *mapped[number].shape[1:])]
-        rows += [mapped[number].new_zeros(1, *mapped[number].shape[1:])] if add_zero_attn else []
-        mapped[number] = torch.cat([mapped[number], *rows]) if rows else mapped[number]
-    heads = [one.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for one in mapped]  # [batch, heads, tokens, width]
+    for index, extra in ((1, bias_k), (2, bias_v)):
+        rows = [] if extra is None else [extra.expand(1, *mapped[index].shape[1:])]
+        rows += [mapped[index].new_zeros(1, *mapped[index].shape[1:])] if add_zero_attn else []
+        mapped[index] = torch.cat([mapped[index], *rows]) if rows else mapped[index]
+    heads = [
+        tensor.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for tensor in mapped
+    ]  # [batch, heads, tokens, width]
     mask: Tensor | None = None
     if is_causal and key_padding_mask is None and not need_weights:
         mask = torch.ones(len(query), len(mapped[1]), dtype=torch.bool, device=query.device).tril()
-    else:  # is_causal only says of which kind the mask is
+    else:  # is_causal is only a hint about attn_mask
         masks = _as_scores(attn_mask, num_heads), _as_scores(key_padding_mask, None)
-        given = [one for one in masks if one is not None]
+        given = [scores for scores in masks if scores is not None]
         if given:
             mask = F.pad(sum(given[1:], given[0]), (0, len(mapped[1]) - len(key))).to(mapped[0].dtype)
     queries, keys, values = heads
@@ -259,12 +261,12 @@ def attend_with_many_heads(
 
 
 def _as_scores(mask: Tensor | None, heads: int | None) -> Tensor | None:
-    """A mask as torch.nn.MultiheadAttention takes it, as what is added to scores [batch, heads, queries, keys].
+    """Convert a mask of torch.nn.MultiheadAttention to a float mask for scores [batch, heads, queries, keys].
 
     Args:
-        mask: true, or −∞, where a query does not see a key: [queries, keys], [batch · heads, queries, keys], or, where
-            no heads are given, [batch, keys].
-        heads: how many heads it may hold.
+        mask: True or −∞ if a query does not see a key: [queries, keys], [batch · heads, queries, keys], or [batch,
+            keys] if `heads` is None.
+        heads: the number of heads.
     """
     if mask is None:
         return None
@@ -278,7 +280,7 @@ def _as_scores(mask: Tensor | None, heads: int | None) -> Tensor | None:
 def _attend_to_tokens(
     listener: Listener, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, count: int
 ) -> Tensor:
-    """`attend` where only the first keys, so many, are tokens: what the others add is the same for every image."""
+    """Compute `attend` if only the first `count` keys are tokens; the other keys are constant."""
     probabilities = _probabilities(query, key, mask, None, False)
     seen, others = probabilities[..., :count], probabilities[..., count:]
     if listener.gradients and not seen.requires_grad:
@@ -291,15 +293,15 @@ def _attend_to_tokens(
 
 
 def seen_keys(mask: Tensor) -> Tensor:
-    """Which keys each query may see, [batch or 1, queries, keys], by a mask, or by scores that one was added to."""
+    """Return which keys each query may see, [batch or 1, queries, keys], from a mask or masked scores."""
     return _with_heads(unmasked(mask)).any(dim=-3)
 
 
 def unmasked(mask: Tensor) -> Tensor:
-    """Where a mask, or scores that one was added to, lets anything through: bool, of the same shape.
+    """Return the bool form of a mask or of masked scores: True if visible.
 
-    Some models divide their scores after masking, others add only −10,000: what lies so far below its row's largest has
-    a probability of exactly 0 in any precision.
+    Some models divide their scores after masking, others add only −10,000: a score that far below the largest of its
+    row has a probability of exactly 0 in any precision.
     """
     if mask.dtype == torch.bool or not mask.numel():
         return mask.bool()
@@ -308,5 +310,5 @@ def unmasked(mask: Tensor) -> Tensor:
 
 
 def _with_heads(mask: Tensor) -> Tensor:
-    """A mask of any form that torch takes as [batch or 1, heads or 1, queries, keys]."""
+    """Reshape a mask of any shape that torch supports to [batch or 1, heads or 1, queries, keys]."""
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)

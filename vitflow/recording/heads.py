@@ -1,7 +1,7 @@
-"""How a model computes an output from tokens: observed once per model and question, on two images of noise.
+"""Observation of how a model computes an output from tokens: once per model and `read`, on two noise images.
 
-Blocks run without gradients, and what reads their tokens with them. Each block's output is replaced by a leaf, and so
-are the tokens that later modules make of the last one's: the gradients at these leaves show which tokens are read.
+Blocks run without gradients, later modules with gradients. The output of each block, and the tokens that later modules
+compute from the last one, are replaced by leaves; the gradients at these leaves show which tokens the head reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +22,15 @@ from vitflow.recording.attention_kinds import is_pooling
 from vitflow.recording.isolation import Hook, given_few, no_fast_path, returning_all, trial, uncompiled
 from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_norm, token_norms, tokens_of, with_tokens
 
-# Largest difference between a closed form and the gradient that rounding explains, by bytes of a number.
+# Tolerance for the difference between a closed form and the gradient, by bytes per element.
 _ROUNDING = {8: 1e-9, 4: 1e-5, 2: 2e-2}
-# So many outputs are tested one by one; of more, random combinations of all and the largest ones.
+# Up to this many outputs are tested one by one; of more, random combinations of all, and the largest one.
 _FEW_OUTPUTS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call of a model, to be repeated on other pixels."""
+    """A model call that can be repeated on other pixels."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -39,32 +39,32 @@ class Call:
 
     def __call__(self, other: Tensor) -> Any:
         """Return the model's output for other pixels."""
-        args = tuple(other if one is self.pixels else one for one in self.args)
-        kwargs = {name: other if one is self.pixels else one for name, one in self.kwargs.items()}
+        args = tuple(other if value is self.pixels else value for value in self.args)
+        kwargs = {name: other if value is self.pixels else value for name, value in self.kwargs.items()}
         weights = chain(self.model.named_parameters(), self.model.named_buffers())
-        # No gradient passes weights that were made in inference mode, but their copies.
+        # Inference tensors do not support gradients, but their copies do.
         copies = {name: weight.clone() for name, weight in weights if weight.is_inference()}
         return functional_call(self.model, copies, args, kwargs) if copies else self.model(*args, **kwargs)
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """The shape of two images; of as many as there were if other tensors go with them."""
-        others = [one for one in (*self.args, *self.kwargs.values()) if isinstance(one, Tensor)]
-        return tuple(self.pixels.shape) if len(others) > 1 else (2, *self.pixels.shape[1:])
+        """Shape of two noise images; of the recorded batch if the call has other tensors, too."""
+        tensors = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
+        return tuple(self.pixels.shape) if len(tensors) > 1 else (2, *self.pixels.shape[1:])
 
 
 @dataclass(slots=True)
 class Cut:
-    """A module's output and the leaf that takes its place, so that the gradient of what follows ends there.
+    """A module's output and its replacement leaf, at which the gradient of later modules ends.
 
     Attributes:
-        path: of the module.
+        path: path of the module.
         original, leaf: its output, and a detached copy that requires gradients.
-        tokens: whether it holds tokens; otherwise it is the output of a pooling head.
-        norm: whether the module is a norm after the last block.
-        other: whether it is a container whose tokens are not as wide as those of the last block.
-        direct: gradient that reaches the leaf without passing a later one.
-        total: all of its gradient.
+        tokens: True for tokens; False for the output of a pooling head.
+        norm: True if the module is a norm after the last block.
+        other: True if the module is a container whose tokens have another size than those of the last block.
+        direct: gradient at the leaf that does not pass a later leaf.
+        total: total gradient at the leaf.
     """
 
     path: str
@@ -78,7 +78,7 @@ class Cut:
 
 
 def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """Path of the block of each attention layer: the outermost module that runs and contains no other layer.
+    """Return the block path of each attention layer: the outermost running module without another layer.
 
     >>> block_paths_of(nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())), ["0.0", "1.0"])
     ['0', '1']
@@ -88,10 +88,10 @@ def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
         parts, others = name.split("."), [other for other in layers if other != name]
         prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
         if others:
-            unique = [one for one in prefixes if not any(f"{other}.".startswith(f"{one}.") for other in others)]
+            unique = [path for path in prefixes if not any(f"{other}.".startswith(f"{path}.") for other in others)]
         else:
-            unique = [one for one, part in zip(prefixes, parts, strict=True) if part.isdigit()]
-        running = (one for one in unique if not isinstance(model.get_submodule(one), nn.ModuleList | nn.ModuleDict))
+            unique = [path for path, part in zip(prefixes, parts, strict=True) if part.isdigit()]
+        running = (path for path in unique if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict))
         blocks.append(next(running, name))
     return blocks
 
@@ -99,24 +99,24 @@ def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
 def observed_head(
     call: Call, layers: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout], read: Read
 ) -> Head:
-    """How an output is computed from tokens; observed once per model and question, while its modules are the same.
+    """Observe how an output is computed from tokens; cached per model and `read` while its modules are the same.
 
-    The model runs on two images of noise, in eval mode, with gradients in the head alone.
+    The model runs on two noise images, in eval mode, with gradients only in the head.
 
     Args:
-        call: of the model, without wrappers.
+        call: call of the unwrapped model.
         layers: paths of the attention layers, first layer first.
         top: layout of the top layer's tokens.
-        closed: the readouts of known poolings, first the one that the model declares.
-        read: maps what the model returns to its outputs.
+        closed: closed-form readouts of known poolings, the declared one first.
+        read: maps the return value of the model to its outputs.
     """
-    owner = getattr(read, "__self__", read)  # a method is made anew each time
+    owner = getattr(read, "__self__", read)  # each access creates a new bound method
     known = kept_with(call.model)
     key = ("head", id(owner), closed[0].name, top.num_prefix_tokens, layers[-1])
     held, head = known.get(key, (None, None))
     if held is None or held() is not owner:
-        for other in [one for one, kept in known.items() if one[0] == "head" and kept[0]() is None]:
-            del known[other]  # of a question that nobody asks any more
+        for stale in [entry for entry, kept in known.items() if entry[0] == "head" and kept[0]() is None]:
+            del known[stale]  # its owner no longer exists
         head = _observe(call, layers, top, closed, read)
         known[key] = ref(owner), head
     assert isinstance(head, Head)
@@ -141,7 +141,7 @@ def _observe_on(
     *,
     few: bool,
 ) -> Head:
-    """What runs on noise show, in blocks that are given a few of their tokens, or all."""
+    """Observe the head on noise, with a few tokens per block or all tokens."""
     pixels, shape, shortened = call.pixels, call.noise_shape, blocks if few else ()
     device, random, whole = pixels.device, torch.Generator().manual_seed(0), dict[str, Tensor]()
     heads = []
@@ -157,8 +157,8 @@ def _observe_on(
             _Cuts(call.model, blocks) as cuts,
         ):
             noise = torch.randn(shape, generator=random).to(device, pixels.dtype)
-            numbers = read(call(noise))
-            heads.append(_head(numbers, cuts, blocks, top, closed))
+            outputs = read(call(noise))
+            heads.append(_head(outputs, cuts, blocks, top, closed))
     taps = [head.tap for head in heads]
     tap = next((cut.path for cut in cuts.cuts if cut.path in taps), None)
     several = tuple(sorted({path for head in heads for path in head.blocks}))
@@ -167,15 +167,15 @@ def _observe_on(
 
 
 class _Cuts:
-    """Leaves in the place of each block's output, and of the tokens that later modules make of the last one's.
+    """Hooks that replace the output of each block, and tokens computed from the last one, by leaves.
 
-    Blocks run without gradients, and what reads their tokens with them.
+    Blocks run without gradients, later modules with gradients.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._model, self._blocks = model, blocks
-        self.earlier: list[Cut] = []  # blocks but the last
-        self.cuts: list[Cut] = []  # the last block and what follows it, in their order
+        self.earlier: list[Cut] = []  # blocks except the last
+        self.cuts: list[Cut] = []  # the last block and later modules, in order
 
     def __enter__(self) -> "_Cuts":
         self._stack = ExitStack()
@@ -240,98 +240,98 @@ class _Cuts:
 
 
 def _head(
-    numbers: Tensor | None, cuts: _Cuts, blocks: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout]
+    outputs: Tensor | None, cuts: _Cuts, blocks: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout]
 ) -> Head:
-    """What one pass over noise shows."""
-    if numbers is None or numbers.ndim != 2 or not cuts.cuts:
+    """Derive the head from one forward pass on noise."""
+    if outputs is None or outputs.ndim != 2 or not cuts.cuts:
         return Head(None, blocks[0])
     holding, taps, several = list(closed), set[str | None](), set[str]()
-    for score in _scores(numbers):
+    for score in _scores(outputs):
         _differentiate(score, cuts)
         tap, earlier = _tap(cuts, top)
         taps.add(None if tap is None else tap.path)
         several |= earlier
-        holding = [one for one in holding if _holds(tap, cuts.cuts, top, one)]
+        holding = [readout for readout in holding if _holds(tap, cuts.cuts, top, readout)]
     path = next((cut.path for cut in cuts.cuts if cut.path in taps), None)
     name = holding[0].name if holding and taps and not several else None
     return Head(name, blocks[0], path, tuple(sorted(several)))
 
 
-def _scores(numbers: Tensor) -> list[Tensor]:
-    """Sums over the batch of single outputs, or of random combinations of all and the largest ones."""
-    if not numbers.requires_grad:
+def _scores(outputs: Tensor) -> list[Tensor]:
+    """Return sums over the batch of each output, or of random combinations and of the largest output."""
+    if not outputs.requires_grad:
         return []
-    scale = HALF_SCALE if numbers.dtype == torch.float16 else 1.0
-    numbers = numbers.float() if numbers.dtype.itemsize < 4 else numbers
-    if numbers.shape[1] <= _FEW_OUTPUTS:
-        return [scale * one.sum() for one in numbers.unbind(dim=1)]
+    scale = HALF_SCALE if outputs.dtype == torch.float16 else 1.0
+    outputs = outputs.float() if outputs.dtype.itemsize < 4 else outputs
+    if outputs.shape[1] <= _FEW_OUTPUTS:
+        return [scale * output.sum() for output in outputs.unbind(dim=1)]
     random = torch.Generator().manual_seed(1)
-    weights = torch.randn(2, numbers.shape[1], generator=random).to(numbers)
-    return [*(scale * (numbers @ weights.T)).sum(dim=0).unbind(), scale * numbers.amax(dim=1).sum()]
+    weights = torch.randn(2, outputs.shape[1], generator=random).to(outputs)
+    return [*(scale * (outputs @ weights.T)).sum(dim=0).unbind(), scale * outputs.amax(dim=1).sum()]
 
 
 def _differentiate(score: Tensor, cuts: _Cuts) -> None:
-    """Write the gradient of a score into each cut, direct and in total.
+    """Set the direct and total gradient of a score at each cut.
 
-    The gradient at a leaf is direct: what passes through a later cut ends there. In total, it goes on from there.
+    The gradient at a leaf is direct, because later leaves stop it; the total also propagates through later cuts.
     """
     every = [*cuts.earlier, *cuts.cuts]
     direct = torch.autograd.grad(score, [cut.leaf for cut in every], retain_graph=True, allow_unused=True)
     for cut, gradient in zip(every, direct, strict=True):
         cut.direct = cut.total = gradient
-    for number in range(len(every) - 1, len(cuts.earlier), -1):
-        for one, passed in zip(every, _passed(every[number], every[:number]), strict=False):
+    for index in range(len(every) - 1, len(cuts.earlier), -1):
+        for cut, passed in zip(every, _passed(every[index], every[:index]), strict=False):
             if passed is not None:
-                one.total = passed if one.total is None else one.total + passed
+                cut.total = passed if cut.total is None else cut.total + passed
 
 
 def _passed(cut: Cut, before: Sequence[Cut]) -> Sequence[Tensor | None]:
-    """The gradient that a cut passes on to earlier ones, not through those between."""
+    """Return the gradient from a cut to earlier ones that does not pass cuts between."""
     if cut.total is None or not before:
         return [None] * len(before)
-    leaves = [one.leaf for one in before]
+    leaves = [earlier.leaf for earlier in before]
     return torch.autograd.grad(cut.original, leaves, cut.total, retain_graph=True, allow_unused=True)
 
 
 def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
-    """The latest tokens through which all of the gradient passes from the last block on, if they are the top layer's.
+    """Return the latest cut after the last block that all gradients pass, if it has the top layer's tokens.
 
-    Those of a container with another width may be a head's own, and are taken if there are no others.
+    Container outputs of another width may be internal to a head, and are only used if there are no others.
 
     Returns:
-        Their cut, and the paths of earlier blocks that some gradient reaches without passing it.
+        The cut, and the paths of earlier blocks that gradients reach without passing it.
     """
     every, first = [*cuts.earlier, *cuts.cuts], len(cuts.earlier)
-    for number in sorted(range(first, len(every)), key=lambda number: (every[number].other, -number)):
-        cut = every[number]
+    for index in sorted(range(first, len(every)), key=lambda index: (every[index].other, -index)):
+        cut = every[index]
         if not cut.tokens or not _is_nonzero(cut.total) or token_norms(cut.leaf, top) is None:
             continue
-        reached = _reached(every, number)
-        token_wise = not cut.norm or _is_token_wise(cuts.cuts, number - first, top)
+        reached = _reached(every, index)
+        token_wise = not cut.norm or _is_token_wise(cuts.cuts, index - first, top)
         if token_wise and not any(place >= first for place in reached):
             return cut, {every[place].path for place in reached}
     return None, set()
 
 
-def _reached(every: Sequence[Cut], number: int) -> set[int]:
-    """The places of earlier cuts that some gradient reaches without passing a cut."""
-    reached = {place for place in range(number) if _is_nonzero(every[place].direct)}
-    for later in every[number + 1 :]:
-        passed = _passed(later, every[:number])
+def _reached(every: Sequence[Cut], index: int) -> set[int]:
+    """Return the indices of earlier cuts that gradients reach without passing a cut."""
+    reached = {place for place in range(index) if _is_nonzero(every[place].direct)}
+    for later in every[index + 1 :]:
+        passed = _passed(later, every[:index])
         reached |= {place for place, gradient in enumerate(passed) if _is_nonzero(gradient)}
     return reached
 
 
-def _is_token_wise(cuts: Sequence[Cut], number: int, top: TokenLayout) -> bool:
-    """Whether one token of a cut depends on one token of earlier cuts alone."""
-    original, before = cuts[number].original, [cut.leaf for cut in cuts[:number]]
+def _is_token_wise(cuts: Sequence[Cut], index: int, top: TokenLayout) -> bool:
+    """Return True if a token of a cut depends on only one token of earlier cuts."""
+    original, before = cuts[index].original, [cut.leaf for cut in cuts[:index]]
     channels = channel_axis(original.shape, top)
     places = [side // 2 if axis else 0 for axis, side in enumerate(original.shape)]
-    one = tuple(slice(None) if axis == channels else place for axis, place in enumerate(places))
+    token = tuple(slice(None) if axis == channels else place for axis, place in enumerate(places))
     chosen = torch.zeros_like(original)
-    chosen[one] = torch.randn(chosen[one].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
+    chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
     reached = torch.autograd.grad(original, before, chosen, retain_graph=True, allow_unused=True)
-    for gradient in (one for one in reached if _is_nonzero(one)):
+    for gradient in filter(_is_nonzero, reached):
         norms = token_norms(gradient, top)
         if norms is None or int((norms > 0).sum()) > 1:
             return False
@@ -339,7 +339,7 @@ def _is_token_wise(cuts: Sequence[Cut], number: int, top: TokenLayout) -> bool:
 
 
 def _holds(tap: Cut | None, cuts: Sequence[Cut], top: TokenLayout, closed: ClosedReadout) -> bool:
-    """Whether the closed form agrees with the gradient."""
+    """Return True if the closed form agrees with the gradient."""
     if closed.convention == "pooling":
         pools = [cut for cut in cuts if not cut.tokens]
         direct = [cut for cut in cuts if _is_nonzero(cut.direct)]

@@ -1,7 +1,7 @@
-"""Where attention is computed: what a running model does to its tokens, seen as it calls torch's functions.
+"""Interception of attention in the torch functions that a running model calls.
 
-Attention is made by `scaled_dot_product_attention`, or by a softmax whose result a product applies to the values. What
-is recorded is the matrix that is applied: some models mix or re-weigh the softmax before they use it.
+Attention is computed by `scaled_dot_product_attention`, or by a softmax that a matrix product applies to the values.
+The recorded matrix is the applied one: some models mix or re-weight the softmax before.
 """
 
 from typing import Any
@@ -25,41 +25,41 @@ _FUSED: set[Any] = {scaled_dot_product_attention, _ATEN.scaled_dot_product_atten
 _SOFTMAX: set[Any] = {torch.softmax, F.softmax, Tensor.softmax, torch._softmax, torch.special.softmax}
 _SOFTMAX |= {_ATEN.softmax, _ATEN._softmax}
 for _functions in (_FUSED, _SOFTMAX):  # with their overloads
-    _packets = [one for one in _functions if isinstance(one, torch._ops.OpOverloadPacket)]
+    _packets = [function for function in _functions if isinstance(function, torch._ops.OpOverloadPacket)]
     _functions |= {getattr(packet, name) for packet in _packets for name in packet.overloads()}
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 
 
 class Interception(TorchFunctionMode):
-    """Sees every torch function of this thread, and tells a listener of attention where it is made."""
+    """Function mode for all torch functions of this thread that passes attention to a listener."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__()
         self.listener = listener
-        # Softmaxes, their scores and the keys of these by module, which no product has applied yet.
+        # By module: softmaxes that no product has applied yet, with their scores and keys.
         self._pending: dict[str, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
-        # The latest product by module, with its two factors: scores, queries and keys, where a softmax follows.
+        # By module: the latest product and its two factors; if a softmax follows, scores, queries and keys.
         self._products: dict[str, tuple[torch.Size, Tensor, Tensor]] = {}
-        # The shapes of the products of each module, which its scores are among.
+        # By module: the shapes of its products, which include its scores.
         self._shapes: dict[str, set[torch.Size]] = {}
-        # Modules whose attention was applied to values in the call that runs.
+        # Modules whose attention was applied to values in the current call.
         self._applied: set[str] = set()
         self._within = 0
 
     def begin(self) -> None:
-        """See torch's functions until the `end` of this: a mode costs time for each of them."""
+        """Enter the mode until `end`; it slows down each torch function."""
         self._within += 1
         if self._within == 1:
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """The end of the latest `begin`."""
+        """Undo the latest `begin`."""
         self._within -= 1
         if self._within == 0:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def end_all(self) -> None:
-        """The end of all that began: where a hook itself raised an error, some did not end."""
+        """Undo every `begin`; some have no `end` if a hook raised an error."""
         if self._within:
             self._within = 0
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -92,7 +92,7 @@ class Interception(TorchFunctionMode):
         return output
 
     def _normalised(self, name: str, output: Tensor, scores: Tensor, dim: int | None) -> None:
-        """Keep a softmax over the keys: over the last axis, or over the one before it if its transpose is applied."""
+        """Keep a softmax over keys: over the last axis, or the one before it if its transpose is applied."""
         if output.ndim < 3 or dim is None:
             return
         query, key = self._factors_of(name, scores)
@@ -102,25 +102,25 @@ class Interception(TorchFunctionMode):
             self._pending.setdefault(name, []).append((output.mT, scores.mT, query))
 
     def _factors_of(self, name: str, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The factors of the product that made the scores, as far as their shapes tell."""
+        """Return the factors of the product that computed the scores, judged by shape."""
         shape, left, right = self._products.pop(name, (None, None, None))
         return (left, right) if shape == scores.shape else (None, None)
 
     def _multiplied(self, name: str, first: Tensor, second: Tensor) -> Tensor | None:
-        """Recognise the product that applies a softmax, or what was made of it, to values.
+        """Recognise the product that applies a softmax, or a matrix computed from it, to values.
 
         Returns:
-            What the listener puts in the place of the product, if anything.
+            The listener's replacement for the product, or None.
         """
         pending = self._pending[name]
-        for by_itself in (True, False):  # what was made of a softmax has its shape; so may another softmax
-            for number in reversed(range(len(pending))):
-                probabilities, scores, key = pending[number]
+        for by_itself in (True, False):  # a matrix computed from a softmax has its shape; another softmax may, too
+            for index in reversed(range(len(pending))):
+                probabilities, scores, key = pending[index]
                 applied = _applied(first, second, probabilities)
                 if applied is None or (by_itself and not _is_same(applied[0], probabilities)):
                     continue
                 if by_itself:
-                    del pending[number]
+                    del pending[index]
                 else:
                     pending.clear()
                 self._applied.add(name)
@@ -134,10 +134,10 @@ class Interception(TorchFunctionMode):
         return None
 
     def ended(self, name: str) -> None:
-        """A module has run: of a softmax that met no product there, the softmax itself is all that can be told.
+        """Finish a module: pass on a softmax that no observed product applied.
 
-        Where the module applied attention, or where no product has the shape of the scores, it is taken for one over
-        features.
+        If the module applied other attention, or if no product has the shape of the scores, the softmax is treated as
+        one over features.
         """
         self._products.pop(name, None)
         shapes, left = self._shapes.pop(name, set()), self._pending.pop(name, ())
@@ -146,7 +146,7 @@ class Interception(TorchFunctionMode):
             return
         for probabilities, scores, key in left:
             square = probabilities.shape[-1] == probabilities.shape[-2]
-            of_text = self.listener.wants_visible  # which may attend within a window, by other shapes
+            of_text = self.listener.wants_visible  # which may attend within a window, with other shapes
             if probabilities.ndim == 4 and (square or of_text or scores.shape in shapes):
                 self.listener.saw(self._precise(probabilities, scores), None, False, key, self._visible(scores))
 
@@ -156,9 +156,9 @@ class Interception(TorchFunctionMode):
         return seen_keys(scores) if scores.ndim == 4 else unmasked(scores)
 
     def _precise(self, probabilities: Tensor, scores: Tensor | None) -> Tensor:
-        """Probabilities in float32 at least, from their scores, if they are plainly the softmax of those.
+        """Return probabilities at least in float32, recomputed from `scores` if given.
 
-        A copy in another precision would lie beside the path of the gradients.
+        With gradients they are unchanged, because a copy would not be in the autograd graph.
         """
         if self.listener.gradients or probabilities.dtype in (torch.float32, torch.float64):
             return probabilities
@@ -168,25 +168,25 @@ class Interception(TorchFunctionMode):
 
 
 def is_softmax(func: Any) -> bool:
-    """Whether a function of torch is a softmax."""
+    """Return True if a torch function is a softmax."""
     return func in _SOFTMAX
 
 
 def _softmax_of(input: Tensor, dim: int | None = None, *more: Any, **options: Any) -> tuple[Tensor, int | None]:
-    """What a softmax is taken of, and over which axis, however these arguments are passed."""
+    """Return the input and axis of a softmax call."""
     return input, dim
 
 
 def _factors(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor] | None:
-    """Both factors of a product, however they are passed; None where they are no tensors."""
+    """Return both factors of a product call; None if they are not tensors."""
     first, second = [*args, *(kwargs[name] for name in ("input", "other", "mat2", "tensor2") if name in kwargs)][:2]
     return (first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else None
 
 
 def _applied(first: Tensor, second: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor, bool] | None:
-    """The attention and the values of a product, and whether it is values · attentionᵀ; None if it is no such product.
+    """Return attention, values and True if the product is values · attentionᵀ; None for another product.
 
-    The attention is a softmax, of its shape, or a view of it whose last two axes are those of the softmax.
+    The attention has the shape of the softmax, or is a view of it with the same last two axes.
     """
     like = probabilities.shape
     turned = second.ndim >= 2 and second.mT.shape == like
@@ -196,19 +196,19 @@ def _applied(first: Tensor, second: Tensor, probabilities: Tensor) -> tuple[Tens
     if first.shape == like:
         return first, second, turned
     viewed = first.shape[-2:] == like[-2:] and first.numel() == probabilities.numel()
-    # The last column may be a sink that has no value.
+    # The last column may be an attention sink without a value.
     without_sink = first.ndim == len(like) and first.shape == probabilities[..., : first.shape[-1]].shape
     same = (viewed or without_sink) and first.data_ptr() == probabilities.data_ptr()
     return (first, second, turned) if same else None
 
 
 def _is_same(tensor: Tensor, probabilities: Tensor) -> bool:
-    """Whether a tensor holds these probabilities, or some columns of them, and not their transpose."""
+    """Return True if a tensor is a view of these probabilities or of some columns, not of their transpose."""
     return tensor.data_ptr() == probabilities.data_ptr() and tensor.stride()[-2:] == probabilities.stride()[-2:]
 
 
 def _is_copy(tensor: Tensor, original: Tensor) -> bool:
-    """Whether a tensor is another, in another precision: a softmax in float32 that half-precision values follow."""
+    """Return True if a tensor is the original in another precision, such as a softmax in float32 cast to half."""
     return tensor.dtype != original.dtype and torch.equal(tensor, original.to(tensor.dtype))
 
 

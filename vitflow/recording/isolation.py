@@ -1,4 +1,4 @@
-"""What keeps a recording to itself: a turn for each model, hooks of one thread, flags that all recordings share."""
+"""Isolation of recordings: a lock per model, thread-bound hooks, and process-wide settings."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,14 @@ _turns: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDicti
 
 
 def turn(model: nn.Module) -> AbstractContextManager[Any]:
-    """The lock of a model: threads that record it or change its mode take turns; a thread may hold it several times."""
+    """Return the reentrant lock of a model, for threads that record it or change its mode."""
     with _guard:
         return _turns.setdefault(model, threading.RLock())
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, in its turn, and give every module its own mode back."""
+    """Run a model in eval mode under its lock, and restore the mode of each module."""
     with turn(model):
         training = [module for module in modules_of(model) if module.training]
         if training:
@@ -39,11 +39,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run a model on numbers that were made up, and leave no trace of it: in its turn, in eval mode, and unrecorded.
+    """Run a model on artificial input without side effects: under its lock, in eval mode, and unrecorded.
 
-    Buffers that it writes to, what its modules keep of a pass, and random numbers that it draws, are as before.
+    Buffers, module attributes and the random state are restored.
     """
-    accelerator = "cuda" if device.type == "cpu" else device.type  # of a processor alone, none is looked at
+    accelerator = "cuda" if device.type == "cpu" else device.type  # not used for the CPU
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with (
         torch.no_grad(),
@@ -56,35 +56,35 @@ def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            for own, attributes in kept:
-                for name in own.keys() - attributes.keys():
-                    del own[name]
-                own.update(attributes)
+            for current, attributes in kept:
+                for name in current.keys() - attributes.keys():
+                    del current[name]
+                current.update(attributes)
             for buffer, value in before:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
 
 
 def default_device() -> str:
-    """The accelerator that is there, or the CPU."""
+    """Return the available accelerator, or the CPU."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def device_in_words(device: str) -> str:
-    """What a device is called, or with how many threads torch works on it."""
+    """Describe a device by its name, or by the number of torch threads."""
     more = torch.cuda.get_device_name() if device == "cuda" else f"threads of torch: {torch.get_num_threads()}"
     return f"{device} ({more})"
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model lies; the processor for one without parameters."""
+    """Return the device of a model; the CPU for a model without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dtype | None = None) -> torch.device:
-    """Move a model, in its turn, and convert it where a precision is asked for; returns where it lies then.
+    """Move a model under its lock, and convert it to `dtype` if given; return its device.
 
     Raises:
         OptionError: the device cannot be used.
@@ -99,7 +99,7 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
     try:
         device = torch.device(device)
         if device.type == "meta":
-            raise TypeError("it computes shapes and no values.")
+            raise TypeError("it computes shapes, but no values.")
         with turn(model):
             model.to(device)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
@@ -108,7 +108,7 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
 
 
 class _Thread(threading.local):
-    """What is known of each thread by itself."""
+    """Thread-local state."""
 
     aside = False
 
@@ -118,7 +118,7 @@ _thread = _Thread()
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Run a model without any recording of this thread taking notice."""
+    """Run a model without being recorded by this thread."""
     before, _thread.aside = _thread.aside, True
     try:
         yield
@@ -127,28 +127,27 @@ def aside() -> Iterator[None]:
 
 
 def is_aside() -> bool:
-    """Whether this thread runs a model `aside` now."""
+    """Return True if this thread currently runs a model `aside`."""
     return _thread.aside
 
 
 class Hook:
-    """A hook on a module that acts for the module itself, in the thread that made it, until it is removed.
+    """A module hook that acts only for its module and in the thread that created it, until it is removed.
 
-    Hooks reach further than they should: other threads run the same module, and `copy.deepcopy` takes them along.
-    Anywhere but where it belongs a hook does nothing, and copies of it never do anything.
+    Other threads may run the same module, and `copy.deepcopy` copies hooks. There, the hook does nothing.
 
     Args:
         module: the module to watch.
-        act: called as torch calls hooks, without the module: with the arguments and keyword arguments before a forward
-            pass, or with the arguments and the output after one.
-        before: whether to act before the forward pass; otherwise it acts afterwards, also where that failed.
-        in_aside: act while the thread runs a model `aside`, and only then.
+        act: called as torch calls hooks, but without the module: with the arguments and keyword arguments before a
+            forward pass, or with the arguments and the output after it.
+        before: True to act before the forward pass; otherwise it acts afterwards, also after an exception.
+        in_aside: act only while the thread runs a model `aside`.
     """
 
     def __init__(self, module: nn.Module, act: Callable[..., Any], *, before: bool, in_aside: bool = False) -> None:
         self._module, self._thread, self._in_aside = module, threading.get_ident(), in_aside
         self._act: Callable[..., Any] | None = act
-        with _guard:  # torch numbers hooks without a lock
+        with _guard:  # torch assigns hook ids without a lock
             self._handle = (
                 module.register_forward_pre_hook(self, with_kwargs=True)
                 if before
@@ -156,7 +155,7 @@ class Hook:
             )
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
-        """What the hook does, or None where it does not belong."""
+        """Call the hook in its thread and on its module; otherwise return None."""
         act = self._act
         mine = module is self._module and threading.get_ident() == self._thread and _thread.aside == self._in_aside
         return act(*given) if mine and act is not None else None
@@ -165,20 +164,20 @@ class Hook:
         return _Inert, ()
 
     def remove(self) -> None:
-        """Take it off the module."""
+        """Remove the hook from the module."""
         self._act = None
         self._handle.remove()
 
 
 class _Inert:
-    """What a hook becomes in a copied or pickled module."""
+    """Replacement of a hook in a copied or pickled module."""
 
     def __call__(self, *given: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def has_foreign_hooks(model: nn.Module) -> bool:
-    """Whether code that is not vitflow's is called as the model, or any model of the process, runs."""
+    """Return True if the model has hooks that are not vitflow's, or torch has global module hooks."""
     every = torch.nn.modules.module
     tables = [every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks]
     tables.append(every._global_backward_pre_hooks)
@@ -188,7 +187,7 @@ def has_foreign_hooks(model: nn.Module) -> bool:
 
 
 class _WhileAny:
-    """A setting of the whole process, made when the first recording begins and undone when the last one ends."""
+    """A process-wide setting that the first recording enables and the last one disables."""
 
     def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
         self._setting, self._users = setting, 0
@@ -219,39 +218,39 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-#: Have torch's own transformer modules take the path on which their attention is seen.
+#: Disable the fast path of torch's transformer modules, which hides their attention.
 no_fast_path = _WhileAny(_no_fast_path)
 
 
 def _force_eager() -> AbstractContextManager[Any]:
-    # Older releases of torch cannot be told; `refuse_compiled` keeps their compiled models out.
+    # Older releases of torch do not support this; `refuse_compiled` rejects their compiled models.
     return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
 
 
-#: Have compiled code run as it was written: compiled code shows no calls.
+#: Run compiled code eagerly, because compiled code hides its calls.
 uncompiled = _WhileAny(_force_eager)
 
 
 def refuse_compiled() -> None:
-    """Raise UnsupportedModelError where torch cannot run compiled code as it was written: before 2.6."""
+    """Raise UnsupportedModelError if torch cannot run compiled code eagerly (before 2.6)."""
     if not hasattr(torch.compiler, "set_stance"):
         raise UnsupportedModelError(
-            f"Expected a model without compiled parts, since compiled code shows no attention, got some with torch "
-            f"{torch.__version__}. Pass the model as it was before torch.compile, or install torch 2.6 or newer."
+            f"Compiled models require torch 2.6 or newer, got {torch.__version__}. Pass the model as it was before "
+            "torch.compile, or upgrade torch."
         )
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:
-    """Raise ModelError if the weights were made where no gradient can pass them."""
+    """Raise ModelError if the weights are inference tensors, which do not support gradients."""
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ModelError(
-            f"The weights of {type(model).__name__} were made under torch.inference_mode(), and no gradient can pass "
-            "them. Build or load the model outside of it; explaining inside is fine."
+            f"The weights of {type(model).__name__} were made under torch.inference_mode() and do not support "
+            "gradients. Build or load the model outside of it; explaining inside is fine."
         )
 
 
 def refuse_without_weights(model: nn.Module) -> None:
-    """Raise ModelError for a model whose weights have no shape yet, or a shape and no values."""
+    """Raise ModelError if weights are uninitialized or on the meta device."""
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         lazy = nn.parameter.is_lazy(weight)
         if lazy or weight.is_meta:
@@ -263,16 +262,16 @@ def refuse_without_weights(model: nn.Module) -> None:
 
 
 def refuse_meta_default(model: nn.Module) -> None:
-    """Raise OptionError where new tensors would have no values, unless the model has none either."""
+    """Raise OptionError if the default device is meta and the model is on another device."""
     if torch.empty(0).is_meta and device_of(model).type != "meta":
         raise OptionError(
-            f"Expected a default device that computes values, got 'meta', while {type(model).__name__} lies on "
+            f"Expected a default device that computes values, got 'meta', while {type(model).__name__} is on "
             f"{device_of(model)}: leave torch.device('meta') before the model runs."
         )
 
 
 def refuse_checkpointing(model: nn.Module) -> None:
-    """Raise UnsupportedModelError where parts of a model run once more during its backward pass."""
+    """Raise UnsupportedModelError if a model uses gradient checkpointing."""
     for module in model.modules():
         of_timm = getattr(module, "grad_checkpointing", False) is True
         of_transformers = getattr(module, "gradient_checkpointing", False) is True and module.training
@@ -286,23 +285,23 @@ def refuse_checkpointing(model: nn.Module) -> None:
             )
 
 
-#: How many tokens a block is given: a prime, so that no channels and no heads are taken for tokens.
+#: The number of tokens per block: a prime, to distinguish tokens from channels and heads.
 FEW_TOKENS = 7
 
 
 @contextmanager
 def given_few(model: nn.Module, blocks: Sequence[str], whole: dict[str, Tensor]) -> Iterator[None]:
-    """Give each block its first tokens alone; `whole` takes in all of them, by the path of the block."""
+    """Pass only the first tokens to each block; `whole` receives all of them, by block path."""
 
     def before(path: str) -> Callable[..., Any]:
         def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            every = [one for one in (*args, *kwargs.values()) if _is_long(one)]
+            every = [value for value in (*args, *kwargs.values()) if _is_long(value)]
             if not every:
-                raise ShapeError(f"{path} is not given a sequence of tokens.")
+                raise ShapeError(f"The input of {path} is not a sequence of tokens.")
             whole[path] = every[0]
             few = every[0][:, :FEW_TOKENS]
-            kwargs = {name: few if one is every[0] else one for name, one in kwargs.items()}
-            return tuple(few if one is every[0] else one for one in args), kwargs
+            kwargs = {name: few if value is every[0] else value for name, value in kwargs.items()}
+            return tuple(few if value is every[0] else value for value in args), kwargs
 
         return act
 
@@ -314,15 +313,15 @@ def given_few(model: nn.Module, blocks: Sequence[str], whole: dict[str, Tensor])
 
 @contextmanager
 def returning_all(model: nn.Module, blocks: Sequence[str], whole: dict[str, Tensor]) -> Iterator[None]:
-    """Let each block return all of its tokens: those that it was given, and the others as they were."""
+    """Restore the output of each block to all tokens; tokens that the block did not receive are unchanged."""
 
     def after(path: str) -> Callable[..., Any]:
         def act(args: Any, output: Any) -> Any:
-            if output is None:  # an exception passes through
+            if output is None:  # after an exception
                 return None
             tokens, given = tokens_of(output), whole.pop(path)
             if tokens is None or tokens.shape != (len(given), FEW_TOKENS, given.shape[-1]):
-                raise ShapeError(f"{path} returns another number of tokens than it was given.")
+                raise ShapeError(f"{path} changes the number of tokens.")
             return with_tokens(output, torch.cat([tokens, given[:, FEW_TOKENS:].to(tokens)], dim=1))
 
         return act

@@ -1,4 +1,4 @@
-"""Where the tokens of each attention layer lie on the image: the windows and stages of a forward pass that ran."""
+"""Token positions of each attention layer on the image: the windows and stages of a recorded forward pass."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,50 +20,50 @@ from vitflow.recording.windows import Size, Windows, find_windows, token_orders
 def find_tokens(
     model: nn.Module, layers: Sequence[AttentionLayer], pixels: Tensor, layout: TokenLayout | None
 ) -> tuple[list[AttentionLayer], str | None]:
-    """Find where the tokens of each layer lie.
+    """Find the token positions of each layer.
 
     Args:
         model: the model.
-        layers: its attention, as it ran.
+        layers: its recorded attention, in order.
         pixels: the model input, [batch, channels, height, width].
-        layout: the layout of the tokens, if the caller knows it.
+        layout: the layout of the tokens, if given.
 
     Returns:
-        The layers that mix tokens of the image, each with where they lie, and why rollout does not apply, or None.
+        The layers that mix image tokens, with token positions; and the reason why rollout does not apply, or None.
 
     Raises:
-        UnsupportedModelError: all tokens attend to all, and the model does not say how they are arranged.
+        UnsupportedModelError: global attention, and the model's token layout is unknown.
     """
     batch, size = len(pixels), (pixels.shape[-2], pixels.shape[-1])
     counts = {(len(layer.example) // batch, *layer.example.shape[-2:]) for layer in layers}
     windows, queries, keys = next(iter(counts))
     if len(counts) == 1 and windows == 1 and queries == keys and not hasattr(model, "unroll"):
-        own = layout or read_layout(model, size, keys)
-        everywhere = LayerTokens(own, own)
+        layout = layout or read_layout(model, size, keys)
+        everywhere = LayerTokens(layout, layout)
         for layer in layers:
             layer.located = everywhere
         return list(layers), None
-    found: Windows = {}
+    windowed: Windows = {}
     if any(windows > 1 for windows, _, _ in counts):
-        found = _assumed_windows(model, layers, batch, size) if pixels.is_meta else find_windows(model, pixels)
-    located = [replace(layer, located=_locate(model, layer, batch, size, layout, found)) for layer in layers]
+        windowed = _assumed_windows(model, layers, batch, size) if pixels.is_meta else find_windows(model, pixels)
+    located = [replace(layer, located=_locate(model, layer, batch, size, layout, windowed)) for layer in layers]
     grids = {layer.tokens.keys.num_patches for layer in located if layer.located is not None}
-    # As many windows as patches: attention among the pixels of each patch, which leaves the patches in their place.
+    # As many windows as patches: attention within each patch, which does not mix patches.
     mixing = [layer for layer in located if layer.located is not None or len(layer.example) // batch not in grids]
     unknown = next((layer for layer in mixing if layer.located is None), None)
     if unknown is None:
         return mixing, None
     kind = type(model.get_submodule(unknown.name)).__name__
     return list(layers), (
-        f"It cannot be told which parts of the image the tokens of {unknown.name} ({kind}) in "
-        f"{type(model).__name__} stand for: its attention has shape {tuple(unknown.example.shape)} and is in "
-        "trace.attentions, but rollout does not apply. Use gradcam, input_gradient or occlusion."
+        f"The image positions of the tokens of {unknown.name} ({kind}) in {type(model).__name__} are unknown: its "
+        f"attention {tuple(unknown.example.shape)} is in trace.attentions, but rollout does not apply. Use gradcam, "
+        "input_gradient or occlusion."
     )
 
 
 def _assumed_windows(model: nn.Module, layers: Sequence[AttentionLayer], batch: int, size: Size) -> Windows:
-    """Stand-ins for the windows of a model that ran on shapes alone, where values would let them be followed."""
-    found: Windows = {}
+    """Return placeholder windows for a model on the meta device, where they cannot be traced by values."""
+    placeholders: Windows = {}
     finest = None
     with suppress(UnsupportedModelError):
         finest = read_layout(model, size, None)
@@ -75,16 +75,16 @@ def _assumed_windows(model: nn.Module, layers: Sequence[AttentionLayer], batch: 
         if following is not None and len(following.example) == batch:
             grid = layout_of_count(model, size, following.example.shape[-1])
             if grid is not None and grid.num_patches == windows:
-                continue  # among the pixels of each patch, before attention between the patches
-        stride = getattr(module, "stride", None)  # of windows that overlap
+                continue  # attention within each patch, before attention between patches
+        stride = getattr(module, "stride", None)  # of overlapping windows
         tokens = windows * keys if stride is None else windows * stride**2
         side = (size[0] * size[1] / tokens) ** 0.5
-        filled = TokenLayout(0, round(size[0] / side), round(size[1] / side))  # windows that padding fills up
+        filled = TokenLayout(0, round(size[0] / side), round(size[1] / side))  # padded to full windows
         grid = layout_of_count(model, size, tokens) or filled
         if finest is not None and grid.num_patches > finest.num_patches:
             grid = TokenLayout(0, finest.rows, finest.cols)
-        found[layer.name] = torch.zeros(windows, keys, dtype=torch.long), grid
-    return found
+        placeholders[layer.name] = torch.zeros(windows, keys, dtype=torch.long), grid
+    return placeholders
 
 
 def _locate(
@@ -93,13 +93,13 @@ def _locate(
     batch: int,
     size: Size,
     given: TokenLayout | None,
-    found: Windows,
+    windowed: Windows,
 ) -> LayerTokens | None:
     windows, (queries, keys) = len(layer.example) // batch, layer.example.shape[-2:]
     if windows > 1:
-        if layer.name not in found or found[layer.name][0].shape != (windows, keys):
+        if layer.name not in windowed or windowed[layer.name][0].shape != (windows, keys):
             return None
-        return _windowed(*found[layer.name], queries)
+        return _windowed(*windowed[layer.name], queries)
     layouts = [
         given if given is not None and given.num_tokens == count else layout_of_count(model, size, count)
         for count in (queries, keys)
@@ -117,7 +117,7 @@ def _locate(
 
 
 def _windowed(key_index: Tensor, keys: TokenLayout, queries: int) -> LayerTokens | None:
-    """The tokens of windows whose queries are their keys, or pooled from them."""
+    """Return the tokens of windows whose queries are the keys, or are pooled from them."""
     if queries == key_index.shape[1]:
         return LayerTokens(keys, keys, key_index, key_index)
     count = key_index.shape[1]
@@ -127,7 +127,7 @@ def _windowed(key_index: Tensor, keys: TokenLayout, queries: int) -> LayerTokens
     coarse = TokenLayout(0, keys.rows // side, keys.cols // side)
     parents = key_index // keys.cols // side * coarse.cols + key_index % keys.cols // side
     parents = torch.where(key_index < 0, -1, parents)  # [windows, keys]
-    groupings = [parents.unflatten(1, (side * side, queries)).transpose(1, 2)]  # Hiera's, or else as on the image
+    groupings = [parents.unflatten(1, (side * side, queries)).transpose(1, 2)]  # in Hiera's order, or in raster order
     if width * width == count and width % side == 0:
         blocks = parents.unflatten(1, (width // side, side, width // side, side))
         groupings.append(blocks.transpose(2, 3).flatten(3).flatten(1, 2))

@@ -1,4 +1,4 @@
-"""The attention of one layer: what its modules computed, put together or fused."""
+"""Attention of one layer: the attention of its modules, concatenated or fused."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -12,30 +12,30 @@ from vitflow.methods.rollout import rollout_step
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.models.anatomy import output_projection
 
-# How heads were fused: the name of the fusion, and the value weighting that came before it.
+# Head fusion, and the value weighting before it.
 FusionKey = tuple[str, ValueWeighting]
 
 
-# So many layers make one product. With more, the products take more time, each a part of a small model's own layer, and
-# what is left to save is little beside what the forward pass needs.
+# The number of layers per product. More layers take more time (noticeable in small models) and save little memory
+# compared with the forward pass.
 _MULTIPLIED = 3
 
-# Brings probabilities, or values, into the form [batch · windows, heads, tokens, …].
+# Rearranges probabilities or values to [batch · windows, heads, tokens, …].
 Arrange = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleAttention:
-    """The attention of one module as it computed it.
+    """Attention as one module computed it.
 
     Attributes:
-        tensor: the probabilities that it applied, on the path of the gradients where those were asked for.
-        arrange: brings them into the form [batch · windows, heads, queries, keys]; None where they have it.
-        values: the value vectors that they were applied to, where asked for.
-        mixed: whether the heads were mixed or re-weighed after the softmax (CaiT, ConViT, EfficientFormerV2). Rows need
-            not sum to 1 then, and entries may be negative; in fused matrices those count as 0.
-        keys: the key vectors, heads side by side, [batch · windows, keys, width], where asked for and seen.
-        visible: which keys each query may see, bool [batch or 1, queries, keys], where asked for and not all.
+        tensor: the applied probabilities, in the autograd graph if gradients were requested.
+        arrange: rearranges them to [batch · windows, heads, queries, keys]; None if they have this form.
+        values: the value vectors that they were applied to, if requested.
+        mixed: True if the heads were mixed or re-weighted after the softmax (CaiT, ConViT, EfficientFormerV2). Rows may
+            not sum to 1, and entries may be negative; fused matrices clamp these to 0.
+        keys: the key vectors with concatenated heads, [batch · windows, keys, width], if requested and observed.
+        visible: attention mask, bool [batch or 1, queries, keys], if requested and not all True.
     """
 
     tensor: Tensor
@@ -51,26 +51,26 @@ class ModuleAttention:
         return self.arranged(self.tensor)
 
     def arranged(self, like: Tensor) -> Tensor:
-        """A tensor of the same form, such as the gradient, [batch · windows, heads, queries, keys]."""
+        """Rearrange a tensor such as the gradient to [batch · windows, heads, queries, keys]."""
         return like if self.arrange is None else self.arrange(like)
 
 
 @dataclass(slots=True)
 class AttentionLayer:
-    """The attention of one layer of one forward pass.
+    """Attention of one layer in one forward pass.
 
     Attributes:
-        name: the layer's module path in the model, such as "blocks.3.attn".
-        parts: what each attention module of the layer computed (more than one where modules work side by side on the
-            same tokens); empty where only fused matrices were kept.
+        name: module path of the layer, such as "blocks.3.attn".
+        parts: attention of each module of the layer (several if modules run in parallel on the same tokens); empty if
+            only fused matrices were kept.
         fused: fused matrices [batch · windows, queries, keys] by (head fusion, value weighted).
-        values: the value vectors that this attention passes on, where asked for.
-        located: which tokens it attends between, and where they lie; None where that is not known.
-        keys: the key vectors, heads side by side, [batch · windows, keys, width], where asked for and seen.
-        mixed: whether its heads were mixed or re-weighed after the softmax.
-        visible: which keys each query may see, bool [batch or 1, queries, keys], where asked for and not all.
-        multiplied: of how many layers its fused matrix is rollout's product, each with its residual connection; it has
-            the name of the top one. 0 where it is the attention itself.
+        values: the value vectors of this attention, if requested.
+        located: its query and key tokens and their positions; None if unknown.
+        keys: the key vectors with concatenated heads, [batch · windows, keys, width], if requested and observed.
+        mixed: True if its heads were mixed or re-weighted after the softmax.
+        visible: attention mask, bool [batch or 1, queries, keys], if requested and not all True.
+        multiplied: the number of layers in the rollout product (with residuals) that replaces its fused matrix; `name`
+            is the top layer's. 0 for plain attention.
     """
 
     name: str
@@ -85,9 +85,9 @@ class AttentionLayer:
 
     @property
     def heads(self) -> Tensor | None:
-        """All heads of the layer, [batch · windows, heads, queries, keys], or None where only fused matrices were kept.
+        """All heads of the layer, [batch · windows, heads, queries, keys]; None if only fused matrices were kept.
 
-        A layer without windows has one window, which holds all tokens.
+        A layer without windows has one window of all tokens.
         """
         if len(self.parts) > 1:
             return torch.cat([part.heads for part in self.parts], dim=1)
@@ -95,27 +95,27 @@ class AttentionLayer:
 
     @property
     def example(self) -> Tensor:
-        """Any of the layer's matrices, [batch · windows, …, queries, keys]."""
+        """Any matrix of the layer, [batch · windows, …, queries, keys]."""
         return self.parts[0].heads if self.parts else next(iter(self.fused.values()))
 
     @property
     def tokens(self) -> LayerTokens:
-        """Where the tokens of this layer lie; VitflowError before that is known."""
+        """Tokens of this layer and their positions; raises VitflowError if unknown."""
         if self.located is None:
-            raise VitflowError(f"It is not known where the tokens of {self.name} lie.")
+            raise VitflowError(f"The token positions of {self.name} are unknown.")
         return self.located
 
 
 def close_layer(
     name: str, parts: Sequence[ModuleAttention], module: nn.Module, fusions: Collection[FusionKey]
 ) -> AttentionLayer:
-    """A layer that has run, of what its modules computed: fused, or with every head where no fusion is asked for.
+    """Return the layer of finished attention modules: fused, or with every head if no fusion is requested.
 
     Args:
-        name: its path in the model.
-        parts: the attention of its modules, in their order.
+        name: module path of the layer.
+        parts: attention of its modules, in order.
         module: the module at that path.
-        fusions: what to fuse, at once, so that no more than one layer's heads are alive.
+        fusions: the requested fusions; applied now, so that only one layer's heads are in memory.
     """
     seen = [part.values for part in parts if part.values is not None]
     values = seen[0] if len(seen) == 1 else join_values(seen) if seen else None
@@ -132,9 +132,9 @@ def close_layer(
 
 
 def pile_up(layers: list[AttentionLayer], layer: AttentionLayer, residual: float, normal: bool) -> None:
-    """Put a layer on those that ran before it, multiplied with the ones below: three take the memory of one.
+    """Append a layer, multiplied into the product of up to three layers, which takes the memory of one.
 
-    It is normal where the rows of each head sum to 1.
+    `normal` is True if the rows of each head sum to 1.
     """
     [((fusion, weighting), fused)] = layer.fused.items()
     normal = not layer.mixed and (bool(weighting) or (normal and fusion == "mean"))
@@ -150,27 +150,27 @@ def pile_up(layers: list[AttentionLayer], layer: AttentionLayer, residual: float
 
 
 def fuse_parts(heads: Tensor, key: FusionKey, values: Values | None, parts: Sequence[ModuleAttention]) -> Tensor:
-    """Fuse the heads of these parts; where heads were mixed, what is negative afterwards counts as 0."""
+    """Fuse the heads of these parts; if heads were mixed, clamp negative entries to 0."""
     fused = fuse_weighted(heads, *key, values)  # type: ignore[arg-type]
     return fused.clamp_min(0.0) if any(part.mixed for part in parts) else fused
 
 
 def identity_rows(rows: Tensor, first: int) -> None:
-    """Make rows [images, queries, keys] with nothing above 0, the first of them that of a token, the identity's."""
+    """Replace rows [images, queries, keys] without positive entries by identity rows; `first` is the first query."""
     empty = (rows.amax(dim=-1) <= 0).nonzero()
     rows[empty[:, 0], empty[:, 1], first + empty[:, 1]] = 1.0
 
 
 def read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module | None) -> Values:
-    """The value vectors of an attention module, with the projection that its heads go through."""
+    """Return the value vectors of an attention module with its output projection."""
     projection = output_projection(module, around)
     groups = getattr(module, "num_key_value_groups", 1)
     if groups > 1 and projection is not None and projection.shape[-1] == groups * value.shape[1] * value.shape[-1]:
         value = value.repeat_interleave(groups, dim=1)  # heads of one group share their values
     if projection is None or projection.shape[-1] != value.shape[1] * value.shape[-1]:
         raise ValueNormsError(
-            f"{type(module).__name__} ({name}) does not join its heads by one linear output projection, which value "
-            "weighting needs."
+            f"Value weighting requires one linear output projection, which {type(module).__name__} ({name}) does not "
+            "have."
         )
     value = value.detach()
     value = value if value.dtype == torch.float64 else value.float()

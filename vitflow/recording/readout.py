@@ -1,8 +1,8 @@
-"""The readout: the tokens that an output is computed from, measured by its gradient at the tokens that the head reads.
+"""The readout: weights of the tokens that an output is computed from, by gradient norm.
 
-`readout_i ∝ ‖∂f/∂y_i‖₂` for an output f and the tokens y that the head reads: those after the final norm if nothing
-else is read, else those after the last block. For the known poolings there is a closed form, which is used where
-`heads.py` has observed that it holds.
+`readout_i ∝ ‖∂f/∂y_i‖₂` for an output f and the tokens y that the head reads: those after the final norm if the head
+reads nothing else, otherwise those after the last block. Known poolings have a closed form, which is used after
+`heads.py` has verified it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,26 +16,26 @@ from vitflow.errors import UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import module_paths
 
-# Maps what a model returns to the outputs that are explained, [batch, outputs].
+# Maps the return value of a model to the explained outputs, [batch, outputs].
 Read = Callable[[Any], Tensor | None]
 
 _ZERO = (
-    "The gradient of the output is zero for all tokens that it is computed from: the output is detached, constant, or "
-    "behind a ReLU that is off. Pass readout=, or use sampling or occlusion, which need no gradient."
+    "The gradient of the output with respect to its tokens is zero: the output is detached, constant, or behind an "
+    "inactive ReLU. Pass readout=, or use sampling or occlusion, which need no gradient."
 )
-# A patch with less than this part of the largest weight is not counted as one that is read.
+# Tokens with less than this fraction of the largest weight are not counted.
 _COUNTED = 1e-3
-#: Half precision cannot hold the smallest gradients, unless they are scaled up on the way.
+#: Loss scale for half precision, in which the smallest gradients underflow.
 HALF_SCALE = 1024.0
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What an observation found about how an output is computed from tokens.
+    """How an output is computed from tokens, as observed.
 
     Attributes:
-        closed: name of the known pooling whose readout holds; None if the gradient is needed.
-        first: path of the first block, before which the head reads nothing.
+        closed: name of the verified known pooling; None if the gradient is needed.
+        first: path of the first block; the head reads nothing before it.
         tap: path of the module whose output is y; None if no module returns the top layer's tokens.
         blocks: paths of earlier blocks whose tokens the output is computed from directly.
     """
@@ -47,13 +47,13 @@ class Head:
 
 
 def tap_candidates(model: nn.Module, attending: Sequence[str]) -> list[str]:
-    """Paths of modules that may return the tokens that the head reads: norms, and containers of attention modules."""
+    """Return paths of modules that may return the head's input tokens: norms and containers of attention modules."""
     containers = {".".join(name.split(".")[:n]) for name in attending for n in range(1, name.count(".") + 1)}
     return [path for path, module in module_paths(model) if path and (path in containers or is_norm(module))]
 
 
 def tokens_of(output: Any) -> Tensor | None:
-    """The tensor of tokens in what a module returned: itself, the first of a sequence, or `last_hidden_state`."""
+    """Return the token tensor of a module's output: itself, the first of a sequence, or `last_hidden_state`."""
     if isinstance(output, Mapping):
         output = output.get("last_hidden_state")
     elif isinstance(output, tuple | list) and output:
@@ -62,7 +62,7 @@ def tokens_of(output: Any) -> Tensor | None:
 
 
 def with_tokens(output: Any, tokens: Tensor) -> Any:
-    """What a module returned, with other tokens."""
+    """Return a module's output with its tokens replaced."""
     if isinstance(output, Mapping):
         output["last_hidden_state"] = tokens  # type: ignore[index]
         return output
@@ -72,13 +72,13 @@ def with_tokens(output: Any, tokens: Tensor) -> Any:
 
 
 def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor | None:
-    """L2 norms of a gradient over channels, [batch, tokens]; None if it does not have the tokens of the layout.
+    """Return L2 norms of a gradient over channels, [batch, tokens]; None if its tokens do not fit the layout.
 
     Args:
         gradient: [batch, tokens, channels], [tokens, batch, channels], [batch, rows, cols, channels] or
-            [batch, channels, rows, cols]; of a finer grid, the norms over the cells of each patch.
-        layout: of the top layer's tokens.
-        order: raster index of each token, if the model's own order is another one.
+            [batch, channels, rows, cols]; a finer grid is reduced to the norm over the cells of each patch.
+        layout: layout of the top layer's tokens.
+        order: raster index of each token, if the model does not use raster order.
     """
     channels = channel_axis(gradient.shape, layout)
     if channels is None:
@@ -97,7 +97,7 @@ def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = No
 
 
 def channel_axis(shape: Sequence[int], layout: TokenLayout) -> int | None:
-    """The axis of the channels of a tensor that has the tokens of a layout, or None."""
+    """Return the channel axis of a tensor with the tokens of a layout, or None."""
     counts = (layout.num_patches, layout.num_tokens)
     if len(shape) == 3:
         return 2 if shape[1] in counts or shape[0] in counts else None
@@ -108,23 +108,23 @@ def channel_axis(shape: Sequence[int], layout: TokenLayout) -> int | None:
 
 
 def gradient_readout(
-    numbers: Tensor, targets: Tensor, tokens: Tensor, layout: TokenLayout, order: Tensor | None = None
+    outputs: Tensor, targets: Tensor, tokens: Tensor, layout: TokenLayout, order: Tensor | None = None
 ) -> Tensor:
-    """The readout of one output of each image, [batch, tokens], rows summing to 1.
+    """Return the readout of one output of each image, [batch, tokens], with rows that sum to 1.
 
     Args:
-        numbers: the outputs of each image, [batch, outputs].
+        outputs: the outputs of each image, [batch, outputs].
         targets: index of the output f of each image, [batch].
-        tokens: y, on the path of the gradients.
+        tokens: y, in the autograd graph.
         layout, order: as for `token_norms`.
 
     Raises:
         UnsupportedModelError: a gradient is zero everywhere, or not finite.
     """
-    scale = HALF_SCALE if numbers.dtype == torch.float16 else 1.0
+    scale = HALF_SCALE if outputs.dtype == torch.float16 else 1.0
     gradient = None
     with torch.inference_mode(False), torch.enable_grad():
-        scores = numbers.gather(1, targets.view(-1, 1))
+        scores = outputs.gather(1, targets.view(-1, 1))
         scores = scores.float() if scores.dtype.itemsize < 4 else scores
         if scores.requires_grad:
             [gradient] = torch.autograd.grad(scores.sum() * scale, [tokens], retain_graph=True, allow_unused=True)
@@ -136,7 +136,7 @@ def gradient_readout(
 
 
 def readout_words(readout: Tensor, layout: TokenLayout) -> str:
-    """The tokens that a readout [tokens] holds, in words.
+    """Describe the tokens of a readout [tokens] in words.
 
     >>> readout_words(torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0]), TokenLayout(1, 2, 2))
     '1 prefix token and 1 patch'
@@ -151,5 +151,5 @@ def readout_words(readout: Tensor, layout: TokenLayout) -> str:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, by the name of its class."""
+    """Return True if a module is a norm, by the name of its class."""
     return "norm" in type(module).__name__.lower() and not module._modules

@@ -1,8 +1,8 @@
-"""Record the attention of a forward pass: the one place that touches a model.
+"""Record the attention of a forward pass; no other module of vitflow modifies a model.
 
-Attention is seen where it is computed. While a model runs inside `record_attention`, a torch function mode intercepts
-`F.scaled_dot_product_attention`, `softmax` and the products that apply one, and module hooks tell which module called.
-Nothing depends on `attn_drop`, which fused attention never calls. Afterwards the model is exactly as it was.
+While a model runs inside `record_attention`, a torch function mode intercepts `F.scaled_dot_product_attention`,
+`softmax` and the products that apply it, and module hooks identify the calling module. `attn_drop`, which fused
+attention does not call, is not needed. Afterwards the model is restored exactly.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -54,42 +54,41 @@ from vitflow.recording.unseen import unseen_mixing
 class record_attention:
     """Record the attention of the forward passes that run inside the `with` block.
 
-    The trace that it yields holds the last forward pass. Logits inside and outside agree to rounding; after the block,
-    also after an exception, the model has its old forward methods, flags, hooks and gradients. Only what this thread
-    runs is recorded; other threads may run the model meanwhile, and wait for the end of the block to record it.
+    It yields the trace of the last forward pass. Logits inside and outside agree to rounding; after the block, also
+    after an exception, the model's forward methods, flags, hooks and gradients are restored. Only this thread is
+    recorded; other threads may run the model meanwhile, but wait for the end of the block to record it.
 
     Args:
-        model: a Vision Transformer; compiled and data-parallel wrappers are looked through.
+        model: a Vision Transformer; compiled and data-parallel wrappers are removed.
         head_fusion: keep only the matrix fused by "mean", "max" or "min", [batch, tokens, tokens] per layer, computed
-            while the model runs; None keeps every head, [batch, heads, tokens, tokens]. A layer that attends within
-            windows gives [batch · windows, …, queries, keys], and `trace.layers[…].tokens` says where they lie.
-        value_weighted: weight attention by what it passes on before the fusion: True by the norm of the transformed
-            value vectors, "output" by their part along the attention's output.
-        values: keep the value vectors of each layer, too, so that `trace.heads` and `trace.fused` can weight heads.
-        gradients: keep what `trace.backward()` needs. The forward pass must run with gradients enabled.
-        fusions: several (head fusion, value weighted) pairs at once, instead of head_fusion and value_weighted.
-        features: module paths whose outputs to keep, such as "blocks.11.norm1".
-        attention: False records no attention, only pixels, features and their gradients; any model will do.
-        layout: prefix tokens and patch grid, for a model that does not tell its own.
-        keys: keep the key vectors of each layer where they can be seen.
-        visible: keep which keys each query may see, where these are not all, in `trace.layers[…].visible`.
-        residual: above 0, keep no attention but what rollout makes of it: the layers that attend between all tokens, as
-            the product of three each, with that share of the residual connection and nothing discarded. It takes one
-            fusion, and a third of the memory.
-        outputs: maps what the model returns to the numbers whose gradients are asked for, [batch, classes]; by default
-            to its logits.
-        readout: weights to use as `trace.readout` instead of the model's: of the top layer's tokens, [tokens] or
-            [batch, tokens], or of its patches, [rows, cols]; rows are divided by their sums.
-        head: how the output is computed from tokens, by `trace.head` of an earlier pass: blocks then run without
-            gradients and the head with them, so that `trace.readout` is known. The forward pass must run with gradients
-            enabled, and the model's output is cut off from its input.
-        within: the path of the part whose attention is recorded, such as the part of a model that reads, where another
-            sees; by default all of it.
+            while the model runs; None keeps every head, [batch, heads, tokens, tokens]. A layer with windowed
+            attention has [batch · windows, …, queries, keys], with token positions in `trace.layers[…].tokens`.
+        value_weighted: weight attention before the fusion: True by the norm of the transformed value vectors,
+            "output" by their projection on the attention's output.
+        values: also keep the value vectors of each layer, so that `trace.heads` and `trace.fused` can weight heads.
+        gradients: keep the autograd graph for `trace.backward()`. The forward pass must run with gradients enabled.
+        fusions: several (head fusion, value weighted) pairs instead of head_fusion and value_weighted.
+        features: paths of modules whose outputs are kept, such as "blocks.11.norm1".
+        attention: False records only pixels, features and their gradients, which any model supports.
+        layout: prefix tokens and patch grid, if the model's layout is unknown.
+        keys: keep the key vectors of each layer if they can be observed.
+        visible: keep the attention mask of each layer with masked keys in `trace.layers[…].visible`.
+        residual: if above 0, multiply every three layers with global attention to their rollout product, with this
+            residual and discard ratio 0. Requires one fusion; uses a third of the memory.
+        outputs: maps the return value of the model to the differentiated outputs, [batch, classes]; by default its
+            logits.
+        readout: weights instead of the model's readout: for the top layer's tokens, [tokens] or [batch, tokens], or for
+            its patches, [rows, cols]; rows are divided by their sums.
+        head: `trace.head` of an earlier pass: blocks run without gradients and the head with gradients, so that
+            `trace.readout` is available. The forward pass must run with gradients enabled, and the model's output is
+            detached from its input.
+        within: path of the submodule whose attention is recorded, such as the language model of a vision-language
+            model; by default the whole model.
 
     Raises:
-        NoAttentionError: on leaving the block, when a forward pass ran and no attention between tokens was seen.
-        UnsupportedModelError: the model cannot be recorded; the message says why.
-        OptionError: unknown head fusion; no such module for `features`.
+        NoAttentionError: at the end of the block, if a forward pass had no attention between tokens.
+        UnsupportedModelError: the model cannot be recorded; the message gives the reason.
+        OptionError: unknown head fusion, or unknown module in `features`.
 
     >>> import timm, torch
     >>> model = timm.create_model("test_vit").eval()
@@ -125,7 +124,7 @@ class record_attention:
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
         if residual and (gradients or keys or visible or on_layer or len(kept) != 1):
-            raise OptionError("With residual > 0, expected one fusion, no gradients, no keys and nothing visible.")
+            raise OptionError("residual > 0 requires one fusion, and neither gradients, keys, visible nor on_layer.")
         self._gradients = gradients
         values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
         self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual, within)
@@ -136,17 +135,17 @@ class record_attention:
             refuse_checkpointing(self._model)
 
     def __enter__(self) -> Trace:
-        with ExitStack() as stack:  # if anything fails on the way in, everything is undone
+        with ExitStack() as stack:  # undo everything if entering fails
             stack.enter_context(turn(self._model))
             refuse_meta_default(self._model)
             if hasattr(self, "_interception"):
-                raise VitflowError("This recording is open already: make another record_attention(model).")
+                raise VitflowError("This recording is open already: create another record_attention(model).")
             self.trace, self._ran = Trace(model=self._model), False
             self._listening.open(self.trace)
             self._interception = Interception(self._listening)
             stack.callback(self._forget)
             self._watched: dict[str, nn.Module] = {}
-            self._hooks: list[Hook] = []  # of the modules that are watched
+            self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._unhook)
             self._pass = stack.enter_context(ExitStack())
             with unchanging(self._model):
@@ -162,14 +161,14 @@ class record_attention:
 
     def _forget(self) -> None:
         self._interception.end_all()
-        del self._interception  # from now on it can be opened again
+        del self._interception  # so that it can be opened again
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         unseen = kind is None and self._attention and self._ran and not self._listening.seen
         refusal = self._listening.nothing_seen() if unseen else None
-        self._stack.close()  # another thread may use this recorder as soon as its turn ends
+        self._stack.close()  # another thread may use this recorder after the lock is released
         if refusal is not None:
             raise refusal
 
@@ -193,7 +192,7 @@ class record_attention:
                 stack.callback(Hook(self._model.get_submodule(path), self._noting(path), before=False).remove)
 
     def _watch(self) -> None:
-        """Watch the modules that may attend: those that the model has now, which may be others than a pass before."""
+        """Watch the modules that may attend; these may have changed since the previous pass."""
         attending = dict(with_paths(self._model, may_attend)) if self._attention else {}
         if attending != self._watched:
             self._unhook()
@@ -229,7 +228,7 @@ class record_attention:
         def act(args: Any, output: Any) -> None:
             entered = bool(listening.path) and listening.path[-1][0] == name
             try:
-                if output is not None:  # no exception passes through
+                if output is not None:  # no exception was raised
                     interception.ended(name)
             finally:
                 if entered:
@@ -239,7 +238,7 @@ class record_attention:
             if output is not None:
                 listening.ended(name)
             if not name:
-                with self._pass:  # at its end the model may change
+                with self._pass:  # afterwards the model may change
                     if output is not None and (logits := self._outputs(output)) is not None:
                         self.trace.output = output
                         self._finish(logits)
@@ -296,20 +295,20 @@ class record_attention:
             trace.begin(pixels, norms, read, again)
             return args, kwargs
         self._check_gradients()
-        # A view of its own, so that the caller's tensor does not begin to require gradients.
-        own = pixels.clone() if pixels.is_inference() else pixels.detach()
-        own.requires_grad_()
-        trace.begin(own, norms, read, again)
+        # A new tensor, so that the caller's tensor does not require gradients.
+        leaf = pixels.clone() if pixels.is_inference() else pixels.detach()
+        leaf.requires_grad_()
+        trace.begin(leaf, norms, read, again)
         return (
-            tuple(own if a is pixels else a for a in args),
-            {name: own if a is pixels else a for name, a in kwargs.items()},
+            tuple(leaf if value is pixels else value for value in args),
+            {name: leaf if value is pixels else value for name, value in kwargs.items()},
         )
 
     def _check_gradients(self) -> None:
         if self._gradients and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
             raise OptionError(
-                "record_attention(gradients=True) needs a forward pass with gradients enabled, got one under "
-                "torch.no_grad() or torch.inference_mode(). Run it under torch.enable_grad()."
+                "record_attention(gradients=True) requires a forward pass with gradients: run it under "
+                "torch.enable_grad(), not torch.no_grad() or torch.inference_mode()."
             )
 
     def _finish(self, logits: Tensor) -> None:
@@ -326,7 +325,7 @@ class record_attention:
             trace.feature_layouts[path] = feature_layout(self._model, size, features, layout)
 
     def _locate_tokens(self, pixels: Tensor, size: tuple[int, int]) -> TokenLayout | None:
-        """Find where the tokens lie and what the answer is read from; returns the layout, where it is known."""
+        """Find token positions and readouts; return the layout if it is known."""
         trace = self.trace
         layers, refusal = trace.layers, refusal_of(self._model, trace.layers) if trace.layers else None
         if layers and refusal is None:
@@ -348,14 +347,14 @@ class record_attention:
         return layout
 
     def _unseen(self, layers: list[AttentionLayer], pixels: Tensor) -> str | None:
-        """Why a product of these layers would leave something out, or None."""
+        """Return why a product of these layers would be incomplete, or None."""
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         seen = self._listening.recorded, self._listening.unapplied
         return None if self._within else unseen_mixing(self._model, pixels, self._given, layouts, seen)
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
-        """The layout by the model's own word, or None: what looks at pixels alone needs none."""
-        tokens = next((found.shape[1] for found in self.trace.features.values() if found.ndim == 3), None)
+        """Return the layout that the model declares, or None, as methods without attention need none."""
+        tokens = next((features.shape[1] for features in self.trace.features.values() if features.ndim == 3), None)
         try:
             return self._layout or read_layout(self._model, size, tokens)
         except UnsupportedModelError:
@@ -374,21 +373,21 @@ def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:
 
 
 def _pixels_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The model input among the arguments of a forward pass."""
+    """Return the model input among the arguments of a forward pass."""
     named = kwargs.get("pixel_values")
-    tensors = [given for given in (named, *args, *kwargs.values()) if isinstance(given, Tensor)]
+    tensors = [value for value in (named, *args, *kwargs.values()) if isinstance(value, Tensor)]
     return tensors[0] if tensors else None
 
 
 def _normalized(readout: Tensor, batch: int, top: TokenLayout) -> Tensor:
-    """A readout that the caller gives, [batch, tokens], rows summing to 1."""
+    """Return a given readout as [batch, tokens], with rows that sum to 1."""
     readout = torch.as_tensor(readout)
     if readout.shape == (top.rows, top.cols):
         readout = nn.functional.pad(readout.flatten(), (top.num_prefix_tokens, top.num_suffix_tokens))
     weights = check_readout(readout, batch, top.num_tokens).double()
     sums = weights.sum(dim=1, keepdim=True)
     if (weights < 0).any() or not (sums > 0).all():
-        raise OptionError("Expected readout weights of at least 0, not all of them 0.")
+        raise OptionError("Expected readout weights >= 0, with a sum above 0.")
     return weights / sums
 
 
@@ -397,7 +396,7 @@ def _stop_graph(args: Any, kwargs: Any) -> None:
 
 
 def _begin_graph(args: Any, output: Any) -> None:
-    """Let gradients begin at the embedded words of a model whose weights are frozen."""
+    """Start the autograd graph at the word embeddings of a model with frozen weights."""
     if isinstance(output, Tensor) and torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()
 

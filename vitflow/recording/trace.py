@@ -1,4 +1,4 @@
-"""Trace: what the recorder saw in one forward pass, with its token layout and readout."""
+"""Trace: the recorded attention, token layout and readout of one forward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,19 +17,19 @@ from vitflow.recording.heads import Call, observed_head
 from vitflow.recording.layers import AttentionLayer, fuse_parts
 from vitflow.recording.readout import HALF_SCALE, Head, Read, gradient_readout, readout_words
 
-# What modules call attention from one stream of tokens to another, in small letters.
+# Names of cross-attention modules, in lower case.
 _CROSSING = ("cross", "encdec", "encoder_attn")
 
 
 @dataclass(slots=True)
 class Backward:
-    """The gradients of one backward pass, each image's own target logit differentiated.
+    """Gradients of the target logit of each image, from one backward pass.
 
     Attributes:
         attentions: with respect to the attention probabilities, layers of [batch, heads, tokens, tokens].
         features: with respect to the recorded features, by module name.
-        pixels: with respect to the model input, [batch, channels, height, width]; None of a text.
-        pooled: with respect to `Trace.pooled`, where there is such.
+        pixels: with respect to the model input, [batch, channels, height, width]; None for text.
+        pooled: with respect to `Trace.pooled`, if there is one.
     """
 
     attentions: list[Tensor]
@@ -40,29 +40,29 @@ class Backward:
 
 @dataclass(slots=True)
 class Trace:
-    """What one forward pass showed. Filled while the model runs inside `record_attention`; holds the last pass.
+    """Recording of the last forward pass inside `record_attention`; filled while the model runs.
 
     Attributes:
         layers: attention of each layer, first layer first.
-        layout: prefix tokens and patch grid of this very pass.
+        layout: prefix tokens and patch grid of this pass.
         readout: the tokens of the top layer that the output is computed from, [batch, tokens]; rows sum to 1.
-        pooling: where the readout comes from: "class token", "average over patches", …
-        closed: the readouts of known poolings, first the one that the model declares; verified before one is used.
+        pooling: source of the readout: "class token", "average over patches", …
+        closed: closed-form readouts of known poolings, the declared one first; verified before use.
         pooled: attention of an attention-pooling head, [batch, heads, queries, tokens], if there is one.
-        features: outputs of the modules that were asked for, by module path, [batch, tokens, channels], or
+        features: outputs of the requested modules, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
-        feature_layouts: how each of them lies on the image, and whether its channels come last; None if it does not.
-        block_norms: where features were asked for, the paths of the modules that Grad-CAM can read, first layer first.
+        feature_layouts: token layout of each feature and True if its channels are last; None without a layout.
+        block_norms: if features were requested, paths of the modules for Grad-CAM, first layer first.
         pixels: the model input, [batch, channels, height, width].
         output: what the model returned.
-        logits: its answers, [batch, classes].
-        model: the model itself, for methods that run it again.
+        logits: the explained outputs, [batch, classes].
+        model: the model, for methods that run it again.
         refusal: why rollout and flow do not apply to this model, or None.
-        affinities: how alike the patches are by kind, for each patch grid, as far as it was asked for.
+        affinities: patch affinities by kind and patch grid, filled on request.
         names: paths of the attention modules that ran, first layer first.
-        read: maps what the model returned to the outputs that are explained.
-        again: the call of the model, to be repeated on other pixels.
-        candidates: outputs of modules after the last attention layer, through which gradients pass, by path.
+        read: maps the model's return value to the explained outputs.
+        again: the call of the model, for other pixels.
+        candidates: differentiable outputs of modules after the last attention layer, by path.
     """
 
     layers: list[AttentionLayer] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Trace:
         read: Read = logits_of,
         again: Call | None = None,
     ) -> None:
-        """Forget the pass before: another one begins, with this model input."""
+        """Reset the trace for a new forward pass on this model input."""
         self.read, self.again = read, again
         self.layers, self.features, self.feature_layouts, self._backward = [], {}, {}, {}
         self.affinities, self.names, self.candidates, self._readouts = {}, [], {}, {}
@@ -106,18 +106,18 @@ class Trace:
     def lay_out(
         self, layers: Sequence[AttentionLayer], layout: TokenLayout | None, *, refusal: str | None = None
     ) -> None:
-        """Take in where the tokens of the pass lie, or why that cannot be told."""
+        """Set the layers and the token layout, or the refusal."""
         self.layers, self._layout, self.refusal = list(layers), layout, refusal
 
     def read_out(
         self, closed: Sequence[ClosedReadout], top: TokenLayout, pooled: Tensor | None, given: Tensor | None
     ) -> None:
-        """Take in the readouts of known poolings, the top layer's layout, and a readout that the caller gives."""
+        """Set the closed-form readouts, the top layer's layout, and the readout given by the caller."""
         self.closed, self._top, self.pooled, self._given = closed, top, pooled, given
 
     @property
     def layout(self) -> TokenLayout:
-        """Prefix tokens and patch grid of the recorded pass; where stages differ, of the finest."""
+        """Prefix tokens and patch grid of the recorded pass; of the finest stage if stages differ."""
         if self.refusal is not None:
             raise UnsupportedModelError(self.refusal)
         if self._layout is None and self.logits is not None:
@@ -131,36 +131,36 @@ class Trace:
 
     @property
     def top(self) -> TokenLayout:
-        """Prefix tokens and patch grid of the top layer, over which the readout goes."""
+        """Prefix tokens and patch grid of the top layer, as in the readout."""
         return self.layout if self._top is None else self._top
 
     @property
     def staged(self) -> bool:
-        """Whether layers have windows of their own, or stages with different tokens between them."""
+        """True if layers attend within windows, or if stages have different tokens."""
         layout = self.layout
         return any(not layer.tokens.dense or layer.tokens.queries != layout for layer in self.layers)
 
     def windows(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Fused matrices [batch · windows, queries, keys] of each layer as [batch, windows, queries, keys]."""
+        """Reshape the matrices [batch · windows, queries, keys] of each layer to [batch, windows, queries, keys]."""
         return [
             matrix.unflatten(0, (-1, layer.tokens.windows)) for layer, matrix in zip(self.layers, matrices, strict=True)
         ]
 
     def grid(self, patch_size: int | None = None) -> tuple[int, int]:
-        """Rows and columns of a map of the model input: the model's own patches, or cells of about so many pixels.
+        """Return the rows and columns of a map: the model's patch grid, or cells of about `patch_size` pixels.
 
-        Without patches of its own (a convolutional network), or where they are smaller than 7 pixels (the first stage
-        of a hierarchical model), 14 cells on the shorter side.
+        If the model has no patches (a CNN), or patches smaller than 7 pixels (the first stage of a hierarchical model),
+        the shorter side has 14 cells.
         """
         if self.pixels is None:
             raise VitflowError(_NOTHING_RECORDED)
-        own = self._layout
-        patches = None if own is None else (own.rows, own.cols)
+        layout = self._layout
+        patches = None if layout is None else (layout.rows, layout.cols)
         return cell_grid(self.pixels.shape[-2], self.pixels.shape[-1], patch_size, patches)
 
     @property
     def readout(self) -> Tensor:
-        """The tokens of the top layer that the output is computed from, [batch, tokens]; of the most probable class.
+        """Readout of the most probable class, [batch, tokens]; see `readout_of`.
 
         Raises:
             UnsupportedModelError: as for `readout_of`.
@@ -169,7 +169,7 @@ class Trace:
 
     @property
     def pooling(self) -> str:
-        """Where the readout comes from: "class token", "average over patches", …, "gradient of the output"."""
+        """Source of the readout: "class token", "average over patches", …, "gradient of the output"."""
         if not self.closed:
             return ""
         if self._given is not None:
@@ -178,20 +178,20 @@ class Trace:
 
     @property
     def reads_target(self) -> bool:
-        """Whether the readout depends on which output is explained: whether it is a gradient."""
+        """True if the readout depends on the target, because it is a gradient."""
         return self._given is None and self.head is not None and self.head.closed is None
 
     @property
     def head(self) -> Head | None:
-        """How the output is computed from tokens, observed once per model and question; None if that is not needed.
+        """How the output is computed from tokens, observed once per model and `read`; None if that is not needed.
 
-        It is not needed if the model returns tokens instead of outputs [batch, outputs], whose declared pooling is
-        taken, nor for a pass over shapes without values.
+        It is not needed if the model returns tokens instead of outputs [batch, outputs] (the declared pooling is used),
+        or on the meta device.
         """
-        numbers, again = self.logits, self.again
+        logits, again = self.logits, self.again
         if not self.closed or again is None or self._given is not None or again.pixels.is_meta:
             return None
-        if not isinstance(numbers, Tensor) or numbers.ndim != 2:
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
             return None
         if self.read not in self._heads:
             self._heads[self.read] = observed_head(again, self.names, self.top, self.closed, self.read)
@@ -199,15 +199,15 @@ class Trace:
 
     @property
     def _pooling(self) -> ClosedReadout:
-        """The readout of the known pooling that holds, or that the model declares if that cannot be verified."""
+        """Readout of the verified pooling, or of the declared pooling if none can be verified."""
         name = None if self.head is None else self.head.closed
-        return next((one for one in self.closed if one.name == name), self.closed[0])
+        return next((closed for closed in self.closed if closed.name == name), self.closed[0])
 
     def readout_of(self, targets: Tensor | None) -> Tensor:
-        """The tokens of the top layer that each image's target output is computed from, [batch, tokens].
+        """Return the readout: weights of the top layer's tokens in each target output, [batch, tokens].
 
-        The closed form of the model's pooling if it holds, else `‖∂f/∂y_i‖` over the tokens y that the head reads,
-        rows summing to 1.
+        The closed form of the model's pooling if verified, else `‖∂f/∂y_i‖` for the tokens y that the head reads, with
+        rows that sum to 1.
 
         Args:
             targets: index of the output of each image, [batch]; by default the largest.
@@ -229,41 +229,41 @@ class Trace:
         chosen = self.logits.detach().argmax(dim=1) if targets is None else targets.to(self.logits.device)
         key = tuple(chosen.tolist())
         if key not in self._readouts:
-            found = gradient_readout(self.logits, chosen, self._tokens_read_by(head), self.top, self._order)
-            self._readouts[key] = found.to(self.layers[-1].example)
+            readout = gradient_readout(self.logits, chosen, self._tokens_read_by(head), self.top, self._order)
+            self._readouts[key] = readout.to(self.layers[-1].example)
         return self._readouts[key]
 
     def _tokens_read_by(self, head: Head) -> Tensor:
-        """The tokens y that the head reads, on the path of the gradients."""
+        """Return the tokens y that the head reads, in the autograd graph."""
         model = type(self.model).__name__
         if head.blocks:
             raise UnsupportedModelError(
-                f"The output of {model} is computed from the tokens of several blocks (not only the last, also "
-                f"{', '.join(head.blocks)}), and a map that starts at the last one would be incomplete. Pass readout= "
-                "to start at tokens of the last block, or use sampling, gradcam, input_gradient or occlusion."
+                f"{model} computes its output from several blocks (the last and {', '.join(head.blocks)}), so a map "
+                "from the last block is incomplete. Pass readout= with weights for its tokens, or use sampling, "
+                "gradcam, input_gradient or occlusion."
             )
         tokens = None if head.tap is None else self.candidates.get(head.tap)
         if tokens is None or not tokens.requires_grad:
             why = (
-                "no gradient of it reaches tokens that a module returns (a head of zeros or a detached output has none)"
+                "it has no gradient for the tokens of any module (the head is zero or the output is detached)"
                 if head.tap is None
                 else "this pass was recorded without gradients"
             )
             raise UnsupportedModelError(
-                f"This output of {model} is not computed by a known pooling, so its readout is a gradient, and {why}. "
-                "Record with gradients=True, or pass readout=, a weight for each token of the top layer."
+                f"This output of {model} has no known pooling, so its readout is a gradient, but {why}. Record with "
+                "gradients=True, or pass readout= with a weight for each token of the top layer."
             )
         return tokens
 
     @property
     def _order(self) -> Tensor | None:
-        """Raster index of each token of the top layer, if the model keeps them in another order."""
+        """Raster index of each token of the top layer, if the model uses another order."""
         tokens = self.layers[-1].tokens
         index = None if tokens.query_index is None or tokens.windows > 1 else tokens.query_index[0]
         return index if index is not None and len(index) == self.top.num_tokens else None
 
     def readout_words(self, targets: Tensor | None) -> list[str]:
-        """Where the readout of each image comes from, for captions."""
+        """Describe the readout of each image, for captions."""
         if self._given is None and not self.reads_target:
             return [self.pooling] * (0 if self.pixels is None else len(self.pixels))
         source = "given as argument" if self._given is not None else "from the gradient of the output"
@@ -271,22 +271,22 @@ class Trace:
 
     @property
     def streams(self) -> dict[str, tuple[AttentionLayer, ...]]:
-        """The layers by the stream of tokens that they work on, first layer first, by the name of that stream.
+        """Layers of each token stream by its name, first layer first.
 
-        A stream is a stack of blocks, by its path in the model ("encoder", "model.vision_tower.vision_model.encoder");
-        attention from one stream to another has a name of its own ("decoder.cross_attention").
+        A stream is a stack of blocks, named by its path ("encoder", "model.vision_tower.vision_model.encoder");
+        cross-attention between streams has a separate name ("decoder.cross_attention").
         """
-        found: dict[str, tuple[AttentionLayer, ...]] = {}
+        streams: dict[str, tuple[AttentionLayer, ...]] = {}
         for layer in self.layers:
             name = stream_of(layer.name)
-            found[name] = (*found.get(name, ()), layer)
-        return found
+            streams[name] = (*streams.get(name, ()), layer)
+        return streams
 
     def of_stream(self, name: str) -> "Trace":
-        """The same trace with the layers of one stream alone.
+        """Return the trace with only the layers of one stream.
 
         Raises:
-            OptionError: there is no such stream.
+            OptionError: unknown stream.
         """
         streams = self.streams
         check_known("stream of tokens", name, streams)
@@ -294,43 +294,43 @@ class Trace:
 
     @property
     def attentions(self) -> tuple[Tensor, ...]:
-        """The attention of each layer, first layer first.
+        """Attention of each layer, first layer first.
 
-        [batch, heads, tokens, tokens], or the fused [batch, tokens, tokens] where the recorder was given a head fusion.
+        [batch, heads, tokens, tokens], or [batch, tokens, tokens] if recorded with a head fusion.
         """
         if not self.layers:
             raise VitflowError(_NOTHING_RECORDED)
-        found = []
+        attentions = []
         for layer in self.layers:
             if layer.heads is None and len(layer.fused) != 1:
                 kept = ", ".join(f"{name}{_weighted_words(weighting)}" for name, weighting in layer.fused)
                 raise OptionError(f"Several fused matrices were recorded ({kept}): choose one with trace.fused(…).")
-            found.append(layer.heads if layer.heads is not None else next(iter(layer.fused.values())))
-        return tuple(found)
+            attentions.append(layer.heads if layer.heads is not None else next(iter(layer.fused.values())))
+        return tuple(attentions)
 
     def heads(self, *, value_weighted: ValueWeighting = False) -> list[Tensor]:
-        """All heads of each layer, [batch, heads, tokens, tokens]; weighted by what they pass on, if asked for.
+        """Return all heads of each layer, [batch, heads, tokens, tokens], value weighted if requested.
 
         Raises:
-            OptionError: the recorder kept only fused matrices, or no value vectors.
+            OptionError: only fused matrices, or no value vectors, were recorded.
         """
         check_value_weighting(value_weighted)
         if not self.layers:
             raise VitflowError(_NOTHING_RECORDED)
-        found = [layer.heads for layer in self.layers if layer.heads is not None]
-        if len(found) != len(self.layers):
+        heads = [layer.heads for layer in self.layers if layer.heads is not None]
+        if len(heads) != len(self.layers):
             raise OptionError("Only fused attention was recorded: record without head_fusion to keep every head.")
         if value_weighted is False:
-            return found
+            return heads
         return [
-            values.weigh(_detached(heads), value_weighted) for heads, values in zip(found, self._values(), strict=True)
+            values.weigh(_detached(layer), value_weighted) for layer, values in zip(heads, self._values(), strict=True)
         ]
 
     def fused(self, head_fusion: str = "mean", *, value_weighted: ValueWeighting = False) -> list[Tensor]:
-        """Fused attention of each layer, [batch, tokens, tokens], first layer first.
+        """Return the fused attention of each layer, [batch, tokens, tokens], first layer first.
 
         Raises:
-            OptionError: neither this fusion nor the separate heads were recorded.
+            OptionError: neither this fusion nor all heads were recorded.
         """
         check_value_weighting(value_weighted)
         if not self.layers:
@@ -341,27 +341,27 @@ class Trace:
             if key not in layer.fused:
                 if layer.heads is None or (value_weighted and layer.values is None):
                     raise OptionError(
-                        f"Attention fused by {head_fusion}{_weighted_words(value_weighted)} was not recorded: name it "
-                        "when recording, or record every head."
+                        f"Attention fused by {head_fusion}{_weighted_words(value_weighted)} was not recorded: record "
+                        "it, or record every head."
                     )
                 layer.fused[key] = fuse_parts(_detached(layer.heads), key, layer.values, layer.parts)
             matrices.append(layer.fused[key])
         return matrices
 
     def _values(self) -> list[Values]:
-        found = [layer.values for layer in self.layers if layer.values is not None]
-        if len(found) != len(self.layers) or not found:
+        values = [layer.values for layer in self.layers if layer.values is not None]
+        if len(values) != len(self.layers) or not values:
             raise OptionError("Value vectors were not recorded: record with values=True.")
-        return found
+        return values
 
     def forget_gradients(self) -> None:
-        """Free the gradients that `backward` keeps."""
+        """Free the gradients that `backward` caches."""
         self._backward.clear()
 
     def backward(self, targets: Tensor) -> Backward:
-        """Differentiate each image's own target logit by all that was recorded, in one backward pass.
+        """Differentiate the target logit of each image with respect to all recorded tensors, in one backward pass.
 
-        No parameter's `.grad` is touched. A second call with the same targets costs nothing.
+        Parameters' `.grad` does not change. Gradients are cached by targets.
 
         Args:
             targets: class index of each image, [batch].
@@ -380,26 +380,26 @@ class Trace:
             )
         key = tuple(int(target) for target in targets)
         if key not in self._backward:
-            # Images of a batch do not influence each other, so the sum's gradient holds each image's own.
+            # Images of a batch are independent, so the gradient of the sum has the gradient of each image.
             with torch.inference_mode(False), torch.enable_grad():
                 chosen = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
-            found = self.gradients_of(chosen)
-            if found.pixels is not None and not found.pixels.flatten(1).any(dim=1).all():
+            gradients = self.gradients_of(chosen)
+            if gradients.pixels is not None and not gradients.pixels.flatten(1).any(dim=1).all():
                 raise UnsupportedModelError(
                     "The gradient of the output with respect to the image is zero everywhere: the output is detached, "
                     "constant, saturated, or behind a ReLU that is off. Explain another output, or use sampling or "
                     "occlusion, which need no gradient."
                 )
-            self._backward[key] = found
+            self._backward[key] = gradients
         return self._backward[key]
 
     def gradients_of(self, scores: Tensor) -> Backward:
-        """Differentiate numbers that were computed from the model's output by all that was recorded.
+        """Differentiate scores with respect to all recorded tensors.
 
-        No parameter's `.grad` is touched.
+        Parameters' `.grad` does not change.
 
         Args:
-            scores: any tensor made of `logits`, such as one word's logit of each text; its sum is differentiated.
+            scores: any tensor computed from `logits`, such as one word's logit of each text; its sum is differentiated.
 
         Raises:
             OptionError: the pass was recorded without gradients.
@@ -410,19 +410,19 @@ class Trace:
         pixels = () if self.pixels is None else (self.pixels,)
         pooled = () if self.pooled is None or not self.pooled.requires_grad else (self.pooled,)
         inputs: list[Tensor] = [*(part.tensor for _, part in parts), *self.features.values(), *pixels, *pooled]
-        # Half precision cannot hold the smallest gradients, unless they are made larger on the way.
+        # Scaled, because the smallest gradients underflow in half precision.
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
         with torch.inference_mode(False), torch.enable_grad():
-            found = torch.autograd.grad(scores.float().sum() * scale, inputs, retain_graph=True, allow_unused=True)
-        for (name, _), gradient in zip(parts, found, strict=False):
+            raw = torch.autograd.grad(scores.float().sum() * scale, inputs, retain_graph=True, allow_unused=True)
+        for (name, _), gradient in zip(parts, raw, strict=False):
             if gradient is None:
                 raise UnsupportedModelError(
-                    f"The attention of {name} has no part in the logits of {type(self.model).__name__}, or was copied "
-                    "on its way there: it has no gradient. Use a method that needs none, such as rollout or occlusion."
+                    f"The attention of {name} has no part in the logits of {type(self.model).__name__}, or was copied: "
+                    "it has no gradient. Use a method without gradients, such as rollout or occlusion."
                 )
         gradients = iter(
             torch.zeros_like(source) if gradient is None else gradient.to(_wider(gradient.dtype)) / scale
-            for source, gradient in zip(inputs, found, strict=True)
+            for source, gradient in zip(inputs, raw, strict=True)
         )
         attentions = [
             torch.cat([part.arranged(next(gradients)) for part in layer.parts], dim=1) for layer in self.layers
@@ -433,7 +433,7 @@ class Trace:
 
 
 def stream_of(path: str) -> str:
-    """The name of the stream of tokens that an attention module works on, by its path in the model.
+    """Return the name of the token stream of an attention module, from its path in the model.
 
     >>> stream_of("decoder.block.3.layer.0.SelfAttention"), stream_of("decoder.block.3.layer.1.EncDecAttention")
     ('decoder', 'decoder.cross_attention')
@@ -441,8 +441,8 @@ def stream_of(path: str) -> str:
     ('h', 'model.vision_tower.encoder')
     """
     parts = path.split(".")
-    stack = next((number for number, part in enumerate(parts) if part.isdigit()), len(parts))
-    name = ".".join(parts[: max(stack - 1, 1)])  # without the list of blocks, where it is not all there is
+    stack = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
+    name = ".".join(parts[: max(stack - 1, 1)])  # without the list of blocks, unless nothing else is left
     crosses = any(word in part.lower() for part in parts[stack:] for word in _CROSSING)
     return f"{name}.cross_attention" if crosses else name
 

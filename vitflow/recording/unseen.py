@@ -1,9 +1,9 @@
-"""Whether a model mixes its tokens in a way that was not seen: found by changing some tokens, and looking which move.
+"""Detection of unrecorded token mixing: change some tokens, and check if other tokens change.
 
-A layer whose attention is not seen would be left out of a product of layers, and the map would be wrong without a word.
-So the model runs once on random numbers, with every attention that is seen replaced by the identity: each token passes
-on only its own value. Half the tokens of a block's input are changed. Where others of its output move, the block mixes
-tokens otherwise. A convolution, a pooling or a linear attention inside explains that; nothing else does.
+A layer with unrecorded attention would be missing in the product of layers, and the map would be silently wrong.
+Therefore the model runs once on noise, with all recorded attention replaced by the identity, and with half the input
+tokens of each block changed. If other output tokens change, the block has further token mixing. Only a convolution,
+pooling or linear attention inside the block explains that.
 """
 
 import math
@@ -23,7 +23,7 @@ from vitflow.recording.heads import block_paths_of
 from vitflow.recording.interception import Interception, is_softmax
 from vitflow.recording.isolation import FEW_TOKENS, Hook, given_few, returning_all, trial
 
-# What mixes neighbours, or all tokens, by its very name.
+# Functions that mix neighbouring tokens, or all tokens.
 _KNOWN = (
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     *("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "max_pool2d_with_indices"),
@@ -31,9 +31,9 @@ _KNOWN = (
     *("interpolate", "unfold", "fold", "group_norm", "instance_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"),
     *("fft_fft", "fft_fft2", "fft_rfft", "fft_rfft2", "fft_irfft2", "fft_fftn"),
 )
-# What sums up an image where it goes over the axes of its tokens: a pooling, or a norm.
+# Reductions that mix tokens if they are over token axes.
 _SUMMARIES = ("mean", "norm", "std", "std_mean", "var", "var_mean", "linalg_vector_norm")
-# How far tokens that were not changed may move, as a share of what the changed ones move: by rounding; and by mixing.
+# Limits for the change of unchanged tokens relative to changed ones: at most by rounding, at least by mixing.
 _ROUNDING, _MIXING = 1e-4, 1e-3
 _HALF_ROUNDING, _HALF_MIXING = 1e-2, 3e-2
 
@@ -45,16 +45,16 @@ def unseen_mixing(
     layouts: Sequence[TokenLayout],
     seen: tuple[Sequence[str], set[str]],
 ) -> str | None:
-    """Why a product of layers would leave something out, or None: the model runs once or twice for that, once for all.
+    """Return why a product of layers would be incomplete, or None.
 
-    What was found is kept with the model, as long as its modules, and the layers that are seen, are the same.
+    The model runs at most three times; the result is cached while its modules and recorded layers are the same.
 
     Args:
-        model: it is left as it was.
+        model: the model; its state is restored.
         pixels: the model input of a pass, [batch, channels, height, width].
         given: the arguments and keyword arguments of that pass.
-        layouts: the tokens of its layers.
-        seen: the paths of the layers whose attention was recorded, and of the modules that told only their softmax.
+        layouts: token layouts of its layers.
+        seen: paths of the recorded layers, and of the modules of which only the softmax was observed.
     """
     names, unapplied = seen
     known, key = kept_with(model), (unseen_mixing, *names)
@@ -65,8 +65,8 @@ def unseen_mixing(
         return None
     return (
         f"{type(model.get_submodule(path)).__name__} ({path}) in {type(model).__name__} mixes its tokens in a way that "
-        "was not seen, which a product of layers would leave out. Use sampling, occlusion, gradcam or input_gradient, "
-        "which work on it; the attention that was seen is in trace.attentions."
+        "was not seen, so a product of layers would be incomplete. Use sampling, occlusion, gradcam or input_gradient; "
+        "the recorded attention is in trace.attentions."
     )
 
 
@@ -78,7 +78,7 @@ def _find(
     names: Sequence[str],
     unapplied: set[str],
 ) -> str | None:
-    """The path of the innermost module that mixes tokens unseen, the first that runs; None if there is none."""
+    """Return the path of the first innermost module with unrecorded token mixing, or None."""
     noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
     noise = torch.cat([noise, noise]).to(pixels.device, pixels.dtype)
 
@@ -92,8 +92,8 @@ def _find(
     args, kwargs = tuple(map(two, args)), {name: two(value) for name, value in kwargs.items()}
     explained: set[str] = set()
     whole: dict[str, Tensor] = {}
-    # First in blocks that are given a few of their tokens, which costs little; then in all of them, and once more where
-    # what mixes as it is known to was inside of a larger part.
+    # First with a few tokens per block, which is cheap; then with all tokens, and once more if known mixing was inside
+    # a larger module.
     for shortened in (block_paths_of(model, names), (), ()):
         known = explained if not shortened else set[str]()
         probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, unapplied, known)
@@ -101,26 +101,26 @@ def _find(
             before, after = given_few(model, shortened, whole), returning_all(model, shortened, whole)
             with trial(model, pixels.device), before, probe, after:
                 model(*args, **kwargs)
-        except Exception:  # it takes no such image, or no such tokens: then nothing can be told
+        except Exception:  # the model rejects the noise or the few tokens, so the check is impossible
             if shortened:
                 continue
             return None
-        if probe.found is None and not probe.missed and probe.told.issuperset(shortened):
+        if probe.mixing is None and not probe.missed and probe.checked.issuperset(shortened):
             return None
-        if probe.found is not None and not shortened:
-            return probe.found
+        if probe.mixing is not None and not shortened:
+            return probe.mixing
     return None
 
 
 @dataclass(slots=True)
 class _Call:
-    """A module that runs.
+    """A running module.
 
     Attributes:
-        path: of the module.
-        tokens: how many tokens it was given, if only changed ones differed there; else 0.
-        begins: whether the tokens were changed for it.
-        explained: whether something inside mixes tokens as it is known to.
+        path: its module path.
+        tokens: the number of its input tokens, if only the changed ones differ; otherwise 0.
+        begins: True if the tokens were changed at its input.
+        explained: True if it contains known token mixing.
     """
 
     path: str
@@ -130,7 +130,7 @@ class _Call:
 
 
 class _Probe:
-    """Runs two images through a model, of which the second becomes the first with some tokens changed."""
+    """Runs two images through a model; the second becomes the first with some tokens changed."""
 
     gradients = wants_keys = wants_visible = False
 
@@ -145,12 +145,12 @@ class _Probe:
         self._model, self._size, self._unapplied, self._explained = model, size, unapplied, explained
         self._counts = {layout.num_tokens for layout in layouts} | {FEW_TOKENS}
         self._attending = dict(with_paths(model, may_attend))
-        self._path: list[tuple[str, nn.Module]] = []  # modules that run and may attend
+        self._path: list[tuple[str, nn.Module]] = []  # running modules that may attend
         self._calls: list[_Call] = []
-        self._changed = False  # whether a module runs whose tokens were changed
-        self.found: str | None = None
-        self.missed = False  # whether some module could not be told
-        self.told: set[str] = set()  # the modules that could
+        self._changed = False  # True while a module with changed tokens runs
+        self.mixing: str | None = None  # path of the module with unrecorded mixing
+        self.missed = False  # True if a module could not be checked
+        self.checked: set[str] = set()  # paths of the checked modules
 
     def __enter__(self) -> "_Probe":
         self._stack = ExitStack()
@@ -173,7 +173,7 @@ class _Probe:
             self._calls.append(call)
             if other_attention(module) is not None:
                 self.explain()
-            given = next((one for one in (*args, *kwargs.values()) if self._tokens(one) is not None), None)
+            given = next((value for value in (*args, *kwargs.values()) if self._tokens(value) is not None), None)
             if given is None:
                 return None
             tokens = self._tokens(given)
@@ -184,15 +184,15 @@ class _Probe:
             if path in self._explained:
                 return None
             call.tokens, call.begins, self._changed = tokens.shape[1], True, True
-            with torch._C.DisableTorchFunction():  # this is no part of the model
+            with torch._C.DisableTorchFunction():  # not part of the model
                 other = self._change(given, tokens)
 
-            def replaced(one: Any) -> Any:  # what else a module before changed is as for the first image
-                if one is given or not isinstance(one, Tensor) or one.ndim < 2 or len(one) != 2:
-                    return other if one is given else one
-                return one[:1].expand(one.shape).clone()
+            def replaced(value: Any) -> Any:  # other inputs are those of the first image
+                if value is given or not isinstance(value, Tensor) or value.ndim < 2 or len(value) != 2:
+                    return other if value is given else value
+                return value[:1].expand(value.shape).clone()
 
-            return tuple(map(replaced, args)), {name: replaced(one) for name, one in kwargs.items()}
+            return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
         return act
 
@@ -204,22 +204,22 @@ class _Probe:
             if not self._calls or self._calls[-1].path != path:  # an earlier hook raised an error before it began
                 return
             call = self._calls.pop()
-            tokens = next((own for one in tensors_in(output) if (own := self._tokens(one)) is not None), None)
-            told = tokens is not None and tokens.shape[1] == call.tokens and not call.explained
-            if told:
-                self.told.add(path)
-            if told and tokens is not None and self.found is None and self._share(tokens) > _limits(tokens)[1]:
-                self.found = path
+            tokens = next((t for tensor in tensors_in(output) if (t := self._tokens(tensor)) is not None), None)
+            checked = tokens is not None and tokens.shape[1] == call.tokens and not call.explained
+            if checked:
+                self.checked.add(path)
+            if checked and tokens is not None and self.mixing is None and self._share(tokens) > _limits(tokens)[1]:
+                self.mixing = path
             if call.begins:
                 self._changed = False
-                if not told:
+                if not checked:
                     self.missed = True
                     self._explained.add(path)
 
         return act
 
     def explain(self) -> None:
-        """Something that runs mixes tokens as it is known to."""
+        """Mark all running modules as containing known token mixing."""
         for call in self._calls:
             call.explained = True
             self._explained.add(call.path)
@@ -227,7 +227,7 @@ class _Probe:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _tokens(self, given: Any) -> Tensor | None:
-        """What holds tokens of both images as [2, tokens, channels]; None for what does not, or may hold others."""
+        """Return the tokens of both images as [2, tokens, channels]; None for other or ambiguous values."""
         if not isinstance(given, Tensor) or not given.is_floating_point() or len(given.shape) < 3 or len(given) != 2:
             return None
         if given.ndim == 3:
@@ -247,51 +247,51 @@ class _Probe:
         return max(tall, wide) < 1.2 * min(tall, wide) and min(tall, wide) >= 1.5 and rows * cols > 1
 
     def _which(self, tokens: Tensor) -> Tensor:
-        """The tokens that are changed, a random half, and half of the first few."""
+        """Return the mask of changed tokens: a random half, also of the first few."""
         count, random = tokens.shape[1], torch.Generator().manual_seed(0)
         few = min(FEW_TOKENS, count)
         chosen = [
-            torch.randperm(number, generator=random, device="cpu") < changed
-            for number, changed in ((few, few // 2), (count - few, count // 2 - few // 2))
+            torch.randperm(n, generator=random, device="cpu") < changed
+            for n, changed in ((few, few // 2), (count - few, count // 2 - few // 2))
         ]
         return torch.cat(chosen).to(tokens.device)
 
     def _change(self, given: Tensor, tokens: Tensor) -> Tensor:
-        """A tensor whose second image is the first, with all of these tokens changed alike."""
-        one = tokens[:1]
-        step = torch.randn(tokens.shape[2], generator=torch.Generator().manual_seed(0), device="cpu").to(one)
-        size = one.float().square().mean().sqrt().to(one)
-        other = torch.where(self._which(tokens)[:, None], one + 2 * size * step, one)
-        both = torch.cat([one, other])
+        """Return a tensor whose second image is the first with the changed tokens shifted by the same vector."""
+        first = tokens[:1]
+        step = torch.randn(tokens.shape[2], generator=torch.Generator().manual_seed(0), device="cpu").to(first)
+        size = first.float().square().mean().sqrt().to(first)
+        second = torch.where(self._which(tokens)[:, None], first + 2 * size * step, first)
+        both = torch.cat([first, second])
         if given.ndim == 3:
             return both
         return both.reshape(given.shape) if given.flatten(1, 2).shape == both.shape else both.mT.reshape(given.shape)
 
     def _share(self, tokens: Tensor) -> float:
-        """How far tokens differ between the images that should not, as a share of those that were changed.
+        """Return the difference between the images of unchanged tokens relative to that of changed tokens.
 
-        These are as many as were not changed, whichever they are: tokens may be put into another order.
+        The smallest differences count as those of unchanged tokens, because tokens may be reordered.
         """
-        with torch._C.DisableTorchFunction():  # this is no part of the model
+        with torch._C.DisableTorchFunction():  # not part of the model
             apart = (tokens[1] - tokens[0]).float().square().mean(dim=-1).sort().values
             others, moved = apart.tensor_split([len(apart) - len(apart) // 2])
             share = float((others.mean() / moved.mean()).sqrt())
         return share if math.isfinite(share) else 0.0
 
-    # -- what the interception tells ----------------------------------------------------------------------------------
+    # -- listener -----------------------------------------------------------------------------------------------------
 
     def running(self) -> str | None:
-        """Name of the module that runs now; None if what it computes is no attention between tokens."""
+        """Return the name of the running module; None if it computes no attention between tokens."""
         if not self._path or self._path[-1][0] not in self._attending or other_attention(self._path[-1][1]) is not None:
             return None
         return self._path[-1][0]
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
-        """Never: two images are small."""
+        """Return False: two images are small."""
         return False
 
     def saw_in_parts(self, *given: Any) -> None:
-        """Is not called."""
+        """Do nothing; never called."""
 
     def saw(
         self,
@@ -301,7 +301,7 @@ class _Probe:
         key: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor | None:
-        """Have each token pass on only its own value; where queries are no keys, none."""
+        """Replace attention by the identity, or by zero if queries are not keys."""
         if value is None:
             return None
         if 1 < value.shape[-3] < probabilities.shape[-3]:  # heads of one group share their values
@@ -312,18 +312,21 @@ class _Probe:
             return value.new_zeros(shape)
         return value.expand(shape).clone(memory_format=torch.contiguous_format)
 
-    def alone(self, output: Tensor) -> Tensor | None:
-        """The identity in the place of a softmax whose product is not seen; None for any other softmax."""
+    def identity(self, output: Tensor) -> Tensor | None:
+        """Return the identity for a softmax with an unobserved product; None for other softmaxes."""
         name = self.running()
         if name not in self._unapplied or output.ndim != 4:
             return None
         queries, keys = output.shape[-2:]
-        own = torch.eye(queries, dtype=output.dtype, device=output.device) if queries == keys else output.new_zeros(())
-        return own.expand(output.shape).clone(memory_format=torch.contiguous_format)
+        if queries == keys:
+            matrix = torch.eye(queries, dtype=output.dtype, device=output.device)
+        else:
+            matrix = output.new_zeros(())
+        return matrix.expand(output.shape).clone(memory_format=torch.contiguous_format)
 
 
 class _Identities(Interception):
-    """Puts the identity in the place of attention, and sees what mixes tokens as it is known to."""
+    """Interception that replaces attention by the identity, and detects known token mixing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(self.listener, _Probe):
@@ -331,14 +334,14 @@ class _Identities(Interception):
             if name in (*_KNOWN, *_SUMMARIES) and _mixes(name, args, kwargs or {}):
                 self.listener.explain()
             if is_softmax(func):
-                own = self.listener.alone(func(*args, **(kwargs or {})))
-                if own is not None:
-                    return own
+                identity = self.listener.identity(func(*args, **(kwargs or {})))
+                if identity is not None:
+                    return identity
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function that may mix tokens does so: a convolution with a kernel, a mean over all tokens."""
+    """Return True if a call mixes tokens, such as a convolution with a kernel or a mean over all tokens."""
     if name.startswith("conv"):
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         return bool(weight.shape[2:].numel() > 1)
@@ -355,6 +358,6 @@ def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _limits(tokens: Tensor) -> tuple[float, float]:
-    """How far tokens may move by rounding, and how far they must by mixing."""
+    """Return the largest change of tokens by rounding, and the smallest by mixing."""
     half = torch.finfo(tokens.dtype).bits < 32
     return (_HALF_ROUNDING, _HALF_MIXING) if half else (_ROUNDING, _MIXING)

@@ -1,7 +1,7 @@
-"""How a model cuts its tokens into windows: found by following the tokens of one forward pass.
+"""Window partition of a model, traced in one forward pass.
 
-No family is asked by name. The model runs once on random numbers, and each window's values are found again, bit by bit,
-among the tokens that they were made from.
+It is independent of the model family: the model runs once on random pixels, and each window's values are matched bit
+by bit with the tokens that they were computed from.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,33 +20,33 @@ from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, trial
 
 Size = tuple[int, int]
-# By module: the index of each window's keys on a patch grid, [windows, keys], −1 for padding; and that grid.
+# By module path: patch index of each window's keys, [windows, keys], −1 for padding; and the patch grid.
 Windows = dict[str, tuple[Tensor, TokenLayout]]
 
-_found: WeakKeyDictionary[nn.Module, dict[Size, Windows]] = WeakKeyDictionary()
+_windows: WeakKeyDictionary[nn.Module, dict[Size, Windows]] = WeakKeyDictionary()
 
 
 def find_windows(model: nn.Module, pixels: Tensor) -> Windows:
-    """The windows of each windowed layer for images of this size.
+    """Find the windows of each windowed layer for images of this size.
 
-    The model runs once for each size, in eval mode and with the random state given back, or running statistics and the
-    caller's random numbers would change.
+    The model runs once per size, in eval mode and with the random state restored, so that running statistics and the
+    caller's random numbers do not change.
     """
     size = (pixels.shape[-2], pixels.shape[-1])
-    by_size = _found.setdefault(model, {})
+    by_size = _windows.setdefault(model, {})
     if size not in by_size:
         noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0))
         probe = _Probe(model, size)
         with trial(model, pixels.device), probe:
             model(noise.to(pixels))
-        by_size[size] = probe.found
+        by_size[size] = probe.windows
     return by_size[size]
 
 
 def token_orders(model: nn.Module, size: Size) -> dict[int, Tensor]:
-    """Where a model does not keep its tokens in raster order: the raster index of each token, by their number.
+    """Return the raster index of each token by token count, for models that do not use raster order.
 
-    Hiera unrolls its tokens once, so that those that later stages pool stand apart by the number of pooled ones.
+    Hiera unrolls its tokens once, so that tokens that later stages pool together are `num_pooled` apart.
     """
     unroll: Any = getattr(model, "unroll", None)
     if unroll is None:
@@ -67,16 +67,16 @@ def _strides(model: Any) -> Sequence[int]:
 
 
 class _Probe:
-    """Follows the tokens of one image of random numbers through a model."""
+    """Traces the tokens of one random image through a model."""
 
     gradients = wants_keys = wants_visible = False
 
     def __init__(self, model: nn.Module, size: Size) -> None:
         self._model, self._size = model, size
-        self.found: Windows = {}
+        self.windows: Windows = {}
         self._path: list[tuple[str, nn.Module, Tensor | None]] = []  # running modules and their inputs
-        self._images: list[Tensor] = []  # the latest tensors that hold tokens in the order of the image
-        self._made: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of the latest linear maps
+        self._images: list[Tensor] = []  # the latest tensors with tokens in raster order
+        self._made: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of the latest linear layers
         self._rows: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of the latest norms and sums
         self._last: tuple[torch.Size, Tensor, TokenLayout] | None = None
         self._orders = token_orders(model, size)
@@ -113,34 +113,34 @@ class _Probe:
         return act
 
     def note(self, tensor: Tensor) -> None:
-        """Keep a tensor that holds the tokens of the whole image in order."""
+        """Keep a tensor if it has all tokens of the image in raster order."""
         known = any(tensor is image for image in self._images)
         if not known and _tokens_in_order(tensor, self._model, self._size) is not None:
             self._images = [tensor, *self._images[:23]]
 
     def kept(self, given: Tensor, output: Tensor) -> None:
-        """Keep the input and output of a map that leaves each token in its row."""
+        """Keep the input and output of a row-wise operation."""
         self._rows = [(given, output), *self._rows[:7]]
 
     def mapped(self, given: Tensor, output: Tensor) -> None:
-        """Keep the input and output of a linear map."""
+        """Keep the input and output of a linear layer."""
         self._made = [(given, output), *self._made[:7]]
         self.note(output)
 
-    # -- what the interception tells ----------------------------------------------------------------------------------
+    # -- listener -----------------------------------------------------------------------------------------------------
 
     def running(self) -> str | None:
-        """Name of the module that runs now; None if what it computes is no attention between tokens."""
+        """Return the name of the running module; None if it computes no attention between tokens."""
         if not self._path or other_attention(self._path[-1][1]) is not None:
             return None
         return self._path[-1][0]
 
     def streams(self, query: Tensor, key: Tensor) -> bool:
-        """Never: one image is small."""
+        """Return False: one image is small."""
         return False
 
     def saw_in_parts(self, *given: Any) -> None:
-        """Is not called."""
+        """Do nothing; never called."""
 
     def saw(
         self,
@@ -150,25 +150,25 @@ class _Probe:
         key: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> None:
-        """Find the tokens that a module's values were made from."""
+        """Find the tokens that a module's values were computed from."""
         name, module, given = self._path[-1]
-        if value is None or name in self.found:
+        if value is None or name in self.windows:
             return
         arrange = arrangement(module, probabilities, 1)
         value = value if arrange is None else arrange(value)
         if len(value) < 2:
-            return  # one window holds all tokens
+            return  # one window of all tokens
         for source, output in self._made:
             rows = _find(value[:, 0], output)  # [windows, keys]
             if rows is None:
                 continue
             traced = self._trace(source, rows, given)
             if traced is not None:
-                self.found[name] = traced
+                self.windows[name] = traced
             return
 
     def _trace(self, source: Tensor, rows: Tensor, given: Tensor | None) -> tuple[Tensor, TokenLayout] | None:
-        """From rows of a linear map's input to indices on a patch grid."""
+        """Convert rows of a linear layer's input to indices on a patch grid."""
         direct = _tokens_in_order(source, self._model, self._size)
         if direct is not None and source.ndim <= 4:
             return self._ordered(rows, direct[1])
@@ -179,18 +179,18 @@ class _Probe:
                 known = _tokens_in_order(image, self._model, self._size)
                 assert known is not None
                 tokens, layout = known
-                found = _match(tensor.flatten(0, -2), tokens)
-                if found is not None:
-                    index, layout = self._ordered(found, layout)
+                matched = _match(tensor.flatten(0, -2), tokens)
+                if matched is not None:
+                    index, layout = self._ordered(matched, layout)
                     self._last = (source.shape[:-1], index, layout)
                     return torch.where(rows < 0, -1, index[rows.clamp_min(0)]), layout
         if self._last is not None and self._last[0] == source.shape[:-1]:
-            _, index, layout = self._last  # the same windows as in the layer before
+            _, index, layout = self._last  # the same windows as in the previous layer
             return torch.where(rows < 0, -1, index[rows.clamp_min(0)]), layout
         return None
 
     def _origins(self, tensor: Tensor) -> Iterator[Tensor]:
-        """A tensor, and those that it was made from row by row, latest first."""
+        """Yield a tensor and its row-wise origins, latest first."""
         yield tensor
         for given, output in self._rows:
             if output is tensor:
@@ -208,7 +208,7 @@ _ROW_BY_ROW = (F.layer_norm, torch.add, Tensor.add, Tensor.__add__)
 
 
 class _ProbeInterception(Interception):
-    """Sees linear maps, norms and sums as well."""
+    """Interception that also records linear layers, norms and sums."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = super().__torch_function__(func, types, args, kwargs)
@@ -220,7 +220,7 @@ class _ProbeInterception(Interception):
 
 
 def _tokens_in_order(tensor: Tensor, model: nn.Module, size: Size) -> tuple[Tensor, TokenLayout] | None:
-    """The tokens [tokens, channels] of a tensor that holds one whole image in raster order, and their layout."""
+    """Return the tokens [tokens, channels] and layout of a tensor with one whole image in raster order, or None."""
     if tensor.ndim not in (3, 4) or len(tensor) != 1 or not tensor.is_floating_point():
         return None
     if tensor.ndim == 3:
@@ -243,45 +243,45 @@ def _bytes(rows: Tensor) -> list[bytes]:
 
 
 def _match(rows: Tensor, tokens: Tensor) -> Tensor | None:
-    """Which of the tokens each row equals bit by bit, −1 for rows of padding; None if some row equals none."""
+    """Return the index of the token that each row equals bit by bit, −1 for padding; None if a row matches none."""
     if rows.shape[-1] != tokens.shape[-1] or rows.dtype != tokens.dtype:
         return None
-    known = {row: number for number, row in enumerate(_bytes(tokens))}
-    found = torch.tensor([known.get(row, -1) for row in _bytes(rows)])
-    missing = found < 0
+    known = {row: index for index, row in enumerate(_bytes(tokens))}
+    indices = torch.tensor([known.get(row, -1) for row in _bytes(rows)])
+    missing = indices < 0
     padding = (rows == 0).all(dim=-1).cpu()
     if len(known) < len(tokens) or missing.all() or (missing & ~padding).any():
         return None
-    return found
+    return indices
 
 
 def _find(value: Tensor, output: Tensor) -> Tensor | None:
-    """In which row of a linear map's output each value [windows, keys, width] lies, as one slice of its channels."""
+    """Return the row of a linear layer's output that has each value [windows, keys, width] as a channel slice."""
     width = value.shape[-1]
     for rows in _as_rows(output):
         if rows.shape[-1] % width or rows.dtype != value.dtype:
             continue
         for start in reversed(range(0, rows.shape[-1], width)):
-            found = _match_values(value, rows[:, start : start + width])
-            if found is not None:
-                return found
+            indices = _match_values(value, rows[:, start : start + width])
+            if indices is not None:
+                return indices
     return None
 
 
 def _match_values(value: Tensor, rows: Tensor) -> Tensor | None:
     flat = value.flatten(0, -2)
     known: dict[bytes, int] = {}
-    for number, row in enumerate(_bytes(rows)):
-        known.setdefault(row, number)
-    found = torch.tensor([known.get(row, -1) for row in _bytes(flat)])
-    if ((found < 0) & (flat != 0).any(dim=-1).cpu()).any() or (found < 0).all():
+    for index, row in enumerate(_bytes(rows)):
+        known.setdefault(row, index)
+    indices = torch.tensor([known.get(row, -1) for row in _bytes(flat)])
+    if ((indices < 0) & (flat != 0).any(dim=-1).cpu()).any() or (indices < 0).all():
         return None
-    return found.reshape(value.shape[:-1])
+    return indices.reshape(value.shape[:-1])
 
 
 def _as_rows(output: Tensor) -> list[Tensor]:
-    """A linear map's output as rows over its channels: channels last, and channels first for images."""
-    found = [output.flatten(0, -2)]
+    """Flatten a linear layer's output to rows of channels: channels last, for images also channels first."""
+    views = [output.flatten(0, -2)]
     if output.ndim == 4:
-        found.append(output.flatten(2).transpose(1, 2).flatten(0, 1))
-    return found
+        views.append(output.flatten(2).transpose(1, 2).flatten(0, 1))
+    return views

@@ -1,4 +1,4 @@
-"""Follow a model that writes: rollout grows by the attention of each step, and nothing else of it is kept."""
+"""Attention rollout during text generation: each step extends the rollout, and its attention is discarded."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,14 +17,14 @@ from vitflow.recording.recorder import record_attention
 
 
 class follow_writing:
-    """Let a rollout grow while a model writes inside the `with` block, with a cache of keys or without.
+    """Extend a rollout while a model generates text inside the `with` block, with or without a KV cache.
 
     Args:
-        model: a decoder of transformers.
-        grown: what takes in each layer's attention.
-        head_fusion, value_weighted: how the heads of a layer become one matrix.
-        visible: tell it also which keys each query may see.
-        progress: called with 1 after each pass.
+        model: a transformers decoder.
+        grown: receives the attention of each layer.
+        head_fusion, value_weighted: how the heads of a layer are fused.
+        visible: also pass on which keys each query may see.
+        progress: called with 1 after each forward pass.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class follow_writing:
         progress: Callable[[int], object] | None = None,
     ) -> None:
         self._model, self._grown, self._progress = model, grown, progress
-        self._layer = self._tokens = 0  # of the pass that runs
+        self._layer = self._tokens = 0  # of the current forward pass
         self._recorder = record_attention(
             model,
             fusions=[(head_fusion, value_weighted)],
@@ -61,7 +61,7 @@ class follow_writing:
         self._ended()
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A pass begins: it reads all tokens, or where there is a cache the newest."""
+        """Begin a forward pass over all tokens, or only the new ones if there is a cache."""
         text, cache = reads_text(args, kwargs), kwargs.get("past_key_values")
         self._ended()
         self._tokens = (0 if cache is None else int(cache.get_seq_length())) + (0 if text is None else text.shape[1])
