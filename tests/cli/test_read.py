@@ -133,7 +133,7 @@ def test_a_user_reads_a_word(encoder, tmp_path):
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "What “is” rests on" and re.fullmatch(r"  \S+ +[\d.]+ %  \(\d+\)", lines[1])
-    assert re.search(r"special tokens \d+ % · first token \d+ % · its own token \d+ % · entropy", done.stdout)
+    assert re.search(r"special tokens \d+ % · first token \d+ % · the token itself \d+ % · entropy", done.stdout)
     assert done.stderr.splitlines() == [f"written: {tmp_path / 'o.png'}"]
     with Image.open(tmp_path / "o.png") as image:
         assert image.width > 500
