@@ -72,9 +72,11 @@ def test_the_writing_position_has_no_number_where_its_share_stands_apart():
     view = found.sheet(generated=True)
     numbers = [[cell.text for cell in row.cells if cell.selected] for row in view._table]
     assert (
-        numbers == [["·"]] * 3 and "the token itself 40 %" in view.text() and "· is the row's own token" in view.text()
+        numbers == [["·"]] * 3
+        and "the token itself 40 %" in view.text()
+        and "·: the explained token itself" in view.text()
     )
-    assert "·" not in found.shaded(1)._tokens[4].number and "row's own token" not in raw.sheet().text()
+    assert "·" not in found.shaded(1)._tokens[4].number and "the explained token itself" not in raw.sheet().text()
     page = found.shaded(1).html()
     assert 'title="w0: the token itself, raw share 40.00 %, token 4"' in page and 'w1: not seen, token 5"' in page
 

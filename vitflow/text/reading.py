@@ -23,7 +23,7 @@ from vitflow.models.languages import check_text, load_language_model, predicts_w
 from vitflow.models.libraries import class_count
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
-from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, only_rows, walked
+from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, only_rows, attention_paths
 from vitflow.text.labels import caption, hide, text_of, words_in, words_of
 from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
@@ -128,7 +128,7 @@ class Reading:
         flows = attention_flow(layers, all_sources=True, **options).normalized[0].numpy()
         raw, rollout = np.asarray(self.matrices), np.stack(rolled)
         panels = [
-            Panel("raw attention", raw, walked(raw, self.selected), "edges: each layer's attention"),
+            Panel("raw attention", raw, attention_paths(raw, self.selected), "edges: each layer's attention"),
             Panel("attention rollout", rollout, only_rows(rollout, self.selected), "edges: what is held of the input"),
             Panel("attention flow", flows, only_rows(flows, self.selected), "edges: flow from the input"),
         ]

@@ -19,7 +19,7 @@ from vitflow.images.figures import figure_bytes, save_figure
 from vitflow.text.layout import Words
 
 #: RGB of positive and of negative weights; 0 is white.
-FOR, AGAINST = (43, 95, 179), (179, 82, 32)
+POSITIVE, NEGATIVE = (43, 95, 179), (179, 82, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def color_of(shade: float) -> str:
     >>> color_of(0.0), color_of(1.0)
     ('#ffffff', '#2b5fb3')
     """
-    end = FOR if shade >= 0 else AGAINST
+    end = POSITIVE if shade >= 0 else NEGATIVE
     return "#" + "".join(f"{round(255 + (channel - 255) * abs(shade)):02x}" for channel in end)
 
 
