@@ -132,8 +132,8 @@ def test_a_user_reads_a_word(encoder, tmp_path):
     done = read(TEXT, "--model", encoder, "--token", "is", "--png", tmp_path / "o.png")
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "What “is” rests on" and re.fullmatch(r"  \S+ +[\d.]+ %  \(\d+\)", lines[1])
-    assert re.search(r"special tokens \d+ % · first token \d+ % · the token itself \d+ % · entropy", done.stdout)
+    assert lines[0] == "Attribution of “is”" and re.fullmatch(r"  \S+ +[\d.]+ %  \(\d+\)", lines[1])
+    assert re.search(r"special tokens \d+ % · first token \d+ % · query token \d+ % · entropy", done.stdout)
     assert done.stderr.splitlines() == [f"written: {tmp_path / 'o.png'}"]
     with Image.open(tmp_path / "o.png") as image:
         assert image.width > 500
@@ -155,7 +155,7 @@ def test_a_page_answers_for_each_word(encoder, tmp_path):
 def test_numbers_come_as_json(encoder):
     done = read(TEXT, "--model", encoder, "--token", 6, "--method", "attention", "--json")
     found = json.loads(done.stdout)
-    assert found["tokens"][6].strip() == "is" and found["asked"] == [6]
+    assert found["tokens"][6].strip() == "is" and found["selected"] == [6]
     assert found["method"] == "attention" and len(found["weights"]) == 9
     assert sum(found["weights"]) == pytest.approx(1, abs=1e-5)
     assert found["trust"]["special"] == pytest.approx(found["weights"][0] + found["weights"][-1], abs=1e-5)
@@ -194,7 +194,7 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
     done = read("--prompt", "the key to the", "--generate", 3, "--model", decoder, "--html", tmp_path / "o.html")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("[CLS] the key to the")
-    assert "What each generated token rests on" in done.stdout and "; generated " in done.stdout
+    assert "Attribution of each generated token" in done.stdout and "; generated " in done.stdout
     assert re.search(r'"written": \d+\}', (tmp_path / "o.html").read_text())
     found = json.loads(
         read("--prompt", "the key", "--generate", 2, "--model", decoder, "--causal", "raw", "--json").stdout

@@ -89,7 +89,7 @@ def test_whether_a_token_sees_later_ones_is_found_by_changing_these(name):
 @pytest.mark.parametrize("options", [{}, {"discard_ratio": 0.5, "causal": "raw"}], ids=["relative", "discarded"])
 def test_uniform_attention_is_uniform_relative_to_the_receptive_field(name, options):
     found = explain_text(TEXT, model=uniform(name), tokenizer=wordpiece_tokenizer(), **options)
-    assert found.causal and found.asked == (12,)
+    assert found.causal and found.selected == (12,)
     if not options:
         assert found.options["causal"] == "receptive_field" and found.options["value_weighted"] is False
         np.testing.assert_allclose(found.weights, [1 / 12] * 12 + [0], atol=1e-6)

@@ -69,7 +69,7 @@ def test_the_trust_line_tells_shares_and_entropy():
     assert trust.hidden == pytest.approx({"special tokens": 0.35, "stop words": 0.01 + 0.01 + 0.01 + 0.15})
     assert trust.entropy == pytest.approx(-(WEIGHTS * np.log2(WEIGHTS)).sum())
     assert trust.most == pytest.approx(np.log2(12))
-    assert "special tokens 35 % · first token 30 % · the token itself 15 % · entropy" in str(trust)
+    assert "special tokens 35 % · first token 30 % · query token 15 % · entropy" in str(trust)
     assert trust.left_out == "Not shown: special tokens (35 % of the weight), stop words (18 % of the weight)."
 
 

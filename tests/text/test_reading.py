@@ -204,10 +204,10 @@ def test_mistakes_are_told_with_a_remedy(wordpieces):
         explain_text(TEXT, token="lock", **read)
     with pytest.raises(OptionError, match="token from 0 to 12"):
         explain_text(TEXT, token=13, **read)
-    with pytest.raises(OptionError, match="one token for the model, got 'cabinets', which is"):
+    with pytest.raises(OptionError, match="a single token, got 'cabinets', tokenized as"):
         explain_text(TEXT, method="gae", target="cabinets", **read)
     for target in (-1, 50_000):  # below 0, and beyond the words that the model knows
-        with pytest.raises(OptionError, match=f"Expected the target, a token by its number, .*, got {target}"):
+        with pytest.raises(OptionError, match=f"Expected the target, a token id, .*, got {target}"):
             explain_text(TEXT, method="gae", target=target, **read)
     assert explain_text(TEXT, name="my reader", **read).model == "my reader"
     with pytest.raises(OptionError, match="one text as a string"):

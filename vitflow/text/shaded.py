@@ -122,7 +122,7 @@ class ShadedText(View):
     def describe(self, token: _Token) -> str:
         """Return the tooltip of a token: its share of the weight."""
         if token.selected and self.self_share is not None and not token.share:
-            return f"the token itself, raw share {self.self_share:.2%}".replace("%", " %")
+            return f"query token, raw share {self.self_share:.2%}".replace("%", " %")
         return "not seen" if np.isnan(token.share) else f"{token.share:.2%}".replace("%", " %")
 
     @property

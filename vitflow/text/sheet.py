@@ -20,13 +20,13 @@ from vitflow.text.view import Trust, View, check_weights, color_of, embedded, fr
 #: Tables with more cells are embedded as an image; figures with more cells print no numbers.
 MOST_CELLS, MOST_NUMBERS = 3000, 700
 _CELL, _LONGEST_NAME = 0.235, 18
-_ITSELF = "·"  # in the cell of the row's token, if its share is reported separately
+_ITSELF = "·"  # in the cell of the query token, if its share is reported separately
 _STRONGEST = 5  # tokens of each row in plain text
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A cell: its shade from −1 to 1, its text, and flags for unseen tokens and the explained token of the row."""
+    """A cell: its shade from −1 to 1, its text, and flags for unseen tokens and the query token of its row."""
 
     shade: float
     text: str
@@ -53,9 +53,9 @@ class Sheet(View):
         rows: name of each row, first row first.
         rest: weight of other tokens in each row, [rows], shown in an extra column.
         rest_name: header of that column.
-        self_tokens: position of the explained token of each row, excluded from the colour scale; rows without an entry
+        self_tokens: position of the query token of each row, excluded from the colour scale; rows without an entry
             have none.
-        self_share: share of the selected tokens, or of the explained token of each row, if it is not among the
+        self_share: share of the selected tokens, or of the query token of each row, if it is not among the
             weights; those cells then show no number.
         upwards: draw the first row at the bottom, as for layers.
         selected, hidden, title, caption: see `View`.
@@ -163,7 +163,7 @@ class Sheet(View):
 
     @property
     def _foot(self) -> list[str]:
-        note = "" if self.self_share is None else f"; {_ITSELF}: the explained token itself, reported separately"
+        note = "" if self.self_share is None else f"; {_ITSELF} is the query token, reported separately"
         scale = f"percent of each row's weight{note}"
         return [line for line in (scale, str(self.trust), self.trust.left_out, self.caption) if line]
 

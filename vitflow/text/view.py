@@ -191,7 +191,7 @@ class Trust:
         parts = [] if self.special is None else [f"special tokens {self.special:.0%}"]
         parts.append(f"first token {self.first:.0%}")
         if self.self_share is not None:
-            parts.append(f"the token itself {self.self_share:.0%}")
+            parts.append(f"query token {self.self_share:.0%}")
         parts.append(f"entropy {self.entropy:.2f} of {self.most:.2f} bits")
         return " · ".join(parts).replace("%", " %").replace("-", "−")
 
