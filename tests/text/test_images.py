@@ -194,7 +194,7 @@ def test_the_map_is_told_with_its_share_and_its_sinks():
     assert covers == pytest.approx({"left": 7 * 64 / 38, "top": 0, "right": 31 * 64 / 38, "bottom": 40})
     hidden = found.sheet().hidden
     assert found.shaded(-1).hidden == hidden and found.shaded(-1).trust.special is None
-    assert [place for place, why in hidden.items() if why == "patches of images"] == list(range(1, 37))
+    assert [place for place, why in hidden.items() if why == "image patches"] == list(range(1, 37))
 
 
 def test_tiles_and_the_whole_are_shown_apart_or_added_by_area():

@@ -168,7 +168,7 @@ def test_several_prompts_are_drawn_one_by_one():
         "rollout",
         {},
     )
-    with pytest.raises(OptionError, match=r"Expected one prompt to draw, got 2: take generation\[0\]"):
+    with pytest.raises(OptionError, match=r"Expected a single prompt, got 2: use generation\[0\]"):
         batch.sheet()
     assert batch._repr_mimebundle_()["text/html"].count("<table") == 2
     assert batch[1].sheet().rows == one.sheet().rows

@@ -175,10 +175,10 @@ def _together(grids: Sequence[NDArray[Any]], placements: Sequence[Placement]) ->
     return (grids[0], placements[0]) if len(grids) == 1 else lay_together(grids, placements)
 
 
-def less_earlier(row: NDArray[Any], earlier: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float64]:
+def subtract_earlier(row: NDArray[Any], earlier: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float64]:
     """A row less what the rows of earlier words explain of it: their weighted sum times the factor that fits best.
 
-    >>> less_earlier(np.array([0.5, 0.5]), np.array([[0.0, 1.0]]), np.array([1.0]))
+    >>> subtract_earlier(np.array([0.5, 0.5]), np.array([[0.0, 1.0]]), np.array([1.0]))
     array([0.5, 0. ])
     """
     common = np.asarray(weights, np.float64) @ earlier

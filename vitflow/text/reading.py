@@ -23,7 +23,7 @@ from vitflow.models.languages import check_text, load_language_model, predicts_w
 from vitflow.models.libraries import class_count
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
-from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, only_rows, attention_paths
+from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
 from vitflow.text.labels import caption, hide, text_of, words_in, words_of
 from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
@@ -138,7 +138,7 @@ class Reading:
         )
 
     def page(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Page:
-        """Return an interactive HTML page: click a word for its attribution by layer, or for the words attributed to it.
+        """Return an interactive HTML page: click a word for its attribution by layer, or for the attribution to it.
 
         For rollout and raw attention, all words of texts of up to 256 tokens can be selected; for other methods, only
         the explained word. Options as for `shaded`; hidden tokens can be shown on the page. Write the page with
