@@ -114,8 +114,8 @@ class Reading:
         count = self.tokens.length - len(shown["hidden"])
         if self.matrices is None or count > MOST_TOKENS:
             raise OptionError(
-                f"Expected a text of at most {MOST_TOKENS} tokens for a graph, got {count}: shorten it, hide stop words, "
-                "or draw the sheet."
+                f"Expected a text of at most {MOST_TOKENS} tokens for a graph, got {count}: shorten it, hide stop "
+                "words, or draw the sheet."
             )
         options: dict[str, Any] = {
             "residual": self.options.get("residual", 0.5),
@@ -133,9 +133,8 @@ class Reading:
         ]
         shared = ("head_fusion", "value_weighted", "causal")
         used = {name: self.options[name] for name in shared if name in self.options} | {"residual": options["residual"]}
-        return GraphView(
-            self.tokens, panels, **{**shown, "caption": caption("rollout", used, self.model, what="graphs")}
-        )
+        shown["caption"] = caption("rollout", used, self.model, what="graphs")
+        return GraphView(self.tokens, panels, **shown)
 
     def page(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Page:
         """Return an interactive HTML page: click a word for its attribution by layer, or for the attribution to it.
