@@ -173,7 +173,7 @@ def test_a_word_of_several_pieces_speaks_with_all_of_them():
     expected = (found.image(1).grid.astype(float) + found.image(2).grid) / 2
     np.testing.assert_allclose(pieces.image("heart").grid, expected, rtol=1e-6)
     assert pieces.image("heart").label == "heart" and found.image(-1).label == "heart"
-    with pytest.raises(OptionError, match="Expected a word of the text as the token, got 'square'"):
+    with pytest.raises(OptionError, match="'square' is not a word of the text"):
         pieces.image("square")
 
 

@@ -121,8 +121,8 @@ def image_tokens(
     if count != len(positions):
         raise UnsupportedModelError(
             f"Expected {count} tokens of {len(sizes)} image{'s'[: len(sizes) > 1]} of {_sizes(sizes)} pixels for the "
-            f"settings of {type(processor).__name__}, got {len(positions)}: pass the images and processor that produced "
-            "the prompt, or layout=ImageTokens(positions, rows, cols)."
+            f"settings of {type(processor).__name__}, got {len(positions)}: pass the images and processor that "
+            "produced the prompt, or layout=ImageTokens(positions, rows, cols)."
         )
     layouts, start = [], 0
     for part, index in parts:

@@ -209,8 +209,8 @@ def with_images(
     config = getattr(model, "config", None)
     if image_token(config) is None and layout is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no image token in its vocabulary. Models that cross-attend to an image are not "
-            "supported, except VisionEncoderDecoder."
+            f"{type(model).__name__} has no image token in its vocabulary. Models that cross-attend to an image are "
+            "not supported, except VisionEncoderDecoder."
         )
     processor = _processor_of(model, processor)
     if not hasattr(processor, "tokenizer"):
