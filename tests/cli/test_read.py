@@ -227,7 +227,7 @@ def test_an_unknown_word_lists_the_tokens_and_a_repeated_one_asks_which(encoder)
     unknown = read(TEXT, "--model", encoder, "--token", "door")
     assert unknown.exit_code == 2 and "got 'door': choose one of 0 '[CLS]', 1 'the', 2 'key'" in unknown.stderr
     twice = read(TEXT, "--model", encoder, "--token", "the")
-    assert twice.exit_code == 2 and "stands at 1, 4: give its number" in twice.stderr
+    assert twice.exit_code == 2 and "more than once, at tokens 1, 4" in twice.stderr
 
 
 def test_models_for_images_are_refused_with_a_remedy(tmp_path):

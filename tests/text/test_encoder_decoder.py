@@ -347,7 +347,7 @@ def test_what_an_encoder_cannot_be_shown_is_told():
     with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
         beside([])
     for options in ({"neutral": "the"}, {"through_tower": True}):
-        with pytest.raises(OptionError, match="reads no prompt beside the image.*leave out neutral"):
+        with pytest.raises(OptionError, match="has no prompt alongside the image.*omit neutral"):
             beside(**options)
     with pytest.raises(
         OptionError, match=r"Expected pixel_values \[1, channels, height, width\] .* got \(2, 3, 32, 32\)"

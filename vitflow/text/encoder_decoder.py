@@ -22,7 +22,7 @@ from vitflow.text import layer_rows
 from vitflow.text.labels import words_of
 from vitflow.text.layer_rows import Streams, relevance_across
 from vitflow.text.layout import Words
-from vitflow.text.read_rows import outer, relevant_layers
+from vitflow.text.read_rows import outer_shape, relevant_layers
 from vitflow.text.writing import ending, generated, looking_ahead
 
 
@@ -149,7 +149,7 @@ def _read(
     m, n = (one[0].example.shape[-1] if one else 0 for one in layers[:2])
     shapes = ((m, m), (n, n), (n, m))
     for stream, shape in zip(layers, shapes, strict=True):
-        other = next((one for layer in stream if (one := outer(layer.example)) != (1, *shape)), None)
+        other = next((one for layer in stream if (one := outer_shape(layer.example)) != (1, *shape)), None)
         if other is not None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} attends in {other[0]} matrices of {other[1]} × {other[2]} tokens, expected "
