@@ -357,7 +357,7 @@ def test_what_an_encoder_cannot_be_shown_is_told():
         written(seeing(), None, image=photograph())
     with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration has no image token"):
         written(t5(), SOURCE, image=photograph(), processor=prepares())
-    with pytest.raises(OptionError, match="Expected a text, or what its tokenizer makes of it"):
+    with pytest.raises(OptionError, match="Expected a text, or tokenizer output"):
         written(t5(), None)
 
 
