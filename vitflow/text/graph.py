@@ -159,7 +159,7 @@ class GraphView(View):
             _draw_edges(axes, panel.paths[chosen], _BLUE, False)
         xs, ys = np.meshgrid(np.arange(layers + 1), np.arange(len(columns)))
         axes.scatter(xs, ys, s=4, color=INK, linewidths=0, zorder=4)
-        selected = [place for place, position in enumerate(columns) if position in self.selected]
+        selected = [column for column, position in enumerate(columns) if position in self.selected]
         axes.scatter([layers] * len(selected), selected, s=22, color=[_BLUE], linewidths=0, zorder=5)
         axes.set_xlim(-0.08 * layers / panel_width, (1 + 0.08 / panel_width) * layers)
         axes.spines[:].set_visible(False)

@@ -130,8 +130,8 @@ class PromptImages:
             relative, through_tower: as for `map_of`.
         """
         shown = []
-        for number, image in enumerate(self.images):
-            indices, maps = self.chosen(number, None), []
+        for index, image in enumerate(self.images):
+            indices, maps = self.chosen(index, None), []
             for row, sums in zip(rows, totals, strict=True):
                 for layer in range(rows.shape[2]):
                     grid, placement, facts = self.map_of(
@@ -145,7 +145,7 @@ class PromptImages:
                     total = float(grid.sum())
                     maps.append(grid * (facts["on_image"] / total if total else 0.0))
             shape = (len(rows), rows.shape[2], *maps[0].shape)
-            shown.append(ShownImage(self.sources[number], image, placement.window, np.reshape(maps, shape)))
+            shown.append(ShownImage(self.sources[index], image, placement.window, np.reshape(maps, shape)))
         return shown
 
     def _relative(self, weights: list[NDArray[Any]], indices: Sequence[int], layer: int) -> list[NDArray[Any]]:

@@ -203,15 +203,15 @@ Words(strings=('6',), ids=(6,), special=(False,))), num_padding=2, padding='left
 def _layout(
     ids: list[int], seen: Tensor, tokenizer: Any, image_token: int | None, grid: tuple[int, int] | None
 ) -> SequenceLayout:
-    places = seen.nonzero().flatten().tolist()
-    start, end = (places[0], places[-1] + 1) if places else (0, 0)
-    if len(places) != end - start or (start and end < len(ids)):
+    positions = seen.nonzero().flatten().tolist()
+    start, end = (positions[0], positions[-1] + 1) if positions else (0, 0)
+    if len(positions) != end - start or (start and end < len(ids)):
         raise ShapeError(f"Expected padding on one side of each text, got attention_mask {seen.int().tolist()}.")
     parts: list[Part] = []
     for is_image, group in groupby(ids[start:end], lambda token_id: token_id == image_token):
         run = list(group)
         parts.append(_grid(len(run), grid) if is_image else words_of(tokenizer, run))
-    return SequenceLayout(tuple(parts), len(ids) - len(places), "left" if start else "right")
+    return SequenceLayout(tuple(parts), len(ids) - len(positions), "left" if start else "right")
 
 
 def _grid(patches: int, grid: tuple[int, int] | None) -> Grid:
