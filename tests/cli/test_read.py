@@ -132,8 +132,8 @@ def test_a_user_reads_a_word(encoder, tmp_path):
     done = read(TEXT, "--model", encoder, "--token", "is", "--png", tmp_path / "o.png")
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "What “is” rests on" and re.fullmatch(r"  \S+ +[\d.]+ %  \(\d+\)", lines[1])
-    assert re.search(r"special tokens \d+ % · first token \d+ % · its own token \d+ % · entropy", done.stdout)
+    assert lines[0] == "Attribution of “is”" and re.fullmatch(r"  \S+ +[\d.]+ %  \(\d+\)", lines[1])
+    assert re.search(r"special tokens \d+ % · first token \d+ % · query token \d+ % · entropy", done.stdout)
     assert done.stderr.splitlines() == [f"written: {tmp_path / 'o.png'}"]
     with Image.open(tmp_path / "o.png") as image:
         assert image.width > 500
@@ -155,7 +155,7 @@ def test_a_page_answers_for_each_word(encoder, tmp_path):
 def test_numbers_come_as_json(encoder):
     done = read(TEXT, "--model", encoder, "--token", 6, "--method", "attention", "--json")
     found = json.loads(done.stdout)
-    assert found["tokens"][6].strip() == "is" and found["asked"] == [6]
+    assert found["tokens"][6].strip() == "is" and found["selected"] == [6]
     assert found["method"] == "attention" and len(found["weights"]) == 9
     assert sum(found["weights"]) == pytest.approx(1, abs=1e-5)
     assert found["trust"]["special"] == pytest.approx(found["weights"][0] + found["weights"][-1], abs=1e-5)
@@ -194,7 +194,7 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
     done = read("--prompt", "the key to the", "--generate", 3, "--model", decoder, "--html", tmp_path / "o.html")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("[CLS] the key to the")
-    assert "What each generated token rests on" in done.stdout and "; generated " in done.stdout
+    assert "Attribution of each generated token" in done.stdout and "; generated " in done.stdout
     assert re.search(r'"written": \d+\}', (tmp_path / "o.html").read_text())
     found = json.loads(
         read("--prompt", "the key", "--generate", 2, "--model", decoder, "--causal", "raw", "--json").stdout
@@ -227,7 +227,7 @@ def test_an_unknown_word_lists_the_tokens_and_a_repeated_one_asks_which(encoder)
     unknown = read(TEXT, "--model", encoder, "--token", "door")
     assert unknown.exit_code == 2 and "got 'door': choose one of 0 '[CLS]', 1 'the', 2 'key'" in unknown.stderr
     twice = read(TEXT, "--model", encoder, "--token", "the")
-    assert twice.exit_code == 2 and "stands at 1, 4: give its number" in twice.stderr
+    assert twice.exit_code == 2 and "more than once, at tokens 1, 4" in twice.stderr
 
 
 def test_models_for_images_are_refused_with_a_remedy(tmp_path):

@@ -69,7 +69,7 @@ def test_the_trust_line_tells_shares_and_entropy():
     assert trust.hidden == pytest.approx({"special tokens": 0.35, "stop words": 0.01 + 0.01 + 0.01 + 0.15})
     assert trust.entropy == pytest.approx(-(WEIGHTS * np.log2(WEIGHTS)).sum())
     assert trust.most == pytest.approx(np.log2(12))
-    assert "special tokens 35 % · first token 30 % · its own token 15 % · entropy" in str(trust)
+    assert "special tokens 35 % · first token 30 % · query token 15 % · entropy" in str(trust)
     assert trust.left_out == "Not shown: special tokens (35 % of the weight), stop words (18 % of the weight)."
 
 
@@ -110,7 +110,7 @@ def test_a_part_of_a_word_is_no_stop_word():
 def test_the_asked_token_is_outlined_and_sets_no_scale():
     view = ShadedText(WORDS, WEIGHTS, selected=(0,))
     assert shades_in(view.html())["key"] == 1.0
-    assert 'class="token own plain"' in view.html() and "outlined" in view.html()
+    assert 'class="token selected plain"' in view.html() and "outlined" in view.html()
     assert view.trust.self_share == pytest.approx(0.3)
     assert ShadedText(WORDS, WEIGHTS, selected=(0,), self_share=0.9).trust.self_share == 0.9
 
@@ -124,7 +124,7 @@ def test_a_terminal_gets_a_plain_list_of_the_strongest_tokens():
 
 def test_negative_weights_count_against():
     view = ShadedText(words_of(("no", " yes")), [-0.2, 0.4])
-    assert "against" in view.html() and "dashed: against" in view.html()
+    assert "negative" in view.html() and "dashed: negative" in view.html()
     assert [line.split() for line in view.text().splitlines()[:2]] == [
         ["yes", "66.7", "%", "(1)"],
         ["no", "-33.3", "%", "(0)"],
@@ -172,7 +172,7 @@ def test_rows_that_do_not_sum_to_1_are_told_as_shares_and_their_own_token_sets_n
     sheet = Sheet(words_of("abc"), [[0.2, 0.1, 1.5], [0.2, 1.0, 0.4]], ["x", "y"], rest=[0.2, 0.0], self_tokens=[2, 1])
     html = sheet.html()
     assert re.findall(r'--w:[\d.]+">([^<]+)', html) == ["10", "5", "75", "12", "62", "25"]
-    assert re.findall(r'<td class="own" style="--w:([\d.]+)">', html) == ["0.000", "0.000"]
+    assert re.findall(r'<td class="selected" style="--w:([\d.]+)">', html) == ["0.000", "0.000"]
     assert float(re.findall(r'--w:([\d.]+)">25<', html)[0]) == 1.0
     assert re.findall(r'<td class="rest">([^<]*)', html) == ["10", "0"]
 

@@ -344,10 +344,10 @@ def test_a_beginning_in_words_and_images_of_any_size():
 def test_what_an_encoder_cannot_be_shown_is_told():
     with pytest.raises(OptionError, match="Expected one image for VisionEncoderDecoderModel, got 2"):
         beside([photograph(), photograph()])
-    with pytest.raises(OptionError, match="Expected an image or several, got an empty list"):
+    with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
         beside([])
     for options in ({"neutral": "the"}, {"through_tower": True}):
-        with pytest.raises(OptionError, match="reads no prompt beside the image.*leave out neutral"):
+        with pytest.raises(OptionError, match="has no prompt alongside the image.*omit neutral"):
             beside(**options)
     with pytest.raises(
         OptionError, match=r"Expected pixel_values \[1, channels, height, width\] .* got \(2, 3, 32, 32\)"
@@ -355,9 +355,9 @@ def test_what_an_encoder_cannot_be_shown_is_told():
         beside(inputs=torch.zeros(2, 3, 32, 32))
     with pytest.raises(OptionError, match="Expected a processor for VisionEncoderDecoderModel, which was not loaded"):
         written(seeing(), None, image=photograph())
-    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration has no token for the patches"):
+    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration has no image token"):
         written(t5(), SOURCE, image=photograph(), processor=prepares())
-    with pytest.raises(OptionError, match="Expected a text, or what its tokenizer makes of it"):
+    with pytest.raises(OptionError, match="Expected a text, or tokenizer output"):
         written(t5(), None)
 
 

@@ -319,7 +319,7 @@ def test_other_mistakes_are_told_before_anything_is_written():
     with pytest.raises(OptionError, match=r"a text in UTF-8, got “caf.*xe9”"):
         explain_generation(model, "caf\udce9", tokenizer=wordpiece_tokenizer(), max_new_tokens=2)
     for hole in ([0, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 1]):
-        with pytest.raises(OptionError, match="zeros all stand on the left of a prompt.*leave these tokens out"):
+        with pytest.raises(OptionError, match="zeros only on the left of a prompt.*remove these tokens"):
             explain_generation(model, {"input_ids": prompt(), "attention_mask": torch.tensor([hole])})
     with pytest.raises(OptionError, match=r"attention_mask of the prompts' shape \(1, 9\), got \(1, 4\)"):
         explain_generation(model, {"input_ids": prompt(), "attention_mask": torch.ones(1, 4)})

@@ -192,11 +192,13 @@ def test_padding_on_the_left_is_not_counted():
 def test_what_is_not_known_is_told_with_the_way_out():
     one, inputs = prepared()
     config, sizes = one.model.config, [(30, 30)]
-    with pytest.raises(UnsupportedModelError, match=r"how gpt2 arranges .*known: llava, .*ImageTokens\(positions"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"image tokens of gpt2 .*known families: llava, .*ImageTokens\(positions"
+    ):
         image_tokens(transformers.GPT2Config(), one.processor, inputs, sizes)
     with pytest.raises(UnsupportedModelError, match="Expected 72 tokens of 2 images of 30 × 30, 30 × 30 .* got 36"):
         image_tokens(config, one.processor, {**inputs, "pixel_values": torch.zeros(2, 3, 24, 24)}, sizes * 2)
-    with pytest.raises(OptionError, match="Expected an image among the tokens .* got none: .*'<image>'"):
+    with pytest.raises(OptionError, match="The prompt has no image tokens: .*'<image>'"):
         image_tokens(config, one.processor, {"input_ids": torch.tensor([[9, 10]])}, sizes)
     with pytest.raises(OptionError, match="Expected one prompt with its images, got 2 prompts"):
         image_tokens(config, one.processor, {**inputs, "input_ids": torch.ones(2, 9, dtype=torch.long)}, sizes)
@@ -212,9 +214,9 @@ def test_a_video_is_refused():
 
 
 def test_parts_of_ones_own_are_checked():
-    with pytest.raises(ShapeError, match="Expected 2 × 2 different positions of patches, got 4, 3 of them different"):
+    with pytest.raises(ShapeError, match="Expected 2 × 2 distinct patch positions, got 4, 3 of them distinct"):
         ImageTokens([1, 2, 3, 3], 2, 2)
     with pytest.raises(OptionError, match="Unknown role 'crop'"):
         ImageTokens([1], 1, 1, role="crop")
-    with pytest.raises(OptionError, match="with a placement, got none"):
+    with pytest.raises(OptionError, match="ImageTokens with a placement"):
         ImageTokens([1], 1, 1).box(0, 0)

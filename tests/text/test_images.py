@@ -174,7 +174,7 @@ def test_a_word_of_several_pieces_speaks_with_all_of_them():
     expected = (found.image(1).grid.astype(float) + found.image(2).grid) / 2
     np.testing.assert_allclose(pieces.image("heart").grid, expected, rtol=1e-6)
     assert pieces.image("heart").label == "heart" and found.image(-1).label == "heart"
-    with pytest.raises(OptionError, match="Expected a word of the text as the token, got 'square'"):
+    with pytest.raises(OptionError, match="'square' is not a word of the text"):
         pieces.image("square")
 
 
@@ -195,7 +195,7 @@ def test_the_map_is_told_with_its_share_and_its_sinks():
     assert covers == pytest.approx({"left": 7 * 64 / 38, "top": 0, "right": 31 * 64 / 38, "bottom": 40})
     hidden = found.sheet().hidden
     assert found.shaded(-1).hidden == hidden and found.shaded(-1).trust.special is None
-    assert [place for place, why in hidden.items() if why == "patches of images"] == list(range(1, 37))
+    assert [place for place, why in hidden.items() if why == "image patches"] == list(range(1, 37))
 
 
 def test_tiles_and_the_whole_are_shown_apart_or_added_by_area():
@@ -242,7 +242,7 @@ def test_relative_is_the_quotient_with_the_row_of_a_neutral_prompt():
     assert saliency.options["relative"] and saliency.facts["on_image"] == pytest.approx(
         found.image("heart").facts["on_image"]
     )
-    with pytest.raises(OptionError, match="row of a neutral prompt for relative=True, got none: pass neutral="):
+    with pytest.raises(OptionError, match="relative=True requires a neutral prompt: pass neutral="):
         written().image("heart", relative=True)
 
 
@@ -299,22 +299,22 @@ def test_the_towers_rollout_ends_where_its_features_are_taken():
 
 
 def test_towers_that_cannot_be_followed_are_refused():
-    with pytest.raises(UnsupportedModelError, match="attends within windows: .* Leave out through_tower"):
+    with pytest.raises(UnsupportedModelError, match="uses window attention: omit through_tower"):
         written("qwen2_5_vl", through_tower=True)
-    with pytest.raises(UnsupportedModelError, match="runs on 5 inputs for 2 grids of tokens"):
+    with pytest.raises(UnsupportedModelError, match="has 5 inputs for 2 token grids"):
         written("llava_next", through_tower=True)
-    with pytest.raises(OptionError, match="Expected rows of the vision tower, got none"):
+    with pytest.raises(OptionError, match="The vision tower was not recorded"):
         written().image("heart", through_tower=True)
 
 
 def test_of_two_images_each_has_its_map():
     one = family("qwen2_vl")
     found = written("qwen2_vl", [photograph(), photograph(1, (64, 40))], f"{one.prompt} what is on")
-    with pytest.raises(OptionError, match="Expected one of the prompt's 2 images, got none: pass image=0"):
+    with pytest.raises(OptionError, match="The prompt has 2 images: pass image=0"):
         found.image("heart")
     first, second = (found.image("heart", image=number) for number in (0, 1))
     assert first.grid.shape == (5, 8) and second.grid.shape == (8, 5) and second.image.shape == (64, 40, 3)
-    with pytest.raises(OptionError, match="Expected an image from 0 to 1, got 2"):
+    with pytest.raises(OptionError, match="Expected an image index from 0 to 1, got 2"):
         found.image("heart", image=2)
 
 
@@ -373,7 +373,7 @@ def test_a_layout_of_ones_own_takes_the_place_of_an_unknown_one(monkeypatch):
     one = family("llava")
     expected = plainly("llava").image("heart")
     monkeypatch.setattr(one.model.config, "model_type", "seer", raising=False)
-    with pytest.raises(UnsupportedModelError, match=r"how seer arranges .* pass layout=ImageTokens\(positions"):
+    with pytest.raises(UnsupportedModelError, match=r"image tokens of seer .* pass layout=ImageTokens\(positions"):
         written()
     own = ImageTokens(range(1, 37), 6, 6)
     found = written(layout=own).image("heart")
@@ -388,15 +388,15 @@ def test_a_layout_of_ones_own_takes_the_place_of_an_unknown_one(monkeypatch):
 def test_what_is_no_image_is_told():
     one = family("qwen2_vl")
     text = one.processor(text="what is", return_tensors="pt")
-    with pytest.raises(OptionError, match="Expected images, got a video: give its frames"):
+    with pytest.raises(OptionError, match="Expected images, got a video: pass its frames"):
         explain_generation(one.model, {**text, "pixel_values_videos": torch.zeros(4, 96)}, max_new_tokens=2)
-    with pytest.raises(OptionError, match="Expected an image or several, got an empty list"):
+    with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
         written("qwen2_vl", [])
     with pytest.raises(OptionError, match="Expected one prompt with its images, .* got 2 prompts"):
         explain_generation(one.model, ["what", "is"], image=photograph(), processor=one.processor)
-    with pytest.raises(OptionError, match="Expected image= beside neutral, through_tower and layout, got none"):
+    with pytest.raises(OptionError, match="neutral, through_tower and layout require image"):
         explain_generation(one.model, "what", processor=one.processor, through_tower=True)
-    with pytest.raises(OptionError, match="Expected a processor of images and texts for LlavaFor.*LlavaImageProc"):
+    with pytest.raises(OptionError, match="Expected a processor for images and text for LlavaFor.*LlavaImageProc"):
         alone = family("llava").processor.image_processor
         explain_generation(family("llava").model, "what", image=photograph(), processor=alone)
     with pytest.raises(OptionError, match="Expected a processor for LlavaFor.*, which was not loaded by name"):
@@ -462,6 +462,6 @@ def test_models_that_attend_to_an_image_beside_their_text_are_refused():
     ).eval()
     with pytest.raises(
         UnsupportedModelError,
-        match="BlipForConditionalGeneration .*attend to an image beside their text are not followed",
+        match="BlipForConditionalGeneration .*cross-attend to an image are not supported",
     ):
         explain_generation(blip, "what", image=photograph())

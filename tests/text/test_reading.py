@@ -199,16 +199,18 @@ def test_value_weighting_that_does_not_apply_is_refused_with_the_way_out(wordpie
 def test_mistakes_are_told_with_a_remedy(wordpieces):
     model = reads()
     read = {"model": model, "tokenizer": wordpieces}
-    with pytest.raises(OptionError, match=r"'the', which stands at 4, 9: give its number"):
+    with pytest.raises(OptionError, match=r"'the' is in the text more than once, at tokens 4, 9: pass"):
         explain_text(TEXT, token="the", **read)
-    with pytest.raises(OptionError, match=r"got 'lock': choose one of 0 '\[CLS\]', 1 'The', 2 'key'"):
+    with pytest.raises(
+        OptionError, match=r"'lock' is not a word of the text: choose one of 0 '\[CLS\]', 1 'The', 2 'key'"
+    ):
         explain_text(TEXT, token="lock", **read)
-    with pytest.raises(OptionError, match="token from 0 to 12"):
+    with pytest.raises(OptionError, match="token index from 0 to 12"):
         explain_text(TEXT, token=13, **read)
-    with pytest.raises(OptionError, match="one token for the model, got 'cabinets', which is"):
+    with pytest.raises(OptionError, match="a single token, got 'cabinets', tokenized as"):
         explain_text(TEXT, method="gae", target="cabinets", **read)
     for target in (-1, 50_000):  # below 0, and beyond the words that the model knows
-        with pytest.raises(OptionError, match=f"Expected the target, a token by its number, .*, got {target}"):
+        with pytest.raises(OptionError, match=f"Expected the target, a token id, .*, got {target}"):
             explain_text(TEXT, method="gae", target=target, **read)
     assert explain_text(TEXT, name="my reader", **read).model == "my reader"
     with pytest.raises(OptionError, match="one text as a string"):
@@ -275,9 +277,9 @@ def test_a_layout_tells_each_part_its_place():
     assert torch.equal(image.to_grid(vector), TokenLayout(1, 2, 2).to_grid(vector)) and not len(image.to_words(vector))
     with pytest.raises(ShapeError, match="Expected 5 tokens"):
         image.to_grid(torch.arange(6))
-    with pytest.raises(OptionError, match="one of 1 patch grids"):
+    with pytest.raises(OptionError, match="grid index below 1"):
         image.to_grid(vector, 1)
     with pytest.raises(OptionError, match="Unknown padding 'top'"):
         SequenceLayout((words,), padding="top")
-    with pytest.raises(ShapeError, match="one length, got 1, 2 and 1"):
+    with pytest.raises(ShapeError, match="same length, got 1, 2 and 1"):
         Words(("a",), (1, 2), (False,))

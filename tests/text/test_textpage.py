@@ -73,7 +73,7 @@ def test_the_shares_of_a_written_text_are_those_of_python(generation, opened):
         np.testing.assert_allclose(page.evaluate(SHARES, [word, "all"]), page.evaluate(SHARES, [word, "2"]))
         mean = shares_of(whole[word]).mean(axis=0)
         np.testing.assert_allclose(page.evaluate(SHARES, [word, "mean"]), mean, rtol=1e-3, atol=1e-6)
-        assert page.evaluate("word => apartOf(word)", word) == pytest.approx(
+        assert page.evaluate("word => selfShareOf(word)", word) == pytest.approx(
             generation.self_share[word].mean(), abs=1e-5
         )
     back = page.evaluate(
@@ -110,29 +110,29 @@ def test_other_methods_answer_for_the_asked_word_alone(opened):
     assert page.evaluate("rows.length") == 1 and "for “table”, probability" in page.inner_text(".summary")
     place = page.evaluate("rows[0].positions[0]")
     page.click(".token >> nth=2")
-    assert page.inner_text("h1") == "What rests on “key”" and "“is”" in page.inner_text("#told")
+    assert page.inner_text("h1") == "Attribution to “key”" and "“is”" in page.inner_text("#summary")
     page.click(f".token >> nth={place}")
-    assert page.inner_text("h1") == "What “is” rests on"
+    assert page.inner_text("h1") == "Attribution of “is”"
 
 
 def test_a_reader_clicks_through_a_written_text(generation, opened):
     page, m = opened(generation.page()), generation.prompt_tokens.length
     texts = page.evaluate("tokens.map(({ text }) => text)")
     page.click(f".token >> nth={m + 3}")
-    assert page.inner_text("h1") == f"What “{texts[m + 3]}” rests on"
+    assert page.inner_text("h1") == f"Attribution of “{texts[m + 3]}”"
     assert page.evaluate(
-        "[...document.querySelectorAll('.token.asked, .token.at')].map(one => Number(one.dataset.position))"
+        "[...document.querySelectorAll('.token.selected, .token.at')].map(one => Number(one.dataset.position))"
     ) == [m + 2, m + 3]
-    told, row = page.inner_text("#told"), generation.values[3, :, -1]
+    summary, row = page.inner_text("#summary"), generation.values[3, :, -1]
     share = row.sum() / (row.sum() + generation.among_generated[3, :, -1].sum())
-    assert f"{round(100 * share)} % on the prompt" in told and "earlier written words together" in told
-    assert "its own place is left out" in told and re.search(r"entropy \d\.\d\d of \d\.\d\d bits", told)
+    assert f"{round(100 * share)} % on the prompt" in summary and "earlier generated words" in summary
+    assert "query token left out" in summary and re.search(r"entropy \d\.\d\d of \d\.\d\d bits", summary)
     assert page.get_attribute(f".token >> nth={m + 2}", "title").endswith(f"{100 * generation.self_share[3, -1]:.1f} %")
     # Its prompt, layer by layer: layers go up, the sum of earlier words stands apart.
     lines = page.evaluate(
         "[...document.querySelectorAll('#sheet tr')].map(line => [...line.cells].map(one => one.textContent))"
     )
-    assert lines[0] == ["", *texts[:m], "earlier written words"]
+    assert lines[0] == ["", *texts[:m], "earlier generated words"]
     assert [line[0] for line in lines[1:]] == ["layer 2", "layer 1"]
     whole = np.concatenate([generation.values, generation.among_generated], axis=1)[3].T
     for line, own in zip(lines[1:], shares_of(whole)[::-1], strict=True):
@@ -142,10 +142,10 @@ def test_a_reader_clicks_through_a_written_text(generation, opened):
             for text, value in zip(line[1:], expected, strict=True)
         )
     page.click(".token >> nth=2")
-    assert page.inner_text("h1") == "What rests on “key”" and page.inner_text("#sheet-title").startswith(
-        "Who rests on it"
+    assert page.inner_text("h1") == "Attribution to “key”" and page.inner_text("#sheet-title").startswith(
+        "Attribution to it"
     )
-    assert page.is_disabled("#turn")
+    assert page.is_disabled("#reverse")
     # The writing position of a word is left out there, and said so.
     page.click(f".token >> nth={m - 1}")
     assert "left out" in page.get_attribute(f".token >> nth={m}", "title")
@@ -156,7 +156,7 @@ def test_keys_and_the_address_lead_everywhere(generation, opened):
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         page.keyboard.press(key)
     assert page.evaluate("location.hash") == "#word=2&layer=1" and page.input_value("#layer") == "1"
-    assert page.inner_text("#told").startswith("up to layer 1")
+    assert page.inner_text("#summary").startswith("up to layer 1")
     page.keyboard.press("t")
     assert page.evaluate("state.on") == m + 2
     page.keyboard.press("ArrowLeft")
@@ -171,7 +171,7 @@ def test_keys_and_the_address_lead_everywhere(generation, opened):
     drawn = (
         "[...document.querySelectorAll('.token')].map(one => [one.className, one.title, one.style.cssText, one.hidden])"
     )
-    assert again.evaluate(drawn) == page.evaluate(drawn) and again.inner_text("#told") == page.inner_text("#told")
+    assert again.evaluate(drawn) == page.evaluate(drawn) and again.inner_text("#summary") == page.inner_text("#summary")
     broken = opened(generation.page(), address="#word=99&on=-4&layer=77&hide=what")
     assert broken.evaluate("[state.word, state.on, state.layer, state.hide.size]") == [0, -1, "all", 0]
 
@@ -196,8 +196,8 @@ def test_what_is_hidden_is_said_with_its_share(reading, opened):
 
 def test_even_weights_are_told_as_such(reading, opened):
     page = opened(reading.page())
-    assert page.evaluate("evenness([1, 1, 1, 1])") == "nearly even: says little (entropy 2.00 of 2.00 bits)"
-    assert page.evaluate("evenness([97, 1, 1, 1])").startswith("on few words")
+    assert page.evaluate("evenness([1, 1, 1, 1])") == "nearly uniform: uninformative (entropy 2.00 of 2.00 bits)"
+    assert page.evaluate("evenness([97, 1, 1, 1])").startswith("concentrated on few words")
     assert page.evaluate("evenness([0, 0])") == "" and page.locator("details.graph img").count() == 1
 
 
@@ -220,8 +220,10 @@ def test_a_words_own_place_is_no_earlier_word(opened):
         own = row[m + word - 1]
         prompt, earlier = row[: m + word - 1][:m].sum(), row[m : m + word - 1].sum() if word else 0.0
         page.evaluate(SHARES, [word, "all"])
-        percents = [int(one) for one in re.findall(r"(\d+) % on", page.inner_text("#told"))]
-        assert percents[:3] == pytest.approx([100 * prompt, 100 * earlier, 100 * own], abs=1), page.inner_text("#told")
+        percents = [int(one) for one in re.findall(r"(\d+) % on", page.inner_text("#summary"))]
+        assert percents[:3] == pytest.approx([100 * prompt, 100 * earlier, 100 * own], abs=1), page.inner_text(
+            "#summary"
+        )
         if word:
             last = page.evaluate(
                 "[...document.querySelectorAll('#sheet tbody tr:first-child td')].map(one => one.textContent)"
@@ -229,7 +231,7 @@ def test_a_words_own_place_is_no_earlier_word(opened):
             sums = [0 if one == "<1" else int(one) for one in last[-2:]]
             assert sums == pytest.approx([100 * earlier, 100 * own], abs=1)
             assert (
-                page.evaluate("[...document.querySelectorAll('#sheet thead th')].at(-1).textContent") == "its own place"
+                page.evaluate("[...document.querySelectorAll('#sheet thead th')].at(-1).textContent") == "query token"
             )
 
 
@@ -239,7 +241,7 @@ def test_a_source_with_an_encoder_can_be_clicked_too(opened):
     row = found.values[0, :, -1]
     np.testing.assert_allclose(page.evaluate(SHARES, [0, "all"])[:7], row / row.sum(), rtol=1e-3, atol=1e-6)
     page.click(".token >> nth=1")
-    assert page.inner_text("h1").startswith("What rests on")
+    assert page.inner_text("h1").startswith("Attribution to")
 
 
 @pytest.mark.parametrize("name", ["llava", "internvl"])
@@ -268,21 +270,21 @@ def test_a_word_shows_its_map_on_the_image(name, opened):
 def test_a_reader_clicks_from_word_to_word_on_the_image(opened):
     found = written()
     page, drawn = opened(found.page()), "document.querySelector('.stage canvas').toDataURL()"
-    assert page.inner_text("h1") == "What “red” rests on"  # the first word that says something
+    assert page.inner_text("h1") == "Attribution of “red”"  # the first word that says something
     first = page.evaluate(drawn)
     page.click(".token >> text=heart")
     assert page.evaluate(drawn) != first
     on_image = found.image("heart").facts["on_image"]
-    assert page.inner_text(".image .share") == f"{100 * on_image:.1f} % of “heart” rests on it"
-    assert f"({round(100 * on_image)} % on the image)" in page.inner_text("#told")
+    assert page.inner_text(".image .share") == f"{100 * on_image:.1f} % of “heart” on this image"
+    assert f"({round(100 * on_image)} % on the image)" in page.inner_text("#summary")
     assert [one.inner_text() for one in page.query_selector_all(".small")] == ["red", "heart"]
     head = "[...document.querySelectorAll('#sheet thead th')].map(one => one.textContent)"
-    assert page.evaluate(head)[-2:] == ["the image", "earlier written words"]
+    assert page.evaluate(head)[-2:] == ["the image", "earlier generated words"]
     page.click(".small >> nth=0")
-    assert page.inner_text("h1") == "What “red” rests on" and page.evaluate(drawn) == first
+    assert page.inner_text("h1") == "Attribution of “red”" and page.evaluate(drawn) == first
     page.hover(".stage .frame")
     assert re.fullmatch(r"row \d, column \d: .* — number \d+ of 36 patches", page.inner_text(".image .reading"))
-    page.click(".token >> text=what")  # who rests on a word of the prompt is no question to the image
+    page.click(".token >> text=what")  # no map for words attributed to a prompt token
     assert page.is_hidden("#images")
     page.keyboard.press("ArrowRight")
     page.click(".token >> text=heart")

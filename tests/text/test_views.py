@@ -33,9 +33,9 @@ def reading(strings=STRINGS, layers: int = 3, *, selected=(3,), causal: bool = T
     if causal:
         rows[:, max(selected) + 1 :] = 0
     options = {"head_fusion": "mean", "residual": 0.5, "causal": "raw"}
-    known = {"own": None, "causal": causal, "text": "the key is here", "model": "m", "method": "rollout"}
+    known = {"self_share": None, "causal": causal, "text": "the key is here", "model": "m", "method": "rollout"}
     return Reading(
-        **{"tokens": words(strings), "weights": rows[-1], "layers": rows, "matrices": matrices, "asked": selected}
+        **{"tokens": words(strings), "weights": rows[-1], "layers": rows, "matrices": matrices, "selected": selected}
         | known
         | {"options": options}
         | changed
@@ -57,11 +57,11 @@ def test_what_comes_after_the_asked_token_is_unseen_by_a_decoder():
     assert np.isnan(found.sheet().weights[:, 4]).all()
     assert not np.isnan(reading(causal=False).shaded().weights).any()
     np.testing.assert_allclose(view.weights[:4], found.weights[:4])
-    assert view.title == "What “is” rests on" and view.caption == "Attention rollout · m"
+    assert view.title == "Attribution of “is”" and view.caption == "Attention rollout · m"
 
 
 def test_the_share_of_the_asked_token_is_told_beside_where_the_map_leaves_it_out():
-    assert "its own token 40 %" in str(reading(self_share=0.4).shaded().trust)
+    assert "query token 40 %" in str(reading(self_share=0.4).shaded().trust)
 
 
 def test_the_writing_position_has_no_number_where_its_share_stands_apart():
@@ -71,10 +71,10 @@ def test_the_writing_position_has_no_number_where_its_share_stands_apart():
     found = replace(raw, values=values, among_generated=among, self_share=np.full((3, 2), 0.4, np.float32))
     view = found.sheet(generated=True)
     numbers = [[cell.text for cell in row.cells if cell.selected] for row in view._table]
-    assert numbers == [["·"]] * 3 and "its own token 40 %" in view.text() and "· is the row's own token" in view.text()
-    assert "·" not in found.shaded(1)._tokens[4].number and "row's own token" not in raw.sheet().text()
+    assert numbers == [["·"]] * 3 and "query token 40 %" in view.text() and "· is the query token" in view.text()
+    assert "·" not in found.shaded(1)._tokens[4].number and "query token, reported" not in raw.sheet().text()
     page = found.shaded(1).html()
-    assert 'title="w0: stands apart, with a share of 40.00 %, token 4"' in page and 'w1: not seen, token 5"' in page
+    assert 'title="w0: query token, raw share 40.00 %, token 4"' in page and 'w1: not seen, token 5"' in page
 
 
 def test_what_is_printed_of_a_result_is_one_short_line():
@@ -97,7 +97,7 @@ def test_what_is_printed_of_a_result_is_one_short_line():
 
 
 def test_a_word_of_several_pieces_is_asked_about_as_one():
-    assert reading(("<s>", "the", " cab", "inet"), selected=(2, 3)).shaded().title == "What “cabinet” rests on"
+    assert reading(("<s>", "the", " cab", "inet"), selected=(2, 3)).shaded().title == "Attribution of “cabinet”"
 
 
 def test_the_sheet_has_the_rows_of_the_layers():
@@ -150,7 +150,7 @@ def test_a_generation_is_a_row_for_each_written_token():
 
 def test_one_written_token_is_shaded_over_all_that_it_read():
     view = generation().shaded(1)
-    assert view.title == "What “w1” rests on" and view.selected == (4, 5)
+    assert view.title == "Attribution of “w1”" and view.selected == (4, 5)
     assert view.self_share == pytest.approx(generation().among_generated[1, 0, -1])
     assert np.isnan(view.weights[5:]).all() and not np.isnan(view.weights[:5]).any()
     with pytest.raises(OptionError, match="the generated token from -3 to 2, got 3"):
@@ -168,7 +168,7 @@ def test_several_prompts_are_drawn_one_by_one():
         "rollout",
         {},
     )
-    with pytest.raises(OptionError, match=r"Expected one prompt to draw, got 2: take generation\[0\]"):
+    with pytest.raises(OptionError, match=r"Expected a single prompt, got 2: use generation\[0\]"):
         batch.sheet()
     assert batch._repr_mimebundle_()["text/html"].count("<table") == 2
     assert batch[1].sheet().rows == one.sheet().rows
@@ -176,7 +176,7 @@ def test_several_prompts_are_drawn_one_by_one():
 
 def test_results_are_json_and_show_themselves(tmp_path):
     found, written = reading(), generation()
-    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["asked"] == [3]
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["selected"] == [3]
     assert json.loads(json.dumps(written.to_dict(), allow_nan=False))["generated_tokens"] == [" w0", " w1", " w2"]
     assert "<bdi>key</bdi>" in found._repr_mimebundle_()["text/html"]
     for one in (found, written):

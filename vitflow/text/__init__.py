@@ -1,6 +1,6 @@
-"""Texts: which tokens a language model's output, or a word that it generates, is attributed to.
+"""Attribution of the outputs and generated words of language models to their tokens.
 
-Names are loaded when they are first used: `import vitflow.text` imports no torch.
+Names are imported lazily: `import vitflow.text` does not import torch.
 """
 
 import lazy_loader

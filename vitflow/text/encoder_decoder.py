@@ -1,4 +1,4 @@
-"""A model with an encoder beside its decoder writes: what each token rests on, of the source and of earlier ones."""
+"""Generation with encoder-decoder models: attribution of each token to the source and to earlier tokens."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,19 +22,20 @@ from vitflow.text import layer_rows
 from vitflow.text.labels import words_of
 from vitflow.text.layer_rows import Streams, relevance_across
 from vitflow.text.layout import Words
-from vitflow.text.read_rows import outer, relevant_layers
+from vitflow.text.read_rows import outer_shape, relevant_layers
 from vitflow.text.writing import ending, generated, looking_ahead
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """What was written for one source, and what it rests on.
+    """Generated text of one source, with attribution.
 
     Attributes:
-        prompt: the tokens of the source, then those that the decoder begins with.
-        generated: those that were written.
-        rows: [layers of the decoder, generated, tokens]: over the prompt and what was written and read.
-        self_share: raw share of each row's own token if relative to the receptive field, [layers, generated].
+        prompt: tokens of the source, then the initial tokens of the decoder.
+        generated: generated tokens.
+        rows: [decoder layers, generated, tokens], over the prompt and all generated tokens but the last.
+        self_share: raw share of each row's query token, [layers, generated], if relative to the receptive field; else
+            None.
     """
 
     prompt: Words
@@ -46,12 +47,12 @@ class Written:
 def write_and_read(
     model: nn.Module, arguments: Mapping[str, Any], tokenizer: Any, method: Method, options: Mapping[str, Any]
 ) -> list[Written]:
-    """Let it write after each source, and read each finished text once more, by any method.
+    """Generate text for each source, and explain each text in one more forward pass.
 
     Raises:
-        OptionError: the method does not apply to encoders and decoders.
-        UnsupportedModelError: the model has other parts than an encoder over one text or image and a decoder that
-            attends to it in each layer.
+        OptionError: the method does not support encoder-decoder models.
+        UnsupportedModelError: the model is not an encoder of text or images and a decoder that attends to it in each
+            layer.
     """
     check_known("method for encoders and decoders", method.name, _ROWS)
     refuse_other_layers(model, method.name)
@@ -59,44 +60,44 @@ def write_and_read(
     if gradients:
         refuse_inference_tensors(model)
     sequences, start = _write(model, arguments)
-    ended, found = ending(arguments, model), []
+    ended, texts = ending(arguments, model), []
     source = next(arguments[name] for name in _SOURCES if name in arguments)
     for index, sequence in enumerate(sequences.tolist()):
-        number = index * len(source) // len(sequences)  # where several were asked for after each source
+        row = index * len(source) // len(sequences)  # num_return_sequences may be above 1
         last = next((stop for stop in range(start + 1, len(sequence)) if ended(sequence[start:stop])), len(sequence))
         words = words_of(tokenizer, sequence[:last])
-        given = {name: arguments[name][number : number + 1] for name in (*_SOURCES, _MASK) if name in arguments}
+        inputs = {name: arguments[name][row : row + 1] for name in (*_SOURCES, _MASK) if name in arguments}
         with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-            read = _read(model, given, words.ids[:-1], options, gradients)
+            read = _read(model, inputs, words.ids[:-1], options, gradients)
             targets = list(enumerate(words.ids[start:], start=start - 1))
-            rows, own = _ROWS[method.name](read, targets, **options)
+            rows, self_share = _ROWS[method.name](read, targets, **options)
         kept = torch.cat([read.real, torch.ones(last - 1, dtype=torch.bool, device=read.real.device)])
-        prompt = _source_words(model, given, read.real, tokenizer) + words[:start]
-        found.append(Written(prompt, words[start:], rows[..., kept].detach(), own))
-    return found
+        prompt = _source_words(model, inputs, read.real, tokenizer) + words[:start]
+        texts.append(Written(prompt, words[start:], rows[..., kept].detach(), self_share))
+    return texts
 
 
-# What an encoder reads, as transformers calls it.
+# transformers' names of the encoder's arguments
 _SOURCES, _MASK = ("input_ids", "pixel_values"), "attention_mask"
 
 
 def _write(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Tensor, int]:
-    """What the decoder wrote, with what it began with, numbers [batch, tokens]; and how many it began with."""
-    began: list[int] = []
+    """Return the sequences of the decoder, ids [batch, tokens], and the number of its initial tokens."""
+    initial: list[int] = []
 
     def look(args: Any, kwargs: Any) -> None:
-        text = None if began else reads_text((), {name: one for name, one in kwargs.items() if name != "input_ids"})
+        text = None if initial else reads_text((), {name: kwargs[name] for name in kwargs if name != "input_ids"})
         if text is not None:
-            began.append(text.shape[1])
+            initial.append(text.shape[1])
 
-    return generated(model, arguments, look), began[0]
+    return generated(model, arguments, look), initial[0]
 
 
-def _source_words(model: Any, given: Mapping[str, Tensor], real: Tensor, tokenizer: Any) -> Words:
-    """The tokens of the source without padding; those of an image by their row and column, counted from 1."""
-    if "input_ids" in given:
-        return words_of(tokenizer, given["input_ids"][0][real].tolist())
-    height, width = given["pixel_values"].shape[-2:]
+def _source_words(model: Any, inputs: Mapping[str, Tensor], real: Tensor, tokenizer: Any) -> Words:
+    """Return the tokens of the source without padding; patches are named by row and column, counted from 1."""
+    if "input_ids" in inputs:
+        return words_of(tokenizer, inputs["input_ids"][0][real].tolist())
+    height, width = inputs["pixel_values"].shape[-2:]
     layout = read_layout(model.get_encoder(), (height, width), len(real))
     prefix = layout.num_prefix_tokens
     patches = [f" {row},{col}" for row in range(1, layout.rows + 1) for col in range(1, layout.cols + 1)]
@@ -106,13 +107,13 @@ def _source_words(model: Any, given: Mapping[str, Tensor], real: Tensor, tokeniz
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """One pass over a source and a finished text.
+    """A recorded forward pass over a source and its generated text.
 
     Attributes:
-        trace: the pass.
-        streams: the layers of each stream, as numbers among those of the trace.
-        visible: which keys each query may see.
-        real: which tokens of the source are no padding.
+        trace: recorded forward pass.
+        streams: layer indices of each stream in the trace.
+        visible: attention masks.
+        real: mask of the source tokens that are not padding.
     """
 
     trace: Trace
@@ -121,21 +122,21 @@ class _Read:
     real: Tensor
 
     def of(self, matrices: list[Tensor]) -> Streams:
-        """A matrix for each layer of the trace, stream by stream."""
-        return Streams(*([matrices[number] for number in numbers] for numbers in self.streams))
+        """Group one matrix per layer of the trace by stream."""
+        return Streams(*([matrices[index] for index in indices] for indices in self.streams))
 
     def fused(self, head_fusion: str, value_weighted: Any) -> Streams:
-        """Fused attention."""
+        """Return the fused attention of each stream."""
         return self.of([layer[0] for layer in self.trace.fused(head_fusion, value_weighted=value_weighted)])
 
     def readout(self, targets: list[tuple[int, int]]) -> Tensor:
-        """What speaks, [rows, m + n]: the decoder's token at each target's place."""
+        """Return one-hot query weights [rows, m + n] for the decoder token of each target."""
         n, m = self.visible.crossing[0].shape
-        return torch.eye(m + n, device=self.real.device)[[m + place for place, _ in targets]]
+        return torch.eye(m + n, device=self.real.device)[[m + position for position, _ in targets]]
 
 
 def _read(
-    model: nn.Module, given: Mapping[str, Tensor], ids: tuple[int, ...], options: Mapping[str, Any], gradients: bool
+    model: nn.Module, inputs: Mapping[str, Tensor], ids: tuple[int, ...], options: Mapping[str, Any], gradients: bool
 ) -> _Read:
     weighting = options["value_weighted"]
     kept: dict[str, Any] = {"fusions": [(options["head_fusion"], weighting)]}
@@ -143,70 +144,72 @@ def _read(
         kept = {"gradients": True, "values": bool(weighting)}
     text = torch.tensor([ids], device=device_of(model))
     with record_attention(model, visible=True, **kept) as trace:
-        model(**given, decoder_input_ids=text, use_cache=False)
-    numbers = _streams(model, trace)
-    layers = [[trace.layers[number] for number in stream] for stream in numbers]
-    m, n = (one[0].example.shape[-1] if one else 0 for one in layers[:2])
+        model(**inputs, decoder_input_ids=text, use_cache=False)
+    indices = _streams(model, trace)
+    layers = [[trace.layers[index] for index in stream] for stream in indices]
+    m, n = (stream[0].example.shape[-1] if stream else 0 for stream in layers[:2])
     shapes = ((m, m), (n, n), (n, m))
     for stream, shape in zip(layers, shapes, strict=True):
-        other = next((one for layer in stream if (one := outer(layer.example)) != (1, *shape)), None)
+        actual = (outer_shape(layer.example) for layer in stream)
+        other = next((sizes for sizes in actual if sizes != (1, *shape)), None)
         if other is not None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} attends in {other[0]} matrices of {other[1]} × {other[2]} tokens, expected "
-                f"one of {shape[0]} × {shape[1]} in each layer: rollout, flow and GAE need attention between all."
+                f"one of {shape[0]} × {shape[1]} in each layer: rollout, flow and GAE require full attention."
             )
     device = trace.layers[0].example.device
-    real = given[_MASK][0].bool().to(device) if _MASK in given else torch.ones(m, dtype=torch.bool, device=device)
+    real = inputs[_MASK][0].bool().to(device) if _MASK in inputs else torch.ones(m, dtype=torch.bool, device=device)
     later = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
     if any(bool(layer.example[0, ..., later].any()) for layer in layers[1]):
         raise looking_ahead(model)
     common = real.expand(m, m), ~later, real.expand(n, m)
     seen = (
-        [one if layer.visible is None else one & layer.visible[0] for layer in stream]
-        for stream, one in zip(layers, common, strict=True)
+        [mask if layer.visible is None else mask & layer.visible[0] for layer in stream]
+        for stream, mask in zip(layers, common, strict=True)
     )
-    return _Read(trace, numbers, Streams(*seen), real)
+    return _Read(trace, indices, Streams(*seen), real)
 
 
 def _streams(model: Any, trace: Trace) -> tuple[list[int], list[int], list[int]]:
-    """Which layers of a pass are the encoder's, the decoder's own, and its attention to the encoder."""
+    """Return the layer indices of encoder attention, decoder self-attention and cross-attention."""
     names = list(trace.streams)
     crossing = [name for name in names if name.endswith(".cross_attention")]
     path = next(path for path, module in model.named_modules() if module is model.get_encoder())
     encoder = [name for name in names if f"{name}.".startswith(f"{path}.")]
     decoder = [name for name in names if name not in (*crossing, *encoder)]
     streams = trace.streams
-    told = ", ".join(f"{name} in {len(streams[name])} layers" for name in names)
+    recorded = ", ".join(f"{name} in {len(streams[name])} layers" for name in names)
     if not len(encoder) == len(decoder) == len(crossing) == 1 or len(streams[decoder[0]]) != len(streams[crossing[0]]):
         raise UnsupportedModelError(
             f"Expected {type(model).__name__} to have one encoder, and a decoder that attends to it in each layer, got "
-            f"attention of {told or 'no part'}: record single passes with vitflow.record_attention, and take "
+            f"attention of {recorded or 'no part'}: record single passes with vitflow.record_attention and use "
             "trace.of_stream."
         )
-    among = {id(layer): number for number, layer in enumerate(trace.layers)}
-    found = [[among[id(layer)] for layer in streams[name]] for name in (encoder[0], decoder[0], crossing[0])]
-    return found[0], found[1], found[2]
+    index_of = {id(layer): index for index, layer in enumerate(trace.layers)}
+    first, second, third = ([index_of[id(layer)] for layer in streams[s[0]]] for s in (encoder, decoder, crossing))
+    return first, second, third
 
 
-# -- the methods -------------------------------------------------------------------------------------------------------
+# -- methods -----------------------------------------------------------------------------------------------------------
 
 
 def _rollout(
     read: _Read, targets: list[tuple[int, int]], *, head_fusion: str, value_weighted: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Rollout of the joint graph."""
+    """Compute rollout of the joint graph."""
     streams = read.fused(head_fusion, value_weighted)
     check_layer("start_layer", options["start_layer"], len(streams.encoder))
     steps = streams.steps()
-    rows, own = layer_rows.rollout_rows(steps, read.visible.steps(), read.readout(targets).to(steps[0]), **options)
+    readout = read.readout(targets).to(steps[0])
+    rows, self_share = layer_rows.rollout_rows(steps, read.visible.steps(), readout, **options)
     layers = [end - 1 for end in streams.ends]  # of the decoder
-    return rows[layers], None if own is None else own[layers]
+    return rows[layers], None if self_share is None else self_share[layers]
 
 
 def _attention(
     read: _Read, targets: list[tuple[int, int]], *, head_fusion: str, value_weighted: Any, layer: int, **options: Any
 ) -> tuple[Tensor, None]:
-    """Each layer's own attention to the source."""
+    """Return the cross-attention of each layer."""
     streams = read.fused(head_fusion, value_weighted)
     n, m = streams.crossing[0].shape
     readout = read.readout(targets)[:, m:]
@@ -218,7 +221,7 @@ def _attention(
 def _flow(
     read: _Read, targets: list[tuple[int, int]], *, head_fusion: str, value_weighted: Any, layers: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Flow of the joint graph, through whole layers of the decoder and down from there by rollout."""
+    """Compute flow of the joint graph through whole layers of the decoder, and rollout below."""
     streams = read.fused(head_fusion, value_weighted)
     begin, end = parse_window(default_window(layers, len(streams.decoder)), len(streams.decoder))
     bottom = 0 if layers == "all" else len(streams.encoder)
@@ -233,11 +236,10 @@ def _flow(
 def _gae(
     read: _Read, targets: list[tuple[int, int]], *, head_fusion: Any, value_weighted: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Generic attention explainability: one backward pass for each token's own logit."""
-    found = relevant_layers(read.trace, targets, head_fusion, value_weighted)
-    rows = [
-        relevance_across(read.of(layers), place, **options) for (place, _), layers in zip(targets, found, strict=True)
-    ]
+    """Compute generic attention explainability, with one backward pass for the logit of each token."""
+    relevant = relevant_layers(read.trace, targets, head_fusion, value_weighted)
+    pairs = zip(targets, relevant, strict=True)
+    rows = [relevance_across(read.of(layers), position, **options) for (position, _), layers in pairs]
     return torch.stack(rows, dim=1), None
 
 

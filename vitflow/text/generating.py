@@ -1,4 +1,4 @@
-"""Let a model write, by any method: what each token that it writes rests on."""
+"""Generation with attribution: generate text, and explain each generated token with any method for texts."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,42 +44,41 @@ def explain_generation(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Generation:
-    """Let a model write, and tell what each token that it writes rests on.
+    """Generate text and compute the attribution of each generated token.
 
     Args:
-        model: a causal language model of `transformers`, one that sees as well, or one with an encoder and a decoder
-            (T5, BART, VisionEncoderDecoder); its id or folder.
-        inputs: the prompt, as the tokenizer makes it (input_ids, attention_mask), ids [batch, tokens], or a text; with
-            images, a text (by default "Describe the image.") or what the processor makes of it with them. Beside an
-            encoder that sees, what the decoder begins with, by default nothing; or what the processor makes of the
-            image (pixel_values).
-        image: an image of the prompt, or several, as paths, bytes, PIL images or arrays; for an encoder one.
-        tokenizer: its tokenizer; by default the one saved beside it. Without one, tokens are told by their numbers.
-        processor: what prepares images for the model; by default the one saved beside it.
-        method: "rollout", "attention", "flow", "gae" or "logit_lens"; by default "gae" with `image`, whose maps lie
-            best on what a word names and which takes a backward pass for each token, and "rollout" without.
-        layout: where the patches of the images stand in the prompt, for a family of models that is not known.
-        neutral: another prompt for the same images, such as "Describe the image.": what `image(relative=True)`
-            compares with.
-        through_tower: also record the vision tower, so that maps can be carried on to its own patches.
-        name: what to call the model; by default the id that it was loaded by.
-        trust_remote_code: run Python code that a model by name brings along; without it such a model is refused.
-        options: as `model.generate` takes them, such as max_new_tokens=20 or do_sample=True; and the method's own, such
-            as causal="raw" (by default "receptive_field"), head_fusion="max", or preset="paper".
+        model: causal language model, vision-language model or encoder-decoder model (T5, BART, VisionEncoderDecoder)
+            of transformers; a module, id or folder.
+        inputs: the prompt as text, tokenizer output (input_ids, attention_mask) or ids [batch, tokens]; with images,
+            text (by default "Describe the image.") or processor output. For an image encoder, text that the decoder
+            continues, by default none, or processor output (pixel_values).
+        image: one or several images of the prompt, as paths, bytes, PIL images or arrays; exactly one for an image
+            encoder.
+        tokenizer: tokenizer; by default the one saved with the model. Without a tokenizer, tokens are shown as ids.
+        processor: image processor; by default the one saved with the model.
+        method: "rollout", "attention", "flow", "gae" or "logit_lens". By default "rollout"; with `image` "gae", whose
+            maps match the named objects best and which requires a backward pass per token.
+        layout: positions of the patch tokens in the prompt, for unknown model families.
+        neutral: another prompt for the same images, such as "Describe the image.", required by `image(relative=True)`.
+        through_tower: record the vision tower, too, to propagate maps to its patches.
+        name: display name of the model; by default its id.
+        trust_remote_code: allow models whose repository contains Python code, and run it.
+        options: options of `model.generate`, such as max_new_tokens=20 or do_sample=True, and of the method, such as
+            causal="raw" (default "receptive_field"), head_fusion="max" or preset="paper".
 
-    An encoder and a decoder are one graph. Rollout goes from a written token down through each layer of the decoder,
-    where its attention among the decoder's tokens and then that to the source is each a step with a residual connection
-    of its own, and on through the encoder: the share of the source is the sum over layers of decoder rollout above ·
-    cross-attention · encoder rollout. Flow is that of the same graph, raw attention the cross-attention alone, and
-    "gae" the rules of Chefer et al., ICCV 2021. `layers` are those of the decoder, `start_layer` one of the encoder.
+    Encoder and decoder form one graph. Rollout propagates from a generated token down through the layers of the
+    decoder, each with two steps, self-attention and cross-attention, both with a residual connection, and through the
+    encoder: the share of the source is the sum over layers of decoder rollout above · cross-attention · encoder
+    rollout. Flow uses the same graph, raw attention the cross-attention only, and "gae" the rules of Chefer et al.,
+    ICCV 2021. `layers` refers to the decoder, `start_layer` to the encoder.
 
     Raises:
-        VitflowError: the model or an option is wrong; the message says which and what to do.
+        VitflowError: invalid model or option; the message names it and the remedy.
     """
-    asked = {name: options[name] for name in options if any(one.accepts(name) for one in TEXT_METHODS.values())}
-    generate = {name: value for name, value in options.items() if name not in asked}
+    given = {name: options[name] for name in options if any(row.accepts(name) for row in TEXT_METHODS.values())}
+    generate = {name: value for name, value in options.items() if name not in given}
     method = (PLAIN if image is None else IMAGE_DEFAULT) if method is None else method
-    chosen, used = text_method(method, asked)
+    definition, used = text_method(method, given)
     used = for_kind(used, decoder=True)
     if isinstance(model, nn.Module):
         model = unwrap(model)
@@ -90,8 +89,8 @@ def explain_generation(
         with hub_for(model):
             if image is not None and processor is None:
                 processor = load_processor(model, trust_remote_code=trust_remote_code)
-            model, own_tokenizer = load_language_model(model, trust_remote_code=trust_remote_code)
-        tokenizer = own_tokenizer if tokenizer is None else tokenizer
+            model, default = load_language_model(model, trust_remote_code=trust_remote_code)
+        tokenizer = default if tokenizer is None else tokenizer
     languages.refuse_generation(model, generate)
     if not languages.has_encoder(model):
         refuse_looking_ahead(model)
@@ -99,8 +98,8 @@ def explain_generation(
     if image is not None and languages.has_encoder(model) and getattr(model, "main_input_name", "") == "pixel_values":
         if neutral is not None or through_tower:
             raise OptionError(
-                f"{type(model).__name__} reads no prompt beside the image, and what its words rest on goes down "
-                "through its encoder already: leave out neutral and through_tower."
+                f"{type(model).__name__} has no prompt alongside the image and always propagates through its encoder: "
+                "omit neutral and through_tower."
             )
         if isinstance(inputs, str) and inputs:
             tokenizer = languages.tokenizer_of(model, tokenizer)
@@ -110,61 +109,64 @@ def explain_generation(
         inputs, processor, images = with_images(model, inputs, image, processor, layout)
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     elif neutral is not None or through_tower or layout is not None:
-        raise OptionError("Expected image= beside neutral, through_tower and layout, got none.")
+        raise OptionError("neutral, through_tower and layout require image.")
     elif isinstance(inputs, Mapping) and isinstance(inputs.get("input_ids"), Tensor):
         refuse_videos(getattr(model, "config", None), inputs)
     arguments, tokenizer = arguments_of(inputs, tokenizer, model, generate)
     started = time.perf_counter()
     with evaluating(model), torch.no_grad():
         if languages.has_encoder(model):
-            prompts, written, rows, own = _joined(write_and_read(model, arguments, tokenizer, chosen, used))
+            results: Iterable[Written] = write_and_read(model, arguments, tokenizer, definition, used)
+            prompts, written, rows, self_shares = _stacked(results)
         elif method == "rollout":
-            sequences, rows, own = follow(model, arguments, used)
+            sequences, rows, self_shares = follow(model, arguments, used)
             prompts, written = split(sequences, arguments, tokenizer, model)
         else:
             prompts, written = split(write(model, arguments), arguments, tokenizer, model)
     if method != "rollout" and not languages.has_encoder(model):
-        prompts, written, rows, own = _joined(_taught(model, arguments, prompts, written, chosen, used))
+        results = _teacher_forced(model, arguments, prompts, written, definition, used)
+        prompts, written, rows, self_shares = _stacked(results)
     if images is not None and neutral is not None:
-        again, _, others = with_images(model, neutral, image, processor, layout)
-        images = with_neutral(images, others, _neutral_rows(model, again, processor, chosen, used))
+        neutral_inputs, _, neutral_images = with_images(model, neutral, image, processor, layout)
+        neutral_rows = _neutral_rows(model, neutral_inputs, processor, definition, used)
+        images = with_neutral(images, neutral_images, neutral_rows)
     if images is not None and through_tower:
         with evaluating(model), languages.reading(model):
-            given = {name: arguments[name] for name in inputs}
-            tower = tower_rows(model, given, images.parts, residual=used.get("residual", 0.5))
+            prepared = {name: arguments[name] for name in inputs}
+            tower = tower_rows(model, prepared, images.parts, residual=used.get("residual", 0.5))
         images = replace(images, tower=tower)
     values = array_of(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
     n = values.shape[1]
-    start = values.shape[2] - n + 1  # the last token is written, and never read
-    beside = np.zeros((len(values), n, n, values.shape[-1]), np.float32)
-    beside[:, :, : n - 1] = values[:, :, start:]
-    found = Generation(
+    start = values.shape[2] - n + 1  # the last generated token is not an input
+    among_generated = np.zeros((len(values), n, n, values.shape[-1]), np.float32)
+    among_generated[:, :, : n - 1] = values[:, :, start:]
+    generation = Generation(
         values=values[:, :, :start],
-        among_generated=beside,
+        among_generated=among_generated,
         prompt_tokens=tuple(prompts),
         generated_tokens=tuple(written),
         model=model_id(model) if name is None else check_name(name),
         method=method,
         options=used,
-        self_share=None if own is None else array_of(own.permute(0, 2, 1)),
+        self_share=None if self_shares is None else array_of(self_shares.permute(0, 2, 1)),
         seconds=time.perf_counter() - started,
         images=images,
         model_note=model_note(model),
     )
-    return found[0] if len(found) == 1 else found
+    return generation[0] if len(generation) == 1 else generation
 
 
 def _neutral_rows(
     model: nn.Module, inputs: Mapping[str, Any], processor: Any, method: Method, options: dict[str, Any]
 ) -> NDArray[np.float32]:
-    """The row of a method at the end of a prompt, up to each layer: [tokens, layers]."""
-    given, _ = arguments_of(inputs, processor.tokenizer, model, {})
-    ids = given["input_ids"][:, given["attention_mask"][0].bool()]
+    """Return the row of the last token of a prompt, up to each layer: [tokens, layers]."""
+    arguments, _ = arguments_of(inputs, processor.tokenizer, model, {})
+    ids = arguments["input_ids"][:, arguments["attention_mask"][0].bool()]
     length = ids.shape[1]
-    return array_of(_rows_at(model, given, ids, length, [(length - 1, None)], method, options).rows[:, 0].T)
+    return array_of(_rows_at(model, arguments, ids, length, [(length - 1, None)], method, options).rows[:, 0].T)
 
 
-def _taught(
+def _teacher_forced(
     model: nn.Module,
     arguments: Mapping[str, Any],
     prompts: Sequence[Words],
@@ -172,12 +174,12 @@ def _taught(
     method: Method,
     options: dict[str, Any],
 ) -> Iterator[Written]:
-    """Rows of a method by one pass over each finished text."""
+    """Compute the rows of a method in one pass over each generated text."""
     for prompt, new in zip(prompts, written, strict=True):
         ids = torch.tensor([(prompt + new).ids[:-1]], device=device_of(model))
         targets = list(enumerate(new.ids, start=prompt.length - 1))
-        read = _rows_at(model, arguments, ids, prompt.length, targets, method, options)
-        yield Written(prompt, new, read.rows, read.self_share)
+        result = _rows_at(model, arguments, ids, prompt.length, targets, method, options)
+        yield Written(prompt, new, result.rows, result.self_share)
 
 
 def _rows_at(
@@ -189,23 +191,23 @@ def _rows_at(
     method: Method,
     options: dict[str, Any],
 ) -> RowsRead:
-    """Rows of a method at some targets, in one pass over a text [1, tokens] whose prompt has so many."""
-    readout = torch.eye(ids.shape[1], device=ids.device)[[place for place, _ in targets]]
-    beside = extra_inputs(model, arguments, length, ids.shape[1] - length)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **beside}
+    """Compute the rows of a method for targets in a text [1, tokens] whose prompt has `length` tokens."""
+    readout = torch.eye(ids.shape[1], device=ids.device)[[position for position, _ in targets]]
+    extra = extra_inputs(model, arguments, length, ids.shape[1] - length)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
     within = languages.decoder_path(model)
     return read_rows(model, inputs, readout, method, options, targets=targets, within=within)
 
 
-def _joined(texts: Iterable[Written]) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
-    """Prompts, what was written, rows and own shares as `follow` gives those of rollout: padded on the left."""
+def _stacked(texts: Iterable[Written]) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
+    """Stack prompts, generated words, rows and self-shares, with prompts padded on the left as in `follow`."""
     texts = list(texts)
     prompts, written = [text.prompt for text in texts], [text.generated for text in texts]
-    start, n = (max(words.length for words in these) for these in (prompts, written))
+    start, n = (max(words.length for words in batch) for batch in (prompts, written))
     rows, shares = [], []
     for text in texts:
         left, below = start - text.prompt.length, n - text.generated.length
         rows.append(torch.nn.functional.pad(text.rows.float(), (left, below, 0, below)))
         shares.append(None if text.self_share is None else torch.nn.functional.pad(text.self_share.float(), (0, below)))
-    told = [one for one in shares if one is not None]
-    return prompts, written, torch.stack(rows), torch.stack(told) if told else None
+    self_shares = [share for share in shares if share is not None]
+    return prompts, written, torch.stack(rows), torch.stack(self_shares) if self_shares else None

@@ -1,4 +1,4 @@
-"""The attention graph: tokens as nodes, layer upon layer, and what passes between them as edges."""
+"""Attention graph: a node per token and layer, an edge per attention weight."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
-from vitflow.text.view import FOR, Trust, View, check_weights, embedded, percent, render
+from vitflow.text.view import POSITIVE, Trust, View, check_weights, embedded, percent, render
 
-#: A graph of more tokens or layers than this would be a grey area.
+#: Larger graphs are unreadable.
 MOST_TOKENS, MOST_LAYERS = 40, 48
 _GAP, _STEP = 0.35, 0.32
-_STRONGEST = 3  # edges of a layer that are told in words
-_BLUE = tuple(channel / 255 for channel in FOR)
+_STRONGEST = 3  # edges of each layer in plain text
+_BLUE = tuple(channel / 255 for channel in POSITIVE)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One graph among those that stand side by side.
+    """One graph of a `GraphView`.
 
     Attributes:
-        title: such as "attention rollout".
-        matrices: the weight of each edge, [layers, tokens, tokens]: from token i after layer l to token j below.
-        paths: of the same shape, the edges of one node, drawn strong; None to draw all edges alike.
-        note: a line below.
+        title: title, such as "attention rollout".
+        matrices: edge weights [layers, tokens, tokens], from token i after layer l to token j after layer l − 1.
+        paths: highlighted edges, of the same shape; None to highlight none.
+        note: line below the graph.
     """
 
     title: str
@@ -48,12 +48,12 @@ class GraphView(View):
 
     Attributes:
         words: the tokens.
-        panels: the graphs; the paths of the asked tokens are drawn strong.
-        selected, hidden, title, caption: as of every `View`.
+        panels: the graphs.
+        selected, hidden, title, caption: see `View`.
 
     Raises:
-        ShapeError: matrices that do not fit the tokens.
-        OptionError: more tokens or layers than can be told apart.
+        ShapeError: the shape of a matrix does not match the tokens.
+        OptionError: no graph, or more than `MOST_TOKENS` tokens or `MOST_LAYERS` layers.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, Figure 1.
 
@@ -81,8 +81,8 @@ class GraphView(View):
         shown, layers = len(self._columns), max((len(panel.matrices) for panel in checked), default=0)
         if not checked or shown > MOST_TOKENS or layers > MOST_LAYERS:
             raise OptionError(
-                f"Expected one graph or more of at most {MOST_TOKENS} tokens and {MOST_LAYERS} layers, got "
-                f"{len(checked)} of {shown} tokens and {layers} layers: take a shorter text, or draw a sheet."
+                f"Expected at least one graph of at most {MOST_TOKENS} tokens and {MOST_LAYERS} layers, got "
+                f"{len(checked)} of {shown} tokens and {layers} layers: use a shorter text, or draw a sheet."
             )
 
     @property
@@ -91,7 +91,7 @@ class GraphView(View):
 
     @property
     def trust(self) -> Trust | None:
-        """What the asked token's row of the last graph says of itself."""
+        """Summary of the selected tokens' row in the last graph; None if no token is selected."""
         if not self.selected:
             return None
         row = self.panels[-1].matrices[-1][list(self.selected)].mean(axis=0)
@@ -101,62 +101,57 @@ class GraphView(View):
     @property
     def _foot(self) -> list[str]:
         trust = self.trust
-        told = "edges: the thicker and darker, the more passes; blue: the paths of the token that is asked about"
+        legend = "edges: thicker and darker for larger weights; blue: paths of the explained token"
         last = "" if trust is None else f"{self.panels[-1].title}, top layer: {trust}"
-        return [line for line in (told, last, trust.left_out if trust else "", self.caption) if line]
+        return [line for line in (legend, last, trust.left_out if trust else "", self.caption) if line]
 
     def html(self) -> str:
-        """The graphs as an image in HTML, described in words."""
+        """Return the graphs as an HTML image with a text description."""
         return render("graph.html", view=self, text=self.text(), **embedded(self.figure(framed=False)))
 
     def text(self) -> str:
-        """For each graph the strongest edges of the asked token, or of all, layer by layer."""
+        """Return the strongest edges of each layer of each graph as plain text, of the highlighted edges if any."""
         labels = labels_of(self.words)
         lines = [self.title] if self.title else []
         for panel in self.panels:
             lines.append(panel.title)
             drawn = panel.matrices if panel.paths is None else panel.paths
             for layer in range(len(drawn) - 1, -1, -1):
-                edges = drawn[layer][np.ix_(self._columns, self._columns)]
-                strongest = [
-                    place
-                    for place in np.argsort(-edges, axis=None, kind="stable")[:_STRONGEST]
-                    if edges.flat[place] > 0
-                ]
-                told = []
-                for place in strongest:
-                    above, below = (
-                        labels[self._columns[int(node)]].text for node in np.unravel_index(place, edges.shape)
-                    )
-                    told.append(f"{above} ← {below} {percent(edges.flat[place])} %")
-                lines.append(f"  layer {layer + 1}: {', '.join(told)}")
+                weights = drawn[layer][np.ix_(self._columns, self._columns)]
+                edges = []
+                for index in np.argsort(-weights, axis=None, kind="stable")[:_STRONGEST]:
+                    if weights.flat[index] > 0:
+                        nodes = (self._columns[int(node)] for node in np.unravel_index(index, weights.shape))
+                        above, below = (labels[node].text for node in nodes)
+                        edges.append(f"{above} ← {below} {percent(weights.flat[index])} %")
+                lines.append(f"  layer {layer + 1}: {', '.join(edges)}")
         return "\n".join([*lines, "", *self._foot[1:]])
 
     def figure(self, *, framed: bool = True) -> Figure:
-        """The graphs as a figure."""
+        """Return the graphs as a figure."""
         labels = labels_of(self.words)
         names = [padded(labels[position].text, 14).rstrip() for position in self._columns]
         layers = max(len(panel.matrices) for panel in self.panels)
-        # Tokens stand below each other and layers beside each other, so that words can be read.
-        wide, row = max(layers * max(min(_STEP, 7.0 / layers), 0.2), 1.4), min(0.2, 7.5 / len(names))
-        titles = [wrap(panel.title, wide, TITLE, weight="bold") for panel in self.panels]
-        notes = [wrap(panel.note, wide, SMALL, lines=3) for panel in self.panels]
-        width = max(map(measure, names, [BODY] * len(names))) + len(self.panels) * (wide + _GAP) + 2 * MARGIN
-        around = max(map(len, titles)) * TITLE + (1 + max(map(len, notes))) * SMALL
-        figure = new_chart((max(width, 4.0), row * len(names) + around * LEADING + 0.2))
+        # Layers run from left to right, so that tokens can be labelled horizontally.
+        panel_width, row = max(layers * max(min(_STEP, 7.0 / layers), 0.2), 1.4), min(0.2, 7.5 / len(names))
+        titles = [wrap(panel.title, panel_width, TITLE, weight="bold") for panel in self.panels]
+        notes = [wrap(panel.note, panel_width, SMALL, lines=3) for panel in self.panels]
+        width = max(map(measure, names, [BODY] * len(names))) + len(self.panels) * (panel_width + _GAP) + 2 * MARGIN
+        text_height = max(map(len, titles)) * TITLE + (1 + max(map(len, notes))) * SMALL
+        figure = new_chart((max(width, 4.0), row * len(names) + text_height * LEADING + 0.2))
         plots = figure.subplots(1, len(self.panels), sharey=True, squeeze=False)[0]
         for axes, panel, title, note in zip(plots, self.panels, titles, notes, strict=True):
             axes.set_title("\n".join(title), loc="left", pad=3, **plain(TITLE), weight="bold")
             axes.set_xlabel("\n".join(note), loc="left", labelpad=2, **plain(SMALL) | {"color": GREY})
-            self._draw_panel(axes, panel, wide)
+            self._draw_panel(axes, panel, panel_width)
         plots[0].set_ylim(len(names) - 0.5, -0.5)
         plots[0].set_yticks(range(len(names)), names, **plain(BODY))
         for label, position in zip(plots[0].get_yticklabels(), self._columns, strict=True):
             label.set_fontweight("bold" if position in self.selected else "normal")
         return charts.framed(figure, self.title if framed else "", self._foot if framed else ())
 
-    def _draw_panel(self, axes: Axes, panel: Panel, wide: float) -> None:
-        """Draw one graph, the input at its left edge and the top layer at its right."""
+    def _draw_panel(self, axes: Axes, panel: Panel, panel_width: float) -> None:
+        """Draw one graph, the input at the left and the top layer at the right."""
         layers, columns = len(panel.matrices), self._columns
         chosen = np.ix_(range(layers), columns, columns)
         _draw_edges(axes, panel.matrices[chosen], (0.35, 0.35, 0.35), panel.paths is not None)
@@ -164,22 +159,22 @@ class GraphView(View):
             _draw_edges(axes, panel.paths[chosen], _BLUE, False)
         xs, ys = np.meshgrid(np.arange(layers + 1), np.arange(len(columns)))
         axes.scatter(xs, ys, s=4, color=INK, linewidths=0, zorder=4)
-        selected = [place for place, position in enumerate(columns) if position in self.selected]
+        selected = [column for column, position in enumerate(columns) if position in self.selected]
         axes.scatter([layers] * len(selected), selected, s=22, color=[_BLUE], linewidths=0, zorder=5)
-        axes.set_xlim(-0.08 * layers / wide, (1 + 0.08 / wide) * layers)
+        axes.set_xlim(-0.08 * layers / panel_width, (1 + 0.08 / panel_width) * layers)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, pad=2)
-        every = range(0, layers + 1, round(0.14 * layers / wide + 0.49) or 1)
+        every = range(0, layers + 1, round(0.14 * layers / panel_width + 0.49) or 1)
         axes.set_xticks(every, [str(layer) if layer else "in" for layer in every], **plain(SMALL) | {"color": GREY})
 
 
 def _draw_edges(axes: Axes, matrices: NDArray[np.float64], color: tuple[float, ...], faint: bool) -> None:
-    """Lines between neighbouring layers, as thick and dark as their squared share of the layer's largest weight."""
+    """Draw edges; width and darkness are the square of the weight divided by the largest weight of the layer."""
     largest = matrices.max(axis=(1, 2), keepdims=True)
     shares = (matrices / np.where(largest > 0, largest, 1.0)) ** 2
     layer, above, below = np.nonzero(shares > 0.01)
     strength = shares[layer, above, below]
-    order = np.argsort(strength, kind="stable")  # the strongest lie on top
+    order = np.argsort(strength, kind="stable")  # draws the strongest on top
     layer, above, below, strength = layer[order], above[order], below[order], strength[order]
     lines = np.stack([np.stack([layer + 1, above], 1), np.stack([layer, below], 1)], 1)
     colors = np.concatenate([np.tile(color, (len(lines), 1)), (strength * (0.18 if faint else 0.9))[:, None]], 1)
@@ -187,17 +182,17 @@ def _draw_edges(axes: Axes, matrices: NDArray[np.float64], color: tuple[float, .
 
 
 def only_rows(matrices: NDArray[Any], selected: tuple[int, ...]) -> NDArray[np.float64]:
-    """The asked tokens' rows alone, layer by layer."""
+    """Return the matrices with all rows but the selected ones set to 0."""
     kept = np.zeros(matrices.shape)
     kept[:, selected] = matrices[:, selected]
     return kept
 
 
-def walked(matrices: NDArray[Any], selected: tuple[int, ...]) -> NDArray[np.float64]:
-    """Each edge times what of the asked tokens' top row arrives at it from above."""
-    walked, arrives = np.zeros(matrices.shape), np.zeros(matrices.shape[1])
-    arrives[list(selected)] = 1 / len(selected)
+def attention_paths(matrices: NDArray[Any], selected: tuple[int, ...]) -> NDArray[np.float64]:
+    """Weight each edge by the product of attention from the selected tokens at the top down to it."""
+    weighted, arriving = np.zeros(matrices.shape), np.zeros(matrices.shape[1])
+    arriving[list(selected)] = 1 / len(selected)
     for layer in range(len(matrices) - 1, -1, -1):
-        walked[layer] = arrives[:, None] * matrices[layer]
-        arrives = walked[layer].sum(axis=0)
-    return walked
+        weighted[layer] = arriving[:, None] * matrices[layer]
+        arriving = weighted[layer].sum(axis=0)
+    return weighted

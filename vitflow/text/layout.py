@@ -1,4 +1,4 @@
-"""Which tokens of a sequence are words, which patches of an image, and which stand for neither."""
+"""Layout of token sequences: text tokens, image patches, prefix tokens and padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Padding = Literal["left", "right"]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Tokens that stand for no part of an image or text, such as class and register tokens."""
+    """Tokens that represent neither image nor text, such as class and register tokens."""
 
     length: int
 
@@ -22,13 +22,12 @@ class Words:
     """Tokens of a text.
 
     Attributes:
-        strings: what each token stands for in the text, with the space before it where there is one; special tokens by
-            the tokenizer's own name.
-        ids: the tokenizer's number of each token.
-        special: whether each is one of the tokenizer's special tokens (`[CLS]`, `</s>`, …).
+        strings: text of each token, including the space before it; for special tokens, their name.
+        ids: token ids.
+        special: True for the tokenizer's special tokens (`[CLS]`, `</s>`, …).
 
     Raises:
-        ShapeError: the three differ in length.
+        ShapeError: different lengths.
 
     >>> words = Words(("[CLS]", " the", " keys"), (101, 1996, 6309), (True, False, False))
     >>> words.length, words.find("keys")
@@ -42,52 +41,52 @@ class Words:
     def __post_init__(self) -> None:
         if not len(self.strings) == len(self.ids) == len(self.special):
             raise ShapeError(
-                f"Expected strings, ids and special of one length, got {len(self.strings)}, {len(self.ids)} and "
+                f"Expected strings, ids and special of the same length, got {len(self.strings)}, {len(self.ids)} and "
                 f"{len(self.special)}."
             )
 
     @property
     def length(self) -> int:
-        """How many tokens they are."""
+        """Number of tokens."""
         return len(self.strings)
 
-    def __getitem__(self, chosen: slice) -> "Words":
-        return Words(self.strings[chosen], self.ids[chosen], self.special[chosen])
+    def __getitem__(self, index: slice) -> "Words":
+        return Words(self.strings[index], self.ids[index], self.special[index])
 
     def __add__(self, other: "Words") -> "Words":
         return Words(self.strings + other.strings, self.ids + other.ids, self.special + other.special)
 
     def find(self, token: str | int) -> tuple[int, ...]:
-        """The positions of a token by its number (−1 is the last), or of the tokens that make up a word of the text.
+        """Return the positions of a token by index (−1 is the last), or of the tokens of a word.
 
         Raises:
-            OptionError: there is no such token or word, or there are several such words.
+            OptionError: index out of range, unknown word, or several occurrences of the word.
         """
         if isinstance(token, int):
             if not -self.length <= token < self.length:
-                raise OptionError(f"Expected a token from 0 to {self.length - 1}, or -1 for the last, got {token}.")
+                raise OptionError(
+                    f"Expected a token index from 0 to {self.length - 1}, or -1 for the last, got {token}."
+                )
             return (token % self.length,)
-        found = [span for start in range(self.length) if (span := self._word_at(start, token.strip()))]
-        if len(found) == 1:
-            return found[0]
-        numbered = ", ".join(f"{number} {string.strip()!r}" for number, string in enumerate(self.strings))
-        if not found:
-            raise OptionError(f"Expected a word of the text as the token, got {token!r}: choose one of {numbered}.")
-        places = ", ".join(str(span[0]) for span in found)
-        raise OptionError(
-            f"Expected a word that stands once in the text, got {token!r}, which stands at {places}: give its number."
-        )
+        spans = [span for start in range(self.length) if (span := self._word_at(start, token.strip()))]
+        if len(spans) == 1:
+            return spans[0]
+        if not spans:
+            tokens = ", ".join(f"{index} {string.strip()!r}" for index, string in enumerate(self.strings))
+            raise OptionError(f"{token!r} is not a word of the text: choose one of {tokens}.")
+        starts = ", ".join(str(span[0]) for span in spans)
+        raise OptionError(f"{token!r} is in the text more than once, at tokens {starts}: pass one of these indices.")
 
     def _word_at(self, start: int, word: str) -> tuple[int, ...]:
-        """The tokens from `start` on that make up the word and nothing else; empty if they do not."""
+        """Return the tokens from `start` on that make up exactly the word, or an empty tuple."""
         joined = ""
         for end in range(start, self.length):
             joined += self.strings[end]
             if joined.strip() == word and word:
-                goes_on = end + 1 < self.length and not self.special[end + 1] and self.strings[end + 1][:1].isalnum()
+                continued = end + 1 < self.length and not self.special[end + 1] and self.strings[end + 1][:1].isalnum()
                 inside = start > 0 and self.strings[start][:1].isalnum() and self.strings[start - 1][-1:].isalnum()
                 inside = inside and not self.special[start - 1]
-                return () if word.isalnum() and (goes_on or inside) else tuple(range(start, end + 1))
+                return () if word.isalnum() and (continued or inside) else tuple(range(start, end + 1))
             if len(joined.strip()) >= len(word):
                 break
         return ()
@@ -95,14 +94,14 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Patches of an image in raster order, rows × cols."""
+    """Image patches in raster order, rows × cols."""
 
     rows: int
     cols: int
 
     @property
     def length(self) -> int:
-        """How many patches they are."""
+        """Number of patches."""
         return self.rows * self.cols
 
 
@@ -111,16 +110,16 @@ Part = Prefix | Words | Grid
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """How the tokens of one sequence are arranged: its parts, one after the other, and the padding beside them.
+    """Layout of a token sequence: its parts in order, and padding on one side.
 
     Attributes:
-        parts: prefix tokens, words and patch grids in their order.
-        num_padding: tokens of padding, which stand for nothing.
-        padding: where these stand, "left" or "right" of the parts.
+        parts: prefix tokens, words and patch grids in sequence order.
+        num_padding: number of padding tokens.
+        padding: side of the padding, "left" or "right".
 
     >>> import torch
-    >>> asked = Words(("what", " is", " it"), (5, 6, 7), (False,) * 3)
-    >>> layout = SequenceLayout((Prefix(1), Grid(2, 2), asked), num_padding=2, padding="left")
+    >>> prompt = Words(("what", " is", " it"), (5, 6, 7), (False,) * 3)
+    >>> layout = SequenceLayout((Prefix(1), Grid(2, 2), prompt), num_padding=2, padding="left")
     >>> layout.num_tokens, layout.place(2)
     (10, slice(7, 10, None))
     >>> layout.to_words(torch.arange(10)), layout.to_grid(torch.arange(10))
@@ -137,58 +136,58 @@ class SequenceLayout:
 
     @classmethod
     def of(cls, layout: TokenLayout) -> "SequenceLayout":
-        """The tokens of an image: prefix tokens, then patches."""
+        """Return the layout of an image encoder: prefix tokens, then patches."""
         prefix = (Prefix(layout.num_prefix_tokens),) if layout.num_prefix_tokens else ()
         return cls((*prefix, Grid(layout.rows, layout.cols)))
 
     @property
     def num_tokens(self) -> int:
-        """Number of all tokens, with padding."""
+        """Number of tokens including padding."""
         return self.num_padding + sum(part.length for part in self.parts)
 
     @property
     def words(self) -> Words:
-        """All its words together, in their order."""
-        found = Words((), (), ())
+        """All words of the sequence, concatenated."""
+        words = Words((), (), ())
         for part in self.parts:
-            found = found + part if isinstance(part, Words) else found
-        return found
+            words = words + part if isinstance(part, Words) else words
+        return words
 
     def place(self, number: int) -> slice:
-        """Where the part of that number lies in the sequence."""
+        """Return the slice of the sequence taken by the part with this index."""
         start = sum(part.length for part in self.parts[:number]) + self.num_padding * (self.padding == "left")
         return slice(start, start + self.parts[number].length)
 
     def positions(self, kind: type[Part]) -> list[int]:
-        """The places in the sequence of all tokens of a kind of part, in their order."""
-        numbers = [number for number, part in enumerate(self.parts) if isinstance(part, kind)]
-        return [place for number in numbers for place in range(self.num_tokens)[self.place(number)]]
+        """Return the positions of all tokens in parts of one kind."""
+        indices = [index for index, part in enumerate(self.parts) if isinstance(part, kind)]
+        return [position for index in indices for position in range(self.num_tokens)[self.place(index)]]
 
     def to_words(self, tokens: Any) -> Any:
-        """The part of a vector over tokens [..., tokens] that lies on words, [..., words].
+        """Select the words of an array over tokens [..., tokens]: [..., words].
 
         Raises:
-            ShapeError: the last axis does not have as many entries as there are tokens.
+            ShapeError: the size of the last axis is not the number of tokens.
         """
         return self._checked(tokens)[..., self.positions(Words)]
 
     def to_grid(self, tokens: Any, number: int = 0) -> Any:
-        """The part of a vector over tokens [..., tokens] that lies on a patch grid, [..., rows, cols].
+        """Select a patch grid of an array over tokens [..., tokens]: [..., rows, cols].
 
         Args:
-            tokens: a tensor or array.
-            number: which of the grids, where there are several.
+            tokens: tensor or array.
+            number: index of the grid among the patch grids.
 
         Raises:
-            ShapeError: the last axis does not have as many entries as there are tokens.
-            OptionError: there is no such grid.
+            ShapeError: the size of the last axis is not the number of tokens.
+            OptionError: grid index out of range.
         """
         grids = [(index, part) for index, part in enumerate(self.parts) if isinstance(part, Grid)]
         if not 0 <= number < len(grids):
-            raise OptionError(f"Expected one of {len(grids)} patch grids, counted from 0, got {number}.")
+            raise OptionError(f"Expected a grid index below {len(grids)}, the number of patch grids, got {number}.")
         index, grid = grids[number]
-        found = self._checked(tokens)[..., self.place(index)]
-        return found.reshape(*found.shape[:-1], grid.rows, grid.cols)
+        patches = self._checked(tokens)[..., self.place(index)]
+        return patches.reshape(*patches.shape[:-1], grid.rows, grid.cols)
 
     def _checked(self, tokens: Any) -> Any:
         shape: Sequence[int] = getattr(tokens, "shape", ())

@@ -1,6 +1,7 @@
-"""The methods for texts: what each can be asked.
+"""Table of the methods for texts and their options.
 
-Two options have a default for each kind of model: see `for_kind`. This module imports no torch.
+The defaults of `value_weighted` and `causal` depend on the kind of model: see `for_kind`. This module does not import
+torch.
 """
 
 from collections.abc import Mapping
@@ -12,14 +13,14 @@ from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.method_table import list_methods as image_methods
 
-# What is best depends on what a token sees: in a decoder plain attention relative to the receptive field finds a
-# looked-up word (97 % against 62 % value-weighted); in a BERT plain rollout is on special tokens for two thirds.
+# In decoders, plain attention relative to the receptive field finds a looked-up word more often (97 %, value-weighted
+# 62 %); in BERT, plain rollout puts two thirds of the weight on special tokens.
 _OF_DECODERS = {"value_weighted": False, "causal": "receptive_field"}
 _OF_ENCODERS = {"value_weighted": "output", "causal": "raw"}
-#: The method where none is asked for; of words about an image the one whose maps lie on the thing that a word names.
+#: Default method, without and with images; the maps of gae match the named objects best.
 PLAIN, IMAGE_DEFAULT = "rollout", "gae"
 
-# A default of None is that of the kind of model: see `for_kind`.
+# None: the default depends on the kind of model, see `for_kind`.
 _ROWS = (
     replace(
         get_method("rollout"),
@@ -76,8 +77,8 @@ _ROWS = (
         "logit_lens",
         "vitflow.text.read_rows:logit_lens",
         title="Logit lens",
-        summary="Logit lens: the tokens whose hidden states speak for the word.",
-        question="Which tokens' hidden states would be read as this word?",
+        summary="Logit lens: tokens whose hidden states have a high logit for the word.",
+        question="Which tokens' hidden states decode to this word?",
         defaults={"layer": -1},
         needs=frozenset({"features"}),
         class_specific=True,
@@ -91,7 +92,7 @@ TEXT_METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}
 
 
 def list_methods(*, text: bool = False) -> list[Method]:
-    """Return the methods for images, or with `text` those for texts, in the order of the documentation.
+    """Return the methods for images, or for texts if `text`, in the order of the documentation.
 
     >>> [method.name for method in list_methods(text=True)]
     ['rollout', 'attention', 'flow', 'gae', 'logit_lens']
@@ -100,17 +101,17 @@ def list_methods(*, text: bool = False) -> list[Method]:
 
 
 def text_method(name: str, options: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
-    """A method for texts, with every option that it has.
+    """Return a method for texts by name, and all its options with defaults.
 
     Raises:
-        OptionError: there is no such method, or it has no such option.
+        OptionError: unknown method or option.
     """
     check_known("method for texts", name, TEXT_METHODS)
     return TEXT_METHODS[name], TEXT_METHODS[name].complete(options)
 
 
 def for_kind(options: Mapping[str, Any], *, decoder: bool) -> dict[str, Any]:
-    """Options with the defaults of decoders, or of encoders, where these differ.
+    """Replace options that are None by the default for decoders or encoders.
 
     >>> for_kind({"causal": None, "residual": 0.5}, decoder=True)
     {'causal': 'receptive_field', 'residual': 0.5}

@@ -1,4 +1,4 @@
-"""A text that a language model reads: what one of its tokens rests on."""
+"""Attribution of a token of a text that a language model reads."""
 
 import os
 import time
@@ -23,44 +23,43 @@ from vitflow.models.languages import check_text, load_language_model, predicts_w
 from vitflow.models.libraries import class_count
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
-from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, only_rows, walked
+from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
 from vitflow.text.labels import caption, hide, text_of, words_in, words_of
 from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.read_rows import array_of, read_rows
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
-from vitflow.text.textpage import page_of, rows_read
+from vitflow.text.textpage import page_of, rows_of_reading
 from vitflow.viewer.pages import Page
 
-# The matrices of longer texts are not kept: nobody draws them as a graph, and they take memory.
+# Attention matrices of longer texts are not kept, to save memory.
 LONGEST_GRAPH = 256
-# So many characters of a text tell it from others.
-_SHOWN = 60
+_SHOWN = 60  # characters of the text in a repr
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """What one token of a text, or the word that some make up, rests on: a weight for each token that was read.
+    """Attribution of a token or word of a text: a weight for each token of the text.
 
     Attributes:
-        tokens: the tokens of the text, special ones among them.
+        tokens: tokens of the text, including special tokens.
         weights: float32 [tokens], unscaled.
-        layers: float32 [layers, tokens]: the same where the method ends at each layer, first layer first; its last row
-            is `weights` where the method runs through all layers.
-        matrices: float32 [layers, tokens, tokens], the fused attention of each layer, rows are queries; None for texts
-            of more tokens than can be drawn as a graph.
-        selected: positions of the tokens whose row it is.
-        self_share: raw share of the selected token itself if the map is relative to the receptive field, where it has
-            weight 0; else None.
-        causal: whether each token sees only those before it.
-        text: what was read.
-        model: the model's id.
-        method: the method's name.
-        options: every option of the method with the value used.
-        target: the token whose logit a class-specific method explains; else None.
-        probability: the model's probability of it.
-        seconds: time of the forward pass and of the method.
+        layers: float32 [layers, tokens], the weights if the method ends at each layer, first layer first. The last row
+            is `weights` for methods that use all layers.
+        matrices: float32 [layers, tokens, tokens], fused attention of each layer, rows are queries; None for texts of
+            more than 256 tokens.
+        selected: positions of the explained token, or of the tokens of the explained word.
+        self_share: raw share of the selected token itself if the weights are relative to the receptive field, which
+            sets its weight to 0; else None.
+        causal: True if each token attends only to itself and earlier tokens.
+        text: the text.
+        model: model id.
+        method: method name.
+        options: all options of the method.
+        target: token whose logit a class-specific method explains; else None.
+        probability: the model's probability of the target.
+        seconds: time of the forward pass and the method.
     """
 
     tokens: Words
@@ -83,30 +82,30 @@ class Reading:
         return f"Reading({self.text[:_SHOWN]!r}, {self.method}, token={self._word!r}, {size}, {printable(self.model)})"
 
     def shaded(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
-        """The text with each token on the shade of its weight.
+        """Return the text with each token shaded by its weight.
 
         Args:
             special: show special tokens.
-            stop_words: words to show without a shade, such as `vitflow.text.labels.ENGLISH_STOP_WORDS`. What is not
-                shown is said below the view, with its share of the weight.
+            stop_words: words to draw without a shade, such as `vitflow.text.labels.ENGLISH_STOP_WORDS`. The caption
+                reports the share of the weight of hidden tokens.
         """
         return ShadedText(
             self.tokens, self._seen(self.weights), self_share=self.self_share, **self._shown(special, stop_words)
         )
 
     def sheet(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Sheet:
-        """The weights where the method ends at each layer, the last layer on top; options as for `shaded`."""
+        """Return a table of `layers`, the last layer on top; options as for `shaded`."""
         return Sheet(
             self.tokens,
             self._seen(self.layers),
-            [f"layer {number}" for number in range(1, len(self.layers) + 1)],
+            [f"layer {layer}" for layer in range(1, len(self.layers) + 1)],
             self_share=self.self_share,
             upwards=True,
             **self._shown(special, stop_words),
         )
 
     def graph(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> GraphView:
-        """Raw attention, rollout and flow as graphs side by side, as the paper draws them; options as for `shaded`.
+        """Draw raw attention, rollout and flow as graphs, as in Abnar & Zuidema (2020); options as for `shaded`.
 
         Raises:
             OptionError: the text is too long for a graph.
@@ -115,8 +114,8 @@ class Reading:
         count = self.tokens.length - len(shown["hidden"])
         if self.matrices is None or count > MOST_TOKENS:
             raise OptionError(
-                f"Expected a text of at most {MOST_TOKENS} tokens for a graph, got {count}: take a part of it, leave "
-                "stop words out, or draw the sheet of its layers."
+                f"Expected a text of at most {MOST_TOKENS} tokens for a graph, got {count}: shorten it, hide stop "
+                "words, or draw the sheet."
             )
         options: dict[str, Any] = {
             "residual": self.options.get("residual", 0.5),
@@ -128,53 +127,52 @@ class Reading:
         flows = attention_flow(layers, all_sources=True, **options).normalized[0].numpy()
         raw, rollout = np.asarray(self.matrices), np.stack(rolled)
         panels = [
-            Panel("raw attention", raw, walked(raw, self.selected), "edges: each layer's attention"),
-            Panel("attention rollout", rollout, only_rows(rollout, self.selected), "edges: what is held of the input"),
+            Panel("raw attention", raw, attention_paths(raw, self.selected), "edges: each layer's attention"),
+            Panel("attention rollout", rollout, only_rows(rollout, self.selected), "edges: rollout to the input"),
             Panel("attention flow", flows, only_rows(flows, self.selected), "edges: flow from the input"),
         ]
-        told = {
-            name: self.options[name] for name in ("head_fusion", "value_weighted", "causal") if name in self.options
-        }
-        below = caption("rollout", {**told, "residual": options["residual"]}, self.model, what="graphs")
-        return GraphView(self.tokens, panels, **{**shown, "caption": below})
+        shared = ("head_fusion", "value_weighted", "causal")
+        used = {name: self.options[name] for name in shared if name in self.options} | {"residual": options["residual"]}
+        shown["caption"] = caption("rollout", used, self.model, what="graphs")
+        return GraphView(self.tokens, panels, **shown)
 
     def page(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Page:
-        """One page for a browser: click a word for what it rests on, layer by layer, or for who rests on it.
+        """Return an interactive HTML page: click a word for its attribution by layer, or for the attribution to it.
 
-        Rollout and raw attention answer for each word of a text of up to 256 tokens, other methods for the asked one.
-        Options as for `shaded`: what they hide can be shown again there. `reading.page().save("reading.html")` writes
-        the page.
+        For rollout and raw attention, all words of texts of up to 256 tokens can be selected; for other methods, only
+        the explained word. Options as for `shaded`; hidden tokens can be shown on the page. Write the page with
+        `reading.page().save("reading.html")`.
         """
-        told: dict[str, Any] = {"method": self.method, "options": self.options}
-        seen: dict[str, Any] = {"self_share": self.self_share, "causal": self.causal, "matrices": self.matrices}
-        rows, first = rows_read(self.tokens, self.selected, self.layers, **seen, **told)
+        method: dict[str, Any] = {"method": self.method, "options": self.options}
+        context: dict[str, Any] = {"self_share": self.self_share, "causal": self.causal, "matrices": self.matrices}
+        rows, first = rows_of_reading(self.tokens, self.selected, self.layers, **context, **method)
         hiding: dict[str, Any] = {"special": special, "stop_words": list(stop_words)}
         graph = ""
-        with suppress(OptionError):  # too long for one
+        with suppress(OptionError):  # too long for a graph
             view = self.graph(**hiding)
-            below = view.caption.removesuffix(f" · {printable(self.model)}")  # which stands above
+            below = view.caption.removesuffix(f" · {printable(self.model)}")  # already in the header
             graph = replace(view, title="", caption=below).html()
-        explained: dict[str, Any] = {"target": self.target, "probability": self.probability, "graph": graph}
-        return page_of(self.tokens, rows, first=first, model=self.model, **told, **hiding, **explained)
+        target: dict[str, Any] = {"target": self.target, "probability": self.probability}
+        return page_of(self.tokens, rows, first=first, model=self.model, graph=graph, **method, **hiding, **target)
 
     @property
     def _word(self) -> str:
-        """The word that the asked tokens make up, as it is shown."""
+        """Text of the selected tokens."""
         return text_of(self.tokens[min(self.selected) : max(self.selected) + 1])
 
     def _seen(self, weights: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Weights [..., tokens], NaN for what the asked token could not see."""
+        """Return weights [..., tokens] with NaN for tokens that the selected token cannot attend to."""
         seen = np.array(weights, dtype=np.float64)
         if self.causal:
             seen[..., max(self.selected) + 1 :] = np.nan
         return seen
 
     def _shown(self, special: bool, stop_words: Iterable[str]) -> dict[str, Any]:
-        """What all views have: what is asked about, what is hidden, and the lines above and below."""
+        """Return the common fields of all views."""
         return {
             "selected": self.selected,
             "hidden": hide(self.tokens, special=not special, stop_words=stop_words),
-            "title": f"What “{self._word}” rests on",
+            "title": f"Attribution of “{self._word}”",
             "caption": caption(self.method, self.options, self.model, target=self.target, probability=self.probability),
         }
 
@@ -183,7 +181,7 @@ class Reading:
         return self.shaded(**options).save(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the matrices, ready for JSON."""
+        """Return everything but the matrices as a JSON-serializable dict."""
         return {
             "text": self.text,
             "tokens": list(self.tokens.strings),
@@ -191,8 +189,8 @@ class Reading:
             "special": list(self.tokens.special),
             "weights": self.weights.tolist(),
             "layers": self.layers.tolist(),
-            "asked": list(self.selected),
-            "own": self.self_share,
+            "selected": list(self.selected),
+            "self_share": self.self_share,
             "causal": self.causal,
             "trust": asdict(self.shaded().trust),
             "model": self.model,
@@ -218,64 +216,65 @@ def explain_text(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Reading:
-    """Explain what one token of a text rests on, as an encoder or a decoder reads it.
+    """Compute the attribution of one token of a text in an encoder or decoder.
 
     Args:
-        text: what is read.
-        model: a `transformers` id or folder, or a module of your own.
-        tokenizer: its tokenizer; by default the one saved beside it.
-        token: the word or the token's number whose row it is (−1 is the last); by default the masked word, if there is
-            one, the last token of a decoder, and else the class token.
-        method: "rollout", "attention", "flow" or "gae".
-        target: for "gae" the word (one token) whose logit at that place is explained, by default the most probable.
-        name: what to call the model; by default the id that it was loaded by.
-        trust_remote_code: run Python code that a model by name brings along; without it such a model is refused.
-        options: the method's own, such as head_fusion="max". Of decoders the defaults are value_weighted=False and
-            causal="receptive_field", of encoders value_weighted="output" and causal="raw".
+        text: the text.
+        model: transformers id, folder or module.
+        tokenizer: tokenizer; by default the one saved with the model.
+        token: word or token index to explain (−1 is the last); by default the mask token if there is one, else the
+            last token of a decoder or the class token of an encoder.
+        method: "rollout", "attention", "flow", "gae" or "logit_lens".
+        target: for "gae", the word (one token) or token or class id whose logit at that position is explained; by
+            default the most probable.
+        name: display name of the model; by default its id.
+        trust_remote_code: allow models whose repository contains Python code, and run it.
+        options: options of the method, such as head_fusion="max". Decoders default to value_weighted=False and
+            causal="receptive_field", encoders to value_weighted="output" and causal="raw".
 
     Raises:
-        VitflowError: the model or an option is wrong; the message says which and what to do.
+        VitflowError: invalid model or option; the message names it and the remedy.
     """
-    chosen, used = text_method(method, options)
+    definition, used = text_method(method, options)
     if isinstance(model, nn.Module):
         model = unwrap(model)
         tokenizer = tokenizer_of(model, tokenizer)
     else:
-        model, own = load_language_model(model, trust_remote_code=trust_remote_code)
-        tokenizer = own if tokenizer is None else tokenizer_of(model, tokenizer)
+        model, default = load_language_model(model, trust_remote_code=trust_remote_code)
+        tokenizer = default if tokenizer is None else tokenizer_of(model, tokenizer)
     inputs, words = _encode(text, tokenizer, model)
     with reading(model):
         causal = is_causal(model)
     used = for_kind(used, decoder=causal)
     started = time.perf_counter()
-    asked = _asked(words, token, tokenizer, causal)
+    selected = _selected(words, token, tokenizer, causal)
     readout = torch.zeros(1, words.length)
-    readout[0, list(asked)] = 1 / len(asked)
-    wanted = _target(target, tokenizer, model) if chosen.class_specific else None
+    readout[0, list(selected)] = 1 / len(selected)
+    target_id = _target(target, tokenizer, model) if definition.class_specific else None
     readout = readout.to(inputs["input_ids"].device)
-    read = read_rows(model, inputs, readout, chosen, used, targets=[(asked[-1], wanted)])
-    told: dict[str, Any] = {}
-    if chosen.class_specific and read.logits is not None:
-        told = _told(read.logits, asked[-1], wanted, tokenizer, model)
+    result = read_rows(model, inputs, readout, definition, used, targets=[(selected[-1], target_id)])
+    explained: dict[str, Any] = {}
+    if definition.class_specific and result.logits is not None:
+        explained = _describe_target(result.logits, selected[-1], target_id, tokenizer, model)
     return Reading(
         tokens=words,
-        weights=array_of(read.rows[read.chosen, 0]),
-        layers=array_of(read.rows[:, 0]),
-        matrices=array_of(read.matrices) if words.length <= LONGEST_GRAPH else None,
-        selected=asked,
-        self_share=None if read.self_share is None else float(read.self_share[read.chosen, 0]),
+        weights=array_of(result.rows[result.chosen, 0]),
+        layers=array_of(result.rows[:, 0]),
+        matrices=array_of(result.matrices) if words.length <= LONGEST_GRAPH else None,
+        selected=selected,
+        self_share=None if result.self_share is None else float(result.self_share[result.chosen, 0]),
         causal=causal,
         text=text,
         model=model_id(model) if name is None else check_name(name),
         method=method,
         options=used,
         seconds=time.perf_counter() - started,
-        **told,
+        **explained,
     )
 
 
 def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tensor], Words]:
-    """The arguments of the model for one text, and its tokens."""
+    """Tokenize a text: return the model's arguments and the tokens."""
     check_text(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
     encoded = dict(tokenizer(text, return_tensors="pt", **({"return_offsets_mapping": True} if fast else {})))
@@ -288,40 +287,43 @@ def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tens
     return inputs, words_in(text, tokenizer, ids[0].tolist(), offsets)
 
 
-def _asked(words: Words, token: str | int | None, tokenizer: Any, causal: bool) -> tuple[int, ...]:
-    """Where the tokens stand whose row it is."""
+def _selected(words: Words, token: str | int | None, tokenizer: Any, causal: bool) -> tuple[int, ...]:
+    """Return the positions of the token or word to explain."""
     if token is not None:
         return words.find(token)
-    masked = [place for place, number in enumerate(words.ids) if number == getattr(tokenizer, "mask_token_id", None)]
+    mask_id = getattr(tokenizer, "mask_token_id", None)
+    masked = [position for position, token_id in enumerate(words.ids) if token_id == mask_id]
     if len(masked) == 1:
         return (masked[0],)
     return (words.length - 1,) if causal else (0,)
 
 
 def _target(target: str | int | None, tokenizer: Any, model: nn.Module) -> int | None:
-    """The number of the token or class whose logit is explained."""
+    """Return the id of the token or class whose logit is explained."""
     if isinstance(target, str):
         check_text(target)
         if not predicts_words(model):
-            raise OptionError(f"Expected the number of a class as the target, got {target!r}.")
-        for written in (f" {target.strip()}", target.strip()):  # as it stands inside a text, and at its beginning
-            ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+            raise OptionError(f"Expected a class index as the target, got {target!r}.")
+        for variant in (f" {target.strip()}", target.strip()):  # inside a text and at its beginning
+            ids = tokenizer(variant, add_special_tokens=False)["input_ids"]
             if len(ids) == 1:
                 return int(ids[0])
         pieces = ", ".join(repr(string) for string in words_of(tokenizer, ids).strings)
-        raise OptionError(f"Expected a target that is one token for the model, got {target!r}, which is {pieces}.")
+        raise OptionError(f"Expected a target that is a single token, got {target!r}, tokenized as {pieces}.")
     if target is not None:
         words = predicts_words(model)
         config: Any = getattr(model, "config", None)
         count = getattr(config, "vocab_size", None) if words else class_count(model)
         most = None if count is None else count - 1
-        whole_number(f"the target, a {'token' if words else 'class'} by its number,", target, 0, most)
+        whole_number(f"the target, a {'token id' if words else 'class index'},", target, 0, most)
     return target
 
 
-def _told(logits: Tensor, position: int, wanted: int | None, tokenizer: Any, model: nn.Module) -> dict[str, Any]:
-    """The target's name, and the model's probability of it."""
+def _describe_target(
+    logits: Tensor, position: int, target: int | None, tokenizer: Any, model: nn.Module
+) -> dict[str, Any]:
+    """Return the name of the target and the model's probability of it."""
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
-    number = int(scores.argmax()) if wanted is None else wanted
-    name = words_of(tokenizer, [number]).strings[0].strip() if predicts_words(model) else f"class {number}"
-    return {"target": name, "probability": float(scores.double().softmax(dim=-1)[number])}
+    index = int(scores.argmax()) if target is None else target
+    name = words_of(tokenizer, [index]).strings[0].strip() if predicts_words(model) else f"class {index}"
+    return {"target": name, "probability": float(scores.double().softmax(dim=-1)[index])}

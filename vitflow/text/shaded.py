@@ -1,4 +1,4 @@
-"""Shaded text: each token on a shade, with a line below and numbers for the largest, so that grey says as much."""
+"""Shaded text: each token on a shade of its weight, also shown as an underline and, for the largest, a number."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from vitflow.text.labels import Label, labels_of, padded, width_of
 from vitflow.text.layout import Words
 from vitflow.text.view import Trust, View, check_weights, color_of, fractions, percent, render
 
-#: As many of the largest weights are printed as numbers.
+#: The number of largest weights printed as numbers.
 NUMBERS = 8
 _WIDTH, _SIZE = 6.0, 9.0
 _POINTS = 72 * (_WIDTH - 2 * MARGIN)
@@ -30,14 +30,14 @@ _BASELINE = 10.5  # points from the bottom of a line of tokens
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """A token as it is drawn: its shade from −1 to 1, and its number where it is one of the largest."""
+    """A drawn token: its shade from −1 to 1, and its share as text if it is one of the largest."""
 
     position: int
     label: Label
     shade: float
     share: float
     number: str
-    self_share: bool
+    selected: bool
     plain: bool
 
 
@@ -47,13 +47,14 @@ class ShadedText(View):
 
     Attributes:
         words: the tokens.
-        weights: one for each token, NaN for what is not seen; negative ones count against.
-        self_share: the share of the asked tokens themselves, where the weights do not hold it.
-        selected, hidden, title, caption: as of every `View`; of what is hidden, special tokens alone are left out.
+        weights: one weight per token; NaN for unseen tokens.
+        self_share: share of the selected tokens, if it is not among the weights.
+        selected, hidden, title, caption: see `View`; hidden special tokens are omitted, other hidden tokens are drawn
+            without a shade.
 
     Raises:
-        ShapeError: not one finite weight for each token.
-        OptionError: a position outside the text.
+        ShapeError: weights are not finite, or not one per token.
+        OptionError: position out of range.
 
     >>> words = Words(("the", " key", " to", " doors", " is"), (0, 1, 2, 3, 4), (False,) * 5)
     >>> view = ShadedText(words, [0.1, 0.6, 0.05, 0.2, 0.05], selected=(4,))
@@ -74,7 +75,7 @@ class ShadedText(View):
 
     @property
     def trust(self) -> Trust:
-        """What the weights say of themselves."""
+        """Summary of the weights."""
         self_share = (
             float(np.nansum(self._shares[list(self.selected)]))
             if self.selected and self.self_share is None
@@ -84,7 +85,7 @@ class ShadedText(View):
 
     @cached_property
     def _counted(self) -> NDArray[np.bool_]:
-        """Whether a token's weight is shown as a shade."""
+        """Mask of the tokens that are drawn with a shade."""
         counted = np.isfinite(self.weights)
         counted[[*self.hidden, *self.selected]] = False
         return np.asarray(counted)
@@ -96,12 +97,12 @@ class ShadedText(View):
 
     @property
     def shades(self) -> NDArray[np.float64]:
-        """How dark each token is drawn, from −1 to 1; 0 for the asked ones and what is hidden."""
+        """Shade of each token from −1 to 1; 0 for selected and hidden tokens."""
         return fractions(self._shares, self._counted)
 
     @cached_property
     def _tokens(self) -> list[_Token]:
-        """What is drawn: all tokens but hidden special ones; other hidden ones stand there without a shade."""
+        """The drawn tokens: all but hidden special tokens."""
         shades = self.shades
         largest = [p for p in np.argsort(-np.abs(shades), kind="stable") if shades[p]][:NUMBERS]
         return [
@@ -118,10 +119,10 @@ class ShadedText(View):
             if position not in self.hidden or not self.words.special[position] or position in self.selected
         ]
 
-    def _told(self, token: _Token) -> str:
-        """A token's share of the weight in words, as a page shows it where one points at it."""
-        if token.self_share and self.self_share is not None and not token.share:
-            return f"stands apart, with a share of {self.self_share:.2%}".replace("%", " %")
+    def describe(self, token: _Token) -> str:
+        """Return the tooltip of a token: its share of the weight."""
+        if token.selected and self.self_share is not None and not token.share:
+            return f"query token, raw share {self.self_share:.2%}".replace("%", " %")
         return "not seen" if np.isnan(token.share) else f"{token.share:.2%}".replace("%", " %")
 
     @property
@@ -129,7 +130,7 @@ class ShadedText(View):
         return float(np.abs(self._shares[self._counted]).max(initial=0.0))
 
     def html(self) -> str:
-        """The text in HTML: shade, line and number, and on each token its weight as a tooltip."""
+        """Return the text as HTML, with the share of each token as a tooltip."""
         return render(
             "shaded.html",
             view=self,
@@ -139,7 +140,7 @@ class ShadedText(View):
         )
 
     def text(self) -> str:
-        """Return the strongest tokens as a plain list: token, share of the weight, and position."""
+        """Return the strongest tokens as plain text: token, share of the weight, and position."""
         strongest = sorted((token for token in self._tokens if token.number), key=lambda token: -abs(token.shade))
         room = max((width_of(token.label.text) for token in strongest), default=0)
         lines = [
@@ -153,7 +154,7 @@ class ShadedText(View):
         return [line for line in (str(self.trust), self.trust.left_out, self.caption) if line]
 
     def figure(self, *, framed: bool = True) -> Figure:
-        """The text as a figure."""
+        """Return the text as a figure."""
         lines = []
         for line in self._set_lines():
             lines.append(DrawingArea(_POINTS, 2.3 * _SIZE))
@@ -165,7 +166,7 @@ class ShadedText(View):
         return page([*head, *lines, self._legend(), *below], DPI)
 
     def _set_lines(self) -> list[list[tuple[_Token, float, float]]]:
-        """Tokens broken into lines: each with its left edge and width in inches; a word's tokens stay together."""
+        """Break tokens into lines, keeping words together: each token with its left edge and width in inches."""
         lines: list[list[tuple[_Token, float, float]]] = [[]]
         space = measure("n n", _SIZE) - 2 * measure("n", _SIZE)
         x = 0.0
@@ -188,46 +189,48 @@ class ShadedText(View):
         return [line for line in lines if line]
 
     def _legend(self) -> OffsetBox:
-        told = f"shade and line: 0 to {percent(self._most)} % of the weight; numbers: the {NUMBERS} largest, in %"
+        legend = (
+            f"shade and line: 0 to {percent(self._most)} % of the weight; numbers: the {NUMBERS} largest shares, in %"
+        )
         if self.selected:
-            told += "; outlined: the token that is asked about"
+            legend += "; outlined: the explained token"
         shades = DrawingArea(60, 14)
-        for number in range(6):
-            _shade_box(shades, number / 5, 9.4 * number, 8.6)
-        text = words(told, size=SMALL, width=_WIDTH - 2 * MARGIN - 0.9, color=GREY)
+        for step in range(6):
+            _shade_box(shades, step / 5, 9.4 * step, 8.6)
+        text = words(legend, size=SMALL, width=_WIDTH - 2 * MARGIN - 0.9, color=GREY)
         return HPacker(children=[shades, *text], align="center", sep=2)
 
 
 def _by_word(tokens: Sequence[_Token]) -> list[list[_Token]]:
-    """Tokens grouped to what must not be broken."""
-    number, numbers = 0, []
+    """Group tokens into words."""
+    index, indices = 0, []
     for before, token in zip([None, *tokens], tokens, strict=False):
-        number += before is not None and (token.label.space or before.label.newline)
-        numbers.append(number)
-    return [
-        [token for _, token in group] for _, group in groupby(zip(numbers, tokens, strict=True), lambda one: one[0])
-    ]
+        index += before is not None and (token.label.space or before.label.newline)
+        indices.append(index)
+    pairs = zip(indices, tokens, strict=True)
+    return [[token for _, token in group] for _, group in groupby(pairs, lambda pair: pair[0])]
 
 
 def _draw_token(area: DrawingArea, token: _Token, left: float, width: float) -> None:
-    """Draw a token into a line, all lengths in points."""
-    _shade_box(area, token.shade, left, width - 0.7, self_share=token.self_share)
-    ink = {"color": GREY if token.plain and not token.self_share else "white"}
-    style = plain(_SIZE) | (ink if (token.plain and not token.self_share) or abs(token.shade) > 0.62 else {})
+    """Draw a token into a line; lengths in points."""
+    _shade_box(area, token.shade, left, width - 0.7, selected=token.selected)
+    grey = token.plain and not token.selected
+    ink = {"color": GREY if grey else "white"} if grey or abs(token.shade) > 0.62 else {}
+    style = plain(_SIZE) | ink
     area.add_artist(Text(left + 0.4, _BASELINE, token.label.text, **style))
     if token.number:
         style = plain(SMALL - 1.0) | {"color": GREY, "horizontalalignment": "center"}
         area.add_artist(Text(left + width / 2, 0.5, token.number, **style))
 
 
-def _shade_box(area: DrawingArea, shade: float, left: float, width: float, *, self_share: bool = False) -> None:
-    """The shade behind a token, the line below it whose thickness says the same, and the outline of one's own token."""
-    edge: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.8} if self_share else {"linewidth": 0}
+def _shade_box(area: DrawingArea, shade: float, left: float, width: float, *, selected: bool = False) -> None:
+    """Draw the shade behind a token, an underline as thick as the shade is dark, and the outline if selected."""
+    edge: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.8} if selected else {"linewidth": 0}
     area.add_artist(Rectangle((left, _BASELINE - 2.5), width, 10, facecolor=color_of(shade), zorder=0, **edge))
     below = _BASELINE - 3.2
     if shade:
         line: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if shade < 0 else {}
         thick = max(2.2 * abs(shade), 0.36)
         area.add_artist(Rectangle((left, below - thick), width, thick, facecolor=INK, linewidth=0, **line))
-    elif not self_share:
+    elif not selected:
         area.add_artist(Line2D([left, left + width], [below] * 2, color=RULE, linewidth=0.2, solid_capstyle="butt"))

@@ -1,4 +1,4 @@
-"""Sheets of weights: a token's row layer by layer, and what each generated token rests on."""
+"""Tables of weights: one row per layer, or one row per generated token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,18 +17,16 @@ from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
 from vitflow.text.view import Trust, View, check_weights, color_of, embedded, fractions, percent, render
 
-#: A table of more cells is an image, in HTML too; a figure of more prints no number in each.
+#: Tables with more cells are embedded as an image; figures with more cells print no numbers.
 MOST_CELLS, MOST_NUMBERS = 3000, 700
 _CELL, _LONGEST_NAME = 0.235, 18
-# Stands in the cell of a row's own token, where its share is told apart.
-_ITSELF = "·"
-
-_STRONGEST = 5  # tokens of a row in the plain list
+_ITSELF = "·"  # in the cell of the query token, if its share is reported separately
+_STRONGEST = 5  # tokens of each row in plain text
 
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A cell: its shade from −1 to 1, its number, whether it was not seen, and whether it is its row's own token."""
+    """A cell: its shade from −1 to 1, its text, and flags for unseen tokens and the query token of its row."""
 
     shade: float
     text: str
@@ -38,7 +36,7 @@ class _Cell:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row: its name, its cells, and what lies elsewhere, in percent."""
+    """A row: its name, its cells, and the share of other tokens in percent."""
 
     name: str
     cells: list[_Cell]
@@ -47,22 +45,23 @@ class _Row:
 
 @dataclass(frozen=True)
 class Sheet(View):
-    """Rows of weights over the same tokens: layers, or generated tokens.
+    """Table of weights: a column per token, and a row per layer or generated token.
 
     Attributes:
-        words: the tokens that the columns stand for.
-        weights: [rows, tokens], NaN where a token is not seen; all rows have one scale.
-        rows: a name for each row, first row first.
-        rest: for each row what lies on other tokens, [rows], told in a column of its own.
-        rest_name: what these are.
-        self_tokens: for each row the position of its own token, which does not set the scale; beyond the last: none.
-        self_share: share of the selected tokens, or of each row's own token, if it is not among the weights; those
-            cells then show no number.
-        upwards: the first row lies at the bottom, as layers do.
-        selected, hidden, title, caption: as of every `View`.
+        words: the tokens of the columns.
+        weights: [rows, tokens], NaN for unseen tokens; all rows share one colour scale.
+        rows: name of each row, first row first.
+        rest: weight of other tokens in each row, [rows], shown in an extra column.
+        rest_name: header of that column.
+        self_tokens: position of the query token of each row, excluded from the colour scale; rows without an entry
+            have none.
+        self_share: share of the selected tokens, or of the query token of each row, if it is not among the
+            weights; those cells then show no number.
+        upwards: draw the first row at the bottom, as for layers.
+        selected, hidden, title, caption: see `View`.
 
     Raises:
-        ShapeError: weights, rows and tokens do not fit each other.
+        ShapeError: the shapes of weights, rows and tokens do not match.
 
     >>> words = Words(("the", " key"), (0, 1), (False, False))
     >>> print(Sheet(words, [[0.5, 0.5], [0.1, 0.9]], ["layer 1", "layer 2"], upwards=True).text().splitlines()[0])
@@ -90,7 +89,7 @@ class Sheet(View):
 
     @property
     def trust(self) -> Trust:
-        """What the last row says of itself where rows are layers, else the mean row."""
+        """Summary of the last row if rows are layers, else of the mean row."""
         row = self.weights[-1] if self.upwards else np.nan_to_num(self.weights).mean(axis=0)
         self_share = self.self_share
         if self_share is None and self.selected:
@@ -102,13 +101,13 @@ class Sheet(View):
         counted = np.zeros(self.weights.shape, dtype=bool)
         counted[:, self._columns] = True
         counted[:, list(self.selected)] = False
-        for row, self_share in zip(counted, self.self_tokens, strict=False):
-            row[self_share : self_share + 1] = False
+        for row, position in zip(counted, self.self_tokens, strict=False):
+            row[position : position + 1] = False
         return fractions(self._shares, counted)
 
     @cached_property
     def _totals(self) -> NDArray[np.float64]:
-        """The weight of each row, with its rest, without signs."""
+        """Sum of the absolute weights of each row, including its rest."""
         totals = np.nansum(np.abs(self.weights), axis=1) + (0 if self.rest is None else np.abs(self.rest))
         return np.where(totals > 0, totals, 1.0)
 
@@ -123,7 +122,7 @@ class Sheet(View):
 
     @cached_property
     def _table(self) -> list[_Row]:
-        """The rows of the sheet, from its top."""
+        """The rows from top to bottom."""
         order = range(len(self.rows))
         return [
             _Row(
@@ -136,13 +135,10 @@ class Sheet(View):
 
     def _cell(self, row: int, column: int) -> _Cell:
         weight, share = self.weights[row, column], float(self._shares[row, column])
-        self_share = column in self.selected or list(self.self_tokens[row : row + 1]) == [column]
-        apart = (
-            self.self_share is not None and self_share and not weight
-        )  # its share has no number here, which is not 0
-        return _Cell(
-            float(self._shades[row, column]), _ITSELF if apart else percent(share), bool(np.isnan(weight)), self_share
-        )
+        selected = column in self.selected or list(self.self_tokens[row : row + 1]) == [column]
+        separate = self.self_share is not None and selected and not weight  # its share is not 0, but not in this row
+        text = _ITSELF if separate else percent(share)
+        return _Cell(float(self._shades[row, column]), text, bool(np.isnan(weight)), selected)
 
     @property
     def _names(self) -> list[str]:
@@ -150,55 +146,54 @@ class Sheet(View):
         return [labels[position].text for position in self._columns]
 
     def html(self) -> str:
-        """The sheet in HTML: a table with a number in each cell; an image, where it would have too many."""
+        """Return the sheet as an HTML table, or as an embedded image above `MOST_CELLS` cells."""
         large = len(self.rows) * len(self._columns) > MOST_CELLS
         image = embedded(self.figure(framed=False)) if large else {}
         return render("sheet.html", view=self, names=self._names, table=[] if large else self._table, **image)
 
     def text(self) -> str:
-        """Return the strongest tokens of each row as a plain list, in percent of the row's weight."""
+        """Return the strongest tokens of each row as plain text, in percent of the row's weight."""
         lines = [self.title] if self.title else []
         for row in self._table:
             cells = sorted(zip(self._names, row.cells, strict=True), key=lambda cell: -abs(cell[1].shade))
-            told = ", ".join(f"{name} {cell.text} %" for name, cell in cells[:_STRONGEST] if cell.shade)
+            strongest = ", ".join(f"{name} {cell.text} %" for name, cell in cells[:_STRONGEST] if cell.shade)
             rest = "" if row.rest is None else f"; {self.rest_name} {row.rest} %"
-            lines.append(f"  {row.name}: {told or 'nothing'}{rest}")
+            lines.append(f"  {row.name}: {strongest or 'nothing'}{rest}")
         return "\n".join([*lines, "", *self._foot])
 
     @property
     def _foot(self) -> list[str]:
-        apart = "" if self.self_share is None else f"; {_ITSELF} is the row's own token, whose share stands apart"
-        told = [f"percent of each row's weight{apart}"]
-        return [line for line in (*told, str(self.trust), self.trust.left_out, self.caption) if line]
+        note = "" if self.self_share is None else f"; {_ITSELF} is the query token, reported separately"
+        scale = f"percent of each row's weight{note}"
+        return [line for line in (scale, str(self.trust), self.trust.left_out, self.caption) if line]
 
     def figure(self, *, framed: bool = True) -> Figure:
-        """The sheet as a figure; every name that has room stands at its column."""
+        """Return the sheet as a figure; column names that do not fit are omitted."""
         table, names = self._table, [_cut(name) for name in self._names]
         columns = max(len(names), 1)
-        cell, height = max(min(_CELL, 9.0 / columns), 0.03), max(min(_CELL, 9.0 / len(table)), 0.03)
-        beside = max(measure(_cut(row.name), BODY) for row in table) + 0.06
-        beside += 0.0 if self.rest is None else max(measure(self.rest_name, SMALL), 0.3) + 0.06
-        above = max((measure(name, BODY) for name in names), default=0.0) + 0.06
-        width = max(beside + cell * columns + 2 * MARGIN, 3.6)
-        figure = new_chart((width, above + height * len(table) + MARGIN))
+        width, height = max(min(_CELL, 9.0 / columns), 0.03), max(min(_CELL, 9.0 / len(table)), 0.03)  # of a cell
+        labels = max(measure(_cut(row.name), BODY) for row in table) + 0.06
+        labels += 0.0 if self.rest is None else max(measure(self.rest_name, SMALL), 0.3) + 0.06
+        header = max((measure(name, BODY) for name in names), default=0.0) + 0.06
+        figure = new_chart((max(labels + width * columns + 2 * MARGIN, 3.6), header + height * len(table) + MARGIN))
         axes = figure.subplots()
-        colors = np.array([[_rgb(one) for one in row.cells] for row in table], np.uint8)
-        axes.imshow(colors, aspect=height / cell, origin="upper", interpolation="nearest")
+        colors = np.array([[_rgb(cell) for cell in row.cells] for row in table], np.uint8)
+        axes.imshow(colors, aspect=height / width, origin="upper", interpolation="nearest")
         axes.set_anchor("NW")
         axes.spines[:].set(edgecolor=RULE, linewidth=0.5)
         axes.tick_params(length=0, pad=2, top=True, labeltop=True, bottom=False, labelbottom=False)
-        across, down = (range(0, n, round(0.1 / step + 0.49)) for n, step in ((columns, cell), (len(table), height)))
-        axes.set_xticks(across, [names[place] for place in across], rotation=90, **plain(BODY))
-        axes.set_yticks(down, [_cut(table[place].name) for place in down], **plain(BODY))
-        if len(table) * columns <= MOST_NUMBERS and cell > 0.15 and height > 0.1:
+        xs, ys = (range(0, n, round(0.1 / step + 0.49)) for n, step in ((columns, width), (len(table), height)))
+        axes.set_xticks(xs, [names[x] for x in xs], rotation=90, **plain(BODY))
+        axes.set_yticks(ys, [_cut(table[y].name) for y in ys], **plain(BODY))
+        if len(table) * columns <= MOST_NUMBERS and width > 0.15 and height > 0.1:
             for y, row in enumerate(table):
-                for x, one in enumerate(row.cells):
-                    ink = {"color": "white"} if abs(one.shade) > 0.55 else {}
-                    axes.text(x, y, one.text, ha="center", va="center_baseline", **plain(SMALL - 1) | ink)
+                for x, cell in enumerate(row.cells):
+                    ink = {"color": "white"} if abs(cell.shade) > 0.55 else {}
+                    axes.text(x, y, cell.text, ha="center", va="center_baseline", **plain(SMALL - 1) | ink)
         if self.rest is not None:
-            words = [(-0.5, self.rest_name, "bottom"), *((y, str(table[y].rest), "center_baseline") for y in down)]
-            for level, text, place in words:
-                axes.text(columns - 0.5 + 0.06 / cell, level, text, va=place, **plain(SMALL) | {"color": GREY})
+            words = [(-0.5, self.rest_name, "bottom"), *((y, str(table[y].rest), "center_baseline") for y in ys)]
+            for y, text, align in words:
+                axes.text(columns - 0.5 + 0.06 / width, y, text, va=align, **plain(SMALL) | {"color": GREY})
         return charts.framed(figure, self.title if framed else "", self._foot if framed else ())
 
 

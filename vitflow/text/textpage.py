@@ -1,4 +1,4 @@
-"""The page of a text: click a word, and see what it rests on, layer by layer, or who rests on it."""
+"""Interactive HTML page of a text: select a word for its attribution by layer, or for the words attributed to it."""
 
 import base64
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,22 +19,21 @@ from vitflow.text.layer_rows import attention_rows, rollout_rows
 from vitflow.text.layout import Words
 from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half, thumbnail
 
-# Longer side of a photograph on the page, in pixels.
-_PHOTOGRAPH = 768
+_IMAGE_SIZE = 768  # longer side of an image on the page, in pixels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextRow:
-    """What one word rests on.
+    """Attribution of one word.
 
     Attributes:
         name: the word.
-        positions: the tokens that it is made of.
-        seen: how many tokens it could see, from the first on.
-        weights: [layers, tokens], where the method ends at each layer; without signs.
-        at: the position that it was written at, whose output it is; None of a word that was read.
-        self_share: what stands apart of each row for its own token, which has no weight there, [layers]; None where the
-            weights hold it.
+        positions: positions of its tokens.
+        seen: the number of tokens that it can attend to, from the first on.
+        weights: unsigned weights [layers, tokens], if the method ends at each layer.
+        at: position of the query token whose output is the word; None for a word that was read.
+        self_share: raw share of the query token, [layers], if the weights are relative to the receptive field, which
+            sets its weight to 0; else None.
     """
 
     name: str
@@ -47,13 +46,13 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShownImage:
-    """An image of the prompt, with the maps of all rows on it.
+    """An image of the prompt with the maps of all rows.
 
     Attributes:
-        name: what it is called.
+        name: file name or description.
         image: uint8 RGB [height, width, 3].
-        window: the part that the maps cover, (left, top, right, bottom) in pixels of the image.
-        maps: [rows, layers, patches down, patches across]; each sums to the share of its row that lies on the image.
+        window: region covered by the maps, (left, top, right, bottom) in pixels of the image.
+        maps: [rows, layers, grid rows, grid columns]; each map sums to the share of its row on the image.
     """
 
     name: str
@@ -79,30 +78,31 @@ def make_text_page(
     """Make the page.
 
     Args:
-        tokens: all of the text: its characters, "text", each of which leaves a mark; whether a "space" stands before it
-            and a "newline" behind it; and its "kind": "special", "stop" or "punctuation", what a reader may hide;
-            "patch", what stands for a part of an image and is no word; else "word".
-        rows: of the words that can be asked what they rest on.
-        first: the number of the row that the page begins with.
-        layer: the index of the layer that the method's own answer is of.
-        cumulative: whether a row of layer l is of all layers up to l, and not of that layer alone.
-        model: its id; of a path the last part is shown.
-        method: the method and how it departs from its publication, in words.
-        written: from which token on the text was written; None where all of it was read.
-        hidden: the kinds of tokens that are hidden at first.
-        graph: a fragment of HTML to show below, escaped where it was made.
-        images: those of the prompt, which show the map of the word that is asked.
+        tokens: all tokens: printable "text", "space" before it, "newline" after it, and "kind": "special", "stop" or
+            "punctuation", which can be hidden, "patch" for image patches, else "word".
+        rows: attributions of the words that can be selected.
+        first: index of the row shown first.
+        layer: index of the layer of the method's result.
+        cumulative: True if row l covers all layers up to l, False if it covers layer l only.
+        model: model id; for a path, its last component is displayed.
+        method: description of the method and its options.
+        written: position of the first generated token; None if the text was read.
+        hidden: kinds of tokens hidden at first.
+        graph: HTML fragment shown below the table, already escaped.
+        images: images of the prompt with their maps.
     """
     shares = np.stack([_shares(row.weights) for row in rows])
-    self_share = [
-        None if row.self_share is None else [None if np.isnan(one) else round(float(one), 6) for one in row.self_share]
-        for row in rows
-    ]
     data = {
-        "tokens": [{**one, "text": printable(one["text"])} for one in tokens],
+        "tokens": [{**token, "text": printable(token["text"])} for token in tokens],
         "rows": [
-            {"name": printable(row.name), "positions": row.positions, "seen": row.seen, "at": row.at, "own": share}
-            for row, share in zip(rows, self_share, strict=True)
+            {
+                "name": printable(row.name),
+                "positions": row.positions,
+                "seen": row.seen,
+                "at": row.at,
+                "self_share": _rounded(row.self_share),
+            }
+            for row in rows
         ],
         "shares": pack_half(shares).record,
         "first": first,
@@ -111,7 +111,7 @@ def make_text_page(
         "cumulative": cumulative,
         "written": written,
         "hidden": list(hidden),
-        "images": [_told(image) for image in images],
+        "images": [_image_record(image) for image in images],
         "tables": {"one_side": one_table(None, False)},
         "percentiles": ROBUST_PERCENTILES,
         "drawing": drawing_of(),
@@ -119,7 +119,7 @@ def make_text_page(
     page = make_html(
         "text",
         *("attention", "text"),
-        title="What each word rests on",
+        title="Attribution of each word",
         model=PurePath(model.replace("\\", "/")).name or model,
         method=method,
         written=written is not None,
@@ -130,11 +130,15 @@ def make_text_page(
     return Page(page)
 
 
-def _told(image: ShownImage) -> dict[str, Any]:
-    """An image for JSON, its maps packed."""
+def _rounded(self_share: NDArray[Any] | None) -> list[float | None] | None:
+    return None if self_share is None else [None if np.isnan(share) else round(float(share), 6) for share in self_share]
+
+
+def _image_record(image: ShownImage) -> dict[str, Any]:
+    """Return an image and its packed maps for JSON."""
     return {
         "name": printable(PurePath(image.name).name, lines=True),
-        "image": f"data:image/jpeg;base64,{base64.b64encode(thumbnail(image.image, _PHOTOGRAPH)).decode()}",
+        "image": f"data:image/jpeg;base64,{base64.b64encode(thumbnail(image.image, _IMAGE_SIZE)).decode()}",
         "size": [image.image.shape[1], image.image.shape[0]],
         "window": image.window,
         "grid": image.maps.shape[2:],
@@ -143,15 +147,14 @@ def _told(image: ShownImage) -> dict[str, Any]:
 
 
 def _shares(weights: NDArray[Any]) -> NDArray[np.float64]:
-    """Each layer's weights as shares of their sum, 0 for what is not seen."""
+    """Return the absolute weights of each layer divided by their sum; 0 for unseen tokens."""
     sizes = np.abs(np.nan_to_num(np.asarray(weights, np.float64)))
     totals = sizes.sum(axis=-1, keepdims=True)
     shares: NDArray[np.float64] = sizes / np.where(totals > 0, totals, 1.0)
     return shares
 
 
-# Rows that are computed again must be those that the method gave, but for rounding.
-_ROUNDING = 1e-5
+_ROUNDING = 1e-5  # tolerance for rows recomputed from the fused attention
 
 
 def page_of(
@@ -167,15 +170,15 @@ def page_of(
     probability: float | None = None,
     **page: Any,
 ) -> Page:
-    """The page; what differs from `make_text_page`, which takes the rest, is as below.
+    """Make the page of a text; further arguments as for `make_text_page`.
 
     Args:
         words: all tokens.
-        rows: of the words that can be asked what they rest on.
-        method, options: of the table of methods for texts.
-        special, stop_words: as for the views; where no stop words are given, those of English can be hidden.
-        patches: positions that stand for parts of an image.
-        target, probability: what the caption says besides.
+        rows: attributions of the words that can be selected.
+        method, options: a method for texts and its options.
+        special, stop_words: as for the views; without stop words, the page offers to hide English ones.
+        patches: positions of image patches.
+        target, probability: target of a class-specific method and its probability, for the caption.
     """
     stopped = list(stop_words)
     reasons = hide(words, stop_words=stopped or ENGLISH_STOP_WORDS)
@@ -196,7 +199,7 @@ def page_of(
     )
 
 
-def rows_read(
+def rows_of_reading(
     words: Words,
     selected: Sequence[int],
     layers: NDArray[Any],
@@ -207,55 +210,55 @@ def rows_read(
     options: Mapping[str, Any],
     matrices: NDArray[Any] | None,
 ) -> tuple[list[TextRow], int]:
-    """The rows of a text that was read, and the number of the asked word's.
+    """Return the rows of a text that was read, and the index of the selected word's row.
 
-    The other words have theirs where the matrices give them: that is tried with the asked word's, which must come out
-    as it is.
+    Rows of the other words are recomputed from `matrices`, if that reproduces the selected word's row; otherwise only
+    the selected word has a row.
 
     Args:
         words: all tokens.
-        selected: the tokens of the asked word.
-        layers: its row, [layers, tokens].
-        self_share: relative to the receptive field, the raw share of the asked word itself.
-        causal: whether no token sees a later one.
-        method, options: those that gave it.
-        matrices: fused attention, [layers, tokens, tokens].
+        selected: positions of the selected word.
+        layers: row of the selected word, [layers, tokens].
+        self_share: raw share of the selected word if relative to the receptive field, else None.
+        causal: True if no token attends to later ones.
+        method, options: the method of `layers` and its options.
+        matrices: fused attention [layers, tokens, tokens].
     """
     labels, count = labels_of(words), words.length
     seen = max(selected) + 1 if causal else count
-    name = "".join(" " * (labels[place].space and place > selected[0]) + labels[place].text for place in selected)
-    apart = None
+    name = "".join(" " * (labels[i].space and i > selected[0]) + labels[i].text for i in selected)
+    shares = None
     if self_share is not None:
-        apart = np.full(len(layers), np.nan)
-        apart[check_layer("layer", options.get("layer", -1), len(layers))] = self_share
-    found = _every_row(matrices, selected, causal, method, options)
-    if found is None or not np.allclose(found[0][:, -1], layers, atol=_ROUNDING):
-        return [TextRow(name, tuple(selected), seen, layers, self_share=apart)], 0
-    weights, shares = found
+        shares = np.full(len(layers), np.nan)
+        shares[check_layer("layer", options.get("layer", -1), len(layers))] = self_share
+    computed = _all_rows(matrices, selected, causal, method, options)
+    if computed is None or not np.allclose(computed[0][:, -1], layers, atol=_ROUNDING):
+        return [TextRow(name, tuple(selected), seen, layers, self_share=shares)], 0
+    weights, shares = computed
     self_shares = [None] * (count + 1) if shares is None else shares.T
     rows = [
-        TextRow(label.text, (place,), place + 1 if causal else count, weights[:, place], self_share=self_shares[place])
-        for place, label in enumerate(labels)
-        if place not in selected
+        TextRow(label.text, (i,), i + 1 if causal else count, weights[:, i], self_share=self_shares[i])
+        for i, label in enumerate(labels)
+        if i not in selected
     ]
     rows.insert(selected[0], TextRow(name, tuple(selected), seen, weights[:, count], self_share=self_shares[count]))
     return rows, selected[0]
 
 
-def _every_row(
+def _all_rows(
     matrices: NDArray[Any] | None, selected: Sequence[int], causal: bool, method: str, options: Mapping[str, Any]
 ) -> tuple[NDArray[Any], NDArray[Any] | None] | None:
-    """The rows of all tokens and then of the asked word, [layers, tokens + 1, tokens], and their own raw shares."""
+    """Return the rows of all tokens and the selected word, [layers, tokens + 1, tokens], and their raw self-shares."""
     if matrices is None or method not in ("rollout", "attention"):
         return None
-    given = [torch.from_numpy(layer) for layer in matrices]
-    tokens = len(given[0])
+    layers = [torch.from_numpy(layer) for layer in matrices]
+    tokens = len(layers[0])
     seen = torch.ones(tokens, tokens, dtype=torch.bool)
-    visible = [seen.tril() if causal else seen] * len(given)
+    visible = [seen.tril() if causal else seen] * len(layers)
     readout = torch.cat([torch.eye(tokens), torch.zeros(1, tokens)])
     readout[-1, list(selected)] = 1 / len(selected)
     if method == "attention":
-        return attention_rows(given, visible, readout, discard_ratio=options["discard_ratio"]).numpy(), None
+        return attention_rows(layers, visible, readout, discard_ratio=options["discard_ratio"]).numpy(), None
     used = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}
-    rows, self_share = rollout_rows(given, visible, readout, **used)
+    rows, self_share = rollout_rows(layers, visible, readout, **used)
     return rows.numpy(), None if self_share is None else self_share.numpy()

@@ -1,4 +1,4 @@
-"""A model writes: what it wrote after each prompt, with the rollout that grew meanwhile."""
+"""Text generation: arguments of `generate`, generated sequences, and rollout computed during generation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,32 +19,29 @@ from vitflow.text.image_tokens import image_token
 from vitflow.text.labels import words_of
 from vitflow.text.layout import Words
 
-# Tokens to make room for where it is not said how many are written at most.
-_ROOM = 64
-# Matrices are made for so many at first: the room of what is never written would be memory for nothing.
-_MOST_ROOM = 1024
+_ROOM = 64  # initial capacity in tokens if max_new_tokens is not set
+_MOST_ROOM = 1024  # limit of the initial capacity, to save memory
 
 
 def refuse_looking_ahead(model: nn.Module) -> None:
-    """Raise UnsupportedModelError where a token moves what is made of those before it.
+    """Raise UnsupportedModelError if the model is not causal.
 
-    Of a model that sees, the prompt's own tokens may see both ways; what it writes follows them all the same.
+    Vision-language models are accepted: their prompt may use bidirectional attention, but generation is causal.
     """
     if image_token(getattr(model, "config", None)) is None and not is_causal(decoder_of(model)):
         raise looking_ahead(model)
 
 
 def looking_ahead(model: nn.Module) -> UnsupportedModelError:
-    """What is raised where a token sees later ones."""
+    """Return the error for a model that is not causal."""
     return UnsupportedModelError(
-        f"Expected a model whose tokens see only those before them, got {type(model).__name__}, in which a later "
-        "token moves earlier ones: it writes no text from left to right. Use vitflow.text.explain_text to see what it "
-        "reads."
+        f"Generation requires a causal model; in {type(model).__name__}, later tokens change earlier ones. Use "
+        "vitflow.explain_text to explain how it reads a text."
     )
 
 
 def generated(model: nn.Module, arguments: Mapping[str, Any], look: Callable[[Any, Any], None]) -> Tensor:
-    """What `model.generate` gives, numbers [batch, tokens]; `look` is called before each forward pass."""
+    """Return the sequences of `model.generate`, ids [batch, tokens]; call `look` before each forward pass."""
     hook = Hook(model, look, before=True)
     try:
         with reading(model, arguments.get("input_ids")):
@@ -56,7 +53,7 @@ def generated(model: nn.Module, arguments: Mapping[str, Any], look: Callable[[An
 
 
 def write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
-    """The prompts with what the model wrote after them: numbers [batch, tokens]."""
+    """Generate text; return prompts and generated tokens, ids [batch, tokens]."""
     most = arguments["input_ids"].shape[1]
 
     def check(args: Any, kwargs: Any) -> None:
@@ -64,8 +61,8 @@ def write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
         text = reads_text(args, kwargs)
         if arguments.get("past_key_values") is None and text is not None and text.shape[1] > most:
             raise UnsupportedModelError(
-                f"{type(model).__name__} reads {text.shape[1]} tokens where the text has {most}: it adds its own to "
-                "tell what comes next, and generation is followed only where the last token of the text tells it."
+                f"{type(model).__name__} reads {text.shape[1]} tokens, but the text has {most}: models that insert "
+                "tokens of their own to predict the next one are not supported."
             )
         most += 1
 
@@ -75,37 +72,37 @@ def write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
 def follow(
     model: nn.Module, arguments: Mapping[str, Any], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Write, with a rollout that grows: what was written, rows [batch, layers, rows, tokens], own shares."""
+    """Generate text with incremental rollout; return sequences, rows [batch, layers, rows, tokens] and self-shares."""
     refuse_other_layers(model, "rollout")
     start = arguments["input_ids"].shape[1]
     steps = int(generation_setting(model, arguments, "max_new_tokens") or _ROOM)
-    of_rollout = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}
-    grown = GrowingRollout(start + min(steps, _MOST_ROOM), **of_rollout)
+    used = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}
+    rollout = GrowingRollout(start + min(steps, _MOST_ROOM), **used)
     with tracking("generation", steps) as progress:
-        follow = follow_writing(
+        recording = follow_writing(
             model,
-            grown,
+            rollout,
             head_fusion=options["head_fusion"],
             value_weighted=options["value_weighted"],
             visible=options["causal"] == "receptive_field" or bool(options["discard_ratio"]),
             progress=progress,
         )
-        with follow:
+        with recording:
             sequences = write(model, arguments)
-    read = sequences.shape[1] - 1  # a pass more may have run before it was seen that all texts have ended
-    rows, own = grown.rows(start - 1, read)
-    return sequences, rows[..., :read], own
+    read = sequences.shape[1] - 1  # one extra pass may have run before all texts were seen to have ended
+    rows, self_share = rollout.rows(start - 1, read)
+    return sequences, rows[..., :read], self_share
 
 
 def split(
     sequences: Tensor, arguments: Mapping[str, Any], tokenizer: Any, model: nn.Module
 ) -> tuple[list[Words], list[Words]]:
-    """The words of each prompt without its padding, and those written after it, up to the end of the text."""
+    """Split sequences into the words of each prompt without padding, and the generated words up to the end of text."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"]
     ended = ending(arguments, model)
     prompts, written = [], []
     for index, sequence in enumerate(sequences.tolist()):
-        source = index * len(ids) // len(sequences)  # where several were asked for after each prompt
+        source = index * len(ids) // len(sequences)  # num_return_sequences may be above 1
         start = ids.shape[1] - int(mask[source].sum())
         first, most = ids.shape[1] + 1, len(sequence)
         last = next((stop for stop in range(first, most) if ended(sequence[start:stop])), most)
@@ -116,46 +113,46 @@ def split(
 
 
 def ending(arguments: Mapping[str, Any], model: nn.Module) -> Callable[[list[int]], bool]:
-    """Tells whether a text ends with its last token, as `generate` sees it."""
-    ends, strings = (generation_setting(model, arguments, name) for name in ("eos_token_id", "stop_strings"))
-    numbers = torch.as_tensor([] if ends is None else ends).flatten().tolist()
+    """Return a function that is True if a text ends with its last token, by the stopping criteria of `generate`."""
+    eos, strings = (generation_setting(model, arguments, name) for name in ("eos_token_id", "stop_strings"))
+    eos_ids = torch.as_tensor([] if eos is None else eos).flatten().tolist()
     if strings is None:
-        return lambda text: text[-1] in numbers
+        return lambda text: text[-1] in eos_ids
     from transformers import StopStringCriteria
 
     criterion = StopStringCriteria(arguments["tokenizer"], strings)
     device = device_of(model)
-    return lambda text: text[-1] in numbers or bool(criterion(torch.tensor([text], device=device), None)[0])
+    return lambda text: text[-1] in eos_ids or bool(criterion(torch.tensor([text], device=device), None)[0])
 
 
-# Arguments that tell of the text itself.
+# arguments that describe the text
 _OF_THE_TEXT = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
 
 
 def arguments_of(
     inputs: Any, tokenizer: Any, model: nn.Module, generate: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Any]:
-    """The arguments of `generate` for these prompts, and what tells their words."""
+    """Return the arguments of `generate` for prompts, and the tokenizer."""
     encoded = languages.has_encoder(model)
     several = isinstance(inputs, Sequence) and not isinstance(inputs, str)
-    if isinstance(inputs, str) or (several and inputs and all(isinstance(one, str) for one in inputs)):
+    if isinstance(inputs, str) or (several and inputs and all(isinstance(text, str) for text in inputs)):
         tokenizer = languages.tokenizer_of(model, tokenizer)
-        texts = [_numbers(tokenizer, text) for text in (inputs if several else [inputs])]
+        texts = [_ids(tokenizer, text) for text in (inputs if several else [inputs])]
         given: Any = _padded(texts, tokenizer, left=not encoded)
     else:
-        seen = isinstance(inputs, Tensor) and inputs.ndim == 4
-        given = {"pixel_values" if seen else "input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+        is_image = isinstance(inputs, Tensor) and inputs.ndim == 4
+        given = {"pixel_values" if is_image else "input_ids": inputs} if isinstance(inputs, Tensor) else inputs
         tokenizer = languages.saved_tokenizer(model) if tokenizer is None else languages.tokenizer_of(model, tokenizer)
     arguments = dict(given) if isinstance(given, Mapping) else {}
     device = device_of(model)
     if encoded and "input_ids" not in arguments and isinstance(arguments.get("pixel_values"), Tensor):
-        _check_room(model, generate, _began(generate), "a beginning")
+        _check_room(model, generate, _initial_length(generate), "a beginning")
         return _on(device, {**arguments, **generate}), tokenizer
     ids = arguments.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
         raise OptionError(
-            "Expected a text, or what its tokenizer makes of it with return_tensors='pt' (input_ids [batch, tokens] "
-            f"and attention_mask), got {type(inputs).__name__}."
+            "Expected a text, or tokenizer output with return_tensors='pt' (input_ids [batch, tokens] and "
+            f"attention_mask), got {type(inputs).__name__}."
         )
     arguments = {**arguments, **generate}
     if arguments.get("attention_mask") is None:
@@ -165,54 +162,55 @@ def arguments_of(
     arguments = _on(device, arguments)
     _check_mask(arguments["attention_mask"], ids, left=not encoded)
     if encoded:
-        _check_room(model, generate, _began(generate), "a beginning")
+        _check_room(model, generate, _initial_length(generate), "a beginning")
     else:
         _check_room(model, generate, ids.shape[1], "a prompt")
     return arguments, tokenizer
 
 
 def extra_inputs(model: nn.Module, arguments: Mapping[str, Any], length: int, written: int) -> dict[str, Tensor]:
-    """What a forward pass over a finished text is given beside its numbers: pixels, their sizes, and kinds of tokens.
+    """Return the arguments of a forward pass over a generated text besides its ids: pixels, sizes, token types.
 
     Args:
-        model: what reads.
-        arguments: those of its `generate`, of one prompt.
-        length: tokens of the prompt without its padding.
-        written: tokens that follow it; of PaliGemma these are the suffix, of others plain text.
+        model: vision-language or language model.
+        arguments: arguments of `generate` for one prompt.
+        length: number of tokens of the prompt without padding.
+        written: number of generated tokens; for PaliGemma they have the token type of the suffix.
     """
     shape = arguments["input_ids"].shape
-    tensors = {name: one for name, one in arguments.items() if isinstance(one, Tensor) and name not in _OF_THE_TEXT}
+    tensors = {name: arguments[name] for name in arguments if name not in _OF_THE_TEXT}
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     if tensors and shape[0] > 1:
-        raise OptionError(f"Expected one prompt where {', '.join(tensors)} are given, got {shape[0]}.")
-    kind = 1 if getattr(getattr(model, "config", None), "model_type", "") == "paligemma" else 0
+        raise OptionError(f"{', '.join(tensors)} require a single prompt, got {shape[0]}.")
+    token_type = 1 if getattr(getattr(model, "config", None), "model_type", "") == "paligemma" else 0
     return {
-        name: torch.nn.functional.pad(one[:, shape[1] - length :], (0, written), value=kind)
-        if one.shape == shape and not one.is_floating_point()
-        else one
-        for name, one in tensors.items()
+        name: torch.nn.functional.pad(value[:, shape[1] - length :], (0, written), value=token_type)
+        if value.shape == shape and not value.is_floating_point()
+        else value
+        for name, value in tensors.items()
     }
 
 
 def _on(device: torch.device, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one.to(device) if isinstance(one, Tensor) else one for name, one in arguments.items()}
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
-def _began(generate: Mapping[str, Any]) -> int:
-    """With how many tokens a decoder beside an encoder begins."""
-    given = generate.get("decoder_input_ids")
-    return given.shape[1] if isinstance(given, Tensor) else 1
+def _initial_length(generate: Mapping[str, Any]) -> int:
+    """Return the number of initial tokens of the decoder of an encoder-decoder model."""
+    ids = generate.get("decoder_input_ids")
+    return ids.shape[1] if isinstance(ids, Tensor) else 1
 
 
-def _numbers(tokenizer: Any, text: str) -> list[int]:
+def _ids(tokenizer: Any, text: str) -> list[int]:
     languages.check_text(text)
-    numbers: list[int] = tokenizer(text)["input_ids"]
-    if not numbers:
+    ids: list[int] = tokenizer(text)["input_ids"]
+    if not ids:
         raise OptionError(f"Expected prompts of at least one token each, got {text!r}.")
-    return numbers
+    return ids
 
 
 def _padded(texts: Sequence[Sequence[int]], tokenizer: Any, *, left: bool) -> dict[str, Tensor]:
-    """Numbers of one length, padded on one side; of what makes no difference, as the mask leaves it out."""
+    """Pad token ids to the same length on one side; without a padding token, any id is used and masked."""
     longest, pad = max(map(len, texts)), getattr(tokenizer, "pad_token_id", None)
     pad = getattr(tokenizer, "eos_token_id", None) if pad is None else pad
 
@@ -227,7 +225,7 @@ def _padded(texts: Sequence[Sequence[int]], tokenizer: Any, *, left: bool) -> di
 
 
 def _check_mask(mask: Any, ids: Tensor, *, left: bool) -> None:
-    """Raise OptionError unless it fits the prompts; and if so asked, padding stands on their left and nowhere else."""
+    """Raise OptionError unless the mask has the shape of the ids and, if `left`, padding is on the left only."""
     if not isinstance(mask, Tensor) or mask.shape != ids.shape:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise OptionError(f"Expected an attention_mask of the prompts' shape {tuple(ids.shape)}, got {shape}.")
@@ -236,24 +234,23 @@ def _check_mask(mask: Any, ids: Tensor, *, left: bool) -> None:
         return
     if not bool(seen[:, -1].all()):
         raise OptionError(
-            "Expected prompts that are padded on the left, as the next token follows their last, got padding on the "
-            "right: pass padding_side='left' to the tokenizer."
+            "Expected prompts padded on the left, got padding on the right: pass padding_side='left' to the tokenizer."
         )
     if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
         raise OptionError(
-            "Expected an attention_mask whose zeros all stand on the left of a prompt, got zeros between its tokens: "
-            "leave these tokens out of the prompt."
+            "Expected an attention_mask with zeros only on the left of a prompt, got zeros between its tokens: remove "
+            "these tokens from the prompt."
         )
 
 
 def _check_room(model: nn.Module, generate: Mapping[str, Any], start: int, what: str) -> None:
-    """Raise OptionError where more shall be written after so many tokens than the model has positions for."""
+    """Raise OptionError if the requested tokens after `start` tokens exceed the model's positions."""
     limit = languages.positions_of(model)
     steps, length = (languages.generation_setting(model, generate, name) for name in ("max_new_tokens", "max_length"))
     steps = length - start if steps is None and isinstance(length, int) else steps
     if limit is None or not isinstance(steps, int) or start + steps - 1 <= limit:
         return
-    most = limit - start + 1  # the last one is written, and never read
+    most = limit - start + 1  # the last generated token is not an input
     raise OptionError(
         f"Expected {f'at most {most} tokens to write after' if most > 0 else 'a shorter text than'} {what} of "
         f"{start}, as {type(model).__name__} has positions for {limit}, got {steps}: lower max_new_tokens."
