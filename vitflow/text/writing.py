@@ -36,7 +36,7 @@ def looking_ahead(model: nn.Module) -> UnsupportedModelError:
     """Return the error for a model that is not causal."""
     return UnsupportedModelError(
         f"Generation requires a causal model; in {type(model).__name__}, later tokens change earlier ones. Use "
-        "vitflow.explain_text to explain how it reads a text."
+        "vitflow.text.explain_text to explain how it reads a text."
     )
 
 
