@@ -37,7 +37,7 @@ def test_a_row_for_every_input_with_its_id_its_fault_and_its_maps():
             assert is_the_map_of(grid, image, explainer, method, target=2)
             assert placement == explainer.explain(image).placement
         assert found["class_index"][row] == 2 and len(found["grid_gae"][row]) == 2 * 16
-    with pytest.raises(ShapeError, match="which has none"):
+    with pytest.raises(ShapeError, match="has no map 'rollout'"):
         made.map_of(found, 1, "rollout")
     assert {len(column) for column in found.values()} == {5}
 
