@@ -204,7 +204,7 @@ def test_the_file_may_not_be_a_link(tmp_path, name):
     precious.write_text("mine")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).symlink_to(precious)
-    with pytest.raises(OptionError, match="got a link"):
+    with pytest.raises(OptionError, match="is a link"):
         Run(tmp_path / "out", FINGERPRINT, overwrite=True)
     with pytest.raises(OptionError):
         SavedRun(tmp_path / "out")

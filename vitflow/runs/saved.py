@@ -173,8 +173,8 @@ class SavedRun:
     def names(self) -> set[str]:
         """Return the names of all inputs that have a row."""
         with self._reading():
-            found = self._db.execute("SELECT name FROM rows").fetchall()
-        return {os.fsdecode(name) for (name,) in found if isinstance(name, bytes)}
+            rows = self._db.execute("SELECT name FROM rows").fetchall()
+        return {os.fsdecode(name) for (name,) in rows if isinstance(name, bytes)}
 
     def _latest(self) -> list[int]:
         with self._reading():

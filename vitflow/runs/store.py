@@ -80,8 +80,8 @@ class Run(SavedRun):
         for path in (self.path, journal):
             if is_link(path) or (is_there(path) and not is_file(path)):
                 raise OptionError(
-                    f"{str(path)!r} must be a regular file, but is a link or another kind of file: remove it, or choose "
-                    "another folder."
+                    f"{str(path)!r} must be a regular file, but is a link or another kind of file: remove it, or "
+                    "choose another folder."
                 )
         if not self._is_ours():
             clear([])
