@@ -115,9 +115,11 @@ class BatchExplainer:
         batches = self._loaded()
         records = []
         for part in batches.parts(self._images(ids, images), lambda image: image.decoded.nbytes):
-            for image, found in zip(part, compute_maps(batches, part, self._job), strict=True):
-                maps = {label: own.grid for label, own in zip(self.labels, found.maps, strict=bool(found.maps))}
-                records.append(columns.record_of(describe(image, found, self._job), maps, self.labels))
+            for image, result in zip(part, compute_maps(batches, part, self._job), strict=True):
+                maps = {
+                    label: saliency.grid for label, saliency in zip(self.labels, result.maps, strict=bool(result.maps))
+                }
+                records.append(columns.record_of(describe(image, result, self._job), maps, self.labels))
         kinds = columns.columns_of(self.labels)
         return {name: _column_of(records, name, kind) for name, kind in kinds.items()} | {"id": np.asarray(ids)}
 
@@ -132,10 +134,10 @@ class BatchExplainer:
 
     def _loaded(self) -> Batches:
         if self._batches is None:
-            made: Any = self._model
-            if callable(made):
-                made = made()
-            explainer = made if isinstance(made, Explainer) else Explainer(made, **self._made_with)
+            model: Any = self._model
+            if callable(model):
+                model = model()
+            explainer = model if isinstance(model, Explainer) else Explainer(model, **self._made_with)
             if not self._named and explainer.asks(None):
                 raise OptionError(
                     "Expected methods with an explainer that is asked prompts, reference images or a function, got "
@@ -154,8 +156,8 @@ class BatchExplainer:
         return batch[name]
 
     def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[InputImage]:
-        for own, image in zip(ids, images, strict=True):
-            name = str(own)
+        for image_id, image in zip(ids, images, strict=True):
+            name = str(image_id)
             yield InputImage(name, "", self._read(image, printable(name)))
 
     def _read(self, image: Any, name: str) -> Decoded:

@@ -105,11 +105,11 @@ def caption_folder(
     if not isinstance(model, nn.Module):
         name, prompt = name or called(model), default_prompt(model) if prompt is None else prompt
         with hub_for(bundled(model)):
-            beside = {"trust_remote_code": trust_remote_code}
-            processor = load_processor(bundled(model), **beside) if processor is None else processor
-            model, _ = load_language_model(bundled(model), **beside)
+            loading = {"trust_remote_code": trust_remote_code}
+            processor = load_processor(bundled(model), **loading) if processor is None else processor
+            model, _ = load_language_model(bundled(model), **loading)
     name = model_id(model) if name is None else check_name(name)
-    asked = {"method": method, "name": name, "max_new_tokens": max_new_tokens, "do_sample": False, **options}
+    arguments = {"method": method, "name": name, "max_new_tokens": max_new_tokens, "do_sample": False, **options}
     common = {
         "model": name,
         "weights_sha256": weights_sha256(model),
@@ -127,8 +127,8 @@ def caption_folder(
             return failed_row(image.known, decoded.error or "", decoded.message or ""), {}, {}
         begun = time.perf_counter()
         try:
-            found = explain_generation(model, prompt, image=decoded.image, processor=processor, **asked)
-            row, files = _told(found, image, save_map)
+            generation = explain_generation(model, prompt, image=decoded.image, processor=processor, **arguments)
+            row, files = _row_and_files(generation, image, save_map)
         except Exception as error:  # whatever a model makes of one image shall not stop the others
             if not worked and isinstance(error, OptionError | ModelError | UnsupportedModelError):
                 raise  # no image can be described this way
@@ -156,10 +156,12 @@ def caption_folder(
     return driver.work(fingerprint, [_STRIP, _MAPS], explain, write)
 
 
-def _told(found: Generation, image: InputImage, save_map: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _row_and_files(
+    generation: Generation, image: InputImage, save_map: bool
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What a row says of a caption, and its files by path below the output folder."""
-    words, left_out = found.words()
-    maps = {word: replace(found.image(places), source=image.key) for word, places in words.items()}
+    words, left_out = generation.words()
+    maps = {word: replace(generation.image(places), source=image.key) for word, places in words.items()}
     files: dict[str, bytes] = {}
     if maps:
         files[f"{image.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
@@ -167,7 +169,7 @@ def _told(found: Generation, image: InputImage, save_map: bool) -> tuple[dict[st
         files[f"{image.stem}{_MAPS}"] = _packed(maps)
     shares = ("on_image", "on_edges", "on_first_patch")
     row = {
-        "caption": found.answer,
+        "caption": generation.answer,
         "words": [
             {"word": word, **{name: round(float(saliency.facts[name]), 6) for name in shares}}
             for word, saliency in maps.items()

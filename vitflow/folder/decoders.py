@@ -112,12 +112,12 @@ def file_system(url: str) -> tuple[Any, str]:
     """
     fsspec = load_extra("fsspec", f"A path such as {printable(url)!r}", "remote")
     try:
-        found: tuple[Any, str] = fsspec.core.url_to_fs(url)
+        result: tuple[Any, str] = fsspec.core.url_to_fs(url)
     except Exception as error:  # a store's own errors are of many kinds
         raise OptionError(
             f"Cannot reach {printable(url)!r}: {printable(str(error)) or type(error).__name__}"
         ) from error
-    return found
+    return result
 
 
 def read_url(url: str) -> bytes:
@@ -316,9 +316,9 @@ def _answer(path: bytes, max_pixels: int, patience: float) -> list[bytes | memor
     limit_time(0)
     facts = {name: getattr(decoded, name) for name in ("size", "mtime_ns", "sha256", "error", "message")}
     shape = None if decoded.image is None else decoded.image.shape
-    told = json.dumps(facts | {"shape": shape}).encode()
+    header = json.dumps(facts | {"shape": shape}).encode()
     pixels = b"" if decoded.image is None else np.ascontiguousarray(decoded.image).data.cast("B")
-    return [len(told).to_bytes(4, "little"), told, pixels]
+    return [len(header).to_bytes(4, "little"), header, pixels]
 
 
 def limit_time(seconds: float) -> None:

@@ -74,10 +74,10 @@ def open_run(folder: str | os.PathLike[str]) -> SavedRun:
         raise OptionError(
             f"There is no folder run in {os.fspath(folder)!r}: make one with vitflow folder IN -o OUT, and name OUT."
         )
-    asked = run.fingerprint
-    known = all(isinstance(asked.get(name), kind) for name, kind in _RUN.items()) and run.max_pixels
+    settings = run.fingerprint
+    known = all(isinstance(settings.get(name), kind) for name, kind in _RUN.items()) and run.max_pixels
     if not known or not all(
-        value is None or isinstance(value, _DRAWING.get(name, (str,))) for name, value in asked["drawing"].items()
+        value is None or isinstance(value, _DRAWING.get(name, (str,))) for name, value in settings["drawing"].items()
     ):
         raise OptionError(
             f"The record of the run in {os.fspath(folder)!r} is damaged: do it again with vitflow folder --overwrite."
@@ -144,18 +144,18 @@ def draw_run(
     if limit is not None:
         limit = min(whole_number("limit", limit, 1), sys.maxsize)
     with open_run(run) as saved:
-        asked, place = saved.fingerprint, Path(output)
-        if images is None and is_remote(asked["root"]):
-            raise OptionError(not_named(asked["root"]))
-        source = asked["root"] if images is None else os.fspath(images)
+        settings, folder = saved.fingerprint, Path(output)
+        if images is None and is_remote(settings["root"]):
+            raise OptionError(not_named(settings["root"]))
+        source = settings["root"] if images is None else os.fspath(images)
         root = os.path.realpath(source)
-        labels = list(asked["methods"]) if methods is None else list(methods)
+        labels = list(settings["methods"]) if methods is None else list(methods)
         for label in labels:
-            check_known("map of this run", label, asked["methods"])
-        format = format or asked["format"]
+            check_known("map of this run", label, settings["methods"])
+        format = format or settings["format"]
         if format not in OVERLAY_FORMATS:
             raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
-        options = {**asked["drawing"], **(drawing or {})}
+        options = {**settings["drawing"], **(drawing or {})}
 
         names = saved.names()
 
@@ -165,14 +165,14 @@ def draw_run(
                 placement = placement_of(row["placement"])
                 paths = []
                 for label in labels:
-                    saliency = Saliency(maps[label], placement, pixels, row["input"], asked["model"], label, {})
+                    saliency = Saliency(maps[label], placement, pixels, row["input"], settings["model"], label, {})
                     path = f"{row['stem']}-{label}.{format}"
-                    if os.path.relpath(os.path.realpath(place / path), root) in names:
+                    if os.path.relpath(os.path.realpath(folder / path), root) in names:
                         raise ShapeError(
                             f"The overlay {path!r} would replace a photograph: choose another folder with -o."
                         )
-                    write_inside(place, path, encode_overlay(saliency.overlay(**options), format))
-                    paths.append(place / path)
+                    write_inside(folder, path, encode_overlay(saliency.overlay(**options), format))
+                    paths.append(folder / path)
                 return Drawn(row["input"], tuple(paths))
             except OptionError:
                 raise  # of every image
@@ -181,13 +181,13 @@ def draw_run(
             except KeyError as error:
                 return Drawn(row["input"], error=f"The record of this image has no {error}.")
 
-        found = []
-        for drawn in _side_by_side(draw, islice(_explained(saved, where), limit)):
-            found.append(drawn)
+        results = []
+        for drawn in _in_parallel(draw, islice(_explained(saved, where), limit)):
+            results.append(drawn)
             progress(drawn)
-        if where and not found:
+        if where and not results:
             _hint(where, sorted(saved.classes()))
-        return found
+        return results
 
 
 def _hint(where: str, classes: Sequence[str]) -> None:
@@ -227,12 +227,12 @@ def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArr
     return decoded.image
 
 
-def _side_by_side(draw: Callable[[Row, Maps], Drawn], found: Iterable[tuple[Row, Maps]]) -> Iterator[Drawn]:
+def _in_parallel(draw: Callable[[Row, Maps], Drawn], rows: Iterable[tuple[Row, Maps]]) -> Iterator[Drawn]:
     """Draw on every core, in order, with a few images in memory at once."""
     count = os.cpu_count() or 1
     with ThreadPoolExecutor(count, thread_name_prefix="vitflow-draw") as threads:
         ahead: list[Future[Drawn]] = []
-        for row, maps in found:
+        for row, maps in rows:
             ahead.append(threads.submit(draw, row, maps))
             if len(ahead) > 2 * count:
                 yield ahead.pop(0).result()
@@ -313,8 +313,8 @@ def report_run(
                 window = placement_of(row["placement"]).window if row["status"] == "explained" else None
                 yield row | {"grids": maps, "window": window}
 
-        told = {label: _departures(run, label) for label in run["methods"]}
-        return write_report(saved.folder, run, states, rows, photograph, departures=told, **options)
+        notes = {label: _departures(run, label) for label in run["methods"]}
+        return write_report(saved.folder, run, states, rows, photograph, departures=notes, **options)
 
 
 def _departures(run: Mapping[str, Any], label: str) -> str:
@@ -339,8 +339,13 @@ def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict
     pen, cells, columns, overlays = Pen(_WIDTH, NOTEBOOK_DPI), [], [], []
     for row in rows:
         probability = row.get("probability")
-        told = (row.get("class_name") or row.get("class_index"), "" if probability is None else f"{probability:.1%}")
-        cells.append((printable(row["input"]), row["status"], *(told if row["status"] == "explained" else ("", ""))))
+        prediction = (
+            row.get("class_name") or row.get("class_index"),
+            "" if probability is None else f"{probability:.1%}",
+        )
+        cells.append(
+            (printable(row["input"]), row["status"], *(prediction if row["status"] == "explained" else ("", "")))
+        )
         for label, file in list(row.get("outputs", {}).items())[:1]:
             with contextlib.suppress(ImageError):  # it may have been moved away since
                 overlay = pen.photograph(read_image(output / file))

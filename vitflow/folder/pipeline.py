@@ -84,8 +84,8 @@ class Pipeline:
                 for images in lanes.batches[0].parts(complete, lambda image: image.decoded.nbytes):
                     wanted = sum(image.key in missing for image in images)
                     if wanted:
-                        found = lanes.submit(partial(self._explain, images, wanted))
-                        self._explaining.append((images, missing, found))
+                        future = lanes.submit(partial(self._explain, images, wanted))
+                        self._explaining.append((images, missing, future))
                     while len(self._explaining) > (lanes.count if lanes.count > 1 else 0):
                         self._hand_over(writers)
             while self._explaining:
@@ -117,9 +117,9 @@ class Pipeline:
             while not exhausted and (not ahead or self._room_ahead(ahead)):
                 batch = next(batches, None)
                 exhausted = batch is None
-                missing = [one for one in batch or () if one.key not in done]
+                missing = [item for item in batch or () if item.key not in done]
                 if batch and missing:
-                    ahead.append((batch, {one.key: self._read(one) for one in missing}))
+                    ahead.append((batch, {item.key: self._read(item) for item in missing}))
             if not ahead:
                 return
             batch, futures = ahead.popleft()
@@ -129,27 +129,27 @@ class Pipeline:
 
     def _room_ahead(self, ahead: deque[tuple[Sequence[Input], dict[str, Future[Decoded]]]]) -> bool:
         """Whether another batch may be read while the model is busy."""
-        futures = [future for _, own in ahead for future in own.values()]
+        futures = [future for _, futures_by_key in ahead for future in futures_by_key.values()]
         done = [future.result().nbytes for future in futures if future.done()]
         # A batch that is not read yet may be as large as the largest one seen.
         expected = max(done, default=0) * (len(futures) + self._batch_size)
         return len(ahead) < 2 and bool(done) and expected < WAITING_BYTES
 
-    def _read(self, one: Input) -> Future[Decoded]:
-        if one.problem is not None:
+    def _read(self, item: Input) -> Future[Decoded]:
+        if item.problem is not None:
             known: Future[Decoded] = Future()
-            known.set_result(Decoded(error="PermissionError", message=printable(one.problem)))
+            known.set_result(Decoded(error="PermissionError", message=printable(item.problem)))
             return known
-        return self._decoders.submit(one.path)
+        return self._decoders.submit(item.path)
 
     def _complete(self, batch: Sequence[Input], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[InputImage]:
         """The images of a batch in order, with those that are done already read again where they are needed."""
-        needed = any(own.image is not None for own in decoded.values())
-        for one in batch:
-            if one.key in missing:
-                yield _image(one, decoded.pop(one.key))
+        needed = any(result.image is not None for result in decoded.values())
+        for item in batch:
+            if item.key in missing:
+                yield _image(item, decoded.pop(item.key))
             elif needed:
-                yield _image(one, self._read(one).result())
+                yield _image(item, self._read(item).result())
 
     def _explain(self, images: list[InputImage], wanted: int, batches: Batches) -> Sequence[Any]:
         """The results of a part, by a lane; methods that take long tell how far they are."""
@@ -168,7 +168,7 @@ class Pipeline:
         self._writing.append((size, futures))
         while self._writing and (
             len(self._writing) > self._behind
-            or sum(own for own, _ in self._writing) > WAITING_BYTES
+            or sum(nbytes for nbytes, _ in self._writing) > WAITING_BYTES
             or all(future.done() for future in self._writing[0][1])
         ):
             self._commit()
@@ -202,8 +202,8 @@ class Pipeline:
         self._tally.share(self._under_way + share * images)
 
 
-def _image(one: Input, decoded: Decoded) -> InputImage:
-    return InputImage(one.key, one.stem, decoded, None if one.listed is None else one.listed[1])
+def _image(item: Input, decoded: Decoded) -> InputImage:
+    return InputImage(item.key, item.stem, decoded, None if item.listed is None else item.listed[1])
 
 
 # -- lanes
@@ -236,7 +236,7 @@ class Lanes:
         share = partial(torch.set_num_threads, max(1, self._before // len(explainers)))
         self._threads = ThreadPoolExecutor(len(explainers), thread_name_prefix="vitflow-lane", initializer=share)
         self.count = len(explainers)
-        self.batches = [Batches(one, -(-size // self.count)) for one in explainers]
+        self.batches = [Batches(lane, -(-size // self.count)) for lane in explainers]
         self._free: SimpleQueue[Batches] = SimpleQueue()
         for batches in self.batches:
             self._free.put(batches)
@@ -273,13 +273,17 @@ def _copies(explainer: Explainer, count: int) -> list[Explainer]:
     if (
         any(type(weight) is not nn.Parameter for weight in weights)
         or has_foreign_hooks(explainer.model)
-        or any(type(one).__module__.partition(".")[0] not in _LIBRARIES for one in explainer.model.modules())
-        or any(callable(getattr(type(one), name, None)) for one in explainer.model.modules() for name in vars(one))
+        or any(type(module).__module__.partition(".")[0] not in _LIBRARIES for module in explainer.model.modules())
+        or any(
+            callable(getattr(type(module), name, None)) for module in explainer.model.modules() for name in vars(module)
+        )
     ):
         return []
     try:
         return [
-            copy.deepcopy(explainer, {id(one): nn.Parameter(one.detach(), one.requires_grad) for one in weights})
+            copy.deepcopy(
+                explainer, {id(weight): nn.Parameter(weight.detach(), weight.requires_grad) for weight in weights}
+            )
             for _ in range(count)
         ]
     except Exception:  # a model may hold whatever its author likes

@@ -157,7 +157,7 @@ def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str |
         key
         for key in listed
         if not any(part.startswith(".") for part in key.split("/"))
-        and _wanted(key.rpartition("/")[2], key, glob, folder=False)
+        and _is_selected(key.rpartition("/")[2], key, glob, folder=False)
     ]
     keys = _in_order(shown, sources, recursive, glob)[:limit]
     return Listing(url, output, {key: (f"{url}/{key}", None) for key in keys}, listed=listed)
@@ -195,14 +195,14 @@ def _files(source: str, recursive: bool, glob: str | None, output: str) -> Itera
         for name in (*names, *subfolders):
             path = os.path.join(folder, name)  # noqa: PTH118
             inside = os.path.relpath(path, source)
-            if not name.startswith(".") and _wanted(name, inside, glob, name in subfolders):
+            if not name.startswith(".") and _is_selected(name, inside, glob, name in subfolders):
                 yield path, None
         subfolders[:] = [name for name in subfolders if recursive and not name.startswith(".")]
     for problem in problems:
         yield str(problem.filename), f"Could not read this folder: {problem.strerror}."
 
 
-def _wanted(name: str, inside: str, glob: str | None, folder: bool) -> bool:
+def _is_selected(name: str, inside: str, glob: str | None, folder: bool) -> bool:
     if glob is None:
         return is_image_name(name)
     return not folder and (fnmatch.fnmatch(name, glob) or fnmatch.fnmatch(Path(inside).as_posix(), glob))
@@ -274,7 +274,7 @@ def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str],
             paths = [*(row.get("outputs") or {}).values(), *(row.get("maps") or {}).values()]
             remove_inside(output, (path for path in paths if path.startswith(f"{row['stem']}-")))
         return
-    names = (one.stem + ending for one in listing.plan(endings) for ending in endings)
+    names = (item.stem + ending for item in listing.plan(endings) for ending in endings)
     foreign = next((name for name in names if os.path.lexists(output / name)), None)
     if foreign is not None:
         raise OptionError(
@@ -285,17 +285,17 @@ def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str],
 
 def done_before(inputs: Sequence[Input], run: "Run") -> set[str]:
     """The keys of the inputs that an earlier run has explained."""
-    by_key = {one.key: one for one in inputs}
+    by_key = {item.key: item for item in inputs}
     return set(by_key) - set(run.missing(list(by_key), lambda row: _is_done(by_key[row["input"]], row, run.folder)))
 
 
-def _is_done(one: Input, row: Mapping[str, Any], output: Path) -> bool:
+def _is_done(item: Input, row: Mapping[str, Any], output: Path) -> bool:
     """Whether an earlier run explained this very file, and its outputs are still there."""
-    if one.problem is not None or row["status"] != "explained" or row["stem"] != one.stem:
+    if item.problem is not None or row["status"] != "explained" or row["stem"] != item.stem:
         return False
-    pairs = zip(one.listed or _size_and_time(one.path), (row["size"], row["mtime_ns"]), strict=True)
+    pairs = zip(item.listed or _size_and_time(item.path), (row["size"], row["mtime_ns"]), strict=True)
     # Neither may be listed: then the file counts as the same, or a run on such a store could never be resumed.
-    same = all(value == before for value, before in pairs if value is not None or one.listed is None)
+    same = all(value == before for value, before in pairs if value is not None or item.listed is None)
     return same and all(_size_and_time(output / path)[0] == size for path, size in row["written"].items())
 
 

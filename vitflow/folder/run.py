@@ -26,7 +26,7 @@ from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, Thumbnails, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
-from vitflow.folder.ray_engine import Asked, check_engine, run_on_ray, take_parts
+from vitflow.folder.ray_engine import Request, check_engine, run_on_ray, take_parts
 from vitflow.folder.work import (
     Job,
     auto_batch,
@@ -285,12 +285,12 @@ def explain_folder(
     known = explainer.fingerprint()
 
     def explain(run: Run, inputs: list[Input], done: set[str], tally: Tally) -> None:
-        missing = [one for one in inputs if one.key not in done]
+        missing = [item for item in inputs if item.key not in done]
         if (cost := cost_of(job, explainer, len(missing))) is not None:
             warnings.warn(cost, VitflowWarning, stacklevel=5)
         size = batch_size or auto_batch(explainer)
         if engine == "ray":
-            run_on_ray(missing, Asked(model, known, job, size, max_pixels), run, tally, address, actors)
+            run_on_ray(missing, Request(model, known, job, size, max_pixels), run, tally, address, actors)
             return
         with DecoderPool(_processes(missing, workers), max_pixels=max_pixels) as decoders:
             Pipeline(
@@ -301,7 +301,7 @@ def explain_folder(
                 decoders,
                 batch_size=size,
                 explainer=explainer,
-                slow=sum(is_slow(one.name) for one in job.methods),
+                slow=sum(is_slow(item.name) for item in job.methods),
                 on_pixels=None if photographs is None else photographs.add,
             ).run(inputs, done)
 
@@ -332,8 +332,8 @@ def _write_manifest(run: Run, format: str, labels: Sequence[str]) -> Path:
     suffix, _, grids = format.partition("+")
     options = run.fingerprint["options"]
     shared: dict[str, Any] = {}
-    for name in dict.fromkeys(name for own in options.values() for name in own):
-        values = [own[name] for own in options.values() if name in own]
+    for name in dict.fromkeys(name for method_options in options.values() for name in method_options):
+        values = [method_options[name] for method_options in options.values() if name in method_options]
         # A column per option, where all methods that have it agree; what they do not is in `options`.
         shared[name] = values[0] if all(value == values[0] for value in values) else None
     common = {

@@ -35,9 +35,9 @@ from vitflow.runs.batches import Batches
 from vitflow.runs.columns import Maps, Row, failed_row
 
 # Images of the pass by which a run's duration is guessed.
-_TRIED = 8
+_TIMED_IMAGES = 8
 #: Seconds from which on the cost of a run is told before it.
-WORTH_TELLING = 10.0
+MIN_REPORTED_COST = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Job:
     @property
     def labels(self) -> list[str]:
         """What the maps of an image are called."""
-        return [one.label for one in self.methods]
+        return [method.label for method in self.methods]
 
     @property
     def endings(self) -> list[str]:
@@ -123,9 +123,9 @@ def make_job(
     chosen = check_methods(methods, options, asks=asks or has_targets(target))
     if contrasting:
         check_class_specific(chosen)
-    for place, one in enumerate(chosen):
-        count = 1 + sum(other.name == one.name for other in chosen[:place])
-        chosen[place] = one if count == 1 else replace(one, label=f"{one.name}-{count}")
+    for position, method in enumerate(chosen):
+        count = 1 + sum(other.name == method.name for other in chosen[:position])
+        chosen[position] = method if count == 1 else replace(method, label=f"{method.name}-{count}")
     return Job(tuple(chosen), target, dict(drawing or {}), format, save_map, overlays)
 
 
@@ -148,8 +148,8 @@ def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
 
     The model is tried on a grey image, on this machine.
     """
-    masked = {one.name: one.options for one in job.methods if one.name in ("sampling", "consensus")}
-    hiding = next((one.options for one in job.methods if one.name == "occlusion"), None)
+    masked = {method.name: method.options for method in job.methods if method.name in ("sampling", "consensus")}
+    hiding = next((method.options for method in job.methods if method.name == "occlusion"), None)
     if not count or not (masked or hiding):
         return None
     height, width = explainer.spec.size
@@ -161,21 +161,21 @@ def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
         words.append("occlusion hides one patch after another")
         passes, batch_size = rows * cols * (1 + hiding["shifts"]), hiding["occlusion_batch"]
     if masked:
-        most = max(masked.values(), key=lambda own: own["masks"])
+        largest = max(masked.values(), key=lambda method_options: method_options["masks"])
         words.append(
-            f"{' and '.join(masked)} leave{'s' if len(masked) == 1 else ''} out other patches {most['masks']} times"
+            f"{' and '.join(masked)} leave{'s' if len(masked) == 1 else ''} out other patches {largest['masks']} times"
         )
         # Dropped tokens take no time; those with the same masks ask once.
-        passes += round(most["masks"] * most["keep"]) * (1 + most["shifts"])
-        batch_size = max(batch_size, most["occlusion_batch"])
+        passes += round(largest["masks"] * largest["keep"]) * (1 + largest["shifts"])
+        batch_size = max(batch_size, largest["occlusion_batch"])
     grey = explainer.pixels(np.full((height, width, 3), 128, np.uint8))
-    batch = grey.expand(max(min(_TRIED, batch_size), 1), -1, -1, -1)
+    batch = grey.expand(max(min(_TIMED_IMAGES, batch_size), 1), -1, -1, -1)
     with torch.no_grad():
         explainer.logits(batch)  # the first pass prepares what the others find ready
         started = time.perf_counter()
         float(explainer.logits(batch).sum())  # waits for a GPU
     seconds = (time.perf_counter() - started) / len(batch)
-    if seconds * passes * count < WORTH_TELLING:
+    if seconds * passes * count < MIN_REPORTED_COST:
         return None
     total = f"{count * passes:,}".replace(",", " ")
     return (
@@ -192,10 +192,10 @@ def check_target(job: Job, explainer: Explainer) -> None:
     """
     if job.target is not None:
         count = explainer.num_classes
-        found = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
+        indices = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
         if isinstance(job.target, Contrast) and not job.target.against_rest:
             # What the model answers is known image by image.
-            sides = [None if is_top(side) else one for side, one in zip(job.target.sides, found, strict=True)]
+            sides = [None if is_top(side) else index for side, index in zip(job.target.sides, indices, strict=True)]
             if sides[0] == sides[1]:
                 raise OptionError(
                     f"Expected two classes to set against each other, got {job.target.target!r} and "
@@ -236,49 +236,52 @@ def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> li
             for start in range(0, len(flat), len(job.methods))
         ]
 
-    found = batches.each([image for image in images if image.decoded.image is not None], explain, job.methods)
+    results = batches.each([image for image in images if image.decoded.image is not None], explain, job.methods)
     return [
         ImageMaps(error=image.decoded.error or "", message=image.decoded.message or "")
         if image.decoded.image is None
-        else _or_failed(next(found))
+        else _or_failed(next(results))
         for image in images
     ]
 
 
-def _or_failed(found: ImageMaps | Exception) -> ImageMaps:
-    if isinstance(found, ImageMaps):
-        return found
-    message = str(found)
-    if isinstance(found, torch.OutOfMemoryError):
+def _or_failed(result: ImageMaps | Exception) -> ImageMaps:
+    if isinstance(result, ImageMaps):
+        return result
+    message = str(result)
+    if isinstance(result, torch.OutOfMemoryError):
         message = "The memory of the device is too small for this image alone: " + message.partition("\n")[0]
-    return ImageMaps(error=type(found).__name__, message=message)
+    return ImageMaps(error=type(result).__name__, message=message)
 
 
-def describe(image: InputImage, found: ImageMaps, job: Job) -> dict[str, Any]:
+def describe(image: InputImage, result: ImageMaps, job: Job) -> dict[str, Any]:
     """What is known of an image, without its maps: what became of it, its answer, and where its maps lie on it."""
-    if not found.maps:
-        return failed_row(image.known, found.error, found.message)
-    first = found.maps[0]
-    facts = {label: dict(saliency.facts) for label, saliency in zip(job.labels, found.maps, strict=True)}
+    if not result.maps:
+        return failed_row(image.known, result.error, result.message)
+    first = result.maps[0]
+    facts = {label: dict(saliency.facts) for label, saliency in zip(job.labels, result.maps, strict=True)}
     return image.known | {
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],
-        **{name: round(told, 6) if isinstance(told, float) else told for name, told in first.score.to_dict().items()},
+        **{
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in first.score.to_dict().items()
+        },
         "facts": json.loads(json.dumps(facts, default=float)),
         "saturated_share": _saturated_share(facts),
         "placement": first.placement.to_dict(),
-        "seconds": round(found.seconds, 4),
+        "seconds": round(result.seconds, 4),
     }
 
 
-def draw_files(image: InputImage, found: ImageMaps, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
+def draw_files(image: InputImage, result: ImageMaps, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
     """An image's row, its grids by their labels, and its files by path below the output folder."""
-    row = describe(image, found, job)
-    if not found.maps:
+    row = describe(image, result, job)
+    if not result.maps:
         return row, {}, {}
     started = time.perf_counter()
-    maps = dict(zip(job.labels, found.maps, strict=True))
+    maps = dict(zip(job.labels, result.maps, strict=True))
     files: dict[str, bytes] = {}
     outputs: dict[str, str] = {}
     saved: dict[str, str] = {}
@@ -293,13 +296,15 @@ def draw_files(image: InputImage, found: ImageMaps, job: Job) -> tuple[Row, Maps
         "outputs": outputs,
         "maps": saved or None,
         "written": {path: len(content) for path, content in files.items()},
-        "seconds": round(found.seconds + time.perf_counter() - started, 4),
+        "seconds": round(result.seconds + time.perf_counter() - started, 4),
     }
     return row, {label: saliency.grid for label, saliency in maps.items()}, files
 
 
 def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:
-    shares = [value for own in facts.values() for name, value in own.items() if name.startswith("saturated")]
+    shares = [
+        value for method_facts in facts.values() for name, value in method_facts.items() if name.startswith("saturated")
+    ]
     return float(shares[0]) if shares and isinstance(shares[0], int | float) else None
 
 
