@@ -1,1 +1,1 @@
-"""Many images, resumable."""
+"""Runs over many images, which can be resumed."""
