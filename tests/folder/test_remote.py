@@ -99,7 +99,7 @@ def test_what_cannot_be_is_told(tmp_path, explainer, store):
         run([f"{store}/in", f"{store}/more"], tmp_path / "out")
     with pytest.raises(OptionError, match="leave it out where"):
         run(f"{store}/in", tmp_path / "out", report=True)
-    with pytest.raises(OptionError, match="Expected an output folder on this machine, got the URL"):
+    with pytest.raises(OptionError, match="Expected a local output folder, got the URL"):
         run(f"{store}/in/", f"{store}/out")
     with pytest.raises(OptionError, match="Cannot reach 'nosuch://x'"):
         run("nosuch://x", tmp_path / "out")
