@@ -810,7 +810,7 @@ def test_an_image_of_the_class_that_its_answer_is_set_against_fails_alone(tmp_pa
     assert failures == {**dict.fromkeys(same, "SameClassError"), "white.png": "UnidentifiedImageError"}
     assert run(source, tmp_path / "out", **options).kept == 6 - len(same)
     for target in (Contrast(3, against="3"), Contrast("top1", against=None)):
-        with pytest.raises(OptionError, match="which are one class"):
+        with pytest.raises(OptionError, match="are the same class"):
             run(source, tmp_path / "never", **(options | {"target": target}))
     assert not (tmp_path / "never").exists()
 
