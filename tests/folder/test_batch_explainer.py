@@ -56,7 +56,7 @@ def test_it_is_small_to_send_and_loads_the_model_where_it_runs():
 @pytest.mark.parametrize(
     ("make", "batch", "message"),
     [
-        (lambda: BatchExplainer(tiny_model()), None, "a function that makes the model where it runs"),
+        (lambda: BatchExplainer(tiny_model()), None, "a function that creates the model"),
         (lambda: BatchExplainer(tiny_model, ["rolout"]), None, "Did you mean 'rollout'"),
         (lambda: BatchExplainer(tiny_model, batch_size=0), None, "batch_size of at least 1"),
         (lambda: BatchExplainer(tiny_model), {"id": [1], "bytes": [b""]}, "a column 'image', got 'id', 'bytes'"),
