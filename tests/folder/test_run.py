@@ -262,7 +262,7 @@ def test_a_first_run_replaces_no_file_that_it_did_not_make(tmp_path):
     source = fill(tmp_path / "in", 1)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "0-rollout.jpg").write_text("mine")
-    with pytest.raises(OptionError, match="already a file '0-rollout.jpg'"):
+    with pytest.raises(OptionError, match="already has a file '0-rollout.jpg'"):
         run(source, tmp_path / "out")
     assert (tmp_path / "out" / "0-rollout.jpg").read_text() == "mine"
 

@@ -104,7 +104,7 @@ class BatchExplainer:
             `cols_METHOD` and `scale_METHOD`. Missing values are empty text, the integer −1, or the float NaN.
 
         Raises:
-            OptionError: columns are missing or differ in length, or no image can be explained with these options.
+            OptionError: columns are missing or differ in length, or no image can be explained this way.
             ModelError: the model cannot be loaded.
         """
         ids, images = (self._column(batch, name) for name in (self._id, self._image))
@@ -140,8 +140,8 @@ class BatchExplainer:
             explainer = model if isinstance(model, Explainer) else Explainer(model, **self._made_with)
             if not self._named and explainer.asks(None):
                 raise OptionError(
-                    "An explainer of prompts, reference images or a function requires methods whose maps depend on these "
-                    "outputs, such as methods=['gae']."
+                    "An explainer of prompts, reference images or a function requires methods whose maps depend on "
+                    "these outputs, such as methods=['gae']."
                 )
             check_target(self._job, explainer)
             self._batches = Batches(explainer, self._batch_size or auto_batch(explainer))

@@ -333,8 +333,7 @@ _WIDTH = 1.5  # width of an image in inches
 
 def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return a figure with the first overlay of each row's image, and a table of the rows."""
-    from vitflow.images.figures import NOTEBOOK_DPI, Cell, Column, bundle, draw_bands, html_table
-    # imports matplotlib
+    from vitflow.images.figures import NOTEBOOK_DPI, Cell, Column, bundle, draw_bands, html_table  # imports matplotlib
 
     pen, cells, columns, overlays = Pen(_WIDTH, NOTEBOOK_DPI), [], [], []
     for row in rows:

@@ -110,7 +110,7 @@ def list_inputs(
     paths = [match for source in given for match in _expand(source)]
     if not paths:
         raise OptionError("Expected at least one folder or image, got none.")
-    absolute = [os.path.abspath(path) for path in paths]  # noqa: PTH100 - links stay as they are written
+    absolute = [os.path.abspath(path) for path in paths]  # noqa: PTH100 - links are not resolved
     for path in absolute:
         if os.path.realpath(path) == os.path.realpath(output):
             raise OptionError(
