@@ -1,9 +1,9 @@
-"""A folder run on a cluster: Ray Data gives batches to actors, and writes their rows and maps as Parquet.
+"""Folder runs on a cluster: Ray Data sends batches to actors, and writes their rows and maps as Parquet.
 
-The driver takes what was written into the run's store, in which one row of an input replaces another, so that a task
-that Ray has done twice does no harm; a run whose driver was killed begins with that. Overlays are drawn afterwards. An
-actor has its model in a process of its own: an image on which that process ends costs one row. So an actor loads no
-torch: what needs it is imported in that process.
+The driver copies these files to the run's store, where a later row of an input replaces an earlier one, so that tasks
+that Ray repeats are harmless; a run whose driver was killed resumes with this step. Overlays are drawn afterwards. Each
+actor runs its model in a child process: an image that crashes it fails one row only. Actors do not import torch; their
+child processes do.
 """
 
 import json
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from vitflow.runs.batches import Batches, Tally
     from vitflow.runs.store import Run
 
-# The folder in the output that Ray writes to; its files are removed once their rows are in the store.
+# Ray writes to this subfolder of the output; its files are removed once their rows are in the store.
 _PARTS = ".vitflow-parts"
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The request of a run, for its actors: a model or what makes one, its fingerprint on the driver, and the job."""
+    """The input of all actors of a run: a model or its factory, its fingerprint on the driver, and the job."""
 
     model: Any
     fingerprint: Mapping[str, Any]
@@ -50,10 +50,10 @@ class Request:
 
 
 def check_engine(engine: str, address: str | None, actors: int | None, **local: Any) -> None:
-    """Check the arguments of a cluster before anything is loaded; `local` are arguments of a local run alone.
+    """Check the arguments of a cluster before anything is loaded; `local` are arguments of local runs only.
 
     Raises:
-        OptionError: an unknown engine, an argument of another engine, or ray is not installed.
+        OptionError: unknown engine, argument of another engine, or ray is not installed.
     """
     check_known("engine", engine, ENGINES)
     if engine == "local":
@@ -61,7 +61,7 @@ def check_engine(engine: str, address: str | None, actors: int | None, **local: 
             raise OptionError("--address and --actors require --engine ray (engine='ray').")
         return
     if given := [name for name, value in local.items() if value]:
-        raise OptionError(f"{' and '.join(given)} require engine='local': a cluster writes rows and maps alone.")
+        raise OptionError(f"{' and '.join(given)} require engine='local': a cluster writes only rows and maps.")
     if actors is not None and actors < 1:
         raise OptionError(f"Expected actors of at least 1, got {actors}.")
     _load_ray()
@@ -74,7 +74,7 @@ def _load_ray() -> Any:
 
 
 class Worker:
-    """An actor: explains batches of inputs in a process that it starts again when an image has ended it."""
+    """An actor: explains batches of inputs in a child process, which is restarted if an image crashes it."""
 
     def __init__(self, request: bytes, labels: Sequence[str]) -> None:
         self._request_file = tempfile.NamedTemporaryFile(prefix="vitflow-")  # noqa: SIM115 - removed with the actor
@@ -84,7 +84,7 @@ class Worker:
         self._child = Child(__name__, self._request_file.name, json.dumps(sys.path))
 
     def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, Any]:
-        """The rows of a batch as JSON, and the columns of their maps."""
+        """Return the rows of a batch as JSON, and the columns of their maps."""
         return as_columns(self._explain([pickle.loads(pickled) for pickled in batch["input"]]), self._labels)
 
     def _explain(self, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
@@ -93,15 +93,15 @@ class Worker:
         except ChildDied as died:
             if len(inputs) > 1:  # one of them is the cause
                 return [pair for item in inputs for pair in self._explain([item])]
-            message = f"The process that explained this image ended (exit status {died}): memory ran out, or the "
-            message += "model crashes on it. Try it alone with vitflow explain."
+            message = f"The process ended on this image (exit status {died}): memory ran out, or the model crashed. "
+            message += "Try this image with vitflow explain."
             [item] = inputs
             return [(failed_row({"input": item.key, "stem": item.stem}, "WorkerDied", message), {})]
         return rows
 
 
 def as_columns(rows: Sequence[tuple[Row, Maps]], labels: Sequence[str]) -> dict[str, Any]:
-    """Rows as JSON, and the columns of their maps."""
+    """Return rows as JSON, and the columns of their maps."""
     columns: dict[str, list[Any]] = {"row": [json.dumps(row) for row, _ in rows]}
     for label in labels:
         values = [pack_half(maps[label]) if label in maps else (b"", 0, 0, 1.0) for _, maps in rows]
@@ -110,13 +110,13 @@ def as_columns(rows: Sequence[tuple[Row, Maps]], labels: Sequence[str]) -> dict[
 
 
 def serve(request_path: str, paths: str) -> None:
-    """Explain the inputs that are requested: the work of an actor's process."""
+    """Explain the requested inputs: the main function of an actor's child process."""
     sys.path[:] = json.loads(paths)
     answer_requests(lambda request: [pickle.dumps(explain_inputs(Path(request_path), pickle.loads(request)))])
 
 
 def explain_inputs(place: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
-    """The rows and maps of inputs; a single row with the status "stopped" if no image can be explained.
+    """Return the rows and maps of inputs; a single row with the status "stopped" if no image can be explained.
 
     Args:
         place: the file with the pickled `Request`.
@@ -139,7 +139,7 @@ def explain_inputs(place: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps
             row |= {"outputs": {}, "maps": None, "written": {}} if result.maps else {}
             rows.append((row, {label: item.grid for label, item in zip(request.job.labels, result.maps, strict=False)}))
         return rows
-    except Exception as error:  # What is wrong with a single image is in its row already. This concerns all of them.
+    except Exception as error:  # concerns all images; errors of single images are in their rows
         message = str(error) if isinstance(error, VitflowError) else traceback.format_exc()
         return [({"input": "", "status": "stopped", "error": type(error).__name__, "message": message}, {})]
 
@@ -152,7 +152,7 @@ def _loaded(place: Path) -> "tuple[Request, Batches]":
 
     request: Request = pickle.loads(place.read_bytes())
     explainer = explainer_for(request.model)
-    # The driver need not have the devices of the actors.
+    # The devices of the driver and the actors may differ.
     actual = explainer.fingerprint() | {"device": request.fingerprint["device"]}
     if different := fingerprint_difference(request.fingerprint, actual):
         raise OptionError(f"A machine of the cluster has another model: {'; '.join(different)}.")
@@ -162,34 +162,34 @@ def _loaded(place: Path) -> "tuple[Request, Batches]":
 def run_on_ray(
     missing: Sequence[Input], request: Request, run: "Run", tally: "Tally", address: str | None, actors: int | None
 ) -> None:
-    """Explain inputs on a cluster whose machines all reach them and the output folder.
+    """Explain inputs on a cluster whose machines can all access them and the output folder.
 
     Args:
         missing: the inputs.
-        request: what is computed.
-        run: its store takes the rows and maps.
+        request: the model, the job and the batch size.
+        run: the run that stores the rows and maps.
         tally: counts the rows.
-        address: of the cluster; by default one is started on this machine.
-        actors: by default one for each GPU, or for each core.
+        address: address of the cluster; by default, a cluster is started on this machine.
+        actors: number of actors; by default one for each GPU, or for each core.
 
     Raises:
-        OptionError: the model cannot be sent.
-        VitflowError: no image can be explained this way.
+        OptionError: the model cannot be pickled.
+        VitflowError: no image can be explained with these options.
     """
     ray = _load_ray()
     try:
         sent = ray.cloudpickle.dumps(request)
     except Exception as error:
         raise OptionError(
-            f"Expected a model that can be sent to other processes, got one that cannot ({error}): give its id, a "
-            "path, or a function that makes it."
+            f"The model cannot be sent to other processes ({error}): pass its id, a path, or a function that creates "
+            "it."
         ) from error
     started = not ray.is_initialized()
     if started:
         ray.init(address=address, log_to_driver=False, logging_level="error")
-    talk = logging.getLogger("ray.data")
-    level = talk.level
-    talk.setLevel(logging.ERROR)  # it prints its plans on stderr
+    logger = logging.getLogger("ray.data")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it prints execution plans to stderr
     try:
         ray.data.DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
         resources = ray.cluster_resources()
@@ -206,22 +206,22 @@ def run_on_ray(
             num_cpus=max(1, cpus // actors) if gpus else 1,
         ).write_parquet(str((run.folder / _PARTS).absolute()))
     finally:
-        talk.setLevel(level)
+        logger.setLevel(level)
         if started:
             ray.shutdown()
         take_parts(run, tally)
 
 
 def take_parts(run: "Run", tally: "Tally | None" = None) -> None:
-    """Put the rows and maps that Ray has written into the store of a run, and remove their files.
+    """Copy the rows and maps written by Ray to the store of a run, and remove their files.
 
     Raises:
-        VitflowError: the cluster said that no image can be explained.
+        VitflowError: the cluster reported that no image can be explained.
     """
     pyarrow, parquet = load_pyarrow()
     stopped: Row = {}
     for path in sorted((run.folder / _PARTS).glob("*.parquet")):
-        with suppress(pyarrow.ArrowInvalid, OSError):  # a worker was killed at it: its rows are done again
+        with suppress(pyarrow.ArrowInvalid, OSError):  # truncated by a killed worker: its rows are recomputed
             for record in parquet.read_table(path).to_pylist():
                 row = json.loads(record["row"])
                 if row["status"] == "stopped":
