@@ -63,7 +63,7 @@ def test_it_is_small_to_send_and_loads_the_model_where_it_runs():
         (
             lambda: BatchExplainer(tiny_model),
             {"id": [1, 2], "image": [b""]},
-            "of equal length, got 2 in 'id' and 1",
+            "differ in length: 2 in 'id' and 1",
         ),
         (lambda: BatchExplainer(tiny_model, target=9), {"id": [1], "image": [b""]}, "from 0 to 4, got 9"),
     ],

@@ -110,7 +110,7 @@ class BatchExplainer:
         ids, images = (self._column(batch, name) for name in (self._id, self._image))
         if len(ids) != len(images):
             raise OptionError(
-                f"Expected columns of equal length, got {len(ids)} in {self._id!r} and {len(images)} in {self._image!r}."
+                f"Columns differ in length: {len(ids)} in {self._id!r} and {len(images)} in {self._image!r}."
             )
         batches = self._loaded()
         records = []
