@@ -300,7 +300,7 @@ def test_a_second_run_with_another_model_of_the_same_weights_is_refused(tmp_path
     monkeypatch.setattr(results, "save_charts", lambda *_: {})
     source, (make, make_other) = fill(tmp_path / "in", 2), PAIRS[kind]
     options = {"methods": ["rollout"], "metrics": ["faithfulness"], "points": 3, "output": tmp_path / "evaluated"}
-    words = "the model answers otherwise"
+    words = "the model's outputs differ"
     run_folder(source, tmp_path / "out", model=make())
     evaluate("demo:1", model=make(), **options)
     other = make_other()
@@ -334,7 +334,7 @@ def test_another_processor_may_go_on_and_another_model_may_not(tmp_path, monkeyp
         noisy(context, rounding)
         assert run_folder(source, tmp_path / "out", model=Explainer(tiny_model(), dtype=dtype)).kept == 2
     noisy(monkeypatch, more)
-    with pytest.raises(OptionError, match="the model answers otherwise"):
+    with pytest.raises(OptionError, match="the model's outputs differ"):
         run_folder(source, tmp_path / "out", model=Explainer(tiny_model(), dtype=dtype))
 
 

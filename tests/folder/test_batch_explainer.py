@@ -38,7 +38,7 @@ def test_a_row_for_every_input_with_its_id_its_fault_and_its_maps():
             assert is_the_map_of(grid, image, explainer, method, target=2)
             assert placement == explainer.explain(image).placement
         assert found["class_index"][row] == 2 and len(found["grid_gae"][row]) == 2 * 16
-    with pytest.raises(ShapeError, match="which has none"):
+    with pytest.raises(ShapeError, match="has no map 'rollout'"):
         made.map_of(found, 1, "rollout")
     assert {len(column) for column in found.values()} == {5}
 
@@ -57,14 +57,14 @@ def test_it_is_small_to_send_and_loads_the_model_where_it_runs():
 @pytest.mark.parametrize(
     ("make", "batch", "message"),
     [
-        (lambda: BatchExplainer(tiny_model()), None, "a function that makes the model where it runs"),
+        (lambda: BatchExplainer(tiny_model()), None, "a function that creates the model"),
         (lambda: BatchExplainer(tiny_model, ["rolout"]), None, "Did you mean 'rollout'"),
         (lambda: BatchExplainer(tiny_model, batch_size=0), None, "batch_size of at least 1"),
         (lambda: BatchExplainer(tiny_model), {"id": [1], "bytes": [b""]}, "a column 'image', got 'id', 'bytes'"),
         (
             lambda: BatchExplainer(tiny_model),
             {"id": [1, 2], "image": [b""]},
-            "of one length, got 2 in 'id' and 1",
+            "differ in length: 2 in 'id' and 1",
         ),
         (lambda: BatchExplainer(tiny_model, target=9), {"id": [1], "image": [b""]}, "from 0 to 4, got 9"),
     ],
@@ -130,7 +130,7 @@ GOOD = {"id": "a", "grid_m": bytes(8), "rows_m": 2, "cols_m": 2, "scale_m": 1.0,
 )
 def test_a_damaged_record_is_told(change):
     assert map_of(GOOD, "m")[0].shape == (2, 2)
-    with pytest.raises(ShapeError, match="Expected"):
+    with pytest.raises(ShapeError, match="[Ee]xpected"):
         map_of(GOOD | change, "m")
 
 

@@ -110,7 +110,7 @@ def test_files_that_no_run_made_stay(images, tmp_path, captioner):
     out = tmp_path / "out"
     out.mkdir()
     (out / "a-caption.png").write_bytes(b"mine")
-    with pytest.raises(OptionError, match="already a file 'a-caption.png'"):
+    with pytest.raises(OptionError, match="already has a file 'a-caption.png'"):
         caption_folder(images, out, **captioner)
     assert (out / "a-caption.png").read_bytes() == b"mine"
 

@@ -59,20 +59,20 @@ def test_a_class_that_no_image_has_is_told_with_what_was_meant(tmp_path, monkeyp
 
 
 def test_what_blank_out_costs_is_told_before_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("vitflow.folder.work.WORTH_TELLING", 0.0)
+    monkeypatch.setattr("vitflow.folder.work.MIN_REPORTED_COST", 0.0)
     options = {"model": "demo", "methods": ["rollout", "occlusion"], "workers": 0}
-    with pytest.warns(VitflowWarning, match=r"144 passes through the model an image, 288 in all, about .* each"):
+    with pytest.warns(VitflowWarning, match=r"144 passes per image, 288 in all, about .* each"):
         vitflow.explain_folder(sample_images()[:2], tmp_path / "run", **options)
     vitflow.explain_folder(sample_images()[:2], tmp_path / "run", **options)  # nothing is left to do, and to tell
     with pytest.warns(VitflowWarning, match="about") as told:
         vitflow.explain_folder(sample_images()[:1], tmp_path / "few", **options, patch_size=48, shifts=4)
-    assert "20 passes through the model an image, 20 in all" in str(told[0].message)
+    assert "20 passes per image, 20 in all" in str(told[0].message)
 
 
 def test_sampling_runs_over_a_folder_and_tells_what_it_costs(tmp_path, monkeypatch):
-    monkeypatch.setattr("vitflow.folder.work.WORTH_TELLING", 0.0)
+    monkeypatch.setattr("vitflow.folder.work.MIN_REPORTED_COST", 0.0)
     options = {"model": "demo", "methods": ["sampling", "consensus"], "masks": 20, "workers": 0, "overlays": False}
-    with pytest.warns(VitflowWarning, match="leave out other patches 20 times: 6 passes .* an image, 12 in all"):
+    with pytest.warns(VitflowWarning, match="mask patches 20 times: 6 passes .* image, 12 in all"):
         summary = vitflow.explain_folder(sample_images()[:2], tmp_path / "run", **options)
     assert summary.explained == 2
     for (row, maps), image in zip(read_grids(tmp_path / "run"), sample_images()[:2], strict=True):

@@ -115,7 +115,7 @@ def test_the_command_draws_what_is_asked_for_and_tells_what_it_could_not(both, t
     assert some.stdout.splitlines() == [str(tmp_path / f"drawn/{n}-gae.png") for n in (0, 3)]
     every = CliRunner().invoke(cli, [*command, "--limit", "3", "--format", "webp"])
     assert every.exit_code == 1 and "1 drawn, 2 failed" in every.stderr
-    assert "1.jpg: The photograph has changed" in every.stderr and "2.jpg: Could not read" in every.stderr
+    assert "1.jpg: The image has changed" in every.stderr and "2.jpg: Could not read" in every.stderr
     assert CliRunner().invoke(cli, [*command, "--where", "oops"]).exit_code == 2
     python = CliRunner().invoke(cli, [*command, "--where", "{[1]: 2} == 1"])
     assert python.exit_code == 2 and "Expected an SQL condition" in python.stderr
@@ -132,7 +132,7 @@ def test_drawing_replaces_no_photograph(tmp_path, explainer):
     (source / "0-rollout.jpg").write_bytes(image_bytes(4))
     run(source, tmp_path / "out", model=explainer, overlays=False)
     first, second = sorted(draw_run(tmp_path / "out", source), key=lambda one: one.input)
-    assert "would replace a photograph" in str(first.error) + str(second.error)
+    assert "would overwrite an input image" in str(first.error) + str(second.error)
     assert (source / "0-rollout.jpg").read_bytes() == image_bytes(4)
 
 

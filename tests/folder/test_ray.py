@@ -22,7 +22,7 @@ from vitflow.cli.commands.folder import _Model
 from vitflow.errors import OptionError
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.plan import list_inputs
-from vitflow.folder.ray_engine import Asked, Worker, as_columns, explain_inputs, take_parts
+from vitflow.folder.ray_engine import Request, Worker, as_columns, explain_inputs, take_parts
 from vitflow.folder.work import make_job
 from vitflow.runs.columns import load_pyarrow, map_of
 from vitflow.runs.saved import SavedRun
@@ -53,7 +53,7 @@ def ray_cluster():
 def asked_for(source, out, model=plain, change=(), **options):
     """The inputs of a run, and what its actors are told."""
     job = make_job(["rollout"], options, overlays=False)
-    asked = Asked(model, plain().fingerprint() | dict(change), job, 4, 10**6)
+    asked = Request(model, plain().fingerprint() | dict(change), job, 4, 10**6)
     return list_inputs([source], out).plan(job.endings), cloudpickle().dumps(asked)
 
 

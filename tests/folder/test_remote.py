@@ -99,7 +99,7 @@ def test_what_cannot_be_is_told(tmp_path, explainer, store):
         run([f"{store}/in", f"{store}/more"], tmp_path / "out")
     with pytest.raises(OptionError, match="leave it out where"):
         run(f"{store}/in", tmp_path / "out", report=True)
-    with pytest.raises(OptionError, match="Expected an output folder on this machine, got the URL"):
+    with pytest.raises(OptionError, match="Expected a local output folder, got the URL"):
         run(f"{store}/in/", f"{store}/out")
     with pytest.raises(OptionError, match="Cannot reach 'nosuch://x'"):
         run("nosuch://x", tmp_path / "out")
@@ -273,11 +273,11 @@ def test_a_run_folder_does_not_say_what_is_fetched(tmp_path, explainer, web):
     with closing(sqlite3.connect(out / FILE)) as db:
         db.execute("UPDATE run SET value = replace(value, ?, ?)", (str(source), url))
         db.commit()
-    with pytest.raises(OptionError, match="nothing is fetched because a record says so"):
+    with pytest.raises(OptionError, match="URLs in a record are not fetched"):
         draw_run(out, tmp_path / "drawn")
     assert "nothing is fetched" in report_run(out).read_text() and not asked
     # And of what the caller named, that which the run has seen.
     drawn = draw_run(out, tmp_path / "drawn", images=url)
-    assert [one.error for one in drawn] == [None, "The photograph has changed since the run: run vitflow folder again."]
+    assert [one.error for one in drawn] == [None, "The image has changed since the run: run vitflow folder again."]
     drawn = draw_run(out, tmp_path / "again", images=source)
     assert [one.error for one in drawn] == [None, None]

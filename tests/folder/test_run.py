@@ -262,7 +262,7 @@ def test_a_first_run_replaces_no_file_that_it_did_not_make(tmp_path):
     source = fill(tmp_path / "in", 1)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "0-rollout.jpg").write_text("mine")
-    with pytest.raises(OptionError, match="already a file '0-rollout.jpg'"):
+    with pytest.raises(OptionError, match="already has a file '0-rollout.jpg'"):
         run(source, tmp_path / "out")
     assert (tmp_path / "out" / "0-rollout.jpg").read_text() == "mine"
 
@@ -810,7 +810,7 @@ def test_an_image_of_the_class_that_its_answer_is_set_against_fails_alone(tmp_pa
     assert failures == {**dict.fromkeys(same, "SameClassError"), "white.png": "UnidentifiedImageError"}
     assert run(source, tmp_path / "out", **options).kept == 6 - len(same)
     for target in (Contrast(3, against="3"), Contrast("top1", against=None)):
-        with pytest.raises(OptionError, match="which are one class"):
+        with pytest.raises(OptionError, match="are the same class"):
             run(source, tmp_path / "never", **(options | {"target": target}))
     assert not (tmp_path / "never").exists()
 

@@ -133,8 +133,8 @@ OTHER = np.full((8, 8, 3), 9, np.uint8)
 BASE = {"apart": True, "rest": partial(_share, part=0.5), "unit": "m"}
 CHANGED = {
     "no rest": ({"rest": None}, r"outputs\.rest"),
-    "another rest": ({"rest": _mean}, "the function of what is subtracted from the outputs was edited"),
-    "another value in rest": ({"rest": partial(_share, part=0.6)}, "the model answers otherwise"),
+    "another rest": ({"rest": _mean}, "the function subtracted from the outputs was edited"),
+    "another value in rest": ({"rest": partial(_share, part=0.6)}, "the model's outputs differ"),
     "not apart": ({"apart": False}, r"outputs\.apart"),
     "unit": ({"unit": "km"}, r"outputs\.unit was 'm' and is 'km'"),
     "scale": ({"scale": 10.0}, r"outputs\.scale"),
@@ -190,7 +190,7 @@ def test_a_closure_beside_a_large_output_is_another_run(dense, image, tmp_path):
 
     run = partial(explain_folder, tmp_path / "in", tmp_path / "out", methods=["gae"])
     run(model=Explainer(Loud(), outputs=partial(_share, part=1.0), data_config=DATA))
-    with pytest.raises(OptionError, match="the model answers otherwise"):
+    with pytest.raises(OptionError, match="the model's outputs differ"):
         run(model=Explainer(Loud(), outputs=partial(_share, part=1.5), data_config=DATA))
 
 

@@ -1,4 +1,4 @@
-"""Explain batches of images in whatever hands them over: Ray Data, Daft, datasets, or a loop."""
+"""Explain batches of images from Ray Data, Daft, datasets, or a loop."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,38 +18,38 @@ from vitflow.images.reading import MAX_PIXELS, read_image
 from vitflow.runs import columns
 from vitflow.runs.batches import Batches
 
-# What stands for "none" in a column, so that a column has one type whatever a batch holds.
+# Missing values by kind, so that the type of a column does not depend on the batch.
 _NOTHING: dict[str, Any] = {"text": "", "json": "", "bytes": b"", "whole": -1, "number": float("nan")}
 
 
 class BatchExplainer:
-    """Explains batches that are dicts of columns, a row out for every row in: the work of a folder run, without files.
+    """Explain batches given as dicts of columns, with one output row per input row and without files.
 
-    It is small to pickle: the model is loaded where the first batch comes, once, and is left behind when the object is
-    sent elsewhere. An image that cannot be read or explained is a row with its error, and the others go on.
+    Pickles are small: the model is loaded once, with the first batch, and is not pickled. An image that cannot be read
+    or explained gets a row with its error.
 
     Args:
-        model: a model id (see `load_model`) or a folder or file of weights; or a function that makes a module or an
-            Explainer where it runs.
-        methods: names, or (name, options) pairs; by default gae with a target, and rollout without one.
-        target: class that class-specific methods explain; by default each image's predicted one.
+        model: a model id (see `load_model`), a folder or file of weights, or a function that creates a module or an
+            Explainer in the worker process.
+        methods: names, or (name, options) pairs; by default gae with a target, otherwise rollout.
+        target: class that class-specific methods explain; by default each image's predicted class.
         image: the column of the images: bytes of files, arrays [height, width, 3], paths, PIL images, or dicts with
-            `bytes` or `path` as those of datasets.
-        id: the column whose values name the rows; they come out as `id`.
-        device, fit: as for `Explainer`, of a model by name.
-        batch_size: images per forward pass; by default 16 on a CPU and 64 on a GPU, halved where memory runs out.
-        max_pixels: images of more pixels are refused.
-        options: options for every method that has them.
+            `bytes` or `path` as in datasets.
+        id: the column of the row ids, returned as `id`.
+        device, fit: as for `Explainer`, if the model is given by name.
+        batch_size: images per forward pass; by default 16 on a CPU and 64 on a GPU, halved if memory runs out.
+        max_pixels: images with more pixels are refused.
+        options: options for every method that supports them.
 
     Raises:
-        OptionError: an option is wrong, or the model is one in memory.
+        OptionError: an option is invalid, or the model is a module or an Explainer.
 
     >>> from vitflow.demo import sample_images
     >>> explainer = BatchExplainer("demo", ["rollout"], image="path", id="path")
-    >>> found = explainer({"path": [str(path) for path in sample_images()[:2]] + ["nowhere.png"]})
-    >>> found["status"].tolist(), len(found["grid_rollout"][0])
+    >>> result = explainer({"path": [str(path) for path in sample_images()[:2]] + ["nowhere.png"]})
+    >>> result["status"].tolist(), len(result["grid_rollout"][0])
     (['explained', 'explained', 'failed'], 288)
-    >>> grid, placement = explainer.map_of(found, 0, "rollout")
+    >>> grid, placement = explainer.map_of(result, 0, "rollout")
     >>> grid.shape, placement.input_size
     ((12, 12), (96, 96))
     """
@@ -70,8 +70,8 @@ class BatchExplainer:
     ) -> None:
         if isinstance(model, nn.Module | Explainer):
             raise OptionError(
-                f"Expected a model's id, a path of weights, or a function that makes the model where it runs, got "
-                f"{type(model).__name__}, which would be sent along with every batch: pass a function that makes it."
+                f"Expected a model id, a path of weights, or a function that creates the model, got "
+                f"{type(model).__name__}, which would be sent with every batch: pass a function that creates it."
             )
         if batch_size is not None and batch_size < 1:
             raise OptionError(f"Expected batch_size of at least 1, got {batch_size}.")
@@ -85,7 +85,7 @@ class BatchExplainer:
 
     @property
     def labels(self) -> list[str]:
-        """What the maps are called: the methods, numbered where one is asked for twice."""
+        """The labels of the maps: the methods, numbered if one is requested twice."""
         return self._job.labels
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,35 +95,37 @@ class BatchExplainer:
         """Explain a batch.
 
         Args:
-            batch: columns of one length; those of the images and of the ids are read.
+            batch: columns of equal length, including those of the images and the ids.
 
         Returns:
-            A column each for `id` (as it came in), `status` ("explained" or "failed"), `error`, `message`, `width`,
+            A column each for `id` (unchanged), `status` ("explained" or "failed"), `error`, `message`, `width`,
             `height`, `class_index`, `class_name`, `probability`, `target`, `value`, `predicted_index`, `facts` and
             `placement` (JSON); and for each method `grid_METHOD` (float16, little-endian, in bytes), `rows_METHOD`,
-            `cols_METHOD` and `scale_METHOD`. Where there is none, text is empty, a whole number −1, and a number NaN.
+            `cols_METHOD` and `scale_METHOD`. Missing values are empty text, the integer −1, or the float NaN.
 
         Raises:
-            OptionError: the batch has no such columns of one length, or no image can be explained this way.
+            OptionError: columns are missing or differ in length, or no image can be explained this way.
             ModelError: the model cannot be loaded.
         """
         ids, images = (self._column(batch, name) for name in (self._id, self._image))
         if len(ids) != len(images):
             raise OptionError(
-                f"Expected columns of one length, got {len(ids)} in {self._id!r} and {len(images)} in {self._image!r}."
+                f"Columns differ in length: {len(ids)} in {self._id!r} and {len(images)} in {self._image!r}."
             )
         batches = self._loaded()
         records = []
         for part in batches.parts(self._images(ids, images), lambda image: image.decoded.nbytes):
-            for image, found in zip(part, compute_maps(batches, part, self._job), strict=True):
-                maps = {label: own.grid for label, own in zip(self.labels, found.maps, strict=bool(found.maps))}
-                records.append(columns.record_of(describe(image, found, self._job), maps, self.labels))
+            for image, result in zip(part, compute_maps(batches, part, self._job), strict=True):
+                maps = {
+                    label: saliency.grid for label, saliency in zip(self.labels, result.maps, strict=bool(result.maps))
+                }
+                records.append(columns.record_of(describe(image, result, self._job), maps, self.labels))
         kinds = columns.columns_of(self.labels)
         return {name: _column_of(records, name, kind) for name, kind in kinds.items()} | {"id": np.asarray(ids)}
 
     @staticmethod
     def map_of(found: Mapping[str, Any], row: int, label: str) -> Any:
-        """A map out of what a call gave: float32 [rows, cols], and where it lies on its image.
+        """Return a map from the result of a call, float32 [rows, cols], and its placement on its image.
 
         Raises:
             ShapeError: the image of that row has no such map.
@@ -132,14 +134,14 @@ class BatchExplainer:
 
     def _loaded(self) -> Batches:
         if self._batches is None:
-            made: Any = self._model
-            if callable(made):
-                made = made()
-            explainer = made if isinstance(made, Explainer) else Explainer(made, **self._made_with)
+            model: Any = self._model
+            if callable(model):
+                model = model()
+            explainer = model if isinstance(model, Explainer) else Explainer(model, **self._made_with)
             if not self._named and explainer.asks(None):
                 raise OptionError(
-                    "Expected methods with an explainer that is asked prompts, reference images or a function, got "
-                    "none: name them, such as methods=['gae'], whose map depends on what is asked."
+                    "An explainer of prompts, reference images or a function requires methods whose maps depend on "
+                    "these outputs, such as methods=['gae']."
                 )
             check_target(self._job, explainer)
             self._batches = Batches(explainer, self._batch_size or auto_batch(explainer))
@@ -148,18 +150,18 @@ class BatchExplainer:
     def _column(self, batch: Mapping[str, Any], name: str) -> Any:
         if name not in batch:
             raise OptionError(
-                f"Expected a batch with a column {name!r}, got {', '.join(map(repr, batch))}: name the columns of the "
-                "images and of their names with image=… and id=…."
+                f"Expected a batch with a column {name!r}, got {', '.join(map(repr, batch))}: set the columns of the "
+                "images and ids with image=… and id=…."
             )
         return batch[name]
 
     def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[InputImage]:
-        for own, image in zip(ids, images, strict=True):
-            name = str(own)
+        for image_id, image in zip(ids, images, strict=True):
+            name = str(image_id)
             yield InputImage(name, "", self._read(image, printable(name)))
 
     def _read(self, image: Any, name: str) -> Decoded:
-        if isinstance(image, Mapping):  # of a dataset that leaves decoding to its user
+        if isinstance(image, Mapping):  # from a dataset without decoding
             image = image.get("path") if image.get("bytes") is None else image["bytes"]
         if isinstance(image, str | Path):
             return decode_file(str(image), self._max_pixels)
@@ -169,7 +171,7 @@ class BatchExplainer:
 
 
 def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
-    """Read an image in memory, the bytes of a file or an array; what is wrong with it becomes an error, too.
+    """Read an image from memory, the bytes of a file or an array; a failure becomes an error in the result.
 
     >>> decode_given(b"no image", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
     ('UnidentifiedImageError', (2, 3, 3))
@@ -187,6 +189,6 @@ def _column_of(records: Sequence[Mapping[str, Any]], name: str, kind: str) -> np
     values = [_NOTHING[kind] if record[name] is None else record[name] for record in records]
     if kind in ("whole", "number"):
         return np.array(values, np.int64 if kind == "whole" else np.float64)
-    column = np.empty(len(values), object)  # NumPy's own text and bytes would lose zeros at their end
+    column = np.empty(len(values), object)  # NumPy's text and bytes types strip trailing zeros
     column[:] = values
     return column

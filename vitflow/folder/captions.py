@@ -1,4 +1,4 @@
-"""What a model writes about every image of a folder, with a map for each word; resumable as other runs are."""
+"""Resumable captioning of folders of images, with a map for each word."""
 
 import io
 import json
@@ -58,29 +58,29 @@ def caption_folder(
     command: Sequence[str] | None = None,
     **options: Any,
 ) -> FolderSummary:
-    """Let a model write about every image of a folder, with a map for each word that says something.
+    """Caption every image of a folder, with a map for each content word.
 
-    A strip of these maps goes to `name-caption.png` in the tree of the inputs, and `manifest.jsonl` beside them has a
-    row for each image: what was written, and of each word how much of it rests on the image. The same call goes on
-    where a run was ended, and does what is missing or changed. An image that cannot be read or described is a row with
-    an error, and the others go on. One image is done after the other.
+    A strip of these maps is written to `name-caption.png` in the folder structure of the inputs; `manifest.jsonl` has
+    a row for each image with its caption and, for each word, the shares of its map on the image. Another call with the
+    same options resumes and updates changed images. An image that cannot be read or captioned gets a row with an
+    error, and the run continues. Images are processed one by one.
 
     Args:
         source, output: as for `explain_folder`.
-        model: sees and writes; its id, its folder, or "demo-caption".
-        prompt: what to ask; by default as `explain_generation` asks.
-        processor: prepares the images; by default the one saved beside the model, by name.
-        method: of texts, as for `explain_generation`.
-        name: what to call the model.
+        model: a vision-language model; its id, its folder, or "demo-caption".
+        prompt: the prompt; by default that of `explain_generation`.
+        processor: prepares the images; by default the processor saved with the model, if it is given by name.
+        method: method for texts, as for `explain_generation`.
+        name: display name of the model.
         recursive, glob, limit, overwrite, max_pixels, progress, command: as for `explain_folder`.
-        save_map: write the unscaled maps as `name-caption.npz`, too: `words` [n], `maps` [n, rows, cols], `metadata`.
-        max_new_tokens: tokens to write at most.
-        trust_remote_code: run Python code that a model by name brings along.
-        options: of the method.
+        save_map: also write the unscaled maps as `name-caption.npz`: `words` [n], `maps` [n, rows, cols], `metadata`.
+        max_new_tokens: maximal number of generated tokens.
+        trust_remote_code: run Python code from the repository of a model given by name.
+        options: options of the method.
 
     Raises:
-        OptionError: an option is wrong, or the folder holds a run with other options and overwrite is False.
-        ImageError: there is nothing at a source.
+        OptionError: an option is invalid, or the folder has a run with other options and overwrite is False.
+        ImageError: a source does not exist.
         ModelError: the model cannot be loaded.
 
     >>> import tempfile
@@ -105,11 +105,11 @@ def caption_folder(
     if not isinstance(model, nn.Module):
         name, prompt = name or called(model), default_prompt(model) if prompt is None else prompt
         with hub_for(bundled(model)):
-            beside = {"trust_remote_code": trust_remote_code}
-            processor = load_processor(bundled(model), **beside) if processor is None else processor
-            model, _ = load_language_model(bundled(model), **beside)
+            loading = {"trust_remote_code": trust_remote_code}
+            processor = load_processor(bundled(model), **loading) if processor is None else processor
+            model, _ = load_language_model(bundled(model), **loading)
     name = model_id(model) if name is None else check_name(name)
-    asked = {"method": method, "name": name, "max_new_tokens": max_new_tokens, "do_sample": False, **options}
+    arguments = {"method": method, "name": name, "max_new_tokens": max_new_tokens, "do_sample": False, **options}
     common = {
         "model": name,
         "weights_sha256": weights_sha256(model),
@@ -127,11 +127,11 @@ def caption_folder(
             return failed_row(image.known, decoded.error or "", decoded.message or ""), {}, {}
         begun = time.perf_counter()
         try:
-            found = explain_generation(model, prompt, image=decoded.image, processor=processor, **asked)
-            row, files = _told(found, image, save_map)
-        except Exception as error:  # whatever a model makes of one image shall not stop the others
+            generation = explain_generation(model, prompt, image=decoded.image, processor=processor, **arguments)
+            row, files = _row_and_files(generation, image, save_map)
+        except Exception as error:  # an error on one image must not stop the run
             if not worked and isinstance(error, OptionError | ModelError | UnsupportedModelError):
-                raise  # no image can be described this way
+                raise  # applies to every image
             return failed_row(image.known, error), {}, {}
         worked.append(image.key)
         height, width = decoded.image.shape[:2]
@@ -144,7 +144,7 @@ def caption_folder(
             return [describe(image) for image in images]
 
         with DecoderPool(1, max_pixels=max_pixels) as decoders:
-            # Strips are drawn here: matplotlib is not for several threads. No caption waits: each takes seconds.
+            # Strips are drawn in this thread, since matplotlib is not thread-safe. Rows are written without delay.
             pipeline = Pipeline(compute, lambda _, row: row, run, tally, decoders, batch_size=1, behind=0)
             pipeline.run(inputs, done)
 
@@ -156,10 +156,12 @@ def caption_folder(
     return driver.work(fingerprint, [_STRIP, _MAPS], explain, write)
 
 
-def _told(found: Generation, image: InputImage, save_map: bool) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What a row says of a caption, and its files by path below the output folder."""
-    words, left_out = found.words()
-    maps = {word: replace(found.image(places), source=image.key) for word, places in words.items()}
+def _row_and_files(
+    generation: Generation, image: InputImage, save_map: bool
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the columns of a caption, and its files by path relative to the output folder."""
+    words, left_out = generation.words()
+    maps = {word: replace(generation.image(places), source=image.key) for word, places in words.items()}
     files: dict[str, bytes] = {}
     if maps:
         files[f"{image.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
@@ -167,7 +169,7 @@ def _told(found: Generation, image: InputImage, save_map: bool) -> tuple[dict[st
         files[f"{image.stem}{_MAPS}"] = _packed(maps)
     shares = ("on_image", "on_edges", "on_first_patch")
     row = {
-        "caption": found.answer,
+        "caption": generation.answer,
         "words": [
             {"word": word, **{name: round(float(saliency.facts[name]), 6) for name in shares}}
             for word, saliency in maps.items()
@@ -180,7 +182,7 @@ def _told(found: Generation, image: InputImage, save_map: bool) -> tuple[dict[st
 
 
 def _packed(maps: Mapping[str, Saliency]) -> bytes:
-    """The maps of all words in one file, the same every time."""
+    """Encode the maps of all words as .npz with reproducible bytes."""
     first = next(iter(maps.values()))
     metadata = {name: value for name, value in first.to_dict().items() if name not in ("seconds", "facts")}
     file = io.BytesIO()

@@ -1,7 +1,7 @@
-"""Decode images in processes of their own, so that a file on which a decoder hangs or crashes costs one row.
+"""Decode images in separate processes, so that a file on which a decoder hangs or crashes fails one row only.
 
-A pool of a library would do: pebble with the processes of loky, which do not run the caller's script again. Its workers
-share two pipes and their locks: with two processes, 160 JPEGs took 1.5 times as long as here.
+The alternative is pebble with the processes of loky, which do not rerun the caller's script either. Its workers share
+two pipes and their locks: with two processes, 160 JPEGs took 1.5 times as long as here.
 """
 
 import errno
@@ -31,19 +31,19 @@ from vitflow.errors import ImageError, OptionError, load_extra, printable
 from vitflow.files import is_remote
 from vitflow.images.reading import MAX_PIXELS, read_image
 
-#: Decoding an image is given up after so many seconds.
+#: Timeout for decoding an image, in seconds.
 PATIENCE = 60.0
 #: Largest file that is read from a URL, in bytes: four times the largest photographs of cameras.
 LARGEST = 2**28
 
-# Bytes of a file that is read once, for its hash and its pixels; larger ones are read piece by piece, twice.
+# Files up to this size in bytes are read once, for the hash and the pixels; larger ones are streamed twice.
 _AT_ONCE = 2**28
 
-# Not `-m`, and not multiprocessing: both would run the caller's own script again, or put its folder on the path.
+# Neither `-m` nor multiprocessing: they rerun the caller's script, or add its folder to the path.
 _SERVE = "import sys; sys.path.append(sys.argv[1]); from {} import serve; serve(*sys.argv[2:])"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent.parent)
-# Memory of pixels is kept for the next image: to return it and to request it again took a sixth of the time that
-# decoding did. And nothing here multiplies matrices.
+# Memory of pixels is reused for the next image: returning and requesting it took a sixth of the decoding time.
+# OpenBLAS is not used here.
 _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**26),
@@ -53,15 +53,15 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoded:
-    """The result of reading one file: its pixels, or why there are none.
+    """The result of reading one file: its pixels, or an error.
 
     Attributes:
         image: uint8 RGB [height, width, 3]; None if it could not be read.
-        size: of the file in bytes; None if there is no file.
-        mtime_ns: time of the file's last change in nanoseconds, taken before it was read.
-        sha256: of the file's bytes.
-        error: the class of the error.
-        message: what was expected, what was given, and what to do.
+        size: size of the file in bytes; None if there is no file.
+        mtime_ns: modification time in nanoseconds, before the file was read.
+        sha256: SHA-256 of the file's bytes.
+        error: the class name of the error.
+        message: the error message.
     """
 
     image: NDArray[np.uint8] | None = None
@@ -73,12 +73,12 @@ class Decoded:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the pixels."""
+        """Size of the pixels in bytes."""
         return 0 if self.image is None else self.image.nbytes
 
 
 def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
-    """Read one file or URL; whatever is wrong with it becomes an error in the result, never an exception.
+    """Read one file or URL; a failure becomes an error in the result, never an exception.
 
     >>> decode_file("no such file.png").error
     'FileNotFoundError'
@@ -94,40 +94,40 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
         facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        if stat.S_ISREG(status.st_mode):  # reading from a pipe would wait for ever; read_image refuses it
+        if stat.S_ISREG(status.st_mode):  # reading a pipe would block; read_image refuses it
             with open(path, "rb") as file:  # noqa: PTH123
                 content = file.read(_AT_ONCE) if status.st_size <= _AT_ONCE else None
                 digest = hashlib.file_digest(file, "sha256") if content is None else hashlib.sha256(content)
             facts["sha256"] = digest.hexdigest()
         return Decoded(read_image(path, max_pixels=max_pixels, content=content), **facts)
-    except Exception as error:  # nothing that a file holds may stop the others
+    except Exception as error:  # no file content may stop the run
         return failed(error, path, facts)
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path on it.
+    """Return the fsspec file system of a URL, and the path in it.
 
     Raises:
-        OptionError: fsspec, or what it needs for such URLs, is not installed, or the URL is malformed.
+        OptionError: fsspec or its backend for this URL is not installed, or the URL is malformed.
     """
     fsspec = load_extra("fsspec", f"A path such as {printable(url)!r}", "remote")
     try:
-        found: tuple[Any, str] = fsspec.core.url_to_fs(url)
-    except Exception as error:  # a store's own errors are of many kinds
+        result: tuple[Any, str] = fsspec.core.url_to_fs(url)
+    except Exception as error:  # stores raise errors of many types
         raise OptionError(
             f"Cannot reach {printable(url)!r}: {printable(str(error)) or type(error).__name__}"
         ) from error
-    return found
+    return result
 
 
 def read_url(url: str) -> bytes:
-    """The content of a file at a URL.
+    """Return the content of a file at a URL.
 
     Raises:
-        ImageError: it has more bytes than such a file may have, whatever the store says of its length.
+        ImageError: it exceeds the size limit, which does not rely on the length reported by the store.
     """
     system, path = file_system(url)
-    # As a stream: else a web server is asked for the length first, and then for pieces.
+    # Stream: otherwise fsspec requests the length first, and then ranges.
     web: dict[str, Any] = {"block_size": 0, "size": 1} if "http" in system.protocol else {}
     content = bytearray()
     with system.open(path, "rb", **web) as file:
@@ -139,7 +139,7 @@ def read_url(url: str) -> bytes:
 
 
 def failed(error: Exception, name: str, facts: dict[str, Any]) -> Decoded:
-    """Why there are no pixels."""
+    """Convert an exception to a result."""
     cause, message = error, printable(str(error)) or type(error).__name__
     if isinstance(error, ImageError):
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
@@ -149,14 +149,14 @@ def failed(error: Exception, name: str, facts: dict[str, Any]) -> Decoded:
 
 
 class ChildDied(Exception):
-    """A process ended on a request, with the exit status in `args`."""
+    """Raised if a process ended on a request; `args` has its exit status."""
 
 
 class Child:
-    """A process that answers requests with bytes; after it has ended on one, the next one gets a new process.
+    """A process that answers requests with bytes, and is restarted after it has ended on a request.
 
     Args:
-        module: its function `serve` is run in the process (see `answer_requests`).
+        module: module whose function `serve` runs in the process (see `answer_requests`).
         words: arguments of that function.
     """
 
@@ -172,23 +172,23 @@ class Child:
             if self._closed:
                 raise InterruptedError("The run was stopped.")
             if self._process is not None:
-                _end(self._process)  # it ended between two requests, and nobody has closed its pipes
+                _end(self._process)  # it ended between two requests: close its pipes
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # decoders in C print what they find odd about a file
+                stderr=subprocess.DEVNULL,  # decoders in C print warnings about files
                 env=_ENVIRONMENT | os.environ,
                 start_new_session=True,  # so that Ctrl-C reaches the parent alone
             )
             return self._process
 
     def ask(self, request: bytes) -> NDArray[np.uint8]:
-        """The answer to a request.
+        """Return the answer to a request.
 
         Raises:
-            ChildDied: the process ended on it.
-            InterruptedError: it was closed.
+            ChildDied: the process ended on the request.
+            InterruptedError: the process was closed.
         """
         process = self._process
         if process is None or process.poll() is not None:
@@ -206,7 +206,7 @@ class Child:
             raise ChildDied(_end(process)) from error
 
     def close(self) -> None:
-        """End the process at once; a request that it has is given up."""
+        """End the process immediately, and abort its request."""
         with self._lock:
             self._closed = True
         if self._process is not None:
@@ -218,7 +218,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     process.kill()
     code = process.wait()
     for pipe in (process.stdin, process.stdout):
-        # What was still to be written to a killed process is lost.
+        # Buffered data for a killed process cannot be flushed.
         with suppress(OSError):
             if pipe is not None:
                 pipe.close()
@@ -226,10 +226,10 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 
 
 def answer_requests(answer: Callable[[bytes], Sequence[bytes | memoryview]]) -> None:
-    """Answer on stdout what is requested on stdin until that is closed: the work of a `Child`."""
+    """Answer requests from stdin on stdout until stdin is closed: the main loop of a `Child`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a C library prints must not get between the answers
+    os.dup2(2, 1)  # keep output of C libraries out of the answers
     while header := sys.stdin.buffer.read(8):
         parts = answer(sys.stdin.buffer.read(int.from_bytes(header, "little")))
         try:
@@ -241,12 +241,12 @@ def answer_requests(answer: Callable[[bytes], Sequence[bytes | memoryview]]) -> 
 
 
 class DecoderPool:
-    """Processes that decode and load no torch; used as a context manager.
+    """Processes that decode images without importing torch; a context manager.
 
     Args:
-        workers: number of processes; with 0, images are read in this process, one at a time, without protection.
-        max_pixels: images of more pixels are refused.
-        patience: seconds after which an image is given up.
+        workers: number of processes; with 0, this process reads images, one at a time, without protection.
+        max_pixels: images with more pixels are refused.
+        patience: timeout per image in seconds.
     """
 
     def __init__(self, workers: int, *, max_pixels: int = MAX_PIXELS, patience: float = PATIENCE) -> None:
@@ -258,7 +258,7 @@ class DecoderPool:
         self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="vitflow-decode")
 
     def submit(self, path: str) -> "Future[Decoded]":
-        """Read a file or URL; the future never raises for what is wrong with the file."""
+        """Read a file or URL; failures are in the future's result, not raised."""
         return self._threads.submit(self._decode, path)
 
     def _decode(self, path: str) -> Decoded:
@@ -277,13 +277,13 @@ class DecoderPool:
             message = f"The decoder crashed on this file (exit status {died}): it is damaged, or memory ran out."
             late = time.monotonic() - started >= self._patience
             if late:
-                message = f"Decoding took more than {self._patience:g} seconds, and was given up."
+                message = f"Decoding timed out after {self._patience:g} seconds."
             return Decoded(**_facts(path), error="TimeoutError" if late else "DecoderCrash", message=message)
         finally:
             self._idle.put(child)
 
     def close(self) -> None:
-        """Stop at once: what was not read yet is not read any more."""
+        """Stop immediately, and cancel pending requests."""
         for child in self._children:
             child.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -304,38 +304,38 @@ def _facts(path: str) -> dict[str, Any]:
 
 
 def serve(max_pixels: str, patience: str) -> None:
-    """Decode the files that are requested by their paths: the work of a process of `DecoderPool`."""
+    """Decode the files whose paths are requested: the main function of a `DecoderPool` process."""
     _limit_memory(int(max_pixels))
     answer_requests(partial(_answer, max_pixels=int(max_pixels), patience=float(patience)))
 
 
 def _answer(path: bytes, max_pixels: int, patience: float) -> list[bytes | memoryview]:
-    """The facts of a file as JSON, after their length, and its pixels."""
+    """Return the length of a JSON header, the header with the facts of a file, and its pixels."""
     limit_time(patience)
     decoded = decode_file(os.fsdecode(path), max_pixels)
     limit_time(0)
     facts = {name: getattr(decoded, name) for name in ("size", "mtime_ns", "sha256", "error", "message")}
     shape = None if decoded.image is None else decoded.image.shape
-    told = json.dumps(facts | {"shape": shape}).encode()
+    header = json.dumps(facts | {"shape": shape}).encode()
     pixels = b"" if decoded.image is None else np.ascontiguousarray(decoded.image).data.cast("B")
-    return [len(told).to_bytes(4, "little"), told, pixels]
+    return [len(header).to_bytes(4, "little"), header, pixels]
 
 
 def limit_time(seconds: float) -> None:
-    """End this process after a time, whatever C code it is in; 0 lifts the limit."""
+    """End this process after a time, even in C code; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
-    elif seconds:  # Windows: a thread in C, which takes a fifth of the time that a small JPEG does
+    elif seconds:  # Windows: a C thread, which takes a fifth of the time of a small JPEG
         faulthandler.dump_traceback_later(seconds, exit=True)
     else:
         faulthandler.cancel_dump_traceback_later()
 
 
 def _limit_memory(max_pixels: int) -> None:
-    """Bound the memory that a file can make a decoder allocate; 32 bytes per pixel hold any permitted image."""
+    """Limit the memory of decoders; 32 bytes per pixel suffice for any permitted image."""
     try:
         import resource
-    except ImportError:  # not on this system
+    except ImportError:  # not available on this system
         return
     bound = 2**31 + 32 * max_pixels
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

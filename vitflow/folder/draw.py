@@ -1,4 +1,4 @@
-"""What is made of the maps that a run keeps: overlays, its report, and its display in a notebook."""
+"""Outputs from the maps of a run: overlays, the report, and the notebook display."""
 
 import contextlib
 import os
@@ -40,22 +40,22 @@ from vitflow.images.reading import read_image
 from vitflow.runs.columns import Maps, Row, placement_of
 from vitflow.runs.saved import FILE, SavedRun
 
-# What a run must have been asked for to be drawn.
+# The settings that a run requires to be drawn, with their types.
 _RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}
 # Options of the drawing that are not text.
 _DRAWING = {"alpha": (int, float), "vmin": (int, float), "vmax": (int, float), "contours": (bool,)}
-# Classes that are listed.
+# Maximal number of classes listed in a warning.
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What became of one image that was to be drawn.
+    """The overlays of an image, or its error.
 
     Attributes:
         input: its name in the run.
-        paths: the overlays that were written.
-        error: why there are none.
+        paths: the written overlays.
+        error: the error message if there are none.
     """
 
     input: str
@@ -64,7 +64,7 @@ class Drawn:
 
 
 def open_run(folder: str | os.PathLike[str]) -> SavedRun:
-    """The folder run in a folder, checked as far as drawing it needs.
+    """Open a folder run, and check the settings required for drawing.
 
     Raises:
         OptionError: there is no folder run, or its record is damaged.
@@ -74,26 +74,26 @@ def open_run(folder: str | os.PathLike[str]) -> SavedRun:
         raise OptionError(
             f"There is no folder run in {os.fspath(folder)!r}: make one with vitflow folder IN -o OUT, and name OUT."
         )
-    asked = run.fingerprint
-    known = all(isinstance(asked.get(name), kind) for name, kind in _RUN.items()) and run.max_pixels
+    settings = run.fingerprint
+    known = all(isinstance(settings.get(name), kind) for name, kind in _RUN.items()) and run.max_pixels
     if not known or not all(
-        value is None or isinstance(value, _DRAWING.get(name, (str,))) for name, value in asked["drawing"].items()
+        value is None or isinstance(value, _DRAWING.get(name, (str,))) for name, value in settings["drawing"].items()
     ):
         raise OptionError(
-            f"The record of the run in {os.fspath(folder)!r} is damaged: do it again with vitflow folder --overwrite."
+            f"The record of the run in {os.fspath(folder)!r} is damaged: repeat it with vitflow folder --overwrite."
         )
     return run
 
 
 def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterator[tuple[Row, Maps]]:
-    """Read the maps of a run back: (row, maps by their labels) for each explained image, in the order of the inputs.
+    """Read the maps of a run: (row, maps by label) for each explained image, in the order of the inputs.
 
     Args:
         run: the output folder of `explain_folder`.
-        where: take the images for which this SQL expression holds, such as "probability < 0.5".
+        where: SQL condition that selects images, such as "probability < 0.5".
 
     Raises:
-        OptionError: the folder holds no run, its record is damaged, or the condition is wrong.
+        OptionError: the folder has no run, its record is damaged, or the condition is invalid.
 
     >>> import tempfile
     >>> from vitflow.demo import SAMPLE_FOLDER
@@ -122,40 +122,39 @@ def draw_run(
     images: str | os.PathLike[str] | None = None,
     progress: Callable[[Drawn], None] = lambda _: None,
 ) -> list[Drawn]:
-    """Draw overlays of the images of a run into a folder, named as the run would have named them.
+    """Draw overlays of a run's images into a folder, with the same names as in a folder run.
 
     Args:
         run: the output folder of `explain_folder`.
-        output: where the overlays go.
-        where: draw the images for which this SQL expression holds, such as
-            "probability < 0.5 AND class_name != 'cat'".
-        methods: the maps to draw, by their labels; by default all of the run.
-        limit: draw the first so many only, at least 1.
-        format: "jpg", "png" or "webp"; by default what the run was asked for.
-        drawing: options of `Saliency.overlay`, which come before those that the run was asked for.
-        images: folder or URL of the photographs; by default the folder that the run read. A URL is never taken from
-            the record of a run, which anybody may have written: it must be named here.
-        progress: called for each image as it is done.
+        output: the folder for the overlays.
+        where: SQL condition that selects images, such as "probability < 0.5 AND class_name != 'cat'".
+        methods: labels of the maps to draw; by default all maps of the run.
+        limit: maximal number of images, at least 1.
+        format: "jpg", "png" or "webp"; by default that of the run.
+        drawing: options of `Saliency.overlay`, which override those of the run.
+        images: folder or URL of the images; by default the folder that the run read. A URL in the record of a run is
+            not trusted: it must be given here.
+        progress: called for each image when it is done.
 
     Raises:
-        OptionError: the folder holds no run, its record is damaged, an option is wrong, or the photographs are at a URL
-            that was not named.
+        OptionError: the folder has no run, its record is damaged, an option is invalid, or the images are at a URL that
+            was not given.
     """
     if limit is not None:
         limit = min(whole_number("limit", limit, 1), sys.maxsize)
     with open_run(run) as saved:
-        asked, place = saved.fingerprint, Path(output)
-        if images is None and is_remote(asked["root"]):
-            raise OptionError(not_named(asked["root"]))
-        source = asked["root"] if images is None else os.fspath(images)
+        settings, folder = saved.fingerprint, Path(output)
+        if images is None and is_remote(settings["root"]):
+            raise OptionError(not_named(settings["root"]))
+        source = settings["root"] if images is None else os.fspath(images)
         root = os.path.realpath(source)
-        labels = list(asked["methods"]) if methods is None else list(methods)
+        labels = list(settings["methods"]) if methods is None else list(methods)
         for label in labels:
-            check_known("map of this run", label, asked["methods"])
-        format = format or asked["format"]
+            check_known("map of this run", label, settings["methods"])
+        format = format or settings["format"]
         if format not in OVERLAY_FORMATS:
             raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
-        options = {**asked["drawing"], **(drawing or {})}
+        options = {**settings["drawing"], **(drawing or {})}
 
         names = saved.names()
 
@@ -165,33 +164,33 @@ def draw_run(
                 placement = placement_of(row["placement"])
                 paths = []
                 for label in labels:
-                    saliency = Saliency(maps[label], placement, pixels, row["input"], asked["model"], label, {})
+                    saliency = Saliency(maps[label], placement, pixels, row["input"], settings["model"], label, {})
                     path = f"{row['stem']}-{label}.{format}"
-                    if os.path.relpath(os.path.realpath(place / path), root) in names:
+                    if os.path.relpath(os.path.realpath(folder / path), root) in names:
                         raise ShapeError(
-                            f"The overlay {path!r} would replace a photograph: choose another folder with -o."
+                            f"The overlay {path!r} would overwrite an input image: choose another folder with -o."
                         )
-                    write_inside(place, path, encode_overlay(saliency.overlay(**options), format))
-                    paths.append(place / path)
+                    write_inside(folder, path, encode_overlay(saliency.overlay(**options), format))
+                    paths.append(folder / path)
                 return Drawn(row["input"], tuple(paths))
             except OptionError:
-                raise  # of every image
+                raise  # applies to every image
             except (VitflowError, OSError) as error:
                 return Drawn(row["input"], error=printable(str(error)))
             except KeyError as error:
                 return Drawn(row["input"], error=f"The record of this image has no {error}.")
 
-        found = []
-        for drawn in _side_by_side(draw, islice(_explained(saved, where), limit)):
-            found.append(drawn)
+        results = []
+        for drawn in _in_parallel(draw, islice(_explained(saved, where), limit)):
+            results.append(drawn)
             progress(drawn)
-        if where and not found:
+        if where and not results:
             _hint(where, sorted(saved.classes()))
-        return found
+        return results
 
 
 def _hint(where: str, classes: Sequence[str]) -> None:
-    """Warn of text in a condition that is close to the name of a class."""
+    """Warn if text in a condition is similar to the name of a class."""
     for text in re.findall(r"'((?:[^']|'')*)'", where):
         close = [] if text in classes else get_close_matches(text, classes, n=1)
         if close:
@@ -201,38 +200,38 @@ def _hint(where: str, classes: Sequence[str]) -> None:
 
 
 def not_named(url: str) -> str:
-    """Why photographs are not fetched from a URL that the record of a run alone names."""
+    """Return the error message for a URL that only the record of a run names."""
     return (
-        f"The record of this run says that its photographs lie at {printable(url)!r}, and nothing is fetched because a "
-        "record says so: name that place with vitflow draw --images URL (images=…) if you trust it."
+        f"The record of this run says that its images are at {printable(url)!r}, but URLs in a record are not fetched: "
+        "pass vitflow draw --images URL (images=…) if you trust it."
     )
 
 
 def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArray[np.uint8]:
-    """The pixels of the very file that was explained, uint8 RGB [height, width, 3].
+    """Read an explained image, uint8 RGB [height, width, 3], and check that it has not changed.
 
     Args:
-        row: of the image.
+        row: the row of the image.
         root: the folder or URL that the run read.
-        max_pixels: images of more pixels are refused.
+        max_pixels: images with more pixels are refused.
 
     Raises:
-        VitflowError: it cannot be read, or is another one now.
+        VitflowError: it cannot be read, or has changed.
     """
     decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", max_pixels)
     if decoded.image is None:
         raise VitflowError(decoded.message)
     if decoded.sha256 != row["sha256"] or decoded.image.shape[:2] != (row["height"], row["width"]):
-        raise ShapeError("The photograph has changed since the run: run vitflow folder again.")
+        raise ShapeError("The image has changed since the run: run vitflow folder again.")
     return decoded.image
 
 
-def _side_by_side(draw: Callable[[Row, Maps], Drawn], found: Iterable[tuple[Row, Maps]]) -> Iterator[Drawn]:
-    """Draw on every core, in order, with a few images in memory at once."""
+def _in_parallel(draw: Callable[[Row, Maps], Drawn], rows: Iterable[tuple[Row, Maps]]) -> Iterator[Drawn]:
+    """Draw on all cores, in order, with few images in memory."""
     count = os.cpu_count() or 1
     with ThreadPoolExecutor(count, thread_name_prefix="vitflow-draw") as threads:
         ahead: list[Future[Drawn]] = []
-        for row, maps in found:
+        for row, maps in rows:
             ahead.append(threads.submit(draw, row, maps))
             if len(ahead) > 2 * count:
                 yield ahead.pop(0).result()
@@ -241,22 +240,22 @@ def _side_by_side(draw: Callable[[Row, Maps], Drawn], found: Iterable[tuple[Row,
 
 
 class Thumbnails:
-    """The photographs that a run has in hand, made small for its report, so that none is decoded twice.
+    """Thumbnails of a run's decoded images for its report, so that no image is decoded twice.
 
-    They wait in a file without a name, which is gone with the run however it ends; in memory are their places alone.
+    They are stored in an unnamed file, which is deleted when the run ends; only their offsets are in memory.
 
     Args:
-        folder: where there is room for the file.
+        folder: the folder of the file.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = SpooledTemporaryFile(1, "w+b", dir=str(folder))  # noqa: SIM115 - made at the first, closed with the run
+        self._file = SpooledTemporaryFile(1, "w+b", dir=str(folder))  # noqa: SIM115 - created by the first write, closed with the run
         self._places: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def add(self, key: str, pixels: NDArray[np.uint8]) -> None:
-        """Keep an input's photograph; on a full disk it will be decoded again."""
-        from vitflow.viewer.pages import thumbnail  # loads matplotlib, as all of the viewer
+        """Store an input's thumbnail; on a full disk, the image will be decoded again."""
+        from vitflow.viewer.pages import thumbnail  # imports matplotlib
 
         small = thumbnail(pixels)
         with self._lock, contextlib.suppress(OSError):
@@ -266,7 +265,7 @@ class Thumbnails:
             self._places[key] = (place, len(small))
 
     def get(self, key: str) -> bytes | None:
-        """The photograph of an input as JPEG; None where the run did not have it in hand."""
+        """Return the thumbnail of an input as JPEG; None if it was not stored."""
         if key not in self._places:
             return None
         place, length = self._places[key]
@@ -274,7 +273,7 @@ class Thumbnails:
         return self._file.read(length)
 
     def close(self) -> None:
-        """Give the room on the disk back."""
+        """Delete the file."""
         self._file.close()
 
 
@@ -284,15 +283,15 @@ def report_run(
     thumbnails: Thumbnails | None = None,
     **options: Any,
 ) -> Path:
-    """Write the report of the run in a folder, `report.html` and further pages; the first page's path.
+    """Write the report of a run, `report.html` and further pages, and return the first page's path.
 
     Args:
         output: the run's output folder.
-        thumbnails: the photographs that need not be read again.
+        thumbnails: thumbnails of images that need not be read again.
         options: per_page and embed_bytes as for `vitflow.viewer.report.write_report`.
 
     Raises:
-        OptionError: the folder holds no run, or its record is damaged.
+        OptionError: the folder has no run, or its record is damaged.
     """
     from vitflow.viewer.pages import thumbnail
     from vitflow.viewer.report import write_report
@@ -313,12 +312,12 @@ def report_run(
                 window = placement_of(row["placement"]).window if row["status"] == "explained" else None
                 yield row | {"grids": maps, "window": window}
 
-        told = {label: _departures(run, label) for label in run["methods"]}
-        return write_report(saved.folder, run, states, rows, photograph, departures=told, **options)
+        notes = {label: _departures(run, label) for label in run["methods"]}
+        return write_report(saved.folder, run, states, rows, photograph, departures=notes, **options)
 
 
 def _departures(run: Mapping[str, Any], label: str) -> str:
-    """How a method's maps depart from its publication; nothing of a method of its author's, or an edited record."""
+    """Return how a method's maps depart from its publication; empty for a custom method or an edited record."""
     try:
         return departures(get_method(run["methods"][label]), run["options"][label])
     except (OptionError, KeyError, TypeError, ValueError, AttributeError):
@@ -327,22 +326,27 @@ def _departures(run: Mapping[str, Any], label: str) -> str:
 
 # -- the display in a notebook
 
-#: Images that are shown.
+#: Maximal number of images in a notebook display.
 SHOWN = 6
-_WIDTH = 1.5  # of an image, in inches
+_WIDTH = 1.5  # width of an image in inches
 
 
 def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The first overlay of each row's image, as one figure, and what the rows say."""
-    from vitflow.images.figures import NOTEBOOK_DPI, Cell, Column, bundle, draw_bands, html_table  # loads matplotlib
+    """Return a figure with the first overlay of each row's image, and a table of the rows."""
+    from vitflow.images.figures import NOTEBOOK_DPI, Cell, Column, bundle, draw_bands, html_table  # imports matplotlib
 
     pen, cells, columns, overlays = Pen(_WIDTH, NOTEBOOK_DPI), [], [], []
     for row in rows:
         probability = row.get("probability")
-        told = (row.get("class_name") or row.get("class_index"), "" if probability is None else f"{probability:.1%}")
-        cells.append((printable(row["input"]), row["status"], *(told if row["status"] == "explained" else ("", ""))))
+        prediction = (
+            row.get("class_name") or row.get("class_index"),
+            "" if probability is None else f"{probability:.1%}",
+        )
+        cells.append(
+            (printable(row["input"]), row["status"], *(prediction if row["status"] == "explained" else ("", "")))
+        )
         for label, file in list(row.get("outputs", {}).items())[:1]:
-            with contextlib.suppress(ImageError):  # it may have been moved away since
+            with contextlib.suppress(ImageError):  # the file may have been moved
                 overlay = pen.photograph(read_image(output / file))
                 columns.append(Column(Path(row["input"]).name, label))
                 overlays.append([Cell(overlay, (str(row["class_name"] or ""),))])

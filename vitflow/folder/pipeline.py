@@ -1,4 +1,4 @@
-"""Keep the model busy: decode ahead, run the model in batches, draw and write behind, in bounded memory."""
+"""Pipeline of a run in bounded memory: decode ahead, run the model in batches, draw and write in the background."""
 
 import copy
 import os
@@ -33,19 +33,19 @@ _Writing = list[Future[_Written]]
 
 
 class Pipeline:
-    """One run over the inputs that are not done yet; rows are kept as soon as their files are in place.
+    """One run over the inputs that are not done; a row is stored as soon as its image's files are written.
 
     Args:
-        compute: what a part of a batch gives, one result for each image.
-        draw: an image's row, grids and files, from its result; called by several threads.
-        run: takes the rows.
-        tally: counts each row once it is kept, and the work that is under way, in images, as slow methods go on.
-        decoders: the processes that read.
-        batch_size: images that the model works on at once; it is halved where memory is too small.
-        explainer: the model, of which lanes have copies; without one there is one lane.
-        slow: the number of methods that take long.
-        behind: batches that wait to be written; with more than two the disk is the bottleneck.
-        on_pixels: takes each explained image's key and pixels once its files are in place, in several threads.
+        compute: returns one result for each image of a part of a batch.
+        draw: returns an image's row, grids and files from its result; called by several threads.
+        run: stores the rows.
+        tally: counts stored rows, and the progress of slow methods, in images.
+        decoders: the processes that read images.
+        batch_size: images per forward pass; halved if memory runs out.
+        explainer: the model, which lanes copy; without it, there is one lane.
+        slow: the number of slow methods.
+        behind: maximal number of batches waiting to be written; beyond two, the disk is the bottleneck.
+        on_pixels: receives each explained image's key and pixels once its files are written, in several threads.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Pipeline:
         self._tally, self._decoders, self._batch_size = tally, decoders, batch_size
         self._explainer, self._slow, self._behind, self._on_pixels = explainer, slow, behind, on_pixels
         self._explaining: deque[tuple[list[InputImage], set[str], Future[Sequence[Any]]]] = deque()
-        self._under_way = 0.0  # images whose maps are there, and that have no row yet
+        self._under_way = 0.0  # images with maps but no row yet
         self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per image)
 
     def run(self, inputs: Sequence[Input], done: set[str]) -> None:
-        """Explain what is not done, by its key.
+        """Explain the inputs whose keys are not in `done`.
 
-        Batches are the same in every run over the same inputs: a run that goes on where another one was stopped
-        computes a torn batch whole, for an image's neighbours in a batch may change the last bits of its result.
+        Batches are the same in every run over the same inputs: a resumed run recomputes an interrupted batch as a
+        whole, since the composition of a batch may change the last bits of the results.
         """
         writers = ThreadPoolExecutor(min(os.cpu_count() or 1, 8), thread_name_prefix="vitflow-write")
-        # Methods that take long use all threads by themselves, and end soon on Ctrl-C only in this one.
+        # Slow methods use all threads anyway, and react to Ctrl-C only in this thread.
         lanes = Lanes(self._explainer, self._batch_size, several=not self._slow)
         try:
             for batch, missing, decoded in self._decoded_batches(inputs, done):
@@ -84,8 +84,8 @@ class Pipeline:
                 for images in lanes.batches[0].parts(complete, lambda image: image.decoded.nbytes):
                     wanted = sum(image.key in missing for image in images)
                     if wanted:
-                        found = lanes.submit(partial(self._explain, images, wanted))
-                        self._explaining.append((images, missing, found))
+                        future = lanes.submit(partial(self._explain, images, wanted))
+                        self._explaining.append((images, missing, future))
                     while len(self._explaining) > (lanes.count if lanes.count > 1 else 0):
                         self._hand_over(writers)
             while self._explaining:
@@ -93,13 +93,13 @@ class Pipeline:
             while self._writing:
                 self._commit()
         except BaseException:
-            # On Ctrl-C: keep what is written, and start nothing new.
+            # On Ctrl-C: keep finished rows, and start nothing new.
             self._end(lanes, writers)
             raise
         self._end(lanes, writers)
 
     def _end(self, lanes: "Lanes", writers: ThreadPoolExecutor) -> None:
-        """Start nothing more, and keep what is written."""
+        """Cancel pending work, and keep finished rows."""
         lanes.close()
         self._explaining.clear()
         writers.shutdown(wait=True, cancel_futures=True)
@@ -109,7 +109,7 @@ class Pipeline:
     def _decoded_batches(
         self, inputs: Sequence[Input], done: set[str]
     ) -> Iterator[tuple[Sequence[Input], set[str], dict[str, Decoded]]]:
-        """Batches with something to do, the missing images of each read; the next ones are read ahead."""
+        """Yield each batch with missing images and these images decoded; further batches are read ahead."""
         ahead: deque[tuple[Sequence[Input], dict[str, Future[Decoded]]]] = deque()
         batches = (inputs[start : start + self._batch_size] for start in range(0, len(inputs), self._batch_size))
         exhausted = False
@@ -117,47 +117,47 @@ class Pipeline:
             while not exhausted and (not ahead or self._room_ahead(ahead)):
                 batch = next(batches, None)
                 exhausted = batch is None
-                missing = [one for one in batch or () if one.key not in done]
+                missing = [item for item in batch or () if item.key not in done]
                 if batch and missing:
-                    ahead.append((batch, {one.key: self._read(one) for one in missing}))
+                    ahead.append((batch, {item.key: self._read(item) for item in missing}))
             if not ahead:
                 return
             batch, futures = ahead.popleft()
             decoded = {key: future.result() for key, future in futures.items()}
-            del futures  # they hold the pixels, too
+            del futures  # they reference the pixels
             yield batch, set(decoded), decoded
 
     def _room_ahead(self, ahead: deque[tuple[Sequence[Input], dict[str, Future[Decoded]]]]) -> bool:
-        """Whether another batch may be read while the model is busy."""
-        futures = [future for _, own in ahead for future in own.values()]
+        """Return True if another batch may be read ahead."""
+        futures = [future for _, futures_by_key in ahead for future in futures_by_key.values()]
         done = [future.result().nbytes for future in futures if future.done()]
-        # A batch that is not read yet may be as large as the largest one seen.
+        # Assume that pending images are as large as the largest decoded one.
         expected = max(done, default=0) * (len(futures) + self._batch_size)
         return len(ahead) < 2 and bool(done) and expected < WAITING_BYTES
 
-    def _read(self, one: Input) -> Future[Decoded]:
-        if one.problem is not None:
+    def _read(self, item: Input) -> Future[Decoded]:
+        if item.problem is not None:
             known: Future[Decoded] = Future()
-            known.set_result(Decoded(error="PermissionError", message=printable(one.problem)))
+            known.set_result(Decoded(error="PermissionError", message=printable(item.problem)))
             return known
-        return self._decoders.submit(one.path)
+        return self._decoders.submit(item.path)
 
     def _complete(self, batch: Sequence[Input], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[InputImage]:
-        """The images of a batch in order, with those that are done already read again where they are needed."""
-        needed = any(own.image is not None for own in decoded.values())
-        for one in batch:
-            if one.key in missing:
-                yield _image(one, decoded.pop(one.key))
+        """Yield the images of a batch in order, and reread finished images if the batch is recomputed."""
+        needed = any(result.image is not None for result in decoded.values())
+        for item in batch:
+            if item.key in missing:
+                yield _image(item, decoded.pop(item.key))
             elif needed:
-                yield _image(one, self._read(one).result())
+                yield _image(item, self._read(item).result())
 
     def _explain(self, images: list[InputImage], wanted: int, batches: Batches) -> Sequence[Any]:
-        """The results of a part, by a lane; methods that take long tell how far they are."""
+        """Return the results of a part, computed by a lane; slow methods report progress."""
         with watched(partial(self._report_share, wanted), self._slow) if self._slow else nullcontext():
             return self._compute(batches, images)
 
     def _hand_over(self, writers: ThreadPoolExecutor) -> None:
-        """Let the part that was begun first be drawn and written, and wait where too much is still to be."""
+        """Submit the oldest part to the writers, and wait if too much is pending."""
         images, missing, explained = self._explaining.popleft()
         futures, size = [], 0
         for image, maps in zip(images, explained.result(), strict=True):
@@ -168,13 +168,13 @@ class Pipeline:
         self._writing.append((size, futures))
         while self._writing and (
             len(self._writing) > self._behind
-            or sum(own for own, _ in self._writing) > WAITING_BYTES
+            or sum(nbytes for nbytes, _ in self._writing) > WAITING_BYTES
             or all(future.done() for future in self._writing[0][1])
         ):
             self._commit()
 
     def _write(self, image: InputImage, result: Any) -> _Written:
-        """Draw, encode and write one image; its row and grids."""
+        """Draw, encode and write one image, and return its row and grids."""
         try:
             row, grids, files = self._draw(image, result)
             for path, content in files.items():
@@ -202,30 +202,29 @@ class Pipeline:
         self._tally.share(self._under_way + share * images)
 
 
-def _image(one: Input, decoded: Decoded) -> InputImage:
-    return InputImage(one.key, one.stem, decoded, None if one.listed is None else one.listed[1])
+def _image(item: Input, decoded: Decoded) -> InputImage:
+    return InputImage(item.key, item.stem, decoded, None if item.listed is None else item.listed[1])
 
 
 # -- lanes
 
-# Their models keep nothing of an image outside of themselves.
+# Models of these libraries do not store anything about an image outside of the module.
 _LIBRARIES = {"torch", "torchvision", "timm", "transformers", "open_clip"}
-# With more, what Python does between the operations of one would hold up the others.
+# With more lanes, Python's work between operations would block the other lanes.
 _MOST_LANES = 4
 
 
 class Lanes:
-    """Copies of a model that share its weights, side by side, each on its share of the processor's threads.
+    """Parallel copies of a model that share its weights, each with its share of the CPU threads.
 
-    Threads that work on one operation together wait for each other at its end, and for all that is done between two
-    operations. Those that work on images of their own do not: without lanes, the default rollout of ViT-Ti on two
-    threads took 1.22 to 1.31 times as long. A model with code that is not a library's, whose copies may share what they
-    keep of an image, has one lane.
+    Threads that share one operation wait for each other at its end and between operations. Threads that work on
+    different images do not: without lanes, the default rollout of ViT-Ti on two threads took 1.22 to 1.31 times as
+    long. A model with code from outside of the known libraries has one lane, since its copies may share state.
 
     Args:
-        explainer: what computes; the first lane is this very one. Without one there is one lane.
+        explainer: the explainer, which is the first lane. Without it, there is one lane.
         size: images in all lanes at once.
-        several: False takes one lane with all threads, in the thread that calls. So does a GPU.
+        several: False uses one lane with all threads, in the calling thread; so does a GPU.
     """
 
     def __init__(self, explainer: Explainer | None, size: int, *, several: bool = True) -> None:
@@ -236,13 +235,13 @@ class Lanes:
         share = partial(torch.set_num_threads, max(1, self._before // len(explainers)))
         self._threads = ThreadPoolExecutor(len(explainers), thread_name_prefix="vitflow-lane", initializer=share)
         self.count = len(explainers)
-        self.batches = [Batches(one, -(-size // self.count)) for one in explainers]
+        self.batches = [Batches(lane, -(-size // self.count)) for lane in explainers]
         self._free: SimpleQueue[Batches] = SimpleQueue()
         for batches in self.batches:
             self._free.put(batches)
 
     def submit(self, work: Callable[[Batches], R]) -> Future[R]:
-        """Have work done by the next lane that is free; a single lane does it here and now."""
+        """Submit work to the next free lane; a single lane computes it synchronously."""
         if self.count > 1:
             return self._threads.submit(self._run, work)
         done: Future[R] = Future()
@@ -257,30 +256,33 @@ class Lanes:
             self._free.put(batches)
 
     def close(self) -> None:
-        """End what has begun, start nothing more, and give the process its number of threads back."""
+        """Wait for running work, cancel pending work, and restore the number of threads of the process."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self.count > 1:
             torch.set_num_threads(self._before)
 
 
 def _copies(explainer: Explainer, count: int) -> list[Explainer]:
-    """Explainers of copies of the model, with weights in the same memory; none of a model that cannot be copied so.
+    """Return explainers of copies of the model that share its weights; empty if it cannot be copied safely.
 
-    Classes of the user, and hooks and methods that were put on the model, may hold on to the model itself, or to a
-    place that all copies share.
+    Classes of the user, and hooks and methods added to the model, may reference the original model or shared state.
     """
     weights = list(explainer.model.parameters())
     if (
         any(type(weight) is not nn.Parameter for weight in weights)
         or has_foreign_hooks(explainer.model)
-        or any(type(one).__module__.partition(".")[0] not in _LIBRARIES for one in explainer.model.modules())
-        or any(callable(getattr(type(one), name, None)) for one in explainer.model.modules() for name in vars(one))
+        or any(type(module).__module__.partition(".")[0] not in _LIBRARIES for module in explainer.model.modules())
+        or any(
+            callable(getattr(type(module), name, None)) for module in explainer.model.modules() for name in vars(module)
+        )
     ):
         return []
     try:
         return [
-            copy.deepcopy(explainer, {id(one): nn.Parameter(one.detach(), one.requires_grad) for one in weights})
+            copy.deepcopy(
+                explainer, {id(weight): nn.Parameter(weight.detach(), weight.requires_grad) for weight in weights}
+            )
             for _ in range(count)
         ]
-    except Exception:  # a model may hold whatever its author likes
+    except Exception:  # arbitrary attributes of a model may not support deepcopy
         return []

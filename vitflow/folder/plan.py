@@ -1,4 +1,4 @@
-"""Plan a folder run: its inputs, the names of their outputs, and what an earlier run has done. Loads no torch."""
+"""Plan a folder run: its inputs, the names of their outputs, and the inputs that are done. Does not import torch."""
 
 import fnmatch
 import glob as globbing
@@ -19,9 +19,9 @@ from vitflow.runs.columns import Row
 if TYPE_CHECKING:
     from vitflow.runs.store import Run
 
-# Longest file name that common file systems take, in bytes.
+# Maximal length of a file name on common file systems, in bytes.
 _LONGEST_NAME = 255
-# The names that stores have for the time of a file's last change.
+# The names of a file's modification time in stores.
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
@@ -30,13 +30,13 @@ class Input:
     """One input of a run.
 
     Attributes:
-        key: its path below the root, with slashes. Bytes that are not UTF-8 are kept as lone surrogates
+        key: its path relative to the root, with slashes. Bytes that are not UTF-8 are kept as lone surrogates
             (Python's surrogateescape).
         path: the path or URL from which it is read.
-        stem: the outputs' path below the output folder, without "-method.suffix"; always valid UTF-8.
-        problem: why it cannot be read, if that is known before.
-        listed: (size, time of the last change in nanoseconds) as a store lists it, None for what it does not list;
-            the file of this machine is read for both.
+        stem: the outputs' path relative to the output folder, without "-method.suffix"; always valid UTF-8.
+        problem: the reason why it cannot be read, if known in advance.
+        listed: (size, modification time in nanoseconds) as listed by a store, each None if not listed; None for local
+            files.
     """
 
     key: str
@@ -52,10 +52,10 @@ class Listing:
 
     Attributes:
         root: the folder or URL that keys are relative to.
-        output: the folder for outputs, in the tree of the inputs.
+        output: the output folder, which mirrors the folders of the inputs.
         files: (path, problem) by key, in natural order.
-        real: the real paths of all files that were found, those beyond the run's limit, too.
-        listed: size and time by key, as a store lists them.
+        real: the real paths of all matching files, including those beyond the run's limit.
+        listed: size and modification time by key, as listed by a store.
     """
 
     root: str
@@ -68,7 +68,7 @@ class Listing:
         """Name the outputs of each input: no two inputs claim one output, and no output is an input.
 
         Args:
-            endings: what is appended to a stem for each output, such as "-rollout.jpg".
+            endings: suffixes of a stem, one for each output, such as "-rollout.jpg".
             taken: stems by key from an earlier run.
         """
         name_for = _namer(self.output, endings, self.real, dict(taken or {}))
@@ -88,33 +88,33 @@ def list_inputs(
 ) -> Listing:
     """Find the inputs of a run in natural order.
 
-    Hidden files and folders and the output folder are left out; links to folders are followed, each folder once.
-    A folder `x.jpg` or a broken link has the name of an image: it is an input, too, and will fail with a row.
+    Hidden files, hidden folders and the output folder are skipped; links to folders are followed, each folder once.
+    A folder `x.jpg` or a broken link with the name of an image is an input, too, and its row will have an error.
 
     Args:
-        sources: a folder, a file, or a pattern with * if nothing has that very name, or several; or one folder at a
-            URL.
-        output: the folder for outputs.
-        recursive: read the folders below, too.
-        glob: take the files whose name, or path below the source, matches this pattern, whatever their suffix.
-        limit: take no more than this number.
+        sources: a folder, a file, a pattern with * (if no file has that exact name), or several of them; or one folder
+            at a URL.
+        output: the output folder.
+        recursive: include subfolders.
+        glob: select the files whose name, or path relative to the source, matches this pattern, with any suffix.
+        limit: maximal number of inputs.
 
     Raises:
-        OptionError: no sources, or an output folder that is a source.
-        ImageError: there is nothing at a source, or no image in any.
+        OptionError: no sources, or the output folder is a source.
+        ImageError: a source does not exist, or no source has an image.
     """
-    several = [sources] if isinstance(sources, str | os.PathLike) else sources
-    given = [os.fspath(source).removeprefix("file://") for source in several]
+    items = [sources] if isinstance(sources, str | os.PathLike) else sources
+    given = [os.fspath(source).removeprefix("file://") for source in items]
     if any(map(is_remote, given)):
         return _list_url(given, output, recursive, glob, limit)
     paths = [match for source in given for match in _expand(source)]
     if not paths:
         raise OptionError("Expected at least one folder or image, got none.")
-    absolute = [os.path.abspath(path) for path in paths]  # noqa: PTH100 - links stay as they are written
+    absolute = [os.path.abspath(path) for path in paths]  # noqa: PTH100 - links are not resolved
     for path in absolute:
         if os.path.realpath(path) == os.path.realpath(output):
             raise OptionError(
-                f"The output folder {str(output)!r} is also read from: choose another one, such as "
+                f"The output folder {str(output)!r} is also a source: choose another one, such as "
                 f"{str(output / 'vitflow')!r}."
             )
     one_folder = len(absolute) == 1 and is_folder(absolute[0])
@@ -131,7 +131,7 @@ def list_inputs(
 def _in_order(keys: Iterable[str], sources: Sequence[str], recursive: bool, glob: str | None) -> list[str]:
     ordered = sorted(keys, key=lambda key: ([natural_order(part) for part in key.split("/")], key))
     if not ordered:
-        below = "" if recursive else " Folders below are read with --recursive (recursive=True)."
+        below = "" if recursive else " --recursive (recursive=True) includes subfolders."
         what = f"file that matches {glob!r}" if glob else "image"
         raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, sources))}, found none.{below}")
     return ordered
@@ -144,7 +144,7 @@ def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str |
     system, root = file_system(url)
     try:
         details = system.find(root, maxdepth=None if recursive else 1, detail=True)
-    except Exception as error:  # a store's own errors are of many kinds
+    except Exception as error:  # stores raise errors of many types
         reason = printable(str(error)) or type(error).__name__
         raise ImageError(f"Could not list {printable(url)!r}: {reason}.") from error
     base = f"{root.rstrip('/')}/"
@@ -153,18 +153,18 @@ def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str |
         for name, facts in details.items()
         if name.startswith(base)
     }
-    shown = [
+    selected = [
         key
         for key in listed
         if not any(part.startswith(".") for part in key.split("/"))
-        and _wanted(key.rpartition("/")[2], key, glob, folder=False)
+        and _is_selected(key.rpartition("/")[2], key, glob, folder=False)
     ]
-    keys = _in_order(shown, sources, recursive, glob)[:limit]
+    keys = _in_order(selected, sources, recursive, glob)[:limit]
     return Listing(url, output, {key: (f"{url}/{key}", None) for key in keys}, listed=listed)
 
 
 def _changed(facts: Mapping[str, Any]) -> int | None:
-    """The time of a file's last change, in nanoseconds."""
+    """Return a file's modification time in nanoseconds, None if it is not listed."""
     value = next((facts[name] for name in _TIMES if facts.get(name) is not None), None)
     value = value.timestamp() if isinstance(value, datetime) else value
     return round(value * 1e6) * 1000 if isinstance(value, int | float) else None
@@ -180,7 +180,7 @@ def _expand(source: str) -> list[str]:
 
 
 def _files(source: str, recursive: bool, glob: str | None, output: str) -> Iterator[tuple[str, str | None]]:
-    """(file, problem) for each input below a source; a file that is named itself is taken whatever its name."""
+    """Yield (file, problem) for each input of a source; a file given as source may have any name."""
     if not is_folder(source):
         yield source, None
         return
@@ -195,14 +195,14 @@ def _files(source: str, recursive: bool, glob: str | None, output: str) -> Itera
         for name in (*names, *subfolders):
             path = os.path.join(folder, name)  # noqa: PTH118
             inside = os.path.relpath(path, source)
-            if not name.startswith(".") and _wanted(name, inside, glob, name in subfolders):
+            if not name.startswith(".") and _is_selected(name, inside, glob, name in subfolders):
                 yield path, None
         subfolders[:] = [name for name in subfolders if recursive and not name.startswith(".")]
     for problem in problems:
         yield str(problem.filename), f"Could not read this folder: {problem.strerror}."
 
 
-def _wanted(name: str, inside: str, glob: str | None, folder: bool) -> bool:
+def _is_selected(name: str, inside: str, glob: str | None, folder: bool) -> bool:
     if glob is None:
         return is_image_name(name)
     return not folder and (fnmatch.fnmatch(name, glob) or fnmatch.fnmatch(Path(inside).as_posix(), glob))
@@ -211,7 +211,7 @@ def _wanted(name: str, inside: str, glob: str | None, folder: bool) -> bool:
 def _namer(
     output: Path, endings: Sequence[str], inputs: frozenset[str], taken: Mapping[str, str]
 ) -> Callable[[str], str]:
-    """A function that gives each key a stem of its own, the one it had before if it had one."""
+    """Return a function from keys to unique stems, which keeps the stems of an earlier run."""
     claimed: set[str] = set()
     base = os.path.realpath(output)
     room = _LONGEST_NAME - max(len(ending.encode()) for ending in endings)
@@ -224,7 +224,7 @@ def _namer(
 
     kept: dict[str, str] = {}
     times = Counter(map(_folded, taken.values()))
-    for key, stem in taken.items():  # a record may have been edited: two inputs that share a stem have lost it
+    for key, stem in taken.items():  # in an edited record, inputs may share a stem: assign new ones
         if times[_folded(stem)] == 1 and free(stem) and len(stem.rpartition("/")[2].encode()) <= room:
             kept[key] = stem
             claimed.update(_folded(stem + ending) for ending in endings)
@@ -234,13 +234,13 @@ def _namer(
             return kept[key]
         *folders, name = (_writable(part) for part in key.split("/"))
         first = os.path.splitext(name)[0] or name  # noqa: PTH122
-        number, extra = 1, ""
+        count, extra = 1, ""
         while True:
             stem = "/".join([*folders, first.encode()[: room - len(extra)].decode("utf-8", "ignore") + extra])
             if free(stem):
                 break
-            number += 1
-            extra = f"-{number}"
+            count += 1
+            extra = f"-{count}"
         claimed.update(_folded(stem + ending) for ending in endings)
         return stem
 
@@ -248,12 +248,12 @@ def _namer(
 
 
 def _folded(name: str) -> str:
-    """One form for all names that some file system takes for the same."""
+    """Return the same form for all names that some file system treats as equal."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
 def _writable(name: str) -> str:
-    """A name that every tool can show: what is not text, and control characters, become underscores."""
+    """Return a printable name: bytes that are not UTF-8, and control characters, become underscores."""
     text = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").replace("\ufffd", "_")
     return "".join("_" if unicodedata.category(char).startswith("C") else char for char in text)
 
@@ -262,45 +262,45 @@ def _writable(name: str) -> str:
 
 
 def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str], *, overwrite: bool) -> None:
-    """Make room for a run that begins anew: remove what an earlier one has made, if that may be.
+    """Remove the outputs of an earlier run before a new one, if `overwrite` permits.
 
     Raises:
-        OptionError: a file that no run made is in the way, and may not be replaced.
+        OptionError: a file that no run has written would be replaced without `overwrite`.
     """
     output = listing.output
     if overwrite:
         for row in rows:
-            # The files of an image are its stem and an ending each: no other file is removed, whatever a row says.
+            # Rows are untrusted: remove only files whose names consist of the stem and an ending.
             paths = [*(row.get("outputs") or {}).values(), *(row.get("maps") or {}).values()]
             remove_inside(output, (path for path in paths if path.startswith(f"{row['stem']}-")))
         return
-    names = (one.stem + ending for one in listing.plan(endings) for ending in endings)
+    names = (item.stem + ending for item in listing.plan(endings) for ending in endings)
     foreign = next((name for name in names if os.path.lexists(output / name)), None)
     if foreign is not None:
         raise OptionError(
-            f"There is already a file {foreign!r} in {str(output)!r}, and no record of a run that made it. Choose "
-            "another folder, or replace it with --overwrite (overwrite=True)."
+            f"{str(output)!r} already has a file {foreign!r}, which is not from a recorded run. Choose another folder, "
+            "or replace it with --overwrite (overwrite=True)."
         )
 
 
 def done_before(inputs: Sequence[Input], run: "Run") -> set[str]:
-    """The keys of the inputs that an earlier run has explained."""
-    by_key = {one.key: one for one in inputs}
+    """Return the keys of the inputs that an earlier run has explained."""
+    by_key = {item.key: item for item in inputs}
     return set(by_key) - set(run.missing(list(by_key), lambda row: _is_done(by_key[row["input"]], row, run.folder)))
 
 
-def _is_done(one: Input, row: Mapping[str, Any], output: Path) -> bool:
-    """Whether an earlier run explained this very file, and its outputs are still there."""
-    if one.problem is not None or row["status"] != "explained" or row["stem"] != one.stem:
+def _is_done(item: Input, row: Mapping[str, Any], output: Path) -> bool:
+    """Return True if an earlier run explained this file, and neither the file nor its outputs have changed."""
+    if item.problem is not None or row["status"] != "explained" or row["stem"] != item.stem:
         return False
-    pairs = zip(one.listed or _size_and_time(one.path), (row["size"], row["mtime_ns"]), strict=True)
-    # Neither may be listed: then the file counts as the same, or a run on such a store could never be resumed.
-    same = all(value == before for value, before in pairs if value is not None or one.listed is None)
+    pairs = zip(item.listed or _size_and_time(item.path), (row["size"], row["mtime_ns"]), strict=True)
+    # If a store lists neither, the file counts as unchanged; otherwise the run could never be resumed.
+    same = all(value == before for value, before in pairs if value is not None or item.listed is None)
     return same and all(_size_and_time(output / path)[0] == size for path, size in row["written"].items())
 
 
 def _size_and_time(path: str | Path) -> tuple[int | None, int | None]:
-    """The length of a file in bytes and the time of its last change; None if it is not there."""
+    """Return the size of a file in bytes and its modification time in nanoseconds; None if it does not exist."""
     try:
         status = os.stat(path)  # noqa: PTH116 - a name that may not be text
     except OSError:

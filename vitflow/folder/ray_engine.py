@@ -1,9 +1,9 @@
-"""A folder run on a cluster: Ray Data gives batches to actors, and writes their rows and maps as Parquet.
+"""Folder runs on a cluster: Ray Data sends batches to actors, and writes their rows and maps as Parquet.
 
-The driver takes what was written into the run's store, in which one row of an input replaces another, so that a task
-that Ray has done twice does no harm; a run whose driver was killed begins with that. Overlays are drawn afterwards. An
-actor has its model in a process of its own: an image on which that process ends costs one row. So an actor loads no
-torch: what needs it is imported in that process.
+The driver copies these files to the run's store, where a later row of an input replaces an earlier one, so that tasks
+that Ray repeats are harmless; a run whose driver was killed resumes with this step. Overlays are drawn afterwards. Each
+actor runs its model in a child process: an image that crashes it fails one row only. Actors do not import torch; their
+child processes do.
 """
 
 import json
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from vitflow.runs.batches import Batches, Tally
     from vitflow.runs.store import Run
 
-# The folder in the output that Ray writes to; its files are removed once their rows are in the store.
+# Ray writes to this subfolder of the output; its files are removed once their rows are in the store.
 _PARTS = ".vitflow-parts"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The request of a run, for its actors: a model or what makes one, its fingerprint on the driver, and the job."""
+class Request:
+    """The input of all actors of a run: a model or its factory, its fingerprint on the driver, and the job."""
 
     model: Any
     fingerprint: Mapping[str, Any]
@@ -50,10 +50,10 @@ class Asked:
 
 
 def check_engine(engine: str, address: str | None, actors: int | None, **local: Any) -> None:
-    """Check the arguments of a cluster before anything is loaded; `local` are arguments of a local run alone.
+    """Check the arguments of a cluster before anything is loaded; `local` are arguments of local runs only.
 
     Raises:
-        OptionError: an unknown engine, an argument of another engine, or ray is not installed.
+        OptionError: unknown engine, argument of another engine, or ray is not installed.
     """
     check_known("engine", engine, ENGINES)
     if engine == "local":
@@ -61,7 +61,7 @@ def check_engine(engine: str, address: str | None, actors: int | None, **local: 
             raise OptionError("--address and --actors require --engine ray (engine='ray').")
         return
     if given := [name for name, value in local.items() if value]:
-        raise OptionError(f"{' and '.join(given)} require engine='local': a cluster writes rows and maps alone.")
+        raise OptionError(f"{' and '.join(given)} require engine='local': a cluster writes only rows and maps.")
     if actors is not None and actors < 1:
         raise OptionError(f"Expected actors of at least 1, got {actors}.")
     _load_ray()
@@ -74,154 +74,154 @@ def _load_ray() -> Any:
 
 
 class Worker:
-    """An actor: explains batches of inputs in a process that it starts again when an image has ended it."""
+    """An actor: explains batches of inputs in a child process, which is restarted if an image crashes it."""
 
-    def __init__(self, asked: bytes, labels: Sequence[str]) -> None:
-        self._asked = tempfile.NamedTemporaryFile(prefix="vitflow-")  # noqa: SIM115 - removed with the actor
-        self._asked.write(asked)
-        self._asked.flush()
+    def __init__(self, request: bytes, labels: Sequence[str]) -> None:
+        self._request_file = tempfile.NamedTemporaryFile(prefix="vitflow-")  # noqa: SIM115 - removed with the actor
+        self._request_file.write(request)
+        self._request_file.flush()
         self._labels = labels
-        self._child = Child(__name__, self._asked.name, json.dumps(sys.path))
+        self._child = Child(__name__, self._request_file.name, json.dumps(sys.path))
 
     def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, Any]:
-        """The rows of a batch as JSON, and the columns of their maps."""
-        return as_columns(self._explain([pickle.loads(one) for one in batch["input"]]), self._labels)
+        """Return the rows of a batch as JSON, and the columns of their maps."""
+        return as_columns(self._explain([pickle.loads(pickled) for pickled in batch["input"]]), self._labels)
 
     def _explain(self, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
         try:
-            found: list[tuple[Row, Maps]] = pickle.loads(self._child.ask(pickle.dumps(inputs)).data)
+            rows: list[tuple[Row, Maps]] = pickle.loads(self._child.ask(pickle.dumps(inputs)).data)
         except ChildDied as died:
             if len(inputs) > 1:  # one of them is the cause
-                return [pair for one in inputs for pair in self._explain([one])]
-            message = f"The process that explained this image ended (exit status {died}): memory ran out, or the "
-            message += "model crashes on it. Try it alone with vitflow explain."
-            [one] = inputs
-            return [(failed_row({"input": one.key, "stem": one.stem}, "WorkerDied", message), {})]
-        return found
+                return [pair for item in inputs for pair in self._explain([item])]
+            message = f"The process ended on this image (exit status {died}): memory ran out, or the model crashed. "
+            message += "Try this image with vitflow explain."
+            [item] = inputs
+            return [(failed_row({"input": item.key, "stem": item.stem}, "WorkerDied", message), {})]
+        return rows
 
 
-def as_columns(found: Sequence[tuple[Row, Maps]], labels: Sequence[str]) -> dict[str, Any]:
-    """Rows as JSON, and the columns of their maps."""
-    columns: dict[str, list[Any]] = {"row": [json.dumps(row) for row, _ in found]}
+def as_columns(rows: Sequence[tuple[Row, Maps]], labels: Sequence[str]) -> dict[str, Any]:
+    """Return rows as JSON, and the columns of their maps."""
+    columns: dict[str, list[Any]] = {"row": [json.dumps(row) for row, _ in rows]}
     for label in labels:
-        values = [pack_half(maps[label]) if label in maps else (b"", 0, 0, 1.0) for _, maps in found]
+        values = [pack_half(maps[label]) if label in maps else (b"", 0, 0, 1.0) for _, maps in rows]
         columns |= dict(zip(grid_columns(label), map(list, zip(*values, strict=True)), strict=True))
     return {name: np.array(values, object if name[:4] in ("row", "grid") else None) for name, values in columns.items()}
 
 
-def serve(asked: str, paths: str) -> None:
-    """Explain the inputs that are requested: the work of an actor's process."""
+def serve(request_path: str, paths: str) -> None:
+    """Explain the requested inputs: the main function of an actor's child process."""
     sys.path[:] = json.loads(paths)
-    answer_requests(lambda request: [pickle.dumps(explain_inputs(Path(asked), pickle.loads(request)))])
+    answer_requests(lambda request: [pickle.dumps(explain_inputs(Path(request_path), pickle.loads(request)))])
 
 
 def explain_inputs(place: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
-    """The rows and maps of inputs; a single row with the status "stopped" if no image can be explained.
+    """Return the rows and maps of inputs; a single row with the status "stopped" if no image can be explained.
 
     Args:
-        place: the file with the pickled `Asked`.
+        place: the file with the pickled `Request`.
         inputs: one batch.
     """
     from vitflow.folder.work import InputImage, compute_maps, describe
 
     try:
-        asked, batches = _loaded(place)
-        read = [Decoded(error="OSError", message=one.problem) if one.problem else None for one in inputs]
+        request, batches = _loaded(place)
+        read = [Decoded(error="OSError", message=item.problem) if item.problem else None for item in inputs]
         images = [
             InputImage(
-                one.key, one.stem, known or decode_file(one.path, asked.max_pixels), (one.listed or (0, None))[1]
+                item.key, item.stem, known or decode_file(item.path, request.max_pixels), (item.listed or (0, None))[1]
             )
-            for one, known in zip(inputs, read, strict=True)
+            for item, known in zip(inputs, read, strict=True)
         ]
         rows: list[tuple[Row, Maps]] = []
-        for image, found in zip(images, compute_maps(batches, images, asked.job), strict=True):
-            row = describe(image, found, asked.job)
-            row |= {"outputs": {}, "maps": None, "written": {}} if found.maps else {}
-            rows.append((row, {label: one.grid for label, one in zip(asked.job.labels, found.maps, strict=False)}))
+        for image, result in zip(images, compute_maps(batches, images, request.job), strict=True):
+            row = describe(image, result, request.job)
+            row |= {"outputs": {}, "maps": None, "written": {}} if result.maps else {}
+            rows.append((row, {label: item.grid for label, item in zip(request.job.labels, result.maps, strict=False)}))
         return rows
-    except Exception as error:  # What is wrong with a single image is in its row already. This concerns all of them.
+    except Exception as error:  # concerns all images; errors of single images are in their rows
         message = str(error) if isinstance(error, VitflowError) else traceback.format_exc()
         return [({"input": "", "status": "stopped", "error": type(error).__name__, "message": message}, {})]
 
 
 @cache
-def _loaded(place: Path) -> "tuple[Asked, Batches]":
+def _loaded(place: Path) -> "tuple[Request, Batches]":
     from vitflow.folder.work import explainer_for
     from vitflow.runs.batches import Batches
     from vitflow.runs.fingerprints import fingerprint_difference
 
-    asked: Asked = pickle.loads(place.read_bytes())
-    explainer = explainer_for(asked.model)
-    # The driver need not have the devices of the actors.
-    own = explainer.fingerprint() | {"device": asked.fingerprint["device"]}
-    if different := fingerprint_difference(asked.fingerprint, own):
+    request: Request = pickle.loads(place.read_bytes())
+    explainer = explainer_for(request.model)
+    # The devices of the driver and the actors may differ.
+    actual = explainer.fingerprint() | {"device": request.fingerprint["device"]}
+    if different := fingerprint_difference(request.fingerprint, actual):
         raise OptionError(f"A machine of the cluster has another model: {'; '.join(different)}.")
-    return asked, Batches(explainer, asked.batch_size)
+    return request, Batches(explainer, request.batch_size)
 
 
 def run_on_ray(
-    missing: Sequence[Input], asked: Asked, run: "Run", tally: "Tally", address: str | None, actors: int | None
+    missing: Sequence[Input], request: Request, run: "Run", tally: "Tally", address: str | None, actors: int | None
 ) -> None:
-    """Explain inputs on a cluster whose machines all reach them and the output folder.
+    """Explain inputs on a cluster whose machines can all access them and the output folder.
 
     Args:
         missing: the inputs.
-        asked: what is computed.
-        run: its store takes the rows and maps.
+        request: the model, the job and the batch size.
+        run: the run that stores the rows and maps.
         tally: counts the rows.
-        address: of the cluster; by default one is started on this machine.
-        actors: by default one for each GPU, or for each core.
+        address: address of the cluster; by default, a cluster is started on this machine.
+        actors: number of actors; by default one for each GPU, or for each core.
 
     Raises:
-        OptionError: the model cannot be sent.
-        VitflowError: no image can be explained this way.
+        OptionError: the model cannot be pickled.
+        VitflowError: no image can be explained with these options.
     """
     ray = _load_ray()
     try:
-        sent = ray.cloudpickle.dumps(asked)
+        sent = ray.cloudpickle.dumps(request)
     except Exception as error:
         raise OptionError(
-            f"Expected a model that can be sent to other processes, got one that cannot ({error}): give its id, a "
-            "path, or a function that makes it."
+            f"The model cannot be sent to other processes ({error}): pass its id, a path, or a function that creates "
+            "it."
         ) from error
     started = not ray.is_initialized()
     if started:
         ray.init(address=address, log_to_driver=False, logging_level="error")
-    talk = logging.getLogger("ray.data")
-    level = talk.level
-    talk.setLevel(logging.ERROR)  # it prints its plans on stderr
+    logger = logging.getLogger("ray.data")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it prints execution plans to stderr
     try:
         ray.data.DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
         resources = ray.cluster_resources()
         gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
         actors = actors or gpus or max(cpus, 1)
-        blocks = max(1, min(-(-len(missing) // asked.batch_size), 8 * actors))
-        rows = [{"input": pickle.dumps(one)} for one in missing]
+        blocks = max(1, min(-(-len(missing) // request.batch_size), 8 * actors))
+        rows = [{"input": pickle.dumps(item)} for item in missing]
         ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
             Worker,
-            fn_constructor_args=(sent, asked.job.labels),
-            batch_size=asked.batch_size,
+            fn_constructor_args=(sent, request.job.labels),
+            batch_size=request.batch_size,
             compute=ray.data.ActorPoolStrategy(size=actors),
             num_gpus=1 if gpus else 0,
             num_cpus=max(1, cpus // actors) if gpus else 1,
         ).write_parquet(str((run.folder / _PARTS).absolute()))
     finally:
-        talk.setLevel(level)
+        logger.setLevel(level)
         if started:
             ray.shutdown()
         take_parts(run, tally)
 
 
 def take_parts(run: "Run", tally: "Tally | None" = None) -> None:
-    """Put the rows and maps that Ray has written into the store of a run, and remove their files.
+    """Copy the rows and maps written by Ray to the store of a run, and remove their files.
 
     Raises:
-        VitflowError: the cluster said that no image can be explained.
+        VitflowError: the cluster reported that no image can be explained.
     """
     pyarrow, parquet = load_pyarrow()
     stopped: Row = {}
     for path in sorted((run.folder / _PARTS).glob("*.parquet")):
-        with suppress(pyarrow.ArrowInvalid, OSError):  # a worker was killed at it: its rows are done again
+        with suppress(pyarrow.ArrowInvalid, OSError):  # truncated by a killed worker: its rows are recomputed
             for record in parquet.read_table(path).to_pylist():
                 row = json.loads(record["row"])
                 if row["status"] == "stopped":

@@ -1,4 +1,4 @@
-"""Explain folders of images: plan, run, and leave a manifest; what was done is not done again."""
+"""Resumable runs over folders of images: list the inputs, explain them, and write a manifest."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, Thumbnails, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
-from vitflow.folder.ray_engine import Asked, check_engine, run_on_ray, take_parts
+from vitflow.folder.ray_engine import Request, check_engine, run_on_ray, take_parts
 from vitflow.folder.work import (
     Job,
     auto_batch,
@@ -50,17 +50,17 @@ from vitflow.runs.store import Run, finishing
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FolderSummary:
-    """What a folder run left behind; iterate over it for the rows of its manifest, in the order of the inputs.
+    """Summary of a folder run; iterating yields the rows of its manifest, in the order of the inputs.
 
     Attributes:
-        output: the folder.
-        manifest: the manifest's file.
-        total: inputs, which are `explained + failed`.
-        explained: images whose files are there.
-        failed: images with an error in their row.
-        kept: of the explained ones, those that an earlier run had done.
+        output: the output folder.
+        manifest: path of the manifest.
+        total: the number of inputs, `explained + failed`.
+        explained: the number of explained images.
+        failed: the number of images with an error in their row.
+        kept: the number of explained images from earlier runs.
         seconds: duration of this run.
-        report: the report's first page, where one was asked for.
+        report: path of the report's first page, if requested.
     """
 
     output: Path
@@ -78,23 +78,23 @@ class FolderSummary:
         return f"FolderSummary({self.explained} explained{kept}{failed}; {self.manifest})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """What a notebook shows: the first overlays, with the rows of their images."""
+        """Return the notebook display: the first overlays, with the rows of their images."""
         return show_run(repr(self), self.output, list(itertools.islice(self, SHOWN)))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Every input's row, read from the disk as it is needed."""
+        """Yield each input's row, read lazily."""
         with SavedRun(self.output) as run:
             yield from itertools.islice(run.rows(), self.total)
 
     def failures(self) -> Iterator[dict[str, Any]]:
-        """The rows of the images that failed."""
+        """Yield the rows of the images that failed."""
         return (row for row in self if row["status"] == "failed")
 
 
 class FolderRun:
-    """The part that all runs over folders share: list the inputs, open the store, resume, and write what belongs to it.
+    """Driver of all runs over folders: list the inputs, open the store, resume, and write the manifest and run.json.
 
-    Nothing is written before `work`, so that a model can be loaded in between.
+    Nothing is written before `work`, so that a model can be loaded first.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class FolderRun:
         self._clock = time.perf_counter()
         if is_remote(output):
             raise OptionError(
-                f"Expected an output folder on this machine, got the URL {os.fspath(output)!r}: a run is one SQLite "
-                "file, which needs a disk. Copy the folder there afterwards."
+                f"Expected a local output folder, got the URL {os.fspath(output)!r}: a run is a SQLite file, which "
+                "requires a disk. Copy the folder there afterwards."
             )
         check_at_least(1, limit=selection["limit"])
         self.folder, self._selection = Path(output), selection
@@ -128,14 +128,14 @@ class FolderRun:
         recover: Callable[[Run], None] = lambda _: None,
         **settings: Any,
     ) -> FolderSummary:
-        """Explain what an earlier run has not, and write the manifest and run.json.
+        """Explain the inputs that earlier runs have not explained, and write the manifest and run.json.
 
         Args:
-            fingerprint: what the rows depend on.
-            endings: what is appended to an input's stem for each of its files.
-            explain: puts a row into the run for each input that is not among the keys of those done.
-            write: writes the manifest, and the report if there is one, and returns their paths.
-            recover: puts rows into the run that a killed run has left elsewhere.
+            fingerprint: everything that the rows depend on.
+            endings: suffixes of an input's stem, one for each of its files.
+            explain: adds a row to the run for each input whose key is not in the set of finished keys.
+            write: writes the manifest and, if requested, the report, and returns their paths.
+            recover: adds rows to the run that a killed run has left elsewhere.
             settings: further options, for run.json.
         """
         clear = partial(clear_outputs, listing=self.listing, endings=endings, overwrite=self._overwrite)
@@ -161,7 +161,7 @@ class FolderRun:
 
 
 def check_at_least(least: int, **numbers: int | None) -> None:
-    """Raise OptionError for a number below its bound."""
+    """Raise OptionError for a number below the minimum."""
     for name, value in numbers.items():
         if value is not None and value < least:
             raise OptionError(f"Expected {name} of at least {least}, got {value}.")
@@ -195,52 +195,51 @@ def explain_folder(
     command: Sequence[str] | None = None,
     **options: Any,
 ) -> FolderSummary:
-    """Explain every image of a folder, resumable: a second run with the same options does what is missing or changed.
+    """Explain every image of a folder; another run with the same options resumes and updates changed images.
 
-    Overlays go to the output folder in the tree of the inputs, as `name-method.jpg`, with a manifest (one row per
-    input) and `run.json` beside them. `run.sqlite` keeps every row and the grid of every map: `read_grids` reads them,
-    `draw_run` and `vitflow report` draw them without the model. An image that cannot be read or explained is a row
-    with an error, and the others go on. The next run tries it again.
+    Overlays are written to the output folder as `name-method.jpg`, in the folder structure of the inputs, alongside a
+    manifest (one row per input) and `run.json`. `run.sqlite` contains every row and the grid of every map: `read_grids`
+    reads them, `draw_run` and `vitflow report` draw them without the model. An image that cannot be read or explained
+    gets a row with an error; the run continues, and the next run retries the image.
 
     Args:
         source: a folder, an image, a pattern such as `photographs/*.jpg`, or several of them; or the URL of a
-            folder, such as s3://bucket/photographs, which fsspec reads.
-        output: folder for the results, on a disk of this machine.
-        model: a model id (see `load_model`), a module, an Explainer, or a function that makes one when it is needed.
-        methods: names, or (name, options) pairs; by default gae with a target or an explainer that is asked prompts,
-            reference images or a function, and rollout without.
-        target: class that class-specific methods explain; by default each image's predicted one.
-        recursive: read the folders below, too.
-        glob: read the files whose name or path below the source matches this pattern, whatever their suffix.
-        limit: take the first images only.
-        batch_size: images that the model works on at once; by default 16 on a CPU and 64 on a GPU, halved where
-            memory runs out.
+            folder, such as s3://bucket/photographs, read with fsspec.
+        output: local folder for the results.
+        model: a model id (see `load_model`), a module, an Explainer, or a function that creates an Explainer.
+        methods: names, or (name, options) pairs; by default gae with a target or an explainer of prompts, reference
+            images or a function, otherwise rollout.
+        target: class that class-specific methods explain; by default each image's predicted class.
+        recursive: include subfolders.
+        glob: read the files whose name or path relative to the source matches this pattern, with any suffix.
+        limit: process the first images only.
+        batch_size: images per forward pass; by default 16 on a CPU and 64 on a GPU, halved if memory runs out.
         workers: processes that read images, at most one for each core and image; by default half the cores, at
-            most 8. Of a URL, up to 8 on fewer cores, and 8 by default. With 0 this process reads them, and a file that
-            crashes the decoder ends the run.
-        overwrite: do everything anew; the outputs of an earlier run with other options are removed.
-        save_map: write each unscaled map as .npz, too.
-        overlays: draw each map. Without, a run is faster, and `draw_run` draws the chosen ones later.
-        format: of the overlays: "jpg", "png" or "webp".
+            most 8. For a URL, up to 8 on fewer cores, and 8 by default. With 0, this process reads them, and a file
+            that crashes the decoder ends the run.
+        overwrite: recompute everything, and remove the outputs of an earlier run with other options.
+        save_map: also write each unscaled map as .npz.
+        overlays: draw each map. Without overlays, a run is faster, and `draw_run` can draw a selection later.
+        format: format of the overlays: "jpg", "png" or "webp".
         manifest: "jsonl", "csv", "parquet", or "parquet+grids" with the maps in columns.
-        report: write a report in HTML, too; not for a URL.
-        max_pixels: images of more pixels are refused.
+        report: also write an HTML report; not for a URL.
+        max_pixels: images with more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
-        engine: "local", or "ray" for a cluster, whose machines must all reach the source and the output. It gives the
-            same rows and maps without overlays, and takes no `save_map`, `workers` or `report`: `draw_run` and
-            `vitflow report` draw afterwards.
-        address: of the cluster; by default Ray is started on this machine, or the one in use is taken.
-        actors: processes of the cluster with a model each; by default one for each GPU, or for each core.
-        progress: called as images are done.
+        engine: "local", or "ray" for a cluster whose machines can all access the source and the output. It computes the
+            same rows and maps without overlays, and does not support `save_map`, `workers` or `report`: use `draw_run`
+            and `vitflow report` afterwards.
+        address: address of the cluster; by default, Ray is started on this machine, unless it is already running.
+        actors: processes of the cluster, each with a model; by default one for each GPU, or for each core.
+        progress: called for each finished image, and on progress of slow methods.
         command: the command line, for run.json.
-        options: options for every method that has them.
+        options: options for every method that supports them.
 
     Raises:
-        OptionError: an option is wrong, or the folder holds a run with other options and overwrite is False.
-        ImageError: there is nothing at a source.
-        ModelError: the model cannot be loaded or explained this way.
-        VitflowError: the disk is full; what was done is kept.
-        KeyboardInterrupt: what was done is kept, for the next run to go on from.
+        OptionError: an option is invalid, or the folder has a run with other options and overwrite is False.
+        ImageError: a source does not exist.
+        ModelError: the model cannot be loaded, or does not support the options.
+        VitflowError: the disk is full; finished rows are kept.
+        KeyboardInterrupt: finished rows are kept, and the next run resumes.
 
     >>> import tempfile
     >>> from vitflow.demo import SAMPLE_FOLDER
@@ -257,15 +256,15 @@ def explain_folder(
     check_at_least(0, workers=workers)
     explainer = model if isinstance(model, Explainer) else None
     if methods is None and callable(model) and not isinstance(model, nn.Module):
-        explainer = explainer_for(model)  # what it explains decides on the method
+        explainer = explainer_for(model)  # its outputs determine the default method
     asks = explainer is not None and explainer.asks(target)
     overlays = overlays and engine == "local"
     job = make_job(
         methods, options, target=target, drawing=drawing, format=format, save_map=save_map, overlays=overlays, asks=asks
     )
     drawn = {name: value for name, value in job.drawing.items() if name != "interpolation"}
-    blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawn)  # raises for a wrong one
-    # Faults of the sources are reported before a model is loaded.
+    blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawn)  # raises for invalid options
+    # Report errors of the sources before loading a model.
     driver = FolderRun(
         source,
         output,
@@ -279,18 +278,18 @@ def explain_folder(
     )
     folder, root = driver.folder, driver.listing.root
     if report and is_remote(root):
-        raise OptionError("A report links the files beside it: leave it out where the source is a URL.")
+        raise OptionError("A report links local files, so it does not support a URL as source: omit the report.")
     explainer = explainer or explainer_for(model)
     check_target(job, explainer)
     known = explainer.fingerprint()
 
     def explain(run: Run, inputs: list[Input], done: set[str], tally: Tally) -> None:
-        missing = [one for one in inputs if one.key not in done]
+        missing = [item for item in inputs if item.key not in done]
         if (cost := cost_of(job, explainer, len(missing))) is not None:
             warnings.warn(cost, VitflowWarning, stacklevel=5)
         size = batch_size or auto_batch(explainer)
         if engine == "ray":
-            run_on_ray(missing, Asked(model, known, job, size, max_pixels), run, tally, address, actors)
+            run_on_ray(missing, Request(model, known, job, size, max_pixels), run, tally, address, actors)
             return
         with DecoderPool(_processes(missing, workers), max_pixels=max_pixels) as decoders:
             Pipeline(
@@ -301,7 +300,7 @@ def explain_folder(
                 decoders,
                 batch_size=size,
                 explainer=explainer,
-                slow=sum(is_slow(one.name) for one in job.methods),
+                slow=sum(is_slow(item.name) for item in job.methods),
                 on_pixels=None if photographs is None else photographs.add,
             ).run(inputs, done)
 
@@ -321,20 +320,20 @@ def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any
 
 
 def _processes(missing: Sequence[Input], workers: int | None) -> int:
-    """The number of processes that read images."""
-    cores, remote = os.cpu_count() or 2, is_remote(missing[0].path)  # of a URL, most of the time is spent waiting
+    """Return the number of processes that read images."""
+    cores, remote = os.cpu_count() or 2, is_remote(missing[0].path)  # reading a URL is mostly waiting
     count = workers if workers is not None else 8 if remote else min(8, max(1, cores // 2))
     return min(count, max(8, cores) if remote else cores, len(missing))
 
 
 def _write_manifest(run: Run, format: str, labels: Sequence[str]) -> Path:
-    """Write the manifest, and take those of other formats away: they would be of an earlier state."""
+    """Write the manifest, and remove outdated ones in other formats."""
     suffix, _, grids = format.partition("+")
     options = run.fingerprint["options"]
     shared: dict[str, Any] = {}
-    for name in dict.fromkeys(name for own in options.values() for name in own):
-        values = [own[name] for own in options.values() if name in own]
-        # A column per option, where all methods that have it agree; what they do not is in `options`.
+    for name in dict.fromkeys(name for method_options in options.values() for name in method_options):
+        values = [method_options[name] for method_options in options.values() if name in method_options]
+        # One column per option; None if its methods have different values, which are in `options`.
         shared[name] = values[0] if all(value == values[0] for value in values) else None
     common = {
         "model": run.fingerprint["model"],

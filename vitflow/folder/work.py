@@ -1,4 +1,4 @@
-"""The work on one batch of a folder run: from decoded images to rows and files, without touching the disk."""
+"""The computation on one batch of a folder run: from decoded images to rows and files, without disk access."""
 
 import io
 import json
@@ -34,23 +34,23 @@ from vitflow.methods.cells import cell_grid
 from vitflow.runs.batches import Batches
 from vitflow.runs.columns import Maps, Row, failed_row
 
-# Images of the pass by which a run's duration is guessed.
-_TRIED = 8
-#: Seconds from which on the cost of a run is told before it.
-WORTH_TELLING = 10.0
+# Maximal batch size of the forward pass that estimates a run's duration.
+_TIMED_IMAGES = 8
+#: Estimated seconds from which on a run warns of its cost.
+MIN_REPORTED_COST = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is computed for every image of a run, and how it is drawn.
+    """The methods, target and drawing options of a run.
 
     Attributes:
-        methods: one for each map; its label is its name, numbered where a method is asked twice.
-        target: class to explain, or one against another; by default each image's predicted class.
+        methods: one for each map; its label is its name, numbered if a method is requested twice.
+        target: class to explain, or a contrast; by default each image's predicted class.
         drawing: options of `Saliency.overlay`.
-        format: of the overlays, "jpg", "png" or "webp".
-        save_map: write each unscaled map as .npz, too.
-        overlays: write an overlay for each map; without them the maps can be drawn later.
+        format: format of the overlays, "jpg", "png" or "webp".
+        save_map: also write each unscaled map as .npz.
+        overlays: write an overlay for each map; without them, the maps can be drawn later.
     """
 
     methods: tuple[ChosenMethod, ...]
@@ -62,12 +62,12 @@ class Job:
 
     @property
     def labels(self) -> list[str]:
-        """What the maps of an image are called."""
-        return [one.label for one in self.methods]
+        """The labels of an image's maps."""
+        return [method.label for method in self.methods]
 
     @property
     def endings(self) -> list[str]:
-        """What is appended to an image's stem for each of its files."""
+        """The suffixes of an image's stem, one for each of its files."""
         suffixes = [self.format, "npz"] if self.save_map else [self.format]  # names are the same without overlays
         return [f"-{label}.{suffix}" for label in self.labels for suffix in suffixes]
 
@@ -78,9 +78,9 @@ class InputImage:
 
     Attributes:
         key: its name in the manifest.
-        stem: the path of its files below the output folder, without their endings.
+        stem: the path of its files relative to the output folder, without their endings.
         decoded: the result of reading it.
-        changed: time of its last change in nanoseconds, as a store lists it.
+        changed: modification time in nanoseconds, as listed by a store.
     """
 
     key: str
@@ -90,7 +90,7 @@ class InputImage:
 
     @property
     def known(self) -> dict[str, Any]:
-        """What its row says of its file."""
+        """The columns that describe its file."""
         read = self.decoded
         changed = self.changed if read.mtime_ns is None else read.mtime_ns
         return {"input": self.key, "stem": self.stem, "size": read.size, "mtime_ns": changed, "sha256": read.sha256}
@@ -107,12 +107,12 @@ def make_job(
     overlays: bool = True,
     asks: bool = False,
 ) -> Job:
-    """Complete and check what was asked for, before anything is loaded or read.
+    """Complete and check the options of a run, before anything is loaded or read.
 
-    `asks` is whether the model is asked anything but its classes; it decides on the method where `methods` is None.
+    `asks` is True if the explained outputs are not the model's classes; it determines the default of `methods`.
 
     Raises:
-        OptionError: an unknown method, option or format, or several targets.
+        OptionError: unknown method, option or format, or several targets.
     """
     if format not in OVERLAY_FORMATS:
         raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
@@ -123,14 +123,14 @@ def make_job(
     chosen = check_methods(methods, options, asks=asks or has_targets(target))
     if contrasting:
         check_class_specific(chosen)
-    for place, one in enumerate(chosen):
-        count = 1 + sum(other.name == one.name for other in chosen[:place])
-        chosen[place] = one if count == 1 else replace(one, label=f"{one.name}-{count}")
+    for position, method in enumerate(chosen):
+        count = 1 + sum(other.name == method.name for other in chosen[:position])
+        chosen[position] = method if count == 1 else replace(method, label=f"{method.name}-{count}")
     return Job(tuple(chosen), target, dict(drawing or {}), format, save_map, overlays)
 
 
 def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
-    """The explainer for whatever stands for a model."""
+    """Return the explainer of a model, a model id, or a function that creates an explainer."""
     if isinstance(model, Explainer):
         return model
     if callable(model) and not isinstance(model, nn.Module):
@@ -139,17 +139,17 @@ def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Expla
 
 
 def auto_batch(explainer: Explainer) -> int:
-    """Images per forward pass: more do not make a CPU faster, and a GPU is busy with that many."""
+    """Return the default batch size: larger ones do not speed up a CPU, and 64 saturate a GPU."""
     return {"cuda": 64}.get(explainer.device.type, 16)
 
 
 def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
-    """What so many images will take by the methods that run the model many times; None where that is a moment.
+    """Estimate the duration for `count` images with the methods that run the model many times; None if it is short.
 
-    The model is tried on a grey image, on this machine.
+    The model is timed on grey images, on this machine.
     """
-    masked = {one.name: one.options for one in job.methods if one.name in ("sampling", "consensus")}
-    hiding = next((one.options for one in job.methods if one.name == "occlusion"), None)
+    masked = {method.name: method.options for method in job.methods if method.name in ("sampling", "consensus")}
+    hiding = next((method.options for method in job.methods if method.name == "occlusion"), None)
     if not count or not (masked or hiding):
         return None
     height, width = explainer.spec.size
@@ -158,59 +158,57 @@ def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
         size = explainer.spec.patch_size
         patches = None if size is None else (height // size[0], width // size[1])
         rows, cols = cell_grid(height, width, hiding["patch_size"], patches)
-        words.append("occlusion hides one patch after another")
+        words.append("occlusion masks one patch at a time")
         passes, batch_size = rows * cols * (1 + hiding["shifts"]), hiding["occlusion_batch"]
     if masked:
-        most = max(masked.values(), key=lambda own: own["masks"])
-        words.append(
-            f"{' and '.join(masked)} leave{'s' if len(masked) == 1 else ''} out other patches {most['masks']} times"
-        )
-        # Dropped tokens take no time; those with the same masks ask once.
-        passes += round(most["masks"] * most["keep"]) * (1 + most["shifts"])
-        batch_size = max(batch_size, most["occlusion_batch"])
+        largest = max(masked.values(), key=lambda options: options["masks"])
+        words.append(f"{' and '.join(masked)} mask{'s' if len(masked) == 1 else ''} patches {largest['masks']} times")
+        # Dropped tokens take no time; methods with the same masks share their passes.
+        passes += round(largest["masks"] * largest["keep"]) * (1 + largest["shifts"])
+        batch_size = max(batch_size, largest["occlusion_batch"])
     grey = explainer.pixels(np.full((height, width, 3), 128, np.uint8))
-    batch = grey.expand(max(min(_TRIED, batch_size), 1), -1, -1, -1)
+    batch = grey.expand(max(min(_TIMED_IMAGES, batch_size), 1), -1, -1, -1)
     with torch.no_grad():
-        explainer.logits(batch)  # the first pass prepares what the others find ready
+        explainer.logits(batch)  # warm-up
         started = time.perf_counter()
         float(explainer.logits(batch).sum())  # waits for a GPU
     seconds = (time.perf_counter() - started) / len(batch)
-    if seconds * passes * count < WORTH_TELLING:
+    if seconds * passes * count < MIN_REPORTED_COST:
         return None
     total = f"{count * passes:,}".replace(",", " ")
     return (
-        f"{'; '.join(words)}: {passes} passes through the model an image, {total} in all, about "
-        f"{duration(seconds * passes * count)} ({duration(seconds)} each, tried on this machine)."
+        f"{'; '.join(words)}: {passes} passes per image, {total} in all, about "
+        f"{duration(seconds * passes * count)} ({duration(seconds)} each, measured on this machine)."
     )
 
 
 def check_target(job: Job, explainer: Explainer) -> None:
-    """A class that does not exist stops the run, not each image of it; so does one that is set against itself.
+    """Check the target before the run, rather than for each image.
 
     Raises:
-        OptionError: the model has no such class, or both sides of a contrast are always one.
+        OptionError: the model has no such class, or both sides of a contrast are always the same class.
     """
     if job.target is not None:
         count = explainer.num_classes
-        found = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
+        indices = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
         if isinstance(job.target, Contrast) and not job.target.against_rest:
-            # What the model answers is known image by image.
-            sides = [None if is_top(side) else one for side, one in zip(job.target.sides, found, strict=True)]
+            # The predicted class depends on the image.
+            sides = [None if is_top(side) else index for side, index in zip(job.target.sides, indices, strict=True)]
             if sides[0] == sides[1]:
                 raise OptionError(
-                    f"Expected two classes to set against each other, got {job.target.target!r} and "
-                    f"{job.target.against!r}, which are one class."
+                    f"A contrast requires two classes, but {job.target.target!r} and {job.target.against!r} are the "
+                    "same class."
                 )
 
 
 def sides_of(job: Job) -> Target | list[Target]:
-    """The class to explain, or both of a contrast."""
+    """Return the class to explain, or both classes of a contrast."""
     return job.target.sides if isinstance(job.target, Contrast) else job.target
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageMaps:
-    """An image's maps, or why there are none."""
+    """An image's maps, or its error."""
 
     maps: Sequence[Saliency] = ()
     error: str = ""
@@ -219,10 +217,10 @@ class ImageMaps:
 
 
 def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> list[ImageMaps]:
-    """Run the model over a batch; what is wrong with one image is told in its own place.
+    """Explain a batch; the error of an image becomes its result.
 
     Raises:
-        OptionError, UnsupportedModelError: no image could be explained this way.
+        OptionError, UnsupportedModelError: no image can be explained with these options.
     """
 
     def explain(members: Sequence[InputImage]) -> list[ImageMaps]:
@@ -236,49 +234,52 @@ def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> li
             for start in range(0, len(flat), len(job.methods))
         ]
 
-    found = batches.each([image for image in images if image.decoded.image is not None], explain, job.methods)
+    results = batches.each([image for image in images if image.decoded.image is not None], explain, job.methods)
     return [
         ImageMaps(error=image.decoded.error or "", message=image.decoded.message or "")
         if image.decoded.image is None
-        else _or_failed(next(found))
+        else _or_failed(next(results))
         for image in images
     ]
 
 
-def _or_failed(found: ImageMaps | Exception) -> ImageMaps:
-    if isinstance(found, ImageMaps):
-        return found
-    message = str(found)
-    if isinstance(found, torch.OutOfMemoryError):
-        message = "The memory of the device is too small for this image alone: " + message.partition("\n")[0]
-    return ImageMaps(error=type(found).__name__, message=message)
+def _or_failed(result: ImageMaps | Exception) -> ImageMaps:
+    if isinstance(result, ImageMaps):
+        return result
+    message = str(result)
+    if isinstance(result, torch.OutOfMemoryError):
+        message = "Out of device memory with a batch size of 1: " + message.partition("\n")[0]
+    return ImageMaps(error=type(result).__name__, message=message)
 
 
-def describe(image: InputImage, found: ImageMaps, job: Job) -> dict[str, Any]:
-    """What is known of an image, without its maps: what became of it, its answer, and where its maps lie on it."""
-    if not found.maps:
-        return failed_row(image.known, found.error, found.message)
-    first = found.maps[0]
-    facts = {label: dict(saliency.facts) for label, saliency in zip(job.labels, found.maps, strict=True)}
+def describe(image: InputImage, result: ImageMaps, job: Job) -> dict[str, Any]:
+    """Return an image's row without its files: status, score, facts, and the placement of its maps."""
+    if not result.maps:
+        return failed_row(image.known, result.error, result.message)
+    first = result.maps[0]
+    facts = {label: dict(saliency.facts) for label, saliency in zip(job.labels, result.maps, strict=True)}
     return image.known | {
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],
-        **{name: round(told, 6) if isinstance(told, float) else told for name, told in first.score.to_dict().items()},
+        **{
+            name: round(value, 6) if isinstance(value, float) else value
+            for name, value in first.score.to_dict().items()
+        },
         "facts": json.loads(json.dumps(facts, default=float)),
         "saturated_share": _saturated_share(facts),
         "placement": first.placement.to_dict(),
-        "seconds": round(found.seconds, 4),
+        "seconds": round(result.seconds, 4),
     }
 
 
-def draw_files(image: InputImage, found: ImageMaps, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
-    """An image's row, its grids by their labels, and its files by path below the output folder."""
-    row = describe(image, found, job)
-    if not found.maps:
+def draw_files(image: InputImage, result: ImageMaps, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
+    """Return an image's row, its grids by label, and its files by path relative to the output folder."""
+    row = describe(image, result, job)
+    if not result.maps:
         return row, {}, {}
     started = time.perf_counter()
-    maps = dict(zip(job.labels, found.maps, strict=True))
+    maps = dict(zip(job.labels, result.maps, strict=True))
     files: dict[str, bytes] = {}
     outputs: dict[str, str] = {}
     saved: dict[str, str] = {}
@@ -293,25 +294,27 @@ def draw_files(image: InputImage, found: ImageMaps, job: Job) -> tuple[Row, Maps
         "outputs": outputs,
         "maps": saved or None,
         "written": {path: len(content) for path, content in files.items()},
-        "seconds": round(found.seconds + time.perf_counter() - started, 4),
+        "seconds": round(result.seconds + time.perf_counter() - started, 4),
     }
     return row, {label: saliency.grid for label, saliency in maps.items()}, files
 
 
 def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:
-    shares = [value for own in facts.values() for name, value in own.items() if name.startswith("saturated")]
+    shares = [
+        value for method_facts in facts.values() for name, value in method_facts.items() if name.startswith("saturated")
+    ]
     return float(shares[0]) if shares and isinstance(shares[0], int | float) else None
 
 
 def encode_overlay(overlay: NDArray[np.uint8], format: str) -> bytes:
-    """An overlay as the bytes of a file."""
+    """Encode an overlay as the bytes of a file."""
     file = io.BytesIO()
     Image.fromarray(overlay).save(file, **WRITE_OPTIONS[f".{format}"])
     return file.getvalue()
 
 
 def _encode_map(saliency: Saliency) -> bytes:
-    """The same .npz as `Saliency.save` writes, without the time it took, so that it is the same every time."""
+    """Encode the .npz of `Saliency.save` without its duration, so that the bytes are reproducible."""
     metadata = saliency.to_dict()
     del metadata["seconds"]
     file = io.BytesIO()

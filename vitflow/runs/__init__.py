@@ -1,1 +1,1 @@
-"""What any run over many images keeps: one SQLite file with its rows, its maps, and what it computes."""
+"""Storage of runs over many images: rows, maps and run settings in one SQLite file."""

@@ -1,4 +1,4 @@
-"""Compute many images together, as many as the memory holds, where one that fails takes no other along; progress."""
+"""Batch computation that adapts to memory and isolates failing images; progress of runs."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from vitflow.explaining.explainer import Explainer
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Pixels that wait for the model, or to be written, take no more memory than this each (and one image).
+#: Memory limit of the pixels waiting for the model, and of those waiting to be written (plus one image).
 WAITING_BYTES = 192 * 2**20
 
 
 class Batches:
-    """Computes images together, and remembers how many at once the memory holds.
+    """Compute images in batches, and remember the batch size that fits into memory.
 
     Args:
-        explainer: what computes them.
-        size: how many at once are tried first.
+        explainer: the explainer that computes them.
+        size: initial batch size.
     """
 
     def __init__(self, explainer: Explainer, size: int) -> None:
@@ -31,11 +31,11 @@ class Batches:
         self._refuses: bool | None = None
 
     def parts(self, images: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-        """Cut images into parts that the memory holds; where depends on nothing but the images themselves.
+        """Split images into parts that fit into memory; the split depends on the images alone.
 
         Args:
-            images: read one by one as they are needed.
-            nbytes: memory of an image's pixels.
+            images: read lazily.
+            nbytes: returns the size of an image's pixels.
         """
         part: list[T] = []
         for image in images:
@@ -47,9 +47,9 @@ class Batches:
             yield part
 
     def stops_all(self, error: Exception, methods: Sequence[MethodChoice]) -> bool:
-        """Whether an error is that of every image that these methods are asked for.
+        """Return True if every image would raise this error with these methods.
 
-        Where each image has a size of its own, a grey one of the model's size tells.
+        With fit="native", where image sizes differ, this is tested on a grey image of the model's size.
         """
         if not stops_all(error, self.explainer.fit) or self.explainer.fit != "native":
             return stops_all(error, self.explainer.fit)
@@ -57,57 +57,57 @@ class Batches:
             try:
                 self.explainer.explain_batch([self.explainer.grey()], methods=methods)
                 self._refuses = False
-            except Exception as own:
-                self._refuses = stops_all(own, self.explainer.fit)
+            except Exception as probe_error:
+                self._refuses = stops_all(probe_error, self.explainer.fit)
         return self._refuses
 
     def each(
         self, images: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], methods: Sequence[MethodChoice]
     ) -> Iterator[R | Exception]:
-        """What `work` gives for each image, in order, or the error that is the image's own.
+        """Yield the result of `work` for each image in order, or the image's error.
 
-        Where memory runs out, half as many are computed together from there on, in later calls as well. Any other
-        error lies with one of the images: the rest of this call goes one by one, to find out which.
+        If memory runs out, the batch size is halved, in later calls as well. After any other error, the rest of this
+        call computes image by image, to attribute the error.
 
         Args:
-            images: what is worked on.
-            work: gives one result for each.
-            methods: what it computes.
+            images: the images.
+            work: returns one result per image.
+            methods: the methods that it computes.
 
         Raises:
-            OptionError, UnsupportedModelError: no image can be computed this way.
+            OptionError, UnsupportedModelError: no image can be computed with these options.
         """
-        alone, start = False, 0
+        one_by_one, start = False, 0
         while start < len(images):
-            members = images[start : start + (1 if alone else self.fits)]
+            members = images[start : start + (1 if one_by_one else self.fits)]
             try:
-                found: Sequence[R | Exception] = work(members)
+                results: Sequence[R | Exception] = work(members)
             except Exception as error:
                 if self.stops_all(error, methods):
                     raise
-                # Its traceback holds the tensors that did not fit.
-                found = [error.with_traceback(None)]
-            memory_ran_out = isinstance(found[0], torch.OutOfMemoryError)
+                # The traceback references the tensors that did not fit.
+                results = [error.with_traceback(None)]
+            memory_ran_out = isinstance(results[0], torch.OutOfMemoryError)
             if memory_ran_out and self.explainer.device.type == "cuda":
                 torch.cuda.empty_cache()
-            if isinstance(found[0], Exception) and len(members) > 1:
-                alone = not memory_ran_out
+            if isinstance(results[0], Exception) and len(members) > 1:
+                one_by_one = not memory_ran_out
                 self.fits = (len(members) + 1) // 2 if memory_ran_out else self.fits
                 continue
-            yield from found
+            yield from results
             start += len(members)
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """Where a run stands, for a progress callback: called at the start (without a row), then once per image.
+    """Progress of a run, passed to the callback at the start (without a row), then once per image.
 
     Attributes:
-        done: images with a row, those of earlier runs included.
+        done: images with a row, including those of earlier runs.
         total: images of the run.
         row: the newest row.
-        under_way: how many more images' worth of work is done, as far as it is known. Methods that take long are told
-            of in between, without a row.
+        under_way: further work done, in images, as far as it is known. Slow methods report it between rows, without a
+            row.
     """
 
     done: int
@@ -117,21 +117,21 @@ class RunProgress:
 
 
 class Tally:
-    """Counts the images of a run that have a row, and tells a callback where the run stands."""
+    """Count the images of a run that have a row, and report progress to a callback."""
 
-    def __init__(self, tell: Callable[[RunProgress], None] | None, total: int, done: int = 0) -> None:
-        self._tell, self._total, self.done = tell, total, done
+    def __init__(self, callback: Callable[[RunProgress], None] | None, total: int, done: int = 0) -> None:
+        self._callback, self._total, self.done = callback, total, done
         self.share(0.0)
 
     def row(self, row: Mapping[str, Any], under_way: float = 0.0) -> None:
-        """One more image has a row."""
+        """Count an image that has a row now."""
         self.done += 1
-        self._say(row, under_way)
+        self._report(row, under_way)
 
     def share(self, under_way: float) -> None:
-        """So many more images' worth of work is done."""
-        self._say(None, under_way)
+        """Report further work done, in images."""
+        self._report(None, under_way)
 
-    def _say(self, row: Mapping[str, Any] | None, under_way: float) -> None:
-        if self._tell is not None:
-            self._tell(RunProgress(self.done, self._total, row, under_way))
+    def _report(self, row: Mapping[str, Any] | None, under_way: float) -> None:
+        if self._callback is not None:
+            self._callback(RunProgress(self.done, self._total, row, under_way))

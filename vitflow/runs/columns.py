@@ -1,12 +1,12 @@
 """The columns of a row, maps as columns, and the tables that are exported: JSON lines, CSV and Parquet.
 
-An input is a path below the run's root. JSON holds names that are not valid UTF-8 as lone surrogates (Python's
+An input is a path relative to the run's root. JSON stores names that are not valid UTF-8 with lone surrogates (Python's
 surrogateescape): `os.fsencode(row["input"])` returns their bytes. CSV, Parquet and SQL cannot: there, `input` shows
-such bytes as escapes, and `input_hex` holds the bytes of the whole name. Text that a spreadsheet would compute has an
-apostrophe before it in CSV (see `plain_cell`).
+such bytes as escapes, and `input_hex` contains the bytes of the whole name. In CSV, an apostrophe precedes text that a
+spreadsheet would evaluate (see `plain_cell`).
 
-A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the least power of two that no value exceeds, so
-that maps of any scale keep the precision of float16 (`scale_METHOD` times the stored values is the map).
+A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the smallest power of two that no value exceeds,
+so that maps of any scale keep the precision of float16 (the map is `scale_METHOD` times the stored values).
 """
 
 import csv
@@ -29,30 +29,30 @@ from vitflow.images.geometry import Placement
 Row = dict[str, Any]
 Grid = NDArray[np.float32]
 AnyGrid = NDArray[np.floating[Any]]
-#: The maps of an image by their labels.
+#: The maps of an image by label.
 Maps = Mapping[str, AnyGrid]
 
-# The scale of a map with the largest values of float32.
+# The scale of a map that contains the largest value of float32.
 _LARGEST_SCALE = 2.0**128
-# Rows that are written to Parquet at once.
+# Rows per Parquet row group.
 _GROUP = 10_000
 
 
 class Column(NamedTuple):
-    """What a column holds, and where it is.
+    """The type of a column, and the tables that contain it.
 
-    The kind "json" is text in tables that hold nothing else. Rows are "folder" (all of a folder run) and "measured" (by
-    an evaluation); tables are the "manifest" of maps or of "captions", a "record", the columns of an SQL "condition",
-    and the "results" of an evaluation.
+    The kind "json" becomes text in tables of text and numbers. Rows are "folder" (all rows of a folder run) and
+    "measured" (of an evaluation); tables are the "manifest" of maps or of "captions", a "record", the columns of an SQL
+    "condition", and the "results" of an evaluation.
     """
 
     kind: str
     where: str
 
 
-_ANSWER = "manifest record condition"
+_SCORE = "manifest record condition"
 
-#: The columns of all rows, in the order in which tables show them.
+#: The columns of all rows, in table order.
 COLUMNS = {
     "input": Column("text", "folder manifest captions condition results"),
     "input_hex": Column("text", "manifest"),
@@ -64,17 +64,17 @@ COLUMNS = {
     "size": Column("whole", "folder manifest captions condition"),
     "mtime_ns": Column("whole", "folder manifest captions"),
     "sha256": Column("text", "folder manifest captions"),
-    "width": Column("whole", f"captions {_ANSWER} measured"),
-    "height": Column("whole", f"captions {_ANSWER} measured"),
-    "class_index": Column("whole", f"{_ANSWER} measured results"),
-    "class_name": Column("text", f"{_ANSWER} measured results"),
-    "probability": Column("number", f"{_ANSWER} measured results"),
+    "width": Column("whole", f"captions {_SCORE} measured"),
+    "height": Column("whole", f"captions {_SCORE} measured"),
+    "class_index": Column("whole", f"{_SCORE} measured results"),
+    "class_name": Column("text", f"{_SCORE} measured results"),
+    "probability": Column("number", f"{_SCORE} measured results"),
     "caption": Column("text", "captions"),
     "words": Column("json", "captions"),
     "left_out": Column("json", "captions"),
-    "target": Column("text", _ANSWER),
-    "value": Column("number", _ANSWER),
-    "predicted_index": Column("whole", f"{_ANSWER} measured results"),
+    "target": Column("text", _SCORE),
+    "value": Column("number", _SCORE),
+    "predicted_index": Column("whole", f"{_SCORE} measured results"),
     "model": Column("text", "manifest"),
     "weights_sha256": Column("text", "manifest"),
     "methods": Column("json", "manifest"),
@@ -93,17 +93,17 @@ COLUMNS = {
 
 @cache
 def kinds_in(where: str) -> Mapping[str, str]:
-    """The columns that are there, and what they hold."""
+    """Return the columns of a table with their kinds."""
     return {name: column.kind for name, column in COLUMNS.items() if where in column.where.split()}
 
 
 def failed_row(known: Mapping[str, Any], error: Exception | str, message: str = "") -> Row:
-    """The row of an image that failed.
+    """Return the row of an image that failed.
 
     Args:
-        known: what is known of its file, or a whole row, of which that part is taken.
-        error: what went wrong, or the name of its kind.
-        message: in words; by default those of the error.
+        known: the columns known of its file, or a whole row, from which these columns are taken.
+        error: the exception, or the name of its type.
+        message: the error message; by default that of the exception.
     """
     kind = error if isinstance(error, str) else type(error).__name__
     failure = {"status": "failed", "error": kind, "message": printable(message or str(error)) or kind}
@@ -111,19 +111,19 @@ def failed_row(known: Mapping[str, Any], error: Exception | str, message: str = 
 
 
 def as_text(row: Mapping[str, Any], kinds: Mapping[str, str]) -> Row:
-    """These columns of a row for tables that hold text and numbers alone."""
+    """Return these columns of a row as text and numbers."""
     return {
         name: json.dumps(row[name]) if kind == "json" and row.get(name) is not None else row.get(name)
         for name, kind in kinds.items()
     }
 
 
-# Excel, LibreOffice and others compute what begins so; the apostrophe is there to tell ours from theirs.
+# Spreadsheets evaluate text with these prefixes; the apostrophe is included to keep the escape reversible.
 _COMPUTED = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
 def plain_cell(value: Any) -> Any:
-    """Put an apostrophe before text that a spreadsheet would compute, for readers to take away; numbers stay.
+    """Prefix text that a spreadsheet would evaluate with an apostrophe, which readers strip; numbers are unchanged.
 
     >>> plain_cell("=1+2.jpg"), plain_cell("a.jpg"), plain_cell(-1.5)
     ("'=1+2.jpg", 'a.jpg', -1.5)
@@ -132,13 +132,13 @@ def plain_cell(value: Any) -> Any:
 
 
 def load_pyarrow() -> tuple[Any, Any]:
-    """The modules pyarrow and pyarrow.parquet; OptionError with the way to install it if it is missing."""
+    """Import pyarrow and pyarrow.parquet; raise OptionError with the install command if pyarrow is missing."""
     parquet = load_extra("pyarrow.parquet", "Parquet", "parquet", otherwise="take --manifest jsonl")
     return load_extra("pyarrow", "Parquet", "parquet"), parquet
 
 
 def shown_name(name: str) -> str:
-    """An input's name as text; bytes that are not UTF-8 become escapes.
+    """Return an input's name as text; bytes that are not UTF-8 become escapes.
 
     >>> shown_name("caf\\udce9.jpg")
     'caf\\\\xe9.jpg'
@@ -150,20 +150,20 @@ def shown_name(name: str) -> str:
 
 
 def grid_columns(label: str) -> dict[str, str]:
-    """The columns that hold one map of an image: its values, its numbers of rows and columns, and its scale."""
+    """Return the columns of one map: its values, its numbers of rows and columns, and its scale."""
     return {f"grid_{label}": "bytes", f"rows_{label}": "whole", f"cols_{label}": "whole", f"scale_{label}": "number"}
 
 
 def columns_of(labels: Sequence[str]) -> dict[str, str]:
-    """The columns of records with these maps, and what they hold."""
+    """Return the columns of records with these maps, with their kinds."""
     return {"id": "text", **kinds_in("record"), **_columns_of_maps(labels)}
 
 
 def record_of(row: Mapping[str, Any], maps: Maps, labels: Sequence[str]) -> Row:
-    """An image's row and maps as a record; what it does not have is None.
+    """Return an image's row and maps as a record; missing values are None.
 
     Args:
-        row: as a folder run keeps it; its `input` is the record's `id`.
+        row: a row of a folder run; its `input` is the record's `id`.
         maps: the unscaled grid of each map, [rows, cols].
         labels: the maps of every record.
     """
@@ -175,15 +175,15 @@ def _columns_of_maps(labels: Sequence[str]) -> dict[str, str]:
 
 
 def _values_of_maps(maps: Maps, labels: Sequence[str]) -> Row:
-    found: Row = {}
+    columns: Row = {}
     for label in labels:
         values = pack_half(maps[label]) if label in maps else (None,) * 4
-        found |= dict(zip(grid_columns(label), values, strict=True))
-    return found
+        columns |= dict(zip(grid_columns(label), values, strict=True))
+    return columns
 
 
 def pack_half(grid: AnyGrid) -> tuple[bytes, int, int, float]:
-    """A grid as the bytes of little-endian float16, its rows and columns, and its scale.
+    """Return a grid as bytes of little-endian float16, its rows, its columns, and its scale.
 
     >>> pack_half(np.array([[1.0, 3.0]]))
     (b'\\x004\\x00:', 1, 2, 4.0)
@@ -195,54 +195,55 @@ def pack_half(grid: AnyGrid) -> tuple[bytes, int, int, float]:
 
 
 def unpack_half(values: Any, rows: Any, cols: Any, scale: Any) -> Grid | None:
-    """The grid that `pack_half` packed, float32 [rows, cols]; None if it is damaged."""
+    """Return the grid packed by `pack_half`, float32 [rows, cols]; None if it is damaged."""
     sides = all(isinstance(side, int | np.integer) and side > 0 for side in (rows, cols))
     whole = isinstance(values, bytes | bytearray) and sides and len(values) == 2 * rows * cols
     half = np.frombuffer(values, "<f2") if whole else np.empty(0)
     if not whole or not np.isfinite(half).all() or not isinstance(scale, float) or not 0 < scale <= _LARGEST_SCALE:
         return None
-    # The scale of the largest values, and what rounds up to it, are more than float32 holds.
+    # Values that were rounded up to the largest scale exceed the range of float32.
     most = np.finfo(np.float32).max
     return (half.reshape(rows, cols).astype(np.float64) * scale).clip(-most, most).astype(np.float32)
 
 
 def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
-    """A record's map, float32 [rows, cols], and its placement on the image.
+    """Return a record's map, float32 [rows, cols], and its placement on the image.
 
     Args:
-        record: a row of a `BatchExplainer`, of a manifest with grids, or of a table that was made of them.
+        record: a row of a `BatchExplainer`, of a manifest with grids, or of a table made of them.
         label: the map, such as "rollout".
 
     Raises:
-        ShapeError: the record has no such map, as that of an image which failed, or it is damaged.
+        ShapeError: the record has no such map (for example, its image failed), or the map is damaged.
     """
     values, *others = (record.get(name) for name in grid_columns(label))
     if not values:
-        raise ShapeError(f"Expected a record with a map {label!r}, got {record.get('id')!r}, which has none.")
+        raise ShapeError(f"The record {record.get('id')!r} has no map {label!r}.")
     grid = unpack_half(values, *others)
     if grid is None:
         raise ShapeError(
-            f"Expected the map {label!r} of {record.get('id')!r} as rows × cols finite values in half precision and "
-            f"their scale, got {values!r:.40} with {others!r}: it is damaged."
+            f"The map {label!r} of {record.get('id')!r} is damaged: expected rows × cols finite values in half "
+            f"precision and their scale, got {values!r:.40} with {others!r}."
         )
     try:
         known = json.loads(record["placement"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ShapeError(
-            f"Expected the placement of a map as JSON, got {record.get('placement')!r:.80}: it is damaged."
+            f"The placement of a map is damaged: expected JSON, got {record.get('placement')!r:.80}."
         ) from error
     return grid, placement_of(known)
 
 
 def placement_of(known: Mapping[str, Any]) -> Placement:
-    """The placement that `Placement.to_dict` returned.
+    """Return the placement from the dict of `Placement.to_dict`.
 
     Raises:
         ShapeError: it is not a placement.
     """
     try:
-        found = {name: value if isinstance(value, str) else tuple(map(int, value)) for name, value in known.items()}
-        return Placement(**found)  # type: ignore[arg-type]
+        fields = {name: value if isinstance(value, str) else tuple(map(int, value)) for name, value in known.items()}
+
+        return Placement(**fields)  # type: ignore[arg-type]
     except (AttributeError, TypeError, ValueError) as error:
         raise ShapeError(f"Expected the placement of a map, got {known!r}.") from error
 
@@ -257,20 +258,20 @@ def write_manifest(
     labels: Sequence[str] = (),
     where: str = "manifest",
 ) -> None:
-    """Write rows as .jsonl, .csv or .parquet, in their order, whole or not at all.
+    """Write rows atomically as .jsonl, .csv or .parquet, in their order.
 
     Args:
         path: the file; its suffix is the format.
-        rows: of a run, with their maps.
-        common: columns that are the same in every row. Names that are not in COLUMNS become columns of their own.
+        rows: rows of a run, with their maps.
+        common: values that are the same in every row. Names that are not in COLUMNS become further columns.
         labels: maps to write as columns, in Parquet.
         where: the table of COLUMNS.
 
     Raises:
-        OptionError: Parquet without pyarrow.
+        OptionError: Parquet requires pyarrow, which is not installed.
     """
     kinds = {**kinds_in(where)}
-    # A column of the same name in both, such as an option "input", is the row's.
+    # On a name clash, such as an option "input", the row's column wins.
     kinds |= {name: _kind(value) for name, value in common.items() if name not in kinds}
     if labels:
         kinds |= {"placement": "json"} | _columns_of_maps(labels)
@@ -283,8 +284,8 @@ def write_manifest(
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """A record as one line of JSON."""
-    # ASCII, so that lone surrogates and line separators go through as escapes.
+    """Return a record as one line of JSON."""
+    # ASCII, so that lone surrogates and line separators are escaped.
     return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
 
 
@@ -296,7 +297,7 @@ def _kind(value: Any) -> str:
 
 def _write_jsonl(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
     for row in rows:
-        row.pop("input_hex", None)  # JSON holds every name as it is
+        row.pop("input_hex", None)  # JSON can represent every name
         file.write(json_line(row))
 
 
@@ -321,7 +322,7 @@ def _write_parquet(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str
 
 
 def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Rows, some at a time; at least one group."""
+    """Yield rows in groups; at least one group, which may be empty."""
     group: list[Row] = []
     for row in rows:
         group.append(row)
@@ -332,7 +333,7 @@ def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
 
 
 def _with_name(row: Row, kinds: Mapping[str, str]) -> Row:
-    """A row for formats that hold text and numbers alone."""
+    """Return a row for formats that are limited to text and numbers."""
     shown = shown_name(row["input"])
     name = {"input": shown, "input_hex": os.fsencode(row["input"]).hex()} if shown != row["input"] else {}
     return as_text(row, kinds) | name

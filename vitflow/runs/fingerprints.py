@@ -1,4 +1,4 @@
-"""Whether an output folder's run may be gone on with: only by one that would have given the same results."""
+"""Fingerprints of runs: a run is resumed only with options that give the same results."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,15 +11,15 @@ from vitflow.recording.probing import same_model
 #: What to do about a folder that holds another run.
 REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
 _KINDS = {"evaluation": "an evaluation", "folder": "a folder run", "captions": "a run of captions"}
-# What is told in words, for its values say nothing to a reader.
-_IN_WORDS = {
+# Messages for differences whose values (hashes) mean nothing to a reader.
+_MESSAGES = {
     "weights_sha256": "the model has other weights",
     "class_names_sha256": "the classes have other names",
     "outputs.code_sha256": "the function of the outputs was edited",
     "outputs.weights_sha256": "the function of the outputs has other weights",
-    "outputs.rest.code_sha256": "the function of what is subtracted from the outputs was edited",
-    "outputs.rest.weights_sha256": "the function of what is subtracted from the outputs has other weights",
-    "outputs.vectors_sha256": "what is asked has other embeddings",
+    "outputs.rest.code_sha256": "the function subtracted from the outputs was edited",
+    "outputs.rest.weights_sha256": "the function subtracted from the outputs has other weights",
+    "outputs.vectors_sha256": "the prompts or reference images have other embeddings",
 }
 
 
@@ -30,21 +30,21 @@ def run_fingerprint(
     methods: Chosen,
     how: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Everything that the results of a run depend on, ready for JSON; two runs that agree in it may share a folder.
+    """Return everything that a run's results depend on, as JSON values; runs with equal fingerprints share a folder.
 
     Args:
         kind: "folder" or "evaluation".
-        source: what the images are.
+        source: identifies the images.
         model: the explainer's fingerprint.
-        methods: of the run, by other labels each.
-        how: what else the rows depend on.
+        methods: the methods of the run, with distinct labels.
+        how: further options that the rows depend on.
     """
     record = {
         "kind": kind,
         **source,
         **model,
-        "methods": {one.label: one.name for one in methods},
-        "options": {one.label: one.options for one in methods},
+        "methods": {choice.label: choice.name for choice in methods},
+        "options": {choice.label: choice.options for choice in methods},
         **how,
     }
     plain: dict[str, Any] = json.loads(json.dumps(record, default=str))
@@ -55,9 +55,9 @@ def check_same_run(before: Mapping[str, Any], folder: object, fingerprint: Mappi
     """Refuse a folder that holds a run with another fingerprint.
 
     Raises:
-        OptionError: it does.
+        OptionError: the fingerprints differ.
     """
-    kinds = [_KINDS.get(str(own.get("kind")), "another run") for own in (before, fingerprint)]
+    kinds = [_KINDS.get(str(record.get("kind")), "another run") for record in (before, fingerprint)]
     if kinds[0] != kinds[1]:
         raise OptionError(f"The folder {str(folder)!r} holds {kinds[0]}, not {kinds[1]}. {REMEDY}")
     different = fingerprint_difference(before, fingerprint)
@@ -68,7 +68,7 @@ def check_same_run(before: Mapping[str, Any], folder: object, fingerprint: Mappi
 
 
 def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two runs' fingerprints, in words; what the models answer may differ by rounding.
+    """Describe the differences between two runs' fingerprints; model outputs may differ by rounding.
 
     >>> fingerprint_difference({"fit": "crop", "options": {"rollout": {"residual": 0.5}}}, {"fit": "crop"})
     ['options.rollout.residual was 0.5 and is not set']
@@ -77,7 +77,7 @@ def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> li
     ['that run also had gae']
     """
     had, has = (_methods(record) for record in (old, new))
-    told = [
+    differences = [
         f"that run {words} {', '.join(labels)}"
         for words, labels in (
             ("also had", [label for label in had if label not in has]),
@@ -85,23 +85,26 @@ def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> li
         )
         if labels and had and has
     ]
-    apart = set(had) ^ set(has) if had and has else set()
+    differing = set(had) ^ set(has) if had and has else set()
     before, after = (
-        {path: value for path, value in _leaves(without_probe(one)) if _counts(path, apart)} for one in (old, new)
+        {path: value for path, value in _leaves(without_probe(record)) if _is_compared(path, differing)}
+        for record in (old, new)
     )
     for path in dict.fromkeys([*before, *after]):
         if before.get(path, ...) != after.get(path, ...):
             name = ".".join(path)
-            told.append(_IN_WORDS.get(name, f"{name} was {_shown(before, path)} and is {_shown(after, path)}"))
-    if not told and not same_model(old.get("probe"), new.get("probe")):
-        told.append("the model answers otherwise, although its weights are the same")
-    if not told and list(had) != list(has):
-        told.append(f"that run had its methods in the order {', '.join(had)}")
-    return told
+            differences.append(
+                _MESSAGES.get(name, f"{name} was {_display(before, path)} and is {_display(after, path)}")
+            )
+    if not differences and not same_model(old.get("probe"), new.get("probe")):
+        differences.append("the model's outputs differ, although its weights are the same")
+    if not differences and list(had) != list(has):
+        differences.append(f"that run had its methods in the order {', '.join(had)}")
+    return differences
 
 
 def without_probe(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """A fingerprint as users are told it: without the numbers that stand for what the model answers."""
+    """Return a fingerprint for display: without the probe of the model's outputs."""
     return {name: value for name, value in fingerprint.items() if name != "probe"}
 
 
@@ -110,9 +113,9 @@ def _methods(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return methods if isinstance(methods, Mapping) else {}
 
 
-def _counts(path: tuple[str, ...], apart: set[str]) -> bool:
-    """Whether a value is not that of a method which only one of the two runs has, and which is told by its name."""
-    return len(path) < 2 or path[0] not in ("methods", "options") or path[1] not in apart
+def _is_compared(path: tuple[str, ...], differing: set[str]) -> bool:
+    """Return False for a value of a method that only one of the runs has, which is reported by its label."""
+    return len(path) < 2 or path[0] not in ("methods", "options") or path[1] not in differing
 
 
 def _leaves(record: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -123,5 +126,5 @@ def _leaves(record: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[t
             yield (*path, name), value
 
 
-def _shown(values: Mapping[tuple[str, ...], Any], path: tuple[str, ...]) -> str:
+def _display(values: Mapping[tuple[str, ...], Any], path: tuple[str, ...]) -> str:
     return repr(values[path]) if path in values else "not set"

@@ -1,8 +1,8 @@
-"""A run as it is on the disk: one SQLite file in the output folder, with a row and the maps of each input.
+"""Reader of a run on disk: one SQLite file in the output folder, with a row and the maps of each input.
 
-A run may come from anybody: its file is opened only if its schema is exactly the one below (no views, triggers or
-generated columns), the length of a value is checked before it is read, and rows that no run would have written are left
-out. Reading takes many short transactions, so that a reader does not hold up a run that goes on.
+Run files are untrusted: a file is opened only if its schema is exactly the one below (no views, triggers or generated
+columns), the length of a value is checked before it is read, and invalid rows are skipped. Reading uses many short
+transactions, so that a reader does not block an active run.
 """
 
 import json
@@ -27,36 +27,36 @@ CONDITION_COLUMNS = tuple(kinds_in("condition"))
 
 APPLICATION, VERSION = 0x7669_7466, 1
 _SQL_TYPES = {"text": "TEXT", "whole": "INTEGER", "number": "REAL"}
-_OWN = ", ".join(f"{name} {_SQL_TYPES[kind]}" for name, kind in kinds_in("condition").items())
+_CONDITION_SQL = ", ".join(f"{name} {_SQL_TYPES[kind]}" for name, kind in kinds_in("condition").items())
 SCHEMA = (
     "CREATE TABLE run (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    # The name is the bytes of the input's name; the position is NULL for inputs beyond those of the latest run.
+    # The name is the bytes of the input's name; the position is NULL for inputs that are not in the latest run.
     f"CREATE TABLE rows (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, position INTEGER, status TEXT NOT NULL, "
-    f"{_OWN}, record TEXT NOT NULL)",
+    f"{_CONDITION_SQL}, record TEXT NOT NULL)",
     "CREATE TABLE maps (row INTEGER NOT NULL, label TEXT NOT NULL, rows INTEGER NOT NULL, cols INTEGER NOT NULL, "
     "scale REAL NOT NULL, grid BLOB NOT NULL, PRIMARY KEY (row, label)) WITHOUT ROWID",
 )
-# Functions of a condition: none of them makes long text out of short text.
+# Functions allowed in a condition: none of them expands short text to long text.
 _FUNCTIONS = {"abs", "coalesce", "glob", "ifnull", "instr", "length", "like", "lower", "max", "min", "nullif", "round"}
 _FUNCTIONS |= {"substr", "trim", "upper"}
-# Seconds that a condition may take, and that a reader or a writer waits for the other.
+# Timeouts in seconds: of a condition, and of a reader or writer that waits for a lock.
 _LONGEST_CONDITION, _PATIENCE = 60.0, 10.0
-# Rows that are read at once, bytes of a value that is read at all, and SQL that is.
+# Rows per query, and the maximal lengths of a value in bytes and of an SQL statement.
 _TOGETHER, _LARGEST, _LONGEST_SQL = 32, 2**23, 10_000
 
 
 class SavedRun:
-    """The run in an output folder, to be read while it goes on or afterwards.
+    """Reader of the run in an output folder, which may still be active.
 
     Args:
         folder: the output folder.
 
     Attributes:
         fingerprint: what the run computes.
-        max_pixels: images of more pixels were refused; 0 for a run without that bound.
+        max_pixels: pixel limit of the run's images; 0 if it has none.
 
     Raises:
-        OptionError: there is no run, it is of another version, or it is damaged.
+        OptionError: the folder has no run, or one of another version, or a damaged one.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -86,25 +86,25 @@ class SavedRun:
         return db
 
     def _load(self) -> None:
-        """Check that the file is a store of this version, and read what the run computes."""
+        """Check that the file is a store of this version, and read the run's settings."""
         if self._db.execute("PRAGMA application_id").fetchone() != (APPLICATION,):
-            raise OptionError(f"Expected {str(self.path)!r} to be a run of vitflow, got another file: move it away.")
+            raise OptionError(f"{str(self.path)!r} is not a run of vitflow: move it away.")
         if self._db.execute("PRAGMA user_version").fetchone() != (VERSION,):
             raise OptionError(f"The folder {str(self.folder)!r} holds a run of another version of vitflow. {REMEDY}")
         schema = self._db.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-        ours = len(schema) == len(SCHEMA) and set(schema) == {("table", sql.split()[2], sql) for sql in SCHEMA}
+        is_run = len(schema) == len(SCHEMA) and set(schema) == {("table", sql.split()[2], sql) for sql in SCHEMA}
         [(mode,)] = self._db.execute("PRAGMA journal_mode")
-        header = dict(self._db.execute("SELECT name, value FROM run LIMIT 10")) if ours else {}
-        found = _parsed(header.get("run")) or {}
-        self.fingerprint: Mapping[str, Any] = found.get("fingerprint") or {}
-        self.max_pixels: int = found.get("max_pixels") or 0
+        header = dict(self._db.execute("SELECT name, value FROM run LIMIT 10")) if is_run else {}
+        settings = _parsed(header.get("run")) or {}
+        self.fingerprint: Mapping[str, Any] = settings.get("fingerprint") or {}
+        self.max_pixels: int = settings.get("max_pixels") or 0
         if not isinstance(self.fingerprint, dict) or not self.fingerprint or not isinstance(self.max_pixels, int):
-            ours = False
-        if not ours or mode == "wal":
+            is_run = False
+        if not is_run or mode == "wal":
             raise OptionError(self._damaged("its tables are not those of a run"))
 
     def _damaged(self, why: object) -> str:
-        return f"The record of the run in {str(self.folder)!r} is damaged ({why}): do it again with --overwrite."
+        return f"The run in {str(self.folder)!r} is damaged ({why}): repeat it with --overwrite."
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -115,7 +115,7 @@ class SavedRun:
                 raise VitflowError(f"The run in {str(self.folder)!r} is being written: try again.") from error
             if is_there(f"{self.path}-journal"):
                 raise OptionError(
-                    f"A run was stopped while it wrote to {str(self.path)!r}: run the same command again first."
+                    f"A run was stopped while writing to {str(self.path)!r}: run the same command again first."
                 ) from error
             raise OptionError(self._damaged(printable(str(error)))) from error
 
@@ -138,95 +138,99 @@ class SavedRun:
         self.close()
 
     def rows(self, names: Iterable[str] | None = None) -> Iterator[Row]:
-        """The rows of these inputs, by default those of the latest run in its order; missing ones are left out."""
+        """Yield the rows of these inputs, by default those of the latest run in its order; missing ones are skipped."""
         ids = self._latest() if names is None else self._named(names)
         for start in range(0, len(ids), _TOGETHER):
             yield from self._rows(ids[start : start + _TOGETHER]).values()
 
     def all_rows(self) -> Iterator[Row]:
-        """Every row, also of inputs beyond those of the latest run."""
+        """Yield every row, including those of inputs that are not in the latest run."""
         with self._reading():
-            ids = [one for (one,) in self._db.execute("SELECT id FROM rows")]
+            ids = [row_id for (row_id,) in self._db.execute("SELECT id FROM rows")]
         for start in range(0, len(ids), _TOGETHER):
             yield from self._rows(ids[start : start + _TOGETHER]).values()
 
     def with_maps(self, names: Iterable[str] | None = None, where: str | None = None) -> Iterator[tuple[Row, Maps]]:
-        """Rows as `rows` yields them, each with its maps by their labels, float32 [rows, cols].
+        """Yield rows as `rows` does, each with its maps by label, float32 [rows, cols].
 
         Args:
             names: inputs.
-            where: an SQL expression; rows for which it does not hold are left out.
+            where: SQL condition that selects rows.
 
         Raises:
-            OptionError: the expression is wrong, or a map is damaged.
+            OptionError: the condition is invalid, or a map is damaged.
         """
         ids = self._latest() if names is None else self._named(names)
         if where is not None:
             chosen = self._select(where)
-            ids = [one for one in ids if one in chosen]
+            ids = [row_id for row_id in ids if row_id in chosen]
         for start in range(0, len(ids), _TOGETHER):
             rows = self._rows(ids[start : start + _TOGETHER])
             maps = self._maps(list(rows))
-            for one, row in rows.items():
-                yield row, maps.get(one, {})
+            for row_id, row in rows.items():
+                yield row, maps.get(row_id, {})
 
     def names(self) -> set[str]:
-        """The names of all inputs that have a row."""
+        """Return the names of all inputs that have a row."""
         with self._reading():
-            found = self._db.execute("SELECT name FROM rows").fetchall()
-        return {os.fsdecode(name) for (name,) in found if isinstance(name, bytes)}
+            rows = self._db.execute("SELECT name FROM rows").fetchall()
+        return {os.fsdecode(name) for (name,) in rows if isinstance(name, bytes)}
 
     def _latest(self) -> list[int]:
         with self._reading():
             return [
-                one
-                for (one,) in self._db.execute("SELECT id FROM rows WHERE position IS NOT NULL ORDER BY position, id")
+                row_id
+                for (row_id,) in self._db.execute(
+                    "SELECT id FROM rows WHERE position IS NOT NULL ORDER BY position, id"
+                )
             ]
 
     def _named(self, names: Iterable[str]) -> list[int]:
-        """The ids of these inputs' rows."""
+        """Return the ids of these inputs' rows."""
         keys = [os.fsencode(name) for name in names]
         ids: dict[bytes, int] = {}
         with self._reading():
             for start in range(0, len(keys), _TOGETHER):
-                some = keys[start : start + _TOGETHER]
-                ids |= dict(self._db.execute(f"SELECT name, id FROM rows WHERE name IN ({_marks(some)})", some))
+                chunk = keys[start : start + _TOGETHER]
+                ids |= dict(self._db.execute(f"SELECT name, id FROM rows WHERE name IN ({_marks(chunk)})", chunk))
         return [ids[key] for key in keys if key in ids]
 
     def _rows(self, ids: Sequence[int]) -> dict[int, Row]:
-        """The rows of these ids, in their order, without those that no run would have written."""
+        """Return the valid rows with these ids, in their order."""
         with self._reading():
             query = f"SELECT id, name, record FROM rows WHERE id IN ({_marks(ids)})"
             drawn = self.fingerprint.get("kind") == "folder"
-            found = {one: _row(name, record, drawn) for one, name, record in self._db.execute(query, ids)}
-        return {one: row for one in ids if (row := found.get(one)) is not None}
+            rows = {row_id: _row(name, record, drawn) for row_id, name, record in self._db.execute(query, ids)}
+        return {row_id: row for row_id in ids if (row := rows.get(row_id)) is not None}
 
     def _maps(self, ids: Sequence[int]) -> dict[int, dict[str, Grid]]:
         query = (
             "SELECT row, label, CASE WHEN length(grid) = 2 * rows * cols THEN grid END, rows, cols, scale "
             f"FROM maps WHERE row IN ({_marks(ids)})"
         )
-        found: dict[int, dict[str, Grid]] = {}
+        maps_by_row: dict[int, dict[str, Grid]] = {}
         with self._reading():
-            for one, label, *packed in self._db.execute(query, ids):
+            for row_id, label, *packed in self._db.execute(query, ids):
                 grid = unpack_half(*packed)
                 if grid is None or not isinstance(label, str):
                     raise OptionError(self._damaged(f"a map {printable(str(label))!r} is not rows × cols values"))
-                found.setdefault(one, {})[label] = grid
+                maps_by_row.setdefault(row_id, {})[label] = grid
         order = list(self.fingerprint.get("methods", {}))
         return {
-            one: dict(sorted(maps.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
-            for one, maps in found.items()
+            row_id: dict(
+                sorted(maps.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
+            )
+            for row_id, maps in maps_by_row.items()
         }
 
     def _select(self, where: str) -> set[int]:
-        """The ids of the rows for which an SQL expression holds."""
+        """Return the ids of the rows that satisfy an SQL condition."""
         deadline = time.monotonic() + _LONGEST_CONDITION
         self._db.set_authorizer(_authorize)
         self._db.set_progress_handler(lambda: time.monotonic() > deadline, 1000)
         try:
-            # In lines of its own, so that a comment at its end does not take the bracket along.
-            return {one for (one,) in self._db.execute(f"SELECT id FROM rows WHERE (\n{where}\n)")}
+            # On separate lines, so that a trailing comment does not include the closing bracket.
+            return {row_id for (row_id,) in self._db.execute(f"SELECT id FROM rows WHERE (\n{where}\n)")}
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             name = getattr(error, "sqlite_errorname", "")
             if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
@@ -244,10 +248,10 @@ class SavedRun:
             self._db.set_authorizer(None)
 
     def classes(self) -> set[str]:
-        """The class names and targets of the rows."""
+        """Return the class names and targets of the rows."""
         with self._reading():
-            found = self._db.execute("SELECT DISTINCT class_name FROM rows UNION SELECT DISTINCT target FROM rows")
-            return {name for (name,) in found if isinstance(name, str)}
+            names = self._db.execute("SELECT DISTINCT class_name FROM rows UNION SELECT DISTINCT target FROM rows")
+            return {name for (name,) in names if isinstance(name, str)}
 
 
 def _marks(values: Sequence[object]) -> str:
@@ -255,20 +259,20 @@ def _marks(values: Sequence[object]) -> str:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: object) -> int:
-    """Allow what a condition needs: some columns of the rows, and some functions."""
+    """Allow the columns and functions of CONDITION_COLUMNS and _FUNCTIONS only."""
     column = first == "rows" and second in ("id", *CONDITION_COLUMNS)
     function = str(second).lower() in _FUNCTIONS
     allowed = {sqlite3.SQLITE_SELECT: True, sqlite3.SQLITE_READ: column, sqlite3.SQLITE_FUNCTION: function}
     return sqlite3.SQLITE_OK if allowed.get(action, False) else sqlite3.SQLITE_DENY
 
 
-# -- what a row must be
+# -- validation of rows
 
 _TYPES: dict[str, tuple[type, ...]] = {"text": (str,), "whole": (int,), "number": (int, float), "json": (dict, list)}
 _COLUMN_TYPES = {name: _TYPES[kind] for where in ("folder", "manifest") for name, kind in kinds_in(where).items()}
-# What the row of an explained image has, if only as None.
+# The columns of every explained image; missing values are None.
 _FILLED = tuple(dict.fromkeys([*kinds_in("folder"), *kinds_in("condition")]))
-# What is nested in a row, and the types of its values; an image with maps has all of it but the last.
+# The nested columns of a row with the types of their values; an image with maps has all of them but the last.
 _NESTED: dict[str, tuple[type, ...]] = {
     "outputs": (str,),
     "written": (int,),
@@ -289,22 +293,22 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _parsed(text: object) -> Row | None:
-    """The object in a text of JSON; None if there is none, or numbers that JSON does not have."""
+    """Return the object in a JSON text; None if there is none, or if a number is not finite."""
     try:
-        found = _DECODER.decode(text) if isinstance(text, str) else None
+        value = _DECODER.decode(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _row(name: object, record: object, drawn: bool) -> Row | None:
-    """The row of an input; None if no run would have written it, such as one whose maps are drawn."""
+    """Return the row of an input, or None if it is invalid; `drawn` requires all columns of a folder run."""
     row = _parsed(record)
     if row is None or not isinstance(name, bytes):
         return None
     row = {"input": os.fsdecode(name)} | row
     if row.get("status") not in ("explained", "failed") or (row["status"] == "failed" and "stem" not in row):
-        return row if row.get("status") in ("measured", "failed") else None  # of an evaluation, which reads its own
+        return row if row.get("status") in ("measured", "failed") else None  # evaluations validate their rows
     if not all(isinstance(path, str) and is_inside(path) for path in (row["input"], row.get("stem"))):
         return None
     for column, value in row.items():
@@ -318,9 +322,9 @@ def _row(name: object, record: object, drawn: bool) -> Row | None:
         if not whole or any(row.get(column) is None for column in needed):
             return None
     nested = all(
-        isinstance(inside, dict) and all(isinstance(one, kinds) for one in inside.values())
+        isinstance(nested_values, dict) and all(isinstance(value, kinds) for value in nested_values.values())
         for column, kinds in _NESTED.items()
-        if (inside := row.get(column)) is not None
+        if (nested_values := row.get(column)) is not None
     )
     if not nested or not _is_text(row):
         return None
@@ -328,7 +332,7 @@ def _row(name: object, record: object, drawn: bool) -> Row | None:
 
 
 def _is_text(row: Row) -> bool:
-    """Whether the text of a row can be written as UTF-8; the name of its input need not."""
+    """Return True if the text of a row, except for the name of its input, can be encoded as UTF-8."""
     try:
         "".join(value for column, value in row.items() if column != "input" and isinstance(value, str)).encode()
     except UnicodeEncodeError:
@@ -337,7 +341,7 @@ def _is_text(row: Row) -> bool:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path stays below the folder that it is joined to.
+    """Return True if a path stays inside the folder that it is joined to.
 
     >>> is_inside("a/b.jpg"), is_inside("../b.jpg"), is_inside("/b.jpg")
     (True, False, False)

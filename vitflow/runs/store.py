@@ -1,8 +1,7 @@
-"""The store of a run while it works: open, missing, put, finish.
+"""Writer of a run's store: open, missing, put, finish.
 
-A batch of rows is one transaction with a rollback journal: a run that is killed loses no more than the batch that it
-was writing, and the file alone is the run. One run at a time writes into a folder, which is locked meanwhile; others
-may read.
+Each batch of rows is one transaction with a rollback journal: a killed run loses at most the batch that it was writing,
+and the file alone is the run. A lock on the folder restricts it to one writer; others may read.
 """
 
 import json
@@ -26,22 +25,22 @@ _INSERT = (
     f"INSERT INTO rows (name, position, status, {', '.join(CONDITION_COLUMNS)}, record) "
     f"VALUES ({', '.join('?' * (4 + len(CONDITION_COLUMNS)))})"
 )
-# Distributions whose versions run.json has.
+# Distributions whose versions are written to run.json.
 _DISTRIBUTIONS = ("vitflow", "torch", "timm", "numpy", "opencv-python-headless", "pillow")
 
 
 class Run(SavedRun):
-    """A run that writes: the rows of an earlier run that computed the same are kept, and others are added.
+    """Writer of a run, which resumes an earlier run with the same fingerprint.
 
     Args:
-        folder: the output folder, which is made, and locked until the run is closed.
-        fingerprint: what the rows depend on; a folder with a run of another one is refused.
-        max_pixels: kept with the run.
-        overwrite: begin anew, whatever run the folder holds.
-        clear: called before a run begins anew, with all rows of the run that was there.
+        folder: the output folder, which is created, and locked until the run is closed.
+        fingerprint: everything that the rows depend on; a run with another fingerprint is refused.
+        max_pixels: stored with the run.
+        overwrite: replace any run in the folder.
+        clear: called before a new run starts, with all rows of the replaced run.
 
     Raises:
-        OptionError: the folder holds another run, another one is working in it, or it cannot be written to.
+        OptionError: the folder has a different run, is in use by another run, or cannot be written to.
         VitflowError: the disk is full.
     """
 
@@ -76,13 +75,13 @@ class Run(SavedRun):
             raise
 
     def _earlier(self, clear: Callable[[Iterable[Row]], None], *, overwrite: bool) -> Mapping[str, Any] | None:
-        """The fingerprint of the run that is there; None if there is none, or no more."""
+        """Return the fingerprint of the run to resume, or None after clearing the folder."""
         journal = Path(f"{self.path}-journal")
         for path in (self.path, journal):
             if is_link(path) or (is_there(path) and not is_file(path)):
                 raise OptionError(
-                    f"Expected {str(path)!r} to be the run's own file, got a link or another kind of file: remove it, "
-                    "or choose another folder."
+                    f"{str(path)!r} must be a regular file, but is a link or another kind of file: remove it, or "
+                    "choose another folder."
                 )
         if not self._is_ours():
             clear([])
@@ -97,20 +96,20 @@ class Run(SavedRun):
         return None
 
     def _is_ours(self) -> bool:
-        """Whether there is a run, also a damaged one.
+        """Return True if there is a run, possibly a damaged one.
 
         Raises:
-            OptionError: there is a file that no run made.
+            OptionError: the file is not a run of vitflow.
         """
         if not is_there(self.path):
             return False
-        # This takes back what a killed run wrote in part.
+        # Roll back the unfinished transaction of a killed run.
         with suppress(sqlite3.DatabaseError, UnicodeDecodeError), closing(self._open("rw")) as db:
             db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         with self.path.open("rb") as file:
             header = file.read(100)
         if header and (header[:16], header[68:72]) != (b"SQLite format 3\0", APPLICATION.to_bytes(4, "big")):
-            raise OptionError(f"Expected {str(self.path)!r} to be a run of vitflow, got another file: move it away.")
+            raise OptionError(f"{str(self.path)!r} is not a run of vitflow: move it away.")
         return bool(header)
 
     def _begin(self, fingerprint: Mapping[str, Any], max_pixels: int) -> None:
@@ -131,8 +130,7 @@ class Run(SavedRun):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A transaction.
-
+        """Run the body in a transaction.
         Raises:
             VitflowError: the disk is full.
         """
@@ -141,14 +139,16 @@ class Run(SavedRun):
             yield
             self._db.execute("COMMIT")
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-            if type(error) is sqlite3.DatabaseError or isinstance(error, UnicodeDecodeError):  # in SQLite's own words
+            if type(error) is sqlite3.DatabaseError or isinstance(
+                error, UnicodeDecodeError
+            ):  # reported by SQLite itself
                 raise OptionError(self._damaged(error)) from error
             if not isinstance(error, sqlite3.OperationalError):
                 raise
             raise VitflowError(
                 f"The rows of this run could not be written to {str(self.path)!r} ({error}): the disk is full, the "
-                "folder is read-only, or another program is reading the file. Then run the same command again: it does "
-                "only what is missing."
+                "folder is read-only, or another program is reading the file. Fix it and run the same command again to "
+                "resume."
             ) from error
         finally:
             if self._db.in_transaction:
@@ -156,14 +156,15 @@ class Run(SavedRun):
                     self._db.execute("ROLLBACK")
 
     def missing(self, names: Sequence[str], is_done: Callable[[Row], bool]) -> list[str]:
-        """The inputs of this run that have no row, or one that is not done; called once, with all inputs in order."""
+        """Return the inputs of this run without a finished row; called once, with all inputs in order."""
         self._positions = {name: position for position, name in enumerate(names)}
         with self._reading():
             before = self._db.execute("SELECT id, name, position FROM rows").fetchall()
-        own = ((one, self._positions.get(os.fsdecode(name)), position) for one, name, position in before)
+        moves = ((row_id, self._positions.get(os.fsdecode(name)), position) for row_id, name, position in before)
         with self._writing():
             self._db.executemany(
-                "UPDATE rows SET position = ? WHERE id = ?", [(now, one) for one, now, then in own if now != then]
+                "UPDATE rows SET position = ? WHERE id = ?",
+                [(now, row_id) for row_id, now, then in moves if now != then],
             )
         done = {row["input"] for row in self.rows() if is_done(row)}
         return [name for name in names if name not in done]
@@ -171,9 +172,8 @@ class Run(SavedRun):
     def put(self, rows: Iterable[tuple[Mapping[str, Any], Maps]]) -> None:
         """Write rows with their maps in one transaction; a later row of an input replaces an earlier one.
 
-        A thread writes, since a disk takes its time; rows that come meanwhile are written together. Rows that cannot be
-        written, as on a full disk, are kept in memory for the next call: the row that says that an image could not be
-        written must not be lost for the same reason.
+        A thread writes; rows that arrive meanwhile are written together. Rows that cannot be written, for example on a
+        full disk, stay in memory for the next call, so that the row that reports such a failure is not lost.
         """
         self._pending += rows
         if self._written is None or self._written.done():
@@ -195,22 +195,22 @@ class Run(SavedRun):
                 name = os.fsencode(row["input"])
                 self._db.execute("DELETE FROM maps WHERE row = (SELECT id FROM rows WHERE name = ?)", (name,))
                 self._db.execute("DELETE FROM rows WHERE name = ?", (name,))
-                one = self._db.execute(_INSERT, self._values(name, row)).lastrowid
+                row_id = self._db.execute(_INSERT, self._values(name, row)).lastrowid
                 self._db.executemany(
                     "INSERT INTO maps (row, label, grid, rows, cols, scale) VALUES (?, ?, ?, ?, ?, ?)",
-                    [(one, label, *pack_half(grid)) for label, grid in maps.items()],
+                    [(row_id, label, *pack_half(grid)) for label, grid in maps.items()],
                 )
         del self._pending[: len(rows)]
 
     def _values(self, name: bytes, row: Mapping[str, Any]) -> list[Any]:
-        own = {**row, "input": shown_name(row["input"])}
-        columns = [own.get(column) for column in CONDITION_COLUMNS]
+        display_row = {**row, "input": shown_name(row["input"])}
+        columns = [display_row.get(column) for column in CONDITION_COLUMNS]
         columns = [None if isinstance(value, dict | list) else value for value in columns]
         record = {column: value for column, value in row.items() if column != "input"}
         return [name, self._positions.get(row["input"]), row["status"], *columns, json.dumps(record, allow_nan=False)]
 
     def finish(self) -> dict[str, int]:
-        """Write what is left, and count the inputs of this run: "total", "explained" and "failed".
+        """Write the remaining rows, and count the inputs of this run: "total", "explained" and "failed".
 
         Raises:
             VitflowError: the disk is full.
@@ -236,7 +236,7 @@ class Run(SavedRun):
         write_inside(self.folder, "run.json", json.dumps(record, indent=2).encode("ascii") + b"\n", durable=True)
 
     def close(self) -> None:
-        """Write what can be written of what is left, close the file, and let others write."""
+        """Write the remaining rows if possible, close the file, and release the lock."""
         try:
             with suppress(VitflowError), self._reading():
                 self._write()
@@ -251,10 +251,10 @@ class Run(SavedRun):
 
 
 def _locked(folder: Path) -> int:
-    """Make a folder, and lock it against a second run; what is returned is to be closed.
+    """Create a folder, lock it against a second run, and return the lock's file descriptor, which must be closed.
 
     Raises:
-        OptionError: another run is writing there, or nobody may.
+        OptionError: another run is writing to it, or it is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -270,13 +270,13 @@ def _locked(folder: Path) -> int:
         raise OptionError(
             f"Another run is writing to {str(folder)!r}: wait for it, or choose another folder."
         ) from error
-    except (ImportError, OSError):  # this system or file system has no such locks
+    except (ImportError, OSError):  # the system or file system does not support locks
         pass
     return lock
 
 
 def cannot_write(folder: object, error: Exception) -> str:
-    """The message for an output folder that cannot be written to."""
+    """Return the message for an output folder that cannot be written to."""
     reason = getattr(error, "strerror", None) or error
     return f"The output folder {str(folder)!r} cannot be written to: {reason}. Choose another one with -o (output=…)."
 
@@ -285,17 +285,17 @@ def cannot_write(folder: object, error: Exception) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what a run's results come from."""
-    found = {"python": platform.python_version(), "sqlite": sqlite3.sqlite_version}
+    """Return the versions of Python, SQLite and the distributions that determine a run's results."""
+    result = {"python": platform.python_version(), "sqlite": sqlite3.sqlite_version}
     for name in _DISTRIBUTIONS:
-        with suppress(PackageNotFoundError):  # built another way, such as opencv without its wheel
-            found[name] = version(name)
-    return found
+        with suppress(PackageNotFoundError):  # installed without metadata, such as a system build of OpenCV
+            result[name] = version(name)
+    return result
 
 
 @contextmanager
 def finishing(output: object) -> Iterator[None]:
-    """Say of what a run writes at its end, and could not write, that nothing else is lost.
+    """Convert write errors at the end of a run to VitflowError.
 
     Raises:
         VitflowError: the disk is full, or the folder is read-only.
@@ -304,6 +304,6 @@ def finishing(output: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise VitflowError(
-            f"What was done is kept, but the tables and reports could not be written to {str(output)!r}: "
-            f"{error.strerror or error}. Make room and run the same command again."
+            f"The results are saved, but the tables and reports could not be written to {str(output)!r}: "
+            f"{error.strerror or error}. Free some space and run the same command again."
         ) from error
