@@ -328,7 +328,7 @@ def test_maps_of_other_grids_hide_their_own_cells():
             lambda x: x.softmax(-1),
         )
         np.testing.assert_allclose(one.deletion, expected["deletion"], rtol=0, atol=1e-12)
-    with pytest.raises(ShapeError, match="model's 4 × 4 patches to drop tokens, got one of 2 × 4"):
+    with pytest.raises(ShapeError, match="model's 4 × 4 patches, got 2 × 4"):
         faithfulness_curves(explainer, maps)
 
 
@@ -379,7 +379,7 @@ def test_faults_are_named():
         ("at least 2 points", maps, {"points": 1}),
         ("batch_size of at least 1", maps, {"batch_size": 0}),
         ("at least one map, got none", [], {}),
-        ("one and the same image", [*maps, other], {}),
+        ("Expected maps of one image", [*maps, other], {}),
         ("no target class", [changed(maps[0], score=Score())], {}),
     ]
     for message, given, options in faults:

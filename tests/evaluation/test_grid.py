@@ -117,13 +117,13 @@ def test_an_evaluation_tells_classes_apart_and_goes_on_where_it_was(demo, tmp_pa
     assert means["grid_wins"]["gae"] > 0.5 and means["separation_wins"]["gae"] > 0.8
     assert means["separation"]["gae"] > means["separation"]["rollout"]
     grids = {tuple(image["grid"]) for image in found.images if image["grid"]}
-    assert f"on {len(grids)} grids of four images each" in " ".join(found.notes)
+    assert f"in {len(grids)} grids of four images" in " ".join(found.notes)
 
     page = (tmp_path / "out" / "report.html").read_text()
     drawn = sorted(path.name for path in (tmp_path / "out" / "figures").glob("grid-*.png"))
     assert drawn == [f"grid-{number}.png" for number in range(1, min(len(grids), 3) + 1)]
     assert page.count("data:image/png;base64,") == len(drawn)
-    assert (answer := verdict(found)) and f'<p class="answer">{answer}</p>' in page
+    assert (answer := verdict(found)) and f'<p class="verdict">{answer}</p>' in page
 
     with closing(sqlite3.connect(tmp_path / "out" / "run.sqlite")) as db:
         db.execute("DELETE FROM rows WHERE position > 10")
@@ -141,7 +141,7 @@ def test_without_labels_there_is_no_grid_and_that_is_said(demo, tmp_path):
     for number in range(3):
         write_image(tmp_path / f"{number}.png", draw_image(number).image)
     found = evaluate(tmp_path, model=demo, methods=["gae"], metrics=["grid"])
-    assert "No grid of four images is possible" in " ".join(found.notes)
+    assert "No grid was made" in " ".join(found.notes)
     assert all(row.estimate.mean is None for row in found.table("grid_auc"))
 
 

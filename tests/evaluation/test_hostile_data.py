@@ -114,7 +114,7 @@ def test_a_mask_of_too_many_classes_costs_its_row(folder):
 def test_class_names_beside_masks_that_are_no_text_are_told(folder):
     Image.new("L", (WIDTH, HEIGHT), 1).save(folder / "cat_mask.png")
     (folder / "classes.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(OptionError, match=r"names of the classes in 'classes\.txt'"):
+    with pytest.raises(OptionError, match=r"class names in 'classes\.txt'"):
         open_dataset(folder)
 
 
@@ -249,7 +249,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(folder, write, way):
     dataset = open_dataset(path, images=folder)
     found = results(dataset)
     assert [told for told in found.values() if told is not None] == [found[name]]
-    assert "lies outside the folders" in found[name] and "--images" in found[name]
+    assert "is outside the image folders" in found[name] and "--images" in found[name]
 
 
 def test_names_below_a_linked_folder_and_absolute_ones_inside_are_found(folder, tmp_path):
@@ -257,7 +257,7 @@ def test_names_below_a_linked_folder_and_absolute_ones_inside_are_found(folder, 
     for images in (folder, tmp_path / "linked"):
         entries = [{"file": name, "boxes": BOX} for name in ("cat.jpg", str(folder / "dog.jpg"))]
         assert set(results(open_dataset(annotate(folder, entries), images=images)).values()) == {None}
-    with pytest.raises(OptionError, match=r"folder with the images, but there is none at '.*nowhere'"):
+    with pytest.raises(OptionError, match=r"folder with images, got '.*nowhere'"):
         open_dataset(folder / "boxes.json", images=folder / "nowhere")
 
 

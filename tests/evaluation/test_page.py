@@ -117,7 +117,7 @@ def test_the_page_counts_the_methods_that_were_asked_for_and_answers_its_title(o
     found, page = saved[0], open_page("light")
     assert found.main_methods == ["gae", METHOD] and "2 methods," in repr(found)
     assert "2 methods beside 2 baselines" in page.locator("header .summary").inner_text()
-    assert page.locator("header .answer").inner_text().startswith("On your 3 images: GAE for ")
+    assert page.locator("header .verdict").inner_text().startswith("On your 3 images: GAE for ")
 
 
 def test_the_best_are_all_methods_whose_means_are_equal_and_never_a_baseline():
@@ -144,7 +144,7 @@ def test_under_each_method_stands_how_it_departs_from_its_publication(open_page,
     assert told == "max over heads, value-weighted, refined by both" and found.departures["random"] is None
     assert f"gae\n{told}" in page.locator("table.numbers tbody th").all_inner_texts()
     assert json.loads((saved[1].parent / "summary.json").read_text())["departures_from_paper"]["gae"] == told
-    assert f"From their publications depart: gae: {told}." in found.to_markdown()
+    assert f"Differences from publications: gae: {told}." in found.to_markdown()
 
 
 def test_charts_are_loaded_in_light_and_in_dark(open_page):

@@ -177,8 +177,8 @@ def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity(explainer)
     place = found.methods.index("occlusion")
     assert np.isnan(found.values["shift_stability"][0, place])
     assert not np.isnan(found.values["roc_auc"][0, place])
-    [note] = [note for note in found.notes if "Not checked" in note]
-    assert "run the model many times: legrad, occlusion, sampling, consensus; use --method" in note
+    [note] = [note for note in found.notes if "without sanity checks" in note]
+    assert "run the model many times: legrad, occlusion, sampling, consensus; select a method" in note
     assert "occlusion" not in evaluate("demo:1", model=explainer, metrics=["roc_auc"]).methods
 
 
@@ -197,9 +197,9 @@ def test_images_without_regions_leave_localisation_out_and_say_so(folder, explai
         mask.unlink()
     found = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation", "faithfulness"])
     assert found.groups == ["faithfulness"]
-    assert any("Left out: localisation" in note for note in found.notes)
-    assert any("explain the predicted class" in note for note in found.notes)
-    with pytest.raises(OptionError, match=r"None of the metrics can be measured. Left out: localisation"):
+    assert any("Skipped localisation" in note for note in found.notes)
+    assert any("the class that the model predicts" in note for note in found.notes)
+    with pytest.raises(OptionError, match=r"None of the metrics can be measured. Skipped localisation"):
         evaluate(folder, model=explainer, metrics=["roc_auc"])
 
 
@@ -209,7 +209,7 @@ def test_images_without_objects_are_left_out_and_counted(folder, explainer):
     (folder / "3_mask.png").unlink()
     found = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation"])
     assert (found.table("roc_auc")[0].estimate.count, found.table("energy")[0].estimate.undefined) == (1, 3)
-    assert any("Localisation is undefined on 3 images" in note for note in found.notes)
+    assert any("Localisation is not defined on 3 images" in note for note in found.notes)
     assert found.accumulated_mean_iou()["gae"] == pytest.approx(found.values["mean_iou"][0, 0])
 
 
@@ -219,7 +219,7 @@ def test_a_model_without_classes_has_no_answer_to_follow(folder):
     found = evaluate(folder, model=model, methods=["rollout"], sanity_images=1)
     assert found.groups == ["localisation", "sanity"]
     assert np.isnan(found.values["class_sensitivity"]).all()
-    assert any("Left out: faithfulness, because the model has no classes" in note for note in found.notes)
+    assert any("Skipped faithfulness: the model has no classes" in note for note in found.notes)
 
 
 def test_constant_maps_are_counted_and_told(explainer, constant_method):
@@ -229,7 +229,7 @@ def test_constant_maps_are_counted_and_told(explainer, constant_method):
         estimate = found.table(name)[0].estimate
         assert (estimate.mean, estimate.undefined) == (None, 3)
     assert found.table("roc_auc")[0].estimate.mean == 0.5
-    assert any("Constant maps: nothing on 3 images." in note for note in found.notes)
+    assert any("Constant maps rank no patches: nothing on 3 images." in note for note in found.notes)
     assert any("No value for flip stability" in note and "nothing on 1 image." in note for note in found.notes)
     assert "| nothing | – |" in found.to_markdown("faithfulness")
     json.dumps(found.to_dict(), allow_nan=False)

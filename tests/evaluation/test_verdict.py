@@ -37,15 +37,15 @@ def test_what_nothing_separates_is_told():
     found.values["gap"][:, 0] = 0.5 + 0.02 * same
     found.values["gap"][:, 1] = 0.5 + 0.02 * same[::-1] - 1e-6
     assert verdict(found) == (
-        "On your 40 images: GAE for what the answer rests on; GAE and Gradient rollout do not differ."
+        "On your 40 images: GAE for what the prediction depends on; no clear difference between GAE and Gradient rollout."
     )
 
 
 def test_lower_may_be_better_and_options_are_named():
     found = measured(deletion_auc={"gae:refine=0": 0.4, "gae": 0.1, "random": 0.6})
-    assert verdict(found) == "On your 40 images: GAE for what the answer rests on."
+    assert verdict(found) == "On your 40 images: GAE for what the prediction depends on."
     found = measured(deletion_auc={"gae:refine=0": 0.1, "gae": 0.4, "random": 0.6})
-    assert verdict(found) == "On your 40 images: GAE (refine=0) for what the answer rests on."
+    assert verdict(found) == "On your 40 images: GAE (refine=0) for what the prediction depends on."
 
 
 def test_where_no_map_is_better_than_a_random_one_none_is_named():

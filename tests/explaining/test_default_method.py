@@ -55,7 +55,8 @@ def test_an_option_that_the_chosen_method_has_not_is_refused_with_the_reason(dem
             explain(IMAGE, target=0, discard_ratio=0.5)
     assert demo.explain(IMAGE, discard_ratio=0.5).options["discard_ratio"] == 0.5
     with pytest.raises(
-        OptionError, match="Method rollout, the default without a target, has no option 'masks'.* because there is no target.*sampling"
+        OptionError,
+        match="Method rollout, the default without a target, has no option 'masks'.* because there is no target.*sampling",
     ):
         choose_methods(None, {"masks": 8})
 

@@ -120,7 +120,10 @@ def test_a_head_is_left_out_of_a_copy_alone():
     ("build", "told"),
     [
         (lambda: similarity_to([]), "at least one image"),
-        (lambda: Explainer(backbone("timm"), outputs=similarity_to(OTHER), class_names=["a"]), "class_names cannot be used"),
+        (
+            lambda: Explainer(backbone("timm"), outputs=similarity_to(OTHER), class_names=["a"]),
+            "class_names cannot be used",
+        ),
         (lambda: Explainer(backbone("timm"), outputs="a.jpg", data_config=DATA), "outputs as"),
     ],
 )

@@ -299,7 +299,9 @@ def test_a_given_layout_is_taken():
     explainer = Explainer(model, data_config=DATA, layout=TokenLayout(1, 2, 8))
     assert check_can_drop(explainer, (32, 32)) == TokenLayout(1, 2, 8)
     explainer = Explainer(model, data_config=DATA, layout=TokenLayout(2, 4, 4))
-    with pytest.raises(UnsupportedModelError, match="Expected 18 tokens at the first block of VisionTransformer, got 17"):
+    with pytest.raises(
+        UnsupportedModelError, match="Expected 18 tokens at the first block of VisionTransformer, got 17"
+    ):
         check_can_drop(explainer, (32, 32))
 
 

@@ -1,7 +1,7 @@
-"""Measure maps instead of only looking at them: against objects, against the model's own answers, against each other.
+"""Evaluate saliency maps: localisation, faithfulness, sanity, grids and rank correlation.
 
-`evaluate` does all of it on a folder of images; the parts can be used alone. Names are loaded when they are first
-used, so that the tables of metrics load no torch.
+`evaluate` runs all of them on a data set; the parts can be used separately. Names are imported lazily, so that the
+table of metrics does not import torch.
 """
 
 import lazy_loader

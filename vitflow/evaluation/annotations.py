@@ -1,7 +1,7 @@
-"""Labelled regions of an image, painted from boxes, polygons, run lengths or masks, and files of them.
+"""Labelled regions of an image, from boxes, polygons, run lengths or masks, and annotation files.
 
-Annotations may come from anywhere: what is wrong with those of one image is that image's error, and nothing is painted
-before its size is that of the image.
+Annotations are untrusted: invalid annotations of one image are an error of that image only, and sizes are checked
+before anything is painted.
 """
 
 import json
@@ -23,17 +23,17 @@ from vitflow.images.reading import check_mask_size
 Mask = NDArray[np.bool_]
 Size = tuple[int, int]
 
-# A class index of the model, a class name or WordNet id, or None if nothing is known.
+# A class index of the model, a class name or WordNet id, or None if unknown.
 Label = int | str | None
 
-# Far beyond any honest annotation; more would fill the memory or take for ever.
+# Limits far above real annotations, to bound memory and time.
 _MOST_OBJECTS = 10_000  # of one image
 _MOST_POLYGONS = 1000  # of one object
-_LONGEST_OUTLINE = 1_000_000  # pixels of one polygon, which is also how far off a corner may be
+_LONGEST_OUTLINE = 1_000_000  # pixels of one polygon; also the largest coordinate of a corner
 _LONGEST_NUMBER = 7  # characters of a packed run length, five bits each
-_LONGEST_MESSAGE = 200  # characters of an error's own words, which may quote the file
+_LONGEST_MESSAGE = 200  # characters of an error message, which may quote the file
 
-#: What reading values of wrong types raises.
+#: Exceptions raised when values of wrong types are read.
 WRONG = (
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError),
     VitflowError,
@@ -45,16 +45,15 @@ class Region:
     """One labelled object of an image.
 
     Attributes:
-        label: class index, class name or WordNet id; None if it is not known.
-        shape: its pixels, as one of
+        label: class index, class name or WordNet id; None if unknown.
+        shape: the pixels, as one of
 
-            - a box (left, top, right, bottom) by its edges in pixels: right and bottom are the first pixels outside;
-              a pixel belongs to the box if its centre does;
-            - polygons [[x, y, x, y, …], …], painted as COCO's own evaluation paints them;
+            - a box (left, top, right, bottom) by its edges in pixels, right and bottom exclusive; a pixel is in the box
+              if its centre is;
+            - polygons [[x, y, x, y, …], …], painted as in COCO's evaluation;
             - COCO's run lengths {"size": [height, width], "counts": numbers or packed text};
-            - a mask [height, width] of the image's size, whose pixels other than 0 belong to the object, or a function
-              that makes it.
-        unknown: leave its pixels out of every measure, such as those of a crowd.
+            - a mask [height, width] of the image's size, nonzero in the object, or a function that returns it.
+        unknown: exclude the pixels from all metrics, as for crowds.
     """
 
     label: Label
@@ -62,10 +61,10 @@ class Region:
     unknown: bool = False
 
     def paint(self, mask: Mask) -> None:
-        """Mark its pixels in a mask of the image's size.
+        """Mark the pixels in a mask of the image's size.
 
         Raises:
-            ShapeError: the shape is none of the above, or belongs to an image of another size.
+            ShapeError: the shape is none of the above, or has another image size.
         """
         shape = self.shape() if callable(self.shape) else self.shape
         if isinstance(shape, np.ndarray) and shape.ndim == 2:
@@ -81,7 +80,7 @@ class Region:
             mask[top:bottom, left:right] = True
 
     def mask(self, size: Size) -> Mask:
-        """Return its pixels in an image of this (height, width), bool [height, width].
+        """Return the mask for an image of this (height, width), bool [height, width].
 
         >>> Region("cat", (1, 0, 3, 1)).mask((1, 4)).tolist()
         [[False, True, True, False]]
@@ -93,12 +92,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Labelled:
-    """An image and what is known about it.
+    """An image and its annotations.
 
     Attributes:
         image: RGB uint8 [height, width, 3].
-        regions: its objects; None if the data does not say where objects are.
-        label: the class of the whole image, if the data has one.
+        regions: the objects; None if the data has no masks or boxes.
+        label: class of the whole image, if known.
     """
 
     image: NDArray[np.uint8]
@@ -107,13 +106,13 @@ class Labelled:
 
 
 def check_count(objects: int) -> None:
-    """Raise ShapeError if an image has more objects than can be painted."""
+    """Raise ShapeError if an image has too many objects."""
     if objects > _MOST_OBJECTS:
         raise ShapeError(f"Expected at most {_MOST_OBJECTS} objects in an image, got {objects}.")
 
 
 def union(regions: Sequence[Region], size: Size) -> Mask:
-    """Return the pixels that belong to any of the regions, bool [height, width]."""
+    """Return the union of the regions, bool [height, width]."""
     mask = np.zeros(size, dtype=np.bool_)
     for region in regions:
         region.paint(mask)
@@ -124,7 +123,7 @@ def union(regions: Sequence[Region], size: Size) -> Mask:
 
 
 def _numbers(values: Any) -> list[float]:
-    """Finite numbers, which may be text; ShapeError if they are not."""
+    """Return the values as finite floats, converted from text if needed; ShapeError for anything else."""
     try:
         numbers = [] if isinstance(values, str | bytes) else [float(value) for value in values]
     except (TypeError, ValueError, OverflowError):
@@ -144,13 +143,13 @@ def _read_box(box: Any) -> list[float]:
 def _paint_polygons(polygons: Sequence[Any], mask: Mask) -> None:
     if len(polygons) > _MOST_POLYGONS:
         raise ShapeError(f"Expected at most {_MOST_POLYGONS} polygons, got {len(polygons)}.")
-    areas = [numbers for numbers in map(_outline, polygons) if len(numbers) >= 6]  # fewer corners hold no pixel
+    areas = [numbers for numbers in map(_outline, polygons) if len(numbers) >= 6]  # fewer corners cover no pixel
     for packed in coco.frPyObjects(areas, *mask.shape) if areas else ():
         _paint_runs(_read_runs(packed["counts"], mask.size), mask)
 
 
 def _outline(polygon: Any) -> list[float]:
-    """Return the flat coordinates of a polygon; ShapeError if a corner is too far outside to draw."""
+    """Return the flat coordinates of a polygon; ShapeError if drawing it would take too much memory."""
     numbers = _numbers(polygon)
     if len(numbers) % 2:
         raise ShapeError(f"Expected a polygon as x, y, x, y, …, got {len(numbers)} numbers.")
@@ -161,9 +160,9 @@ def _outline(polygon: Any) -> list[float]:
     return numbers
 
 
-def _check_runs_size(runs_size: Any, size: tuple[int, ...]) -> None:
-    if runs_size is not None and runs_size != list(size):
-        raise ShapeError(f"Expected run lengths of {size[0]} × {size[1]} pixels, got {reprlib.repr(runs_size)}.")
+def _check_runs_size(given: Any, size: tuple[int, ...]) -> None:
+    if given is not None and given != list(size):
+        raise ShapeError(f"Expected run lengths of {size[0]} × {size[1]} pixels, got {reprlib.repr(given)}.")
 
 
 def _paint_runs(runs: Sequence[int], mask: Mask) -> None:
@@ -172,9 +171,9 @@ def _paint_runs(runs: Sequence[int], mask: Mask) -> None:
 
 
 def _read_runs(counts: Any, pixels: int) -> list[int]:
-    """Run lengths that sum to this number of pixels; ShapeError if they do not.
+    """Return run lengths that sum to this number of pixels, or raise ShapeError.
 
-    Packed ones are decoded here: the decoder of pycocotools 2.0.11 returns uninitialised memory for run lengths that
+    Packed run lengths are decoded here: the decoder of pycocotools 2.0.11 returns uninitialised memory for those that
     sum to too few pixels, and a DeprecationWarning under NumPy 2.
     """
     if isinstance(counts, str | bytes):
@@ -189,7 +188,7 @@ def _read_runs(counts: Any, pixels: int) -> list[int]:
 
 
 def _unpack(text: str | bytes, pixels: int) -> list[int]:
-    """COCO's packed run lengths: five bits to a character, and from the fourth run on the difference to two before."""
+    """Decode COCO's packed run lengths: five bits per character; from the fourth run, minus the run two before."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     wrong = ShapeError(f"Expected packed run lengths of {pixels} pixels in COCO's form, got {reprlib.repr(text)}.")
     if len(data) > 2 * pixels + 16:  # one-pixel runs take no more than this
@@ -233,21 +232,21 @@ def read_annotations(path: Path) -> list[tuple[Any, Parse]]:
 
 
 def unreadable(path: Path, error: Exception, entry: str = "") -> OptionError:
-    """Say what is wrong with an annotation file, or with one entry of it."""
+    """Return the error for an invalid annotation file or an invalid entry of it."""
     if isinstance(error, OptionError):
         return error
     reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
     reason = "it is nested too deeply" if isinstance(error, RecursionError) else reason
     reason = reason if len(reason) <= _LONGEST_MESSAGE else reason[:_LONGEST_MESSAGE] + "…"
-    where = f"{path.name!r}, {entry[:_LONGEST_MESSAGE]}" if entry else f"{path.name!r}"
+    source = f"{path.name!r}, {entry[:_LONGEST_MESSAGE]}" if entry else f"{path.name!r}"
     return OptionError(
-        f"Could not read the annotations {where}: {reason}. Expected COCO JSON, a JSON list of {{file, boxes, label}}, "
-        "or labels.csv with the columns file and label or label_index."
+        f"Could not read the annotations {source}: {reason}. Expected COCO JSON, a JSON list of {{file, boxes, "
+        "label}, or labels.csv with the columns file and label or label_index."
     )
 
 
 def as_label(value: Any) -> Label:
-    """Return a class name, or a class index as a whole number; ValueError if it is neither."""
+    """Return a class name, or a class index as int; ValueError for anything else."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, int | float) and float(value).is_integer():
@@ -264,8 +263,8 @@ def _list(value: Any) -> list[Any]:
 def _check_size(width: Any, height: Any, size: Size) -> None:
     if (height, width) != size:
         raise ShapeError(
-            f"they are for an image of {reprlib.repr(height)} × {reprlib.repr(width)} pixels (height × width), and it "
-            f"has {size[0]} × {size[1]}"
+            f"expected an image of {reprlib.repr(height)} × {reprlib.repr(width)} pixels (height × width), got "
+            f"{size[0]} × {size[1]}"
         )
 
 
@@ -275,7 +274,7 @@ def _box_entries(content: Any) -> Iterator[tuple[Any, Parse]]:
 
 
 def _parse_boxes(entry: Mapping[str, Any], size: Size) -> tuple[tuple[Region, ...], Label]:
-    """One image of a JSON list: its boxes, and its class."""
+    """Parse an entry of a JSON list: boxes and class."""
     if "size" in entry:
         width, height = entry["size"]
         _check_size(width, height, size)
@@ -308,7 +307,7 @@ def _parse_coco(
     entry: Mapping[str, Any],
     size: Size,
 ) -> tuple[tuple[Region, ...], Label]:
-    """One image of a COCO file: its objects, of which crowds are unknown."""
+    """Parse an image of a COCO file; crowds are unknown regions."""
     _check_size(entry["width"], entry["height"], size)
     regions = []
     for annotation in by_image.get(entry["id"], ()):

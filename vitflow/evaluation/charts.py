@@ -38,11 +38,11 @@ def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
     A thin line marks the random map's mean in every panel.
 
     Args:
-        evaluation: what to draw.
-        names: metrics that were measured, or groups of them.
+        evaluation: the results to draw.
+        names: measured metrics or their groups.
 
     Raises:
-        OptionError: none of these was measured.
+        OptionError: none of these metrics was measured.
     """
     metrics = [metric for metric in evaluation.metrics if metric.name in names or metric.group in names]
     if not metrics:
@@ -67,11 +67,13 @@ def _draw_panel(axes: Axes, evaluation: Tables, metric: Metric) -> None:
     rows = evaluation.table(metric.name)
     means = np.array([np.nan if row.estimate.mean is None else row.estimate.mean for row in rows])
     colors = [LIGHT.baseline if row.baseline or is_twin(row.method) else LIGHT.bar for row in rows]
-    places = np.arange(len(rows))
-    axes.barh(places, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
-    for place, row in zip(places, rows, strict=True):
+    positions = np.arange(len(rows))
+    axes.barh(positions, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
+    for position, row in zip(positions, rows, strict=True):
         if row.estimate.low is not None and row.estimate.high is not None:
-            axes.plot([row.estimate.low, row.estimate.high], [place, place], color=LIGHT.ink, linewidth=0.9, zorder=3)
+            axes.plot(
+                [row.estimate.low, row.estimate.high], [position, position], color=LIGHT.ink, linewidth=0.9, zorder=3
+            )
     chance = next((row.estimate.mean for row in rows if row.method == "random"), None)
     if chance is not None:
         axes.axvline(chance, color=LIGHT.soft, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
@@ -83,36 +85,36 @@ def _draw_panel(axes: Axes, evaluation: Tables, metric: Metric) -> None:
 
 
 def draw_curves(evaluation: Tables) -> Figure:
-    """Mean deletion and insertion curves, a line per method; baselines are grey."""
+    """Draw mean deletion and insertion curves, a line per method; baselines are grey."""
     assert evaluation.fractions is not None
     charts = {
         "deletion: highest patches removed first ↓": evaluation.curves["deletion"],
-        "insertion: highest patches put back first ↑": evaluation.curves["insertion"],
+        "insertion: highest patches inserted first ↑": evaluation.curves["insertion"],
     }
     return draw_lines(
         {title: _series(evaluation, evaluation.fractions, defined_means(of)) for title, of in charts.items()},
-        x_label=["share of patches removed", "share of patches put back"],
+        x_label=["share of patches removed", "share of patches inserted"],
         y_label="probability of the class",
         bottom=0.0,
     )
 
 
 def draw_stages(evaluation: Tables) -> Figure:
-    """Draw the similarity of maps during cascading randomisation, one line per method."""
+    """Draw the similarity to the original maps under cascading randomisation, a line per method."""
     assert evaluation.randomisation is not None
     values = defined_means(evaluation.randomisation).T  # [methods, stages]
     trained = np.where(np.isnan(values).all(axis=1, keepdims=True), np.nan, 1.0)
     lines = np.concatenate([trained, values], axis=1)
     return draw_lines(
-        {"cascading randomisation: nearer to 0 is better": _series(evaluation, np.arange(lines.shape[1]), lines)},
-        x_label="weights made random from the top down to …",
+        {"cascading randomisation: closer to 0 is better": _series(evaluation, np.arange(lines.shape[1]), lines)},
+        x_label="weights randomised from the top down to …",
         y_label="Spearman with the trained model's map",
         ticks=["trained", *evaluation.stages],
     )
 
 
 def _series(evaluation: Tables, x: NDArray[Any], lines: NDArray[np.float64]) -> list[Series]:
-    """Draw one line per method with values; controls are in the tables and bars only."""
+    """Return a line per method with values, without the controls, which would cover the methods."""
     return [
         Series(method, x.tolist(), values.tolist(), baseline=evaluation.is_baseline(method))
         for method, values in zip(evaluation.methods, lines, strict=True)
@@ -121,7 +123,7 @@ def _series(evaluation: Tables, x: NDArray[Any], lines: NDArray[np.float64]) -> 
 
 
 def draw_all(evaluation: Tables) -> Iterator[tuple[str, Figure]]:
-    """Yield the charts of this evaluation with their names."""
+    """Yield the name and figure of each chart."""
     for group in evaluation.groups:
         yield group, draw_bars(evaluation, [group])
         if group == "faithfulness" and evaluation.fractions is not None:
@@ -133,11 +135,11 @@ def draw_all(evaluation: Tables) -> Iterator[tuple[str, Figure]]:
 
 
 def save_charts(evaluation: Tables, folder: Path) -> dict[str, bytes]:
-    """Write every chart as PNG and SVG; the SVG of each by its name."""
-    drawn = {}
+    """Write every chart as PNG and SVG; return the SVG data by name."""
+    charts = {}
     for name, figure in draw_all(evaluation):
         save_figure(figure, folder / f"{name}.png")
-        drawn[name] = figure_bytes(figure, ".svg")
+        charts[name] = figure_bytes(figure, ".svg")
         with write_atomically(folder / f"{name}.svg") as file:
-            file.write(drawn[name])
-    return drawn
+            file.write(charts[name])
+    return charts

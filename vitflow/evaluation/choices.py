@@ -1,4 +1,4 @@
-"""Questions of an evaluation: methods, metrics, and for each image the target and the correct region."""
+"""Choose methods and metrics of an evaluation, and the target class and region of each image."""
 
 import re
 import warnings
@@ -25,7 +25,7 @@ _IMAGENET_CLASSES = 1000
 
 
 def check_options(points: int, sanity_images: int, batch_size: int | None, replace_by: str | None) -> None:
-    """Check options before anything is loaded."""
+    """Raise OptionError for invalid options, before anything is loaded."""
     for name, value, least in (
         ("points", points, 2),
         ("sanity_images", sanity_images, 0),
@@ -40,38 +40,38 @@ def check_options(points: int, sanity_images: int, batch_size: int | None, repla
 def choose_all(methods: str | Sequence[MethodChoice] | None) -> list[MethodChoice]:
     """Return the requested methods, followed by the baselines."""
     if methods is None:
-        choices: list[MethodChoice] = [one.name for one in list_methods() if not one.needs & {"predict", "tokens"}]
+        choices: list[MethodChoice] = [m.name for m in list_methods() if not m.needs & {"predict", "tokens"}]
     elif methods == "all":
         choices = [method.name for method in list_methods()]
     else:
         choices = [methods] if isinstance(methods, str) else list(methods)
-    names = [one.name for one in choose_methods(choices, {})] if choices else []
-    ahead = [choice for choice, name in zip(choices, names, strict=True) if name not in BASELINES]
+    names = [method.name for method in choose_methods(choices, {})] if choices else []
+    first = [choice for choice, name in zip(choices, names, strict=True) if name not in BASELINES]
     last = [choice for choice, name in zip(choices, names, strict=True) if name in BASELINES]
-    return [*ahead, *last, *(name for name in BASELINES if name not in names)]
+    return [*first, *last, *(name for name in BASELINES if name not in names)]
 
 
 def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[ChosenMethod]:
-    """Complete the methods; labels include options given with the name."""
-    labelled: list[ChosenMethod] = []
-    for choice, one in zip(choices, check_methods(choices, options), strict=True):
-        specific = {} if isinstance(choice, str | ChosenMethod) else choice[1]
-        label = one.name + (":" + ",".join(f"{key}={value}" for key, value in specific.items()) if specific else "")
-        if any(label == other.label for other in labelled):
+    """Return the methods to measure, labelled with the options given with their names."""
+    methods: list[ChosenMethod] = []
+    for choice, method in zip(choices, check_methods(choices, options), strict=True):
+        given = {} if isinstance(choice, str | ChosenMethod) else choice[1]
+        label = method.name + (":" + ",".join(f"{key}={value}" for key, value in given.items()) if given else "")
+        if any(label == other.label for other in methods):
             raise OptionError(f"Expected different methods or options, got {label} twice.")
-        labelled.append(replace(one, label=label))
-    return labelled
+        methods.append(replace(method, label=label))
+    return methods
 
 
 def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explainer) -> tuple[list[str], list[str]]:
-    """Return the groups that data and model support, with notes on the others; an error if none is left."""
+    """Return the groups that data and model support, and notes on the others; OptionError if none is left."""
     missing: dict[str, str] = {}
     if not dataset.has_regions:
-        missing["localisation"] = "the data says nothing of where objects are (masks, boxes)"
+        missing["localisation"] = "the data has no masks or boxes"
     if not explainer.num_classes:
         missing |= dict.fromkeys(("faithfulness", "correlation", "grid"), "the model has no classes")
     left = [group for group in groups if group not in missing]
-    notes = [f"Left out: {group}, because {missing[group]}." for group in groups if group in missing]
+    notes = [f"Skipped {group}: {missing[group]}." for group in groups if group in missing]
     if not left:
         raise OptionError(f"None of the metrics can be measured. {' '.join(notes)}")
     return left, notes
@@ -80,14 +80,14 @@ def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explaine
 def applicable_methods(
     explainer: Explainer, dataset: Dataset, chosen: list[ChosenMethod]
 ) -> tuple[list[ChosenMethod], list[str]]:
-    """Of all methods those that apply to the model, tried on one image; and what to tell of the others."""
+    """Return the methods that the model supports, tried on one image, and notes on the others."""
     image = next((image for sample in dataset.samples[:20] if (image := _image(sample)) is not None), None)
     if image is None:
-        return chosen, []  # the run will tell what is wrong with the images
+        return chosen, []  # the run reports the errors of the images
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", VitflowWarning)
         refused = explainer.refusals(chosen, image)
-    return [one for one in chosen if one.name not in refused], left_out(refused)
+    return [method for method in chosen if method.name not in refused], left_out(refused)
 
 
 def _image(sample: Sample) -> Any:
@@ -99,13 +99,13 @@ def _image(sample: Sample) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """The question that an evaluation asks of one image.
+    """Target class and true region of an image.
 
     Attributes:
         target: class index that the maps explain; None for the class that the model predicts.
-        region: the pixels that are right, bool [height, width]; None if the data does not say.
-        unknown: pixels that are left out, bool [height, width].
-        objects: the pixels of each class that the model has, by class.
+        region: pixels of the target's objects, bool [height, width]; None if the data has no regions.
+        unknown: pixels to ignore, bool [height, width].
+        objects: pixels of each class that the model knows, by class index.
     """
 
     target: int | None
@@ -115,22 +115,22 @@ class Question:
 
 
 def ask(image: Labelled, num_classes: int, class_names: Sequence[str] | None) -> Question:
-    """Choose the class to explain, and the region that belongs to it.
+    """Choose the target class and its region.
 
-    1. The class of the image as a whole, if it has one that the model has.
-    2. Otherwise, of the classes of its objects that the model has, the one that covers the most pixels.
-    3. If the model has none of them, the class that it predicts.
+    1. The label of the image, if the model has this class.
+    2. Otherwise the class of its objects that covers the most pixels, among those that the model has.
+    3. Otherwise the predicted class.
 
-    The region is the union of all objects of that class. In case 3, and if the image has a class and its objects have
-    none, it is the union of all objects. An image asks one question, so that images are independent in the statistics.
+    The region is the union of all objects of the target class, or of all objects if none has this class. Each image has
+    one target, so that images are independent in the statistics.
 
     Args:
-        image: the image and what is known about it.
-        num_classes: of the model; 0 if it has none.
-        class_names: their names, if known. Models of ImageNet-1k know WordNet ids such as n01440764.
+        image: the image and its annotations.
+        num_classes: number of classes of the model; 0 without a classifier.
+        class_names: names of the classes, if known. Models of ImageNet-1k know WordNet ids such as n01440764.
 
     Raises:
-        ShapeError: a region cannot be painted.
+        ShapeError: a region is invalid.
     """
     size = image.image.shape[0], image.image.shape[1]
     target = _index(image.label, num_classes, class_names)
@@ -143,14 +143,14 @@ def ask(image: Labelled, num_classes: int, class_names: Sequence[str] | None) ->
     for region in known:
         by_class.setdefault(_index(region.label, num_classes, class_names), []).append(region)
     objects = {index: union(regions, size) for index, regions in by_class.items() if index is not None}
-    if target is None:  # of classes that cover equally many pixels the first
+    if target is None:  # the first of tied classes
         target = max(objects, key=lambda index: int(objects[index].sum()), default=None)
-    right = objects[target] if target in objects else union(known, size)
-    return Question(target, right, union(unknown, size) & ~right if unknown else None, objects)
+    region_mask = objects[target] if target in objects else union(known, size)
+    return Question(target, region_mask, union(unknown, size) & ~region_mask if unknown else None, objects)
 
 
 def _index(label: Label, num_classes: int, class_names: Sequence[str] | None) -> int | None:
-    """Return the model's class index of a label; None if there is none, or several."""
+    """Return the class index of a label; None if the model has no such class, or several."""
     if label is None or not num_classes:
         return None
     if num_classes == _IMAGENET_CLASSES and _WORDNET_ID.fullmatch(str(label)):
@@ -173,24 +173,25 @@ SIGMA = 1.0
 
 _SUFFIX = " (blurred)"
 
-SAYS = (
-    "Each method has a blurred twin as a control, the same map after a Gaussian blur of one patch. Blur alone improves "
-    "localisation, because objects are larger than a patch, and worsens deletion."
+TWIN_NOTE = (
+    "Each method is followed by its blurred twin, the same map after a Gaussian blur of one patch. Blur improves "
+    "localisation, because objects are larger than a patch, and worsens deletion. A method that improves both does "
+    "more than blur."
 )
 
 
 def twin_of(label: str) -> str:
-    """Return the label of a method's blurred copy."""
+    """Return the label of a method's blurred twin."""
     return f"{label}{_SUFFIX}"
 
 
 def is_twin(label: str) -> bool:
-    """Return True if a label is that of a blurred copy."""
+    """Return True if the label is that of a blurred twin."""
     return label.endswith(_SUFFIX)
 
 
 def blurred(saliency: Saliency) -> Saliency:
-    """Blur a map with a Gaussian of one patch; mirrored borders preserve the sum.
+    """Return the map after a Gaussian blur with σ of one patch; reflecting at the border preserves the sum.
 
     >>> from vitflow.explaining.explainer import explain
     >>> from vitflow.demo import sample_images

@@ -1,4 +1,4 @@
-"""Collect the rows of a run into an Evaluation: arrays over images, and notes on the tables."""
+"""Collect the rows of a run into an Evaluation: arrays over images, and notes for the tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.evaluation.choices import SAYS, is_twin
+from vitflow.evaluation.choices import TWIN_NOTE, is_twin
 from vitflow.evaluation.datasets import Dataset
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.metrics import METRICS, Metric
@@ -17,8 +17,8 @@ from vitflow.runs.columns import kinds_in
 Array = NDArray[np.float64]
 
 _REPLACED = {
-    "drop": "Removed patches leave the model's sequence of tokens.",
-    "blank": "Removed patches are painted in the image's mean colour.",
+    "drop": "Tokens of removed patches are dropped from the sequence.",
+    "blank": "Removed patches are filled with the image's mean colour.",
     "blur": "Removed patches are blurred.",
 }
 
@@ -36,13 +36,13 @@ def collect(
     """Collect the rows of all images.
 
     Args:
-        rows: rows of `measure`, in the order of the data.
-        dataset: the data set.
+        rows: rows from `measure`, in the order of the data.
+        dataset: the measured data.
         model: the model's id.
-        protocol: the protocol.
-        metrics: metrics to show.
+        protocol: the measured methods and groups.
+        metrics: the metrics to show.
         settings: stored with the result.
-        notes: further notes.
+        notes: additional notes.
     """
     labels = protocol.labels
     images: list[dict[str, Any]] = []
@@ -64,15 +64,15 @@ def collect(
             overlaps.append(_array([row["overlap"][label] or [None] * 4 for label in labels]))
         if "curves" in row:
             empty = {name: [None] * protocol.points for name in CURVES}
-            of_methods = [row["curves"].get(label, empty) for label in labels]
-            curves.append(_array([[one[name] for one in of_methods] for name in CURVES]))
+            by_method = [row["curves"].get(label, empty) for label in labels]
+            curves.append(_array([[curve[name] for curve in by_method] for name in CURVES]))
         if "stages" in row:
             names = tuple(name for name, _ in row["stages"])
             stages.append(_array([[values.get(label) for label in labels] for _, values in row["stages"]]))
         if "correlation" in row:
             correlations.append(row["correlation"])
     values = np.array(table, dtype=np.float64).reshape(len(table), len(METRICS), len(labels))
-    by_metric = {name: values[:, number] for number, name in enumerate(METRICS)}
+    by_metric = {name: values[:, index] for index, name in enumerate(METRICS)}
     shown = [metric for metric in metrics if metric.group in {g for image in images for g in image["groups"]}]
     return Evaluation(
         data=dataset.name,
@@ -84,7 +84,7 @@ def collect(
         values={metric.name: by_metric[metric.name] for metric in shown},
         overlaps=np.array(overlaps) if overlaps else None,
         fractions=np.linspace(0.0, 1.0, protocol.points) if curves else None,
-        curves={name: np.array([one[number] for one in curves]) for number, name in enumerate(CURVES)}
+        curves={name: np.array([curve[index] for curve in curves]) for index, name in enumerate(CURVES)}
         if curves
         else {},
         stages=names,
@@ -101,7 +101,7 @@ def collect(
 
 
 def _array(values: Any) -> Array:
-    """Convert to float64, with NaN for None."""
+    """Return a float64 array with NaN for None."""
     return np.array(values, dtype=np.float64)
 
 
@@ -109,7 +109,7 @@ def _correlation(model: str, records: Sequence[Mapping[str, Any]]) -> RankCorrel
     if not records:
         return None
     first = records[0]
-    values = np.stack([_array(one["values"]) for one in records], axis=-1)
+    values = np.stack([_array(record["values"]) for record in records], axis=-1)
     return RankCorrelation(model, tuple(first["methods"]), tuple(first["references"]), tuple(first["layers"]), values)
 
 
@@ -119,7 +119,7 @@ def _notes(
     failures: Sequence[Mapping[str, Any]],
     protocol: Protocol,
 ) -> list[str]:
-    """Return notes on the tables."""
+    """Return notes on data, targets, replacement and sanity checks."""
     count = len(images)
     measured = "all measured" if not failures else f"{count} measured, {len(failures)} failed"
     notes = [f"{dataset.kind}, {measured}. Tables show means over images ± standard error."]
@@ -136,16 +136,16 @@ def _notes(
     if "faithfulness" in protocol.groups:
         notes.append(f"{_REPLACED[protocol.replace]} Curves have {protocol.points} points.")
     if protocol.blurred_twin:
-        notes.append(SAYS)
+        notes.append(TWIN_NOTE)
     if "grid" in protocol.groups:
         notes.append(_about_grids([image["grid"] for image in images if image["grid"] is not None]))
     checked = sum("sanity" in image["groups"] for image in images)
     if checked:
-        notes.append(f"The sanity checks were made on {_count(checked, 'image')}.")
+        notes.append(f"The sanity checks used {_count(checked, 'image')}.")
         if protocol.unchecked:
             notes[-1] += (
-                f" Not checked, because they run the model many times: {', '.join(protocol.unchecked)}; use --method "
-                "to check a method by name."
+                f" Methods without sanity checks, because they run the model many times: "
+                f"{', '.join(protocol.unchecked)}; select a method with --method to check it."
             )
     return notes
 
@@ -153,13 +153,13 @@ def _notes(
 def _about_grids(grids: Sequence[Sequence[str]]) -> str:
     if not grids:
         return (
-            "No grid of four images is possible: it requires four labelled images of different classes, each "
-            "predicted with a probability above one half."
+            "No grid was made: a grid requires four labelled images of different classes, each predicted with a "
+            "probability above 0.5."
         )
     count = len({tuple(names) for names in grids})
     return (
-        f"The grid pointing game has {_count(len(grids), 'question')} on {_count(count, 'grid')} of four images each, "
-        "chosen at random among those predicted correctly with a probability above one half."
+        f"The grid pointing game has {_count(len(grids), 'target')} in {_count(count, 'grid')} of four images, drawn "
+        "with the seed among images whose labelled class is predicted with a probability above 0.5."
     )
 
 
@@ -169,23 +169,23 @@ def _undefined(
     values: Mapping[str, Array],
     metrics: Sequence[Metric],
 ) -> list[str]:
-    """Return notes on undefined values."""
+    """Return notes on undefined values, which the means leave out."""
     notes = []
     missing = {
-        metric.name: np.isnan(values[metric.name]) & np.array([[metric.group in one["groups"]] for one in images])
+        metric.name: np.isnan(values[metric.name]) & np.array([[metric.group in image["groups"]] for image in images])
         for metric in metrics
     }
-    nowhere = next((missing[metric.name].all(axis=1) for metric in metrics if metric.needs_regions), None)
-    if nowhere is not None and nowhere.any():
+    undefined = next((missing[metric.name].all(axis=1) for metric in metrics if metric.needs_regions), None)
+    if undefined is not None and undefined.any():
         notes.append(
-            f"Localisation is undefined on {_count(int(nowhere.sum()), 'image')}: the model saw no object or no "
-            "background, or the data has no regions."
+            f"Localisation is not defined on {_count(int(undefined.sum()), 'image')}: the model input shows no "
+            "object or no background, or the data has no regions."
         )
-    constant = {label: sum(label in one["constant"] for one in images) for label in protocol.labels}
+    constant = {label: sum(label in image["constant"] for image in images) for label in protocol.labels}
     if any(constant.values()):
         notes.append(
-            f"Constant maps: {_listed(constant)}. They count as chance in localisation, and are excluded from "
-            "faithfulness and sanity."
+            f"Constant maps rank no patches: {_listed(constant)}. They count as chance in localisation and have "
+            "no faithfulness or sanity values."
         )
     for metric in metrics:
         if metric.group == "sanity":
@@ -196,8 +196,8 @@ def _undefined(
                 if label not in protocol.unchecked and not is_twin(label)
             }
             if any(counts.values()):
-                why = ", or does not move by whole patches" if metric.name == "shift_stability" else ""
-                notes.append(f"No value for {metric.title}, because a map is constant{why}: {_listed(counts)}.")
+                reason = ", or does not shift by whole patches" if metric.name == "shift_stability" else ""
+                notes.append(f"No value for {metric.title}, because a map is constant{reason}: {_listed(counts)}.")
     return notes
 
 
@@ -205,5 +205,5 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{label} on {_count(count, 'image')}" for label, count in counts.items() if count)
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}".replace(",", " ")
+def _count(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}".replace(",", " ")

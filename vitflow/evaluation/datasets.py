@@ -1,4 +1,4 @@
-"""Data to evaluate on: drawn images, folders with masks, boxes or classes, COCO JSON, and any iterable in Python."""
+"""Data sets for evaluation: demo images, folders with masks, boxes or classes, COCO JSON, and Python iterables."""
 
 import contextlib
 import csv
@@ -32,21 +32,21 @@ from vitflow.images.reading import read_image, read_mask
 
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")
-_UNKNOWN = 255  # a value of a mask with classes, as in Pascal VOC
+_UNKNOWN = 255  # mask value of unknown pixels, as in Pascal VOC
 _LONGEST_NAME = 4096  # bytes of a path
-_LONGEST_MESSAGE = 200  # characters of an error's own words, which may quote the file
-_PROBED = 20  # items of an iterable that are read to see whether regions are known
+_LONGEST_MESSAGE = 200  # characters of an error message, which may quote the file
+_PROBED = 20  # items of an iterable that are read to detect regions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """An image of a data set, read when it is needed.
+    """An image of a data set, read when needed.
 
     Attributes:
-        name: what it is called in tables; no two samples of a data set share one.
-        read: returns the image and what is known about it; raises VitflowError if something is wrong with it.
-        files: what it is read from, so that a changed file is noticed.
-        fixed: whether its name identifies it, as that of a drawn image.
+        name: unique name in tables.
+        read: returns the image and its annotations, or raises VitflowError.
+        files: files that it is read from, to detect changes.
+        fixed: True if the name determines the image, as for demo images.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Sample:
     fixed: bool = False
 
     def stamp(self) -> list[Any]:
-        """Return size and time of change of its files, or a hash of what is in memory: it changes with the image."""
+        """Return size and modification time of its files, or a hash of an image in memory, to detect changes."""
         stamps: list[Any] = []
         for file in self.files:
             try:
@@ -77,14 +77,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Images with what is known about them.
+    """Images with their annotations.
 
     Attributes:
-        name: how it was named.
-        kind: what it is, in words.
-        samples: its images.
-        has_regions: whether it says where objects are; without, nothing can be localised.
-        identity: what distinguishes it from other data, ready for JSON.
+        name: name of the data set.
+        kind: description for display.
+        samples: the images.
+        has_regions: True if it has masks or boxes, which localisation requires.
+        identity: fingerprint as JSON data.
     """
 
     name: str
@@ -103,30 +103,30 @@ def open_dataset(
     images: str | os.PathLike[str] | None = None,
     limit: int | None = None,
 ) -> Dataset:
-    """Open data to evaluate on; images are read later, one by one.
+    """Open data to evaluate on; images are read later.
 
-    - `demo:500`: 500 drawn images with the exact mask of every object (`demo:500:1000`: from seed 1000 on).
+    - `demo:500`: 500 demo images with an exact mask of every object (`demo:500:1000`: starting at seed 1000).
     - COCO JSON (boxes, polygons, run lengths), or a JSON list of `{"file": …, "boxes": [[left, top, right, bottom], …],
       "label": …}` such as boxes.json; a folder with one of these. `label` is a class name and `label_index` an index,
       `size` [width, height] is compared with the image, and a box may be `{"box": […], "label": …}`. Edges are in
-      pixels; right and bottom are the first ones outside.
+      pixels; right and bottom are exclusive.
     - A folder with masks: the mask of `NAME.jpg` is `NAME_mask.png`, `NAME-mask.png` or `NAME.mask.png` next to it, or
       `masks/NAME.png`. Pixels other than 0 are the region. If there is a file `classes.txt` next to the masks or the
       images, pixels of value k have the class in its line k, and 255 is unknown.
-    - A folder with `labels.csv` (`file,label_index` or `file,label`), which may have masks, too: a class each.
-    - Any other folder: images alone.
-    - In Python any iterable or torch dataset: of image files (with their masks), of images, or of pairs of an image
-      and its truth. An image is a path, a PIL image or an array. The truth is a mask [height, width], boxes [objects,
+    - A folder with `labels.csv` (`file,label_index` or `file,label`), optionally with masks: one class per image.
+    - Any other folder: images without annotations.
+    - In Python any iterable or torch dataset: image files (with their masks), images, or pairs of an image and its
+      truth. An image is a path, a PIL image or an array. The truth is a mask [height, width], boxes [objects,
       4], a class (index or name), or a dict with any of `masks`, `boxes`, `labels` (of the objects) and `label`.
 
     Args:
         data: any of these.
-        images: folder of the images of an annotation file; by default the file's own, or a folder `images` in it or
-            next to it. Images outside, by their name or by a link, are not read.
-        limit: take no more than this many images.
+        images: folder of the images of an annotation file; by default the file's folder, its parent, or a folder
+            `images` in either. Images outside, by their path or by a link, are not read.
+        limit: maximum number of images.
 
     Raises:
-        OptionError: there is no such data.
+        OptionError: the data does not exist or is invalid.
         ImageError: the folder has no images.
 
     >>> open_dataset("demo:20").kind
@@ -137,7 +137,7 @@ def open_dataset(
     if limit is not None and limit < 1:
         raise OptionError(f"Expected a limit of at least 1 image, got {limit}.")
     if images is not None and not is_folder(images):
-        raise OptionError(f"Expected the folder with the images, but there is none at {str(images)!r}.")
+        raise OptionError(f"Expected a folder with images, got {str(images)!r}, which is not a folder.")
     if isinstance(data, Dataset):
         dataset = data
     elif isinstance(data, str | os.PathLike):
@@ -158,15 +158,14 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
         return _annotated(path, path.name, images) if path.suffix.lower() == ".json" else _images(path.name, [path])
     if not is_folder(path):
         raise OptionError(
-            f"Expected data to evaluate on, but there is nothing at {str(path)!r}. Give a folder with images, a file "
-            "with annotations, or demo:500 for images that vitflow draws itself."
+            f"No data at {str(path)!r}. Expected a folder with images, an annotation file, or demo:500 for demo images."
         )
     files = sorted(filter(is_file, path.glob("*.json")))
     files = [file for file in files if file.name in ("boxes.json", "annotations.json")] or files
     if len(files) > 1:
         raise OptionError(
-            f"Expected one file with annotations in {str(path)!r}, got {', '.join(file.name for file in files)}. Name "
-            "the one to use instead of the folder."
+            f"Expected one annotation file in {str(path)!r}, got {', '.join(file.name for file in files)}. Pass one of "
+            "them instead of the folder."
         )
     if files:
         return _annotated(files[0], path.name, images or path)
@@ -176,10 +175,10 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
 def _drawn(name: str, count: int, seed: int) -> Dataset:
     if count < 1 or seed + count > FIRST_TRAINING_SEED:
         raise OptionError(
-            f"Expected demo:COUNT with 1 to {FIRST_TRAINING_SEED} images that the demo model was not trained on, got "
+            f"Expected demo:COUNT with 1 to {FIRST_TRAINING_SEED} images outside the demo model's training set, got "
             f"{name!r}."
         )
-    samples = [Sample(f"demo-{number}", partial(_draw, number), fixed=True) for number in range(seed, seed + count)]
+    samples = [Sample(f"demo-{index}", partial(_draw, index), fixed=True) for index in range(seed, seed + count)]
     return Dataset(name, f"{count} drawn images with exact masks", samples, True, {"demo": seed})
 
 
@@ -193,7 +192,7 @@ def _draw(seed: int) -> Labelled:
 
 
 def _open_iterable(data: Any) -> Dataset:
-    """Any iterable of image files, of images, or of pairs of an image and its truth."""
+    """Open an iterable of image files, images, or pairs of an image and its truth."""
     items = data if hasattr(data, "__getitem__") and hasattr(data, "__len__") else list(data)
     count = len(items)
     if not count:
@@ -201,16 +200,16 @@ def _open_iterable(data: Any) -> Dataset:
     name = f"{count} images"
     if isinstance(items, list | tuple) and all(isinstance(item, str | os.PathLike) for item in items):
         return _images(name, [Path(item) for item in items])
-    samples = [Sample(f"image {number + 1}", partial(_read_item, items, number)) for number in range(count)]
+    samples = [Sample(f"image {index + 1}", partial(_read_item, items, index)) for index in range(count)]
     has_regions = False
     for sample in samples[:_PROBED]:
-        with contextlib.suppress(VitflowError, OSError):  # its row has the error
+        with contextlib.suppress(VitflowError, OSError):  # reported in its row
             has_regions = has_regions or sample.read().regions is not None
     return Dataset(name, name, samples, has_regions)
 
 
-def _read_item(items: Any, number: int) -> Labelled:
-    item = items[number]
+def _read_item(items: Any, index: int) -> Labelled:
+    item = items[index]
     if isinstance(item, Labelled):
         return item
     source, truth = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
@@ -225,7 +224,7 @@ def _read_item(items: Any, number: int) -> Labelled:
 
 
 def _truth(truth: Any, size: tuple[int, ...]) -> tuple[tuple[Region, ...] | None, Label]:
-    """Regions and class from what an item of an iterable has besides its image."""
+    """Return regions and class from the truth of an item."""
     if truth is None or isinstance(truth, str):
         return None, truth
     if not isinstance(truth, Mapping):
@@ -239,8 +238,8 @@ def _truth(truth: Any, size: tuple[int, ...]) -> tuple[tuple[Region, ...] | None
     shapes = [np.asarray(shape) for shape in shapes]
     labels = np.asarray(truth.get("labels", [None] * len(shapes)), dtype=object).tolist()
     return tuple(
-        Region(as_label(each), shape if shape.ndim == 2 else shape.tolist())
-        for each, shape in zip(labels, shapes, strict=True)
+        Region(as_label(name), shape if shape.ndim == 2 else shape.tolist())
+        for name, shape in zip(labels, shapes, strict=True)
     ), label
 
 
@@ -248,7 +247,7 @@ def _truth(truth: Any, size: tuple[int, ...]) -> tuple[tuple[Region, ...] | None
 
 
 def _annotated(path: Path, name: str, images: Path | None) -> Dataset:
-    """Images by an annotation file."""
+    """Open the images of an annotation file."""
     entries = read_annotations(path)
     here = path.resolve().parent
     folders = [images] if images is not None else [here, here / "images", here.parent / "images", here.parent]
@@ -262,10 +261,10 @@ def _annotated(path: Path, name: str, images: Path | None) -> Dataset:
             samples.append(Sample(unique, partial(_refuse, unreadable(path, error, unique))))
     if not any(is_file(file) for sample in samples for file in sample.files):
         if not samples[0].files:
-            samples[0].read()  # its error is more to the point
+            samples[0].read()  # raises a more specific error
         raise OptionError(
-            f"None of the {len(samples)} images of {path.name!r} was found, such as {names[0]!r}. Say where they are "
-            "with --images (images=…)."
+            f"None of the {len(samples)} images of {path.name!r} exists, such as {names[0]!r}. Pass their folder with "
+            "--images (images=…)."
         )
     kind = f"{len(samples)} images with annotated regions"
     return Dataset(name, kind, samples, True, {"annotations": _digest([path])})
@@ -279,24 +278,26 @@ def _is_name(file: Any) -> bool:
 
 
 def _find_image(file: Any, folders: Sequence[Path]) -> Path:
-    """Return the path of an image in one of the folders; by default in the first.
+    """Return the path of an image in one of the folders; if it does not exist, its path in the first folder.
 
-    Nothing outside the folders is read, whether a name leads there by its path or by a link.
+    Paths and links to images outside the folders are rejected.
     """
     if not _is_name(file):
         raise ValueError(f"expected an image's file name, got {reprlib.repr(file)}")
-    places: list[Path] = [folder / file for folder in folders]
+    candidates: list[Path] = [folder / file for folder in folders]
     inside = [
-        place for place, folder in zip(places, folders, strict=True) if place.resolve().is_relative_to(folder.resolve())
+        place
+        for place, folder in zip(candidates, folders, strict=True)
+        if place.resolve().is_relative_to(folder.resolve())
     ]
-    there = next(filter(is_file, inside), None)
-    if there is None and len(inside) < len(places):
+    existing = next(filter(is_file, inside), None)
+    if existing is None and len(inside) < len(candidates):
         raise OptionError(
-            f"The annotations name {file[:_LONGEST_MESSAGE]!r}, which lies outside the folders with images ("
-            f"{', '.join(repr(str(folder)) for folder in folders)}). If that is meant, name its folder with "
-            "--images (images=…)."
+            f"The annotations name {file[:_LONGEST_MESSAGE]!r}, which is outside the image folders ("
+            f"{', '.join(repr(str(folder)) for folder in folders)}). To allow it, pass its folder with --images "
+            "(images=…)."
         )
-    return there or inside[0]
+    return existing or inside[0]
 
 
 def _read_annotated(path: Path, name: str, place: Path, parse: Parse) -> Labelled:
@@ -312,18 +313,18 @@ def _refuse(problem: VitflowError) -> Labelled:
 
 
 def _images(name: str, paths: Sequence[Path], labels: Path | None = None) -> Dataset:
-    """Images with their masks and their classes, if there are any."""
+    """Open images with their masks and classes, if any."""
     masks = {path: mask for path in paths if (mask := _find_mask(path)) is not None}
     taken = set(masks.values())
     paths = [path for path in paths if path not in taken]
     if not paths:
-        raise ImageError(f"Expected at least one image in {name!r}, found none.")
+        raise ImageError(f"Expected at least one image in {name!r}, got none.")
     folders = dict.fromkeys(path.parent for path in (*masks.values(), *paths))
     classes = next((folder / "classes.txt" for folder in folders if is_file(folder / "classes.txt")), None)
     try:
         lines = [] if classes is None else classes.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"Expected the names of the classes in 'classes.txt', one per line, got {error}.") from error
+        raise OptionError(f"Expected class names in 'classes.txt', one per line, got {error}.") from error
     labels = labels if labels is not None and is_file(labels) else None
     rows = {} if labels is None else _read_labels(labels)
     mixed = len({path.is_absolute() for path in paths}) > 1
@@ -349,7 +350,7 @@ def _find_mask(image: Path) -> Path | None:
 
 
 def _read_labels(path: Path) -> dict[str, tuple[str, str]]:
-    """Read the class index and name of each file."""
+    """Return class index and class name of each file, as text."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
@@ -382,19 +383,19 @@ def _read_masked(path: Path, mask: Path | None, names: Sequence[str], written: t
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Make names unique with an index."""
+    """Return the names, with a number appended to duplicates."""
     distinct: dict[str, None] = {}
     for name in names:
-        unique, index = name, 1
+        unique, number = name, 1
         while unique in distinct:
-            index += 1
-            unique = f"{name} ({index})"
+            number += 1
+            unique = f"{name} ({number})"
         distinct[unique] = None
     return list(distinct)
 
 
 def _digest(files: Sequence[Path]) -> str:
-    """One hash over the annotations, so that a changed file is another data set."""
+    """Return a hash of the annotation files, to detect changes."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode("utf-8", "surrogateescape"))

@@ -1,4 +1,4 @@
-"""The grid pointing game: which images stand together in a grid, and whether a map tells their classes apart."""
+"""Grid pointing game: choose images of a grid, and score how well maps separate their classes."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +30,12 @@ CELLS = 4
 
 
 class CellScore(NamedTuple):
-    """Scores of a map for the target cell of a grid.
+    """Scores of a grid's map for the target cell.
 
     Attributes:
-        energy: share of the map, without what is below 0, that lies in the cell; of a map that has nothing above 0, ¼.
+        energy: share of the map's positive mass in the cell; ¼ for a map without positive values.
         auc: ROC-AUC of the map as a detector of the cell's patches.
-        wins: 1 where the cell's mean is the largest, else 0; of equal ones, each its part.
+        wins: 1 if the cell has the largest mean, else 0; 1/n for n tied cells.
     """
 
     energy: float
@@ -44,11 +44,11 @@ class CellScore(NamedTuple):
 
 
 class ObjectScore(NamedTuple):
-    """Scores of a map for the target object among all labelled objects of an image.
+    """Scores of a map for the target among the labelled objects of an image.
 
     Attributes:
-        energy: of its mass in labelled objects, the share in the asked one.
-        wins: 1 where the asked object's mean is the largest, else 0; of equal ones, each its part.
+        energy: share of the mass in labelled objects that is in the target object.
+        wins: 1 if the target object has the largest mean, else 0; 1/n for n tied objects.
     """
 
     energy: float
@@ -56,26 +56,26 @@ class ObjectScore(NamedTuple):
 
 
 def tile(windows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """Four images of one size as a grid of two by two of that size, each shrunk to its cell: uint8 RGB.
+    """Return four images of equal size as a 2 × 2 grid of that size, each shrunk to its cell: uint8 RGB.
 
-    >>> tile([np.full((4, 6, 3), 60 * number, np.uint8) for number in range(4)])[[0, 0, 3, 3], [0, 5, 0, 5], 0].tolist()
+    >>> tile([np.full((4, 6, 3), 60 * i, np.uint8) for i in range(4)])[[0, 0, 3, 3], [0, 5, 0, 5], 0].tolist()
     [0, 60, 120, 180]
     """
     height, width = windows[0].shape[:2]
-    tiled = np.empty_like(windows[0])
+    grid = np.empty_like(windows[0])
     rows, cols = cell_edges(height, 2), cell_edges(width, 2)
-    for number, window in enumerate(windows):
-        row, col = divmod(number, 2)
+    for index, window in enumerate(windows):
+        row, col = divmod(index, 2)
         size = cols[col + 1] - cols[col], rows[row + 1] - rows[row]
         shrunk = cv2.resize(window, size, interpolation=cv2.INTER_AREA)
-        tiled[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] = shrunk
-    return tiled
+        grid[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] = shrunk
+    return grid
 
 
 def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
-    """Score the map [rows, cols] of a grid whose class in this cell, 0 to 3, was asked for.
+    """Score the map [rows, cols] of a grid for the class in a cell (0 to 3).
 
-    Patches that lie in two cells belong to none.
+    Patches that overlap two cells are ignored.
 
     Raises:
         ShapeError: the map has fewer than 2 × 2 patches.
@@ -97,7 +97,7 @@ def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
         if count % 2:
             values = np.delete(values, count // 2, axis)
             owner = np.delete(owner, count // 2, axis)
-    cells = [values[owner == number] for number in range(CELLS)]
+    cells = [values[owner == index] for index in range(CELLS)]
     mass = np.array([np.clip(cell_values, 0.0, None).sum() for cell_values in cells])
     whole = float(mass.sum())
     auc = roc_auc(values, owner == cell)
@@ -113,13 +113,13 @@ def score_object(heatmap: Heatmap, objects: Sequence[Mask], target: int) -> Obje
     """Score the map of an image for one of its labelled objects, against all of them.
 
     Args:
-        heatmap: the map for the asked object's class, [height, width], NaN where the model saw nothing. Its mass is
-            what lies above its minimum, or above 0 where that lies below.
-        objects: the pixels of each class's objects, bool [height, width].
-        target: number of the one that is asked for.
+        heatmap: the map for the target object's class, [height, width], NaN outside the model input. Its mass is its
+            excess over its minimum, or over 0 if the minimum is negative.
+        objects: pixels of each class's objects, bool [height, width].
+        target: index of the target object.
 
     Returns:
-        None where the model saw nothing of one of the objects.
+        None if one of the objects is outside the model input.
 
     >>> masks = [np.array([[True, True, False, False]]), np.array([[False, False, False, True]])]
     >>> score_object(np.array([[3.0, 1.0, 0.0, 2.0]]), masks, 0)
@@ -134,7 +134,7 @@ def score_object(heatmap: Heatmap, objects: Sequence[Mask], target: int) -> Obje
     areas = [int((seen & mask).sum()) for mask in objects]
     whole = sum(sums)
     energy = sums[target] / whole if whole > 0 else areas[target] / sum(areas)
-    return ObjectScore(energy, _wins([total / area for total, area in zip(sums, areas, strict=True)], target))
+    return ObjectScore(energy, _wins([mass_sum / area for mass_sum, area in zip(sums, areas, strict=True)], target))
 
 
 def _wins(means: Sequence[float], target: int) -> float:
@@ -142,15 +142,15 @@ def _wins(means: Sequence[float], target: int) -> float:
     return float(largest[target]) / float(largest.sum())
 
 
-# What the model must give the right class of an image in a grid.
-_KNOWN = 0.5
-# Grids, and methods of each, that are drawn.
-_DRAWN = 3, 4
+# Minimum probability of the labelled class of an image in a grid, exclusive.
+_MIN_PROBABILITY = 0.5
+# Largest number of grids to draw, and of methods in each.
+_MAX_DRAWN = 3, 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """Four images of different classes, each of which the model knows.
+    """Four images of different classes that the model classifies correctly.
 
     Attributes:
         samples: the images, in raster order.
@@ -163,40 +163,40 @@ class Grid:
 
     @property
     def names(self) -> list[str]:
-        """The names of its images."""
+        """Names of the images."""
         return [sample.name for sample in self.samples]
 
     def image(self, explainer: Explainer) -> NDArray[np.uint8]:
-        """Tile the model inputs of its images into one image, uint8 RGB."""
+        """Return the images after preprocessing, tiled as one model input, uint8 RGB."""
         windows = []
         for sample in self.samples:
             image = sample.read().image
-            placing = as_it_is(explainer, explainer.spec.size) if explainer.fit == "native" else explainer
-            placement = placing.preprocessing.place((image.shape[0], image.shape[1]))
-            windows.append(placing.preprocessing.cut(image, placement))
+            sized = as_it_is(explainer, explainer.spec.size) if explainer.fit == "native" else explainer
+            placement = sized.preprocessing.place((image.shape[0], image.shape[1]))
+            windows.append(sized.preprocessing.cut(image, placement))
         return tile(windows)
 
     def maps(self, explainer: Explainer, methods: Sequence[ChosenMethod]) -> dict[str, list[Saliency]]:
-        """For each method's label its map for each class of the grid."""
+        """Return the maps of each method, by label, for each class of the grid."""
         image = self.image(explainer)
-        saliencies = as_it_is(explainer, image.shape[:2]).explain_batch(
+        flat = as_it_is(explainer, image.shape[:2]).explain_batch(
             [image],
             methods=methods,
             targets=list(self.classes),
             names=[" + ".join(self.names)],
         )
-        columns = columns_of(saliencies)
-        labels = [one.label for one in methods]
+        columns = columns_of(flat)
+        labels = [method.label for method in methods]
         return {
             label: list(maps) * (1 if len(maps) == CELLS else CELLS)
             for label, maps in zip(labels, columns, strict=True)
         }
 
     def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, CellScore]:
-        """Return the scores of each method's map for the class of this image, by label."""
+        """Return the score of each method's map for the class of this image, by label."""
         if not self._scores:
             for label, maps in self.maps(explainer, methods).items():
-                self._scores[label] = [score_cell(one.grid, cell) for cell, one in enumerate(maps)]
+                self._scores[label] = [score_cell(saliency.grid, cell) for cell, saliency in enumerate(maps)]
         cell = self.names.index(name)
         return {label: scores[cell] for label, scores in self._scores.items()}
 
@@ -204,35 +204,35 @@ class Grid:
 def make_grids(
     samples: Sequence[Sample], explainer: Explainer, question_of: Callable[[Labelled], Question], seed: int
 ) -> dict[str, Grid]:
-    """Assign images to grids; images without a grid are left out.
+    """Return the grid of each image, by name, without the images that are in no grid.
 
-    Those images come in question whose labelled class the model finds most probable, with more than ½. Their order is
-    drawn by the seed; each grid takes the next four of which none shows another's class.
+    Candidates are images whose labelled class is predicted with a probability above ½, in an order drawn with the seed.
+    Each grid takes the next four images of which none shows another's class.
     """
-    known: list[tuple[Sample, int, frozenset[int]]] = []
-    for sample in sorted(samples, key=lambda one: lot(one.name, seed)):
+    candidates: list[tuple[Sample, int, frozenset[int]]] = []
+    for sample in sorted(samples, key=lambda sample: lot(sample.name, seed)):
         try:
             image = sample.read()
             question = question_of(image)
         except (VitflowError, OSError):
-            continue  # its own row tells of it
+            continue  # reported in the row of the image
         if question.target is not None and _knows(explainer, image, question.target):
-            known.append((sample, question.target, frozenset(question.objects) | {question.target}))
+            candidates.append((sample, question.target, frozenset(question.objects) | {question.target}))
     grids: dict[str, Grid] = {}
-    while grid := _first_grid(known):
-        known = [one for one in known if one not in grid]
-        made = Grid(tuple(sample for sample, _, _ in grid), tuple(target for _, target, _ in grid))
-        grids |= dict.fromkeys(made.names, made)
+    while members := _first_grid(candidates):
+        candidates = [candidate for candidate in candidates if candidate not in members]
+        grid = Grid(tuple(sample for sample, _, _ in members), tuple(target for _, target, _ in members))
+        grids |= dict.fromkeys(grid.names, grid)
     return grids
 
 
-def _first_grid(known: Sequence[tuple[Sample, int, frozenset[int]]]) -> list[tuple[Sample, int, frozenset[int]]]:
-    """Return the first four compatible images, or an empty list."""
-    for start in range(len(known)):
+def _first_grid(candidates: Sequence[tuple[Sample, int, frozenset[int]]]) -> list[tuple[Sample, int, frozenset[int]]]:
+    """Return the first four compatible candidates, or an empty list."""
+    for start in range(len(candidates)):
         chosen: list[tuple[Sample, int, frozenset[int]]] = []
-        for one in known[start:]:
-            if all(one[1] not in classes and target not in one[2] for _, target, classes in chosen):
-                chosen.append(one)
+        for candidate in candidates[start:]:
+            if all(candidate[1] not in classes and target not in candidate[2] for _, target, classes in chosen):
+                chosen.append(candidate)
                 if len(chosen) == CELLS:
                     return chosen
     return []
@@ -241,31 +241,31 @@ def _first_grid(known: Sequence[tuple[Sample, int, frozenset[int]]]) -> list[tup
 def _knows(explainer: Explainer, image: Labelled, target: int) -> bool:
     with torch.no_grad():
         probabilities = explainer.outputs.scores(explainer.logits(explainer.pixels(image.image)))[0]
-    return int(probabilities.argmax()) == target and float(probabilities[target]) > _KNOWN
+    return int(probabilities.argmax()) == target and float(probabilities[target]) > _MIN_PROBABILITY
 
 
 def lot(name: str, seed: int) -> bytes:
-    """Return a hash that orders images at random; stable when images are added."""
+    """Return the sort key of a random order of images, stable when images are added to the data."""
     return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
 
 
 def draw_grids(
     grids: Mapping[str, Grid], explainer: Explainer, methods: Sequence[ChosenMethod], best: Sequence[str]
 ) -> tuple[Figure, ...]:
-    """Draw the first grids with their maps: one row per class, one column per best class-specific method.
+    """Draw the first grids with their maps: a row per class, a column for each of the best class-specific methods.
 
     Args:
-        grids: as `make_grids` makes them.
-        explainer: of the model.
-        methods: those that were measured.
-        best: their labels, the best first.
+        grids: grids from `make_grids`.
+        explainer: explainer of the model.
+        methods: the measured methods.
+        best: labels of the methods, best first.
     """
-    specific = [one for label in best for one in methods if one.label == label and one.method.class_specific]
+    specific = [m for label in best for m in methods if m.label == label and m.method.class_specific]
     drawn = []
-    for grid in list(dict.fromkeys(grids.values()))[: _DRAWN[0]] if specific else ():
+    for grid in list(dict.fromkeys(grids.values()))[: _MAX_DRAWN[0]] if specific else ():
         try:
-            by_method = grid.maps(explainer, specific[: _DRAWN[1]])
+            by_method = grid.maps(explainer, specific[: _MAX_DRAWN[1]])
         except (VitflowError, OSError):
-            continue  # an image has disappeared since
-        drawn.append(Comparison((tuple(one for maps in by_method.values() for one in maps),)).figure())
+            continue  # the image is no longer readable
+        drawn.append(Comparison((tuple(saliency for maps in by_method.values() for saliency in maps),)).figure())
     return tuple(drawn)

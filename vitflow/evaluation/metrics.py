@@ -1,4 +1,4 @@
-"""The table of metrics: what each is called, which way is better, what it needs, and what it does not show.
+"""Table of metrics: names, directions, requirements and limitations.
 
 This module imports no torch.
 """
@@ -14,12 +14,12 @@ class Metric:
     """One number per image and method.
 
     Attributes:
-        name: what callers write, and its column in the tables.
-        title: what readers see.
+        name: name in arguments and table columns.
+        title: name for display.
         group: "localisation", "faithfulness", "sanity" or "grid"; metrics of a group are computed together.
         better: "higher" or "lower".
-        says: what it measures.
-        silent: what it does not show.
+        says: description.
+        silent: limitations.
     """
 
     name: str
@@ -31,12 +31,12 @@ class Metric:
 
     @property
     def needs_regions(self) -> bool:
-        """True if the data must have regions."""
+        """True if the metric requires regions in the data."""
         return self.group == "localisation"
 
     @property
     def arrow(self) -> str:
-        """Direction of improvement, 1 or -1."""
+        """Arrow in the direction of better values."""
         return "↑" if self.better == "higher" else "↓"
 
 
@@ -49,7 +49,7 @@ METRICS: dict[str, Metric] = {
             "localisation",
             "higher",
             "Share of images whose highest pixel is in the object.",
-            "Depends on a single pixel; the centre of the image is often a hit.",
+            "Depends on one pixel only, and the centre of the image often hits the object, too.",
         ),
         Metric(
             "energy",
@@ -57,30 +57,30 @@ METRICS: dict[str, Metric] = {
             "localisation",
             "higher",
             "Share of the map's mass above its minimum that is in the object.",
-            "A model may use the surroundings of the object; maps with few bright patches have an advantage.",
+            "A model may rightly use the context of the object; sparse maps score higher.",
         ),
         Metric(
             "roc_auc",
             "ROC-AUC",
             "localisation",
             "higher",
-            "Probability that a pixel of the object is higher than a pixel of the background.",
-            "Only the order of pixels matters, and large objects are easier.",
+            "Probability that a pixel of the object is higher than one of the background.",
+            "Depends on the order of values only, and large objects are easier.",
         ),
         Metric(
             "average_precision",
             "average precision",
             "localisation",
             "higher",
-            "Precision of the highest pixels as a detector of the object, over all thresholds.",
-            "Chance is the object's share of the area, so that data sets with other object sizes are not comparable.",
+            "Precision of the highest pixels for the object, averaged over all thresholds.",
+            "Chance is the object's share of the area, so data sets with different object sizes are not comparable.",
         ),
         Metric(
             "mean_iou",
             "mean IoU",
             "localisation",
             "higher",
-            "Overlap of the map, thresholded at its mean, with object and background.",
+            "IoU of the map, thresholded at its mean, with object and background.",
             "The threshold is arbitrary: a sharp map inside the object scores lower than one that fills it.",
         ),
         Metric(
@@ -89,7 +89,7 @@ METRICS: dict[str, Metric] = {
             "faithfulness",
             "lower",
             "Probability of the class while the highest patches are removed first.",
-            "Images with removed patches are unlike the training data; the model may fail for other reasons.",
+            "Images with removed patches differ from the training data, so the model may fail for other reasons.",
         ),
         Metric(
             "insertion_auc",
@@ -97,39 +97,39 @@ METRICS: dict[str, Metric] = {
             "faithfulness",
             "higher",
             "Probability of the class while the highest patches are inserted first.",
-            "Sufficient patches need not be those that the model uses in the whole image.",
+            "A few sufficient patches need not be those that the model uses in the whole image.",
         ),
         Metric(
             "gap",
             "insertion − deletion",
             "faithfulness",
             "higher",
-            "Area between the curves of removing the lowest and the highest patches first.",
-            "Only the order of patches matters, and interactions between patches are ignored.",
+            "Area between the curves with the lowest and with the highest patches removed first.",
+            "Depends on the order of patches only, and ignores interactions between patches.",
         ),
         Metric(
             "positive_perturbation",
             "positive perturbation",
             "faithfulness",
             "lower",
-            "Accuracy for the class while the highest patches are removed, 0 to 90 %.",
-            "A class that is never predicted counts as removed from the start, so that the model's accuracy matters.",
+            "Accuracy for the class while the highest 0 to 90 % of patches are removed, as an area.",
+            "A class that is never predicted counts as removed, so the value includes the model's accuracy.",
         ),
         Metric(
             "negative_perturbation",
             "negative perturbation",
             "faithfulness",
             "higher",
-            "Accuracy for the class while the lowest patches are removed, 0 to 90 %.",
-            "Rewards maps that cover the whole object, whether or not the model uses all of it.",
+            "Accuracy for the class while the lowest 0 to 90 % of patches are removed, as an area.",
+            "Rewards every map that ranks the whole object first, even if the model uses only a part of it.",
         ),
         Metric(
             "randomisation",
             "after randomisation",
             "sanity",
             "lower",
-            "Similarity of the maps with original and with random weights: |Spearman|.",
-            "A map that changes with the weights need not be right; a map that does not change is wrong.",
+            "Similarity to the map of a model with random weights: |Spearman|.",
+            "A map that changes with the weights may still be wrong; one that does not change is wrong.",
         ),
         Metric(
             "shift_stability",
@@ -137,7 +137,7 @@ METRICS: dict[str, Metric] = {
             "sanity",
             "higher",
             "Similarity of the maps of the image and of the shifted image: Spearman.",
-            "A map that ignores the image is perfectly stable, and a model that reacts to the shift should change it.",
+            "A map that ignores the image is stable, and the map should change if the model reacts to the shift.",
         ),
         Metric(
             "flip_stability",
@@ -145,64 +145,64 @@ METRICS: dict[str, Metric] = {
             "sanity",
             "higher",
             "Similarity of the maps of the image and of its mirror image: Spearman.",
-            "A map that ignores the image and is symmetric is perfectly stable.",
+            "A symmetric map that ignores the image is perfectly stable.",
         ),
         Metric(
             "class_sensitivity",
             "class sensitivity",
             "sanity",
             "higher",
-            "Dissimilarity of the maps for two classes: 1 − Spearman; 0 for methods that are not class-specific.",
-            "Neither map need be right, and similar classes may have similar maps.",
+            "Difference of the maps for two classes: 1 − Spearman; 0 for methods that are not class-specific.",
+            "Both maps may be wrong, and similar classes may rightly share a map.",
         ),
         Metric(
             "grid_energy",
             "energy in cell",
             "grid",
             "higher",
-            "Grid of four images, one target class: share of the map in the cell of that class.",
-            "Sparse maps have an advantage. Chance is 0.25, also for maps that are not class-specific.",
+            "In a grid of four images: share of the map in the cell of the target class.",
+            "Sparse maps score higher. Chance, and every map that is the same for all classes, is 0.25.",
         ),
         Metric(
             "grid_auc",
             "ROC-AUC of cell",
             "grid",
             "higher",
-            "Probability that a patch of the target cell is higher than a patch of the other cells.",
-            "The background of the target cell counts as right, so that a map of only the object cannot reach 1.",
+            "Probability that a patch of the target cell is higher than one of the other three cells.",
+            "The background of the target cell counts as correct, so a map of the object alone does not reach 1.",
         ),
         Metric(
             "grid_wins",
             "cell wins",
             "grid",
             "higher",
-            "Share of questions in which the target cell has the largest mean.",
-            "Does not depend on the position within the cell; grids are unlike the training data.",
+            "Share of targets whose cell has the largest mean of the four.",
+            "Ignores positions within the cell, and grids differ from the images that a model was trained on.",
         ),
         Metric(
             "separation",
             "energy in target object",
             "grid",
             "higher",
-            "Images with labelled objects of several classes: share of the map's mass in all objects that is in the "
+            "In images with labelled objects of several classes: share of the map's mass in all objects that is in the "
             "target object.",
-            "The background does not count. Chance is the target object's share of the objects' area.",
+            "Ignores the background. Chance is the target object's share of the area of all objects.",
         ),
         Metric(
             "separation_wins",
             "target object wins",
             "grid",
             "higher",
-            "Share of questions in which the target object has the largest mean of the labelled objects.",
-            "With two objects, chance is one half.",
+            "Share of targets with the largest mean among the labelled objects.",
+            "With two objects, chance is 0.5.",
         ),
     )
 }
 
-#: Groups of metrics; "correlation" is measured layer by layer and has separate tables.
+#: Groups of metrics; "correlation" is measured by layer and has separate tables.
 GROUPS = ("localisation", "faithfulness", "sanity", "grid", "correlation")
 
-#: Groups that are measured by default.
+#: Groups measured by default.
 DEFAULT_GROUPS = ("localisation", "faithfulness", "sanity")
 
 CORRELATION_SILENT = (
@@ -211,13 +211,13 @@ CORRELATION_SILENT = (
 
 
 def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], list[str]]:
-    """Return the metrics of these names and groups, in the order of the table, and the groups to compute.
+    """Return the metrics of these names and groups, in table order, and the groups to compute for them.
 
     Args:
-        names: of metrics or groups, or "all"; by default everything but "grid" and "correlation".
+        names: names of metrics or groups, or "all"; by default everything except "grid" and "correlation".
 
     Raises:
-        OptionError: there is no such metric or group, or none was named.
+        OptionError: a name is unknown, or names is empty.
 
     >>> metrics, groups = choose_metrics(["roc_auc", "sanity"])
     >>> [metric.name for metric in metrics][:2], groups

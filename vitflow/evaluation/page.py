@@ -1,4 +1,4 @@
-"""The page of an evaluation: tables, differences and charts in one self-contained HTML file that needs no network."""
+"""Write the report of an evaluation: tables, differences and charts in one self-contained HTML file."""
 
 import base64
 import re
@@ -21,33 +21,33 @@ _TITLES = {
     "grid": "One class against another",
     "correlation": "Rank correlation by layer",
 }
-_QUESTIONS = {
-    "localisation": "Is the map on the object?",
-    "faithfulness": "Does the score drop without the patches that the map ranks highest?",
-    "sanity": "Does the map depend on the model, follow the image, and distinguish classes?",
-    "grid": "With several objects, is the map on the target?",
+_DESCRIPTIONS = {
+    "localisation": "Does the map highlight the object?",
+    "faithfulness": "Does the prediction depend on the patches that the map ranks highest?",
+    "sanity": "Does the map depend on the weights, follow the image and differ between classes?",
+    "grid": "Among several objects, does the map highlight the target?",
     "correlation": "Do attention, rollout and flow of each layer rank patches as the references do?",
 }
-# Pixels of the page per inch of a figure, the same for all figures.
+# CSS pixels per inch of every figure, so that their text has the same size.
 _PIXELS = 116
-# Further charts of a group.
-_FURTHER = {"faithfulness": "curves", "sanity": "randomisation"}
+# Additional charts of a group, after its bars.
+_EXTRA = {"faithfulness": "curves", "sanity": "randomisation"}
 
 
-def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes], *, answer: str = "") -> Path:
+def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes], *, verdict: str = "") -> Path:
     """Write the page.
 
     Args:
-        evaluation: the evaluation.
-        path: the file to write.
-        charts: SVG by name, from `save_charts`.
-        answer: the verdict, as a sentence.
+        evaluation: the results to show.
+        path: the HTML file.
+        charts: SVG by name, as returned by `save_charts`.
+        verdict: one sentence at the top of the page; see `vitflow.evaluation.verdict`.
     """
     return write_html(
         path,
         "evaluation",
         evaluation=evaluation,
-        answer=answer,
+        verdict=verdict,
         groups=_groups(evaluation, charts),
         confidence=round(100 * CONFIDENCE),
         baselines=sum(map(evaluation.is_baseline, evaluation.methods)),
@@ -55,23 +55,26 @@ def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes], *, a
 
 
 def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    """Return the content of each group of metrics on the page."""
+    """Return the template values of each group of metrics."""
     charts = {name: _chart(name, svg) for name, svg in drawn.items()}
-    groups = []
+    sections = []
     for group in evaluation.groups:
         metrics = [metric for metric in evaluation.metrics if metric.group == group]
-        names = [group, _FURTHER.get(group, "")]
-        groups.append(
+        names = [group, _EXTRA.get(group, "")]
+        sections.append(
             {
                 "name": group,
                 "title": _TITLES[group],
-                "question": _QUESTIONS[group],
+                "description": _DESCRIPTIONS[group],
                 "metrics": metrics,
                 "rows": _rows(evaluation, metrics),
                 "charts": [charts[name] for name in names if name in charts],
                 "images": [
-                    {"data": _data_uri(figure_bytes(one, ".png"), "png"), "width": round(_PIXELS * one.get_figwidth())}
-                    for one in evaluation.grids
+                    {
+                        "data": _data_uri(figure_bytes(grid, ".png"), "png"),
+                        "width": round(_PIXELS * grid.get_figwidth()),
+                    }
+                    for grid in evaluation.grids
                 ]
                 if group == "grid"
                 else [],
@@ -80,21 +83,21 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
             }
         )
     if evaluation.correlation is not None:
-        further: dict[str, Any] = {
+        extra: dict[str, Any] = {
             "name": "correlation",
             "title": _TITLES["correlation"],
-            "question": _QUESTIONS["correlation"],
+            "description": _DESCRIPTIONS["correlation"],
             "charts": [charts["correlation"]] if "correlation" in charts else [],
             "tables": evaluation.correlation.tables(),
             "images": evaluation.correlation.images,
             "silent": CORRELATION_SILENT,
         }
-        groups.append(further)
-    return groups
+        sections.append(extra)
+    return sections
 
 
 def _chart(name: str, svg: bytes) -> dict[str, Any]:
-    """Return a chart for light and for dark screens, as data URIs, with its width on the page."""
+    """Return a chart for the light and the dark theme as data URIs, and its width on the page."""
     points = re.search(rb'<svg[^>]* width="([\d.]+)pt"', svg)
     assert points is not None
     return {
@@ -110,7 +113,7 @@ def _data_uri(content: bytes, kind: str = "svg+xml") -> str:
 
 
 def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-    """Return one line per method: its estimates, and whether they are the best or no better than random."""
+    """Return a row per method: its estimates, flagged if best or not clearly better than the random map."""
     tables = {metric.name: evaluation.table(metric.name) for metric in metrics}
     best = {metric.name: _best(evaluation, metric) for metric in metrics}
     level = {metric.name: _level_with_random(evaluation, metric) for metric in metrics}
@@ -121,7 +124,7 @@ def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]
             "baseline": evaluation.is_baseline(method),
             "cells": [
                 {
-                    "estimate": tables[metric.name][number].estimate,
+                    "estimate": tables[metric.name][index].estimate,
                     "best": method in best[metric.name],
                     "measured": evaluation.is_measured(method, metric),
                     "level": method in level[metric.name],
@@ -129,36 +132,37 @@ def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]
                 for metric in metrics
             ],
         }
-        for number, method in enumerate(evaluation.methods)
+        for index, method in enumerate(evaluation.methods)
     ]
 
 
 def _best(evaluation: Tables, metric: Metric) -> list[str]:
-    """Return the methods with the best displayed mean; baselines and blurred copies do not compete."""
+    """Return the methods with the best mean as displayed, without baselines and blurred twins."""
     ranking = evaluation.ranking(metric.name)
     return [name for name, mean in ranking if decimal(mean) == decimal(ranking[0][1])]
 
 
 def _level_with_random(evaluation: Tables, metric: Metric) -> set[str]:
-    """Methods that are not clearly better than the random map on the same images."""
+    """Return the methods that are not clearly better than the random map on the same images."""
     sign = 1.0 if metric.better == "higher" else -1.0
     level = set()
-    for one in evaluation.differences(metric.name):
-        if "random" not in (one.first, one.second):
+    for difference in evaluation.differences(metric.name):
+        first, second, mean = difference.first, difference.second, difference.estimate.mean
+        if "random" not in (first, second):
             continue
-        way = sign if one.second == "random" else -sign
-        ahead = one.is_clear and one.estimate.mean is not None and way * one.estimate.mean > 0
-        if not ahead:
-            level.add(one.first if one.second == "random" else one.second)
+        direction = sign if second == "random" else -sign
+        if not (difference.is_clear and mean is not None and direction * mean > 0):
+            level.add(first if second == "random" else second)
     return level
 
 
 def _matrix(evaluation: Tables, metric: Metric) -> dict[str, Any]:
-    """Row minus column for all pairs; a cell is better, worse or unclear."""
+    """Return row minus column for all pairs; each cell is better, worse or unclear."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
-    for one in evaluation.differences(metric.name):
-        cells[one.first, one.second] = _difference(one, metric, 1.0)
-        cells[one.second, one.first] = _difference(one, metric, -1.0)
+    for difference in evaluation.differences(metric.name):
+        first, second = difference.first, difference.second
+        cells[first, second] = _cell(difference, metric, 1.0)
+        cells[second, first] = _cell(difference, metric, -1.0)
     empty = {"text": "", "state": "self", "title": ""}
     return {
         "metric": metric,
@@ -169,13 +173,14 @@ def _matrix(evaluation: Tables, metric: Metric) -> dict[str, Any]:
     }
 
 
-def _difference(one: Difference, metric: Metric, sign: float) -> dict[str, str]:
-    mean, low, high = one.estimate.mean, one.estimate.low, one.estimate.high
-    if mean is None or low is None or high is None or one.above is None:
+def _cell(difference: Difference, metric: Metric, sign: float) -> dict[str, str]:
+    estimate = difference.estimate
+    mean, low, high = estimate.mean, estimate.low, estimate.high
+    if mean is None or low is None or high is None or difference.above is None:
         return {"text": "–", "state": "unclear", "title": "not defined"}
     better = (mean * sign > 0) == (metric.better == "higher")
-    state = ("better" if better else "worse") if one.is_clear else "unclear"
+    state = ("better" if better else "worse") if difference.is_clear else "unclear"
     ends = sorted((low * sign, high * sign))
-    above = one.above if sign > 0 else 1.0 - one.above
-    title = f"{decimal(ends[0])} … {decimal(ends[1])}; higher on {above:.0%} of {one.estimate.count} images"
+    above = difference.above if sign > 0 else 1.0 - difference.above
+    title = f"{decimal(ends[0])} … {decimal(ends[1])}; higher on {above:.0%} of {estimate.count} images"
     return {"text": decimal(mean * sign, signed=True), "state": state, "title": title}

@@ -1,4 +1,4 @@
-"""Evaluation: what was measured on all images, as tables, differences between methods, files and a page."""
+"""`Evaluation`: results over all images as tables, differences between methods, files and an HTML report."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from vitflow.images.figures import bundle, html_table, save_figure
 
 
 class Evaluation(Tables):
-    """Results of an evaluation, with export to files; see `Tables` for its attributes."""
+    """Results of `evaluate`, with export to Markdown, JSON, CSV, figures and HTML; see `Tables` for its attributes."""
 
     def __repr__(self) -> str:
         failed = f", {len(self.failures)} failed" if self.failures else ""
@@ -35,13 +35,13 @@ class Evaluation(Tables):
         return self.to_markdown()
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """Return a table for each group of metrics and a bar chart for notebooks."""
+        """Return the notebook display: a table per group of metrics, and a bar chart of the first group."""
         tables = [html_table(rows, head) for head, *rows in map(self._group_rows, self.groups)]
         bars = draw_bars(self, [self.groups[0]]) if self.groups else None
         return bundle(repr(self), bars, tables)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every table, all pairs and the mean curves, ready for JSON; without the values of each image."""
+        """Return all tables, pairs and mean curves as JSON data, without the values of each image."""
         tables = {metric.name: self._metric_record(metric) for metric in self.metrics}
         record: dict[str, Any] = {
             "data": self.data,
@@ -89,17 +89,17 @@ class Evaluation(Tables):
         }
 
     def to_markdown(self, group: str | None = None) -> str:
-        """Tables of means ± standard errors, one per group of metrics, baselines last.
+        """Return tables of means ± standard errors, one per group of metrics, baselines last.
 
         Args:
-            group: this group alone, without the notes.
+            group: return only this group, without notes.
         """
         blocks = [markdown_table(self._group_rows(name)) for name in self.groups if group in (None, name)]
         if group is None and self.correlation is not None:
             blocks.append(self.correlation.to_markdown().rstrip())
         if group is None:
-            departures = "; ".join(f"{label}: {words}" for label, words in self.departures.items() if words)
-            blocks += [f"From their publications depart: {departures}."] if departures else []
+            departures = "; ".join(f"{label}: {text}" for label, text in self.departures.items() if text)
+            blocks += [f"Differences from publications: {departures}."] if departures else []
             blocks += [f"{self.data}; {self.model}.", *self.notes]
         return "\n\n".join(blocks) + "\n"
 
@@ -114,16 +114,16 @@ class Evaluation(Tables):
         return [head, *([method, *cells] for method, *cells in zip(self.methods, *columns, strict=True))]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write everything into a folder, or the tables alone into a file (.json, .md or .csv).
+        """Write everything to a folder, or only the tables to a file (.json, .md or .csv).
 
-        A folder gets `results.csv` (a row per image, method and metric), `summary.csv`, `differences.csv`,
-        `summary.json`, the figures as PNG and SVG, and `report.html`, one page with all of it.
+        The folder contains `results.csv` (a row per image, method and metric), `summary.csv`, `differences.csv`,
+        `summary.json`, the figures as PNG and SVG, and `report.html`, which shows everything on one page.
 
         Returns:
-            The page, or the file.
+            Path of the HTML report or of the file.
 
         Raises:
-            OptionError: a file of another type.
+            OptionError: the file type is not supported.
         """
         path = Path(path)
         suffix = path.suffix.lower()
@@ -139,22 +139,22 @@ class Evaluation(Tables):
         for name, table in {"results": self.results(), "summary": self.summary(), "differences": self.pairs()}.items():
             _write(path / f"{name}.csv", table.to_csv())
         _write(path / "summary.json", self._summary_json())
-        for number, figure in enumerate(self.grids, start=1):
-            save_figure(figure, path / "figures" / f"grid-{number}.png")
+        for index, figure in enumerate(self.grids, start=1):
+            save_figure(figure, path / "figures" / f"grid-{index}.png")
         charts = save_charts(self, path / "figures")
-        return write_page(self, path / "report.html", charts, answer=verdict(self))
+        return write_page(self, path / "report.html", charts, verdict=verdict(self))
 
     def _summary_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
 
 def _mean_curves(values: NDArray[np.float64]) -> list[list[float | None]]:
-    """Return the mean over images of [images, methods, points], ignoring NaN; None if all are NaN."""
+    """Return the mean over images of [images, methods, points] without NaN; None if no value is left."""
     return [[None if np.isnan(mean) else mean for mean in row] for row in defined_means(values).tolist()]
 
 
 def _write(path: Path, text: str) -> Path:
     with write_atomically(path) as file:
-        # Names that are not valid UTF-8 stand in JSON and CSV as escapes.
+        # Names that are not valid UTF-8 are escaped in JSON and CSV.
         file.write(text.encode("utf-8", "backslashreplace"))
     return path

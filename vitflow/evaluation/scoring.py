@@ -1,4 +1,4 @@
-"""Measure one image: all metrics as a row."""
+"""Measure images: all values of one image as a row."""
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from vitflow.methods.ranks import is_constant
 from vitflow.runs.batches import Batches
 from vitflow.runs.columns import failed_row
 
-One = TypeVar("One")
+Item = TypeVar("Item")
 
 _LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
 _FAITHFULNESS = ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")
@@ -34,17 +34,17 @@ CURVES = ("deletion", "insertion", "least_first", "correct_most", "correct_least
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """Settings that are common to all images of a run.
+    """Methods and settings of a run.
 
     Attributes:
-        methods: the measured methods, with unique labels.
+        methods: the measured methods, with distinct labels.
         groups: groups of metrics.
         replace: replacement of removed patches: "drop", "blank" or "blur".
-        points: points of the deletion and insertion curves.
-        batch_size: shortened sequences or changed images per forward pass.
+        points: number of points of the deletion and insertion curves.
+        batch_size: perturbed images or shortened sequences per forward pass.
         seed: seed of the random weights.
-        unchecked: labels of methods without sanity checks.
-        blurred_twin: whether a blurred copy of each map is measured as a control (not of baselines or for sanity).
+        unchecked: labels of the methods without sanity checks.
+        blurred_twin: also measure each map blurred, as a control, except for baselines and in sanity checks.
     """
 
     methods: tuple[ChosenMethod, ...]
@@ -59,26 +59,26 @@ class Protocol:
     @property
     def labels(self) -> list[str]:
         """Labels of the methods in tables, each followed by its control."""
-        return [label for one in self.methods for label in self._with_control(one.name, one.label, twin_of)]
+        return [label for m in self.methods for label in self._with_control(m.name, m.label, twin_of)]
 
     def with_controls(self, maps: Sequence[Saliency]) -> list[Saliency]:
-        """Return the maps of the methods with those of their controls, in the order of the labels."""
-        return [each for one in maps for each in self._with_control(one.method, one, blurred)]
+        """Return the maps of the methods and of their controls, in the order of the labels."""
+        return [m for saliency in maps for m in self._with_control(saliency.method, saliency, blurred)]
 
-    def _with_control(self, method: str, one: One, control: Callable[[One], One]) -> tuple[One, ...]:
-        return (one, control(one)) if self.blurred_twin and method not in BASELINES else (one,)
+    def _with_control(self, method: str, item: Item, control: Callable[[Item], Item]) -> tuple[Item, ...]:
+        return (item, control(item)) if self.blurred_twin and method not in BASELINES else (item,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """An image with its question.
+    """An image to measure, with its target and groups.
 
     Attributes:
-        name: name of its sample.
-        image: the labelled image.
-        question: target and region.
-        groups: groups of metrics measured on this image.
-        grid: the grid that contains it, or None.
+        name: name of the sample.
+        image: the image and its annotations.
+        question: target class and region.
+        groups: groups of metrics to measure on this image, a subset of the protocol's.
+        grid: the grid that contains the image, if any.
     """
 
     name: str
@@ -89,10 +89,10 @@ class Case:
 
 
 def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iterator[dict[str, Any]]:
-    """Measure images, one row each; an image that fails gets a row with its error.
+    """Measure images and yield a row for each; the error of an image is in its row.
 
     Raises:
-        OptionError, UnsupportedModelError: no image can be measured this way.
+        OptionError, UnsupportedModelError: no image can be measured with these options or this model.
     """
     explainer = batches.explainer
     maps = batches.each(cases, lambda batch: _explain(explainer, batch, protocol), protocol.methods)
@@ -107,21 +107,21 @@ def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iter
 
 
 def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) -> list[list[Saliency]]:
-    """Compute the maps of each image in the order of the methods, for the target of its question."""
-    maps: list[list[Saliency]] = [[] for _ in cases]
-    labelled = [number for number, case in enumerate(cases) if case.question.target is not None]
-    others = [number for number, case in enumerate(cases) if case.question.target is None]
-    for numbers, targets in (
-        (labelled, np.array([cases[number].question.target for number in labelled], dtype=np.int64)),
-        (others, None),
+    """Return the maps of each image for its target, in the order of the methods."""
+    by_case: list[list[Saliency]] = [[] for _ in cases]
+    labelled = [index for index, case in enumerate(cases) if case.question.target is not None]
+    unlabelled = [index for index, case in enumerate(cases) if case.question.target is None]
+    for indices, targets in (
+        (labelled, np.array([cases[index].question.target for index in labelled], dtype=np.int64)),
+        (unlabelled, None),
     ):
-        if numbers:
-            images = [cases[number].image.image for number in numbers]
+        if indices:
+            images = [cases[index].image.image for index in indices]
             flat = explainer.explain_batch(images, methods=protocol.methods, targets=targets)
             count = len(protocol.methods)
-            for place, number in enumerate(numbers):
-                maps[number] = protocol.with_controls(flat[place * count : (place + 1) * count])
-    return maps
+            for position, index in enumerate(indices):
+                by_case[index] = protocol.with_controls(flat[position * count : (position + 1) * count])
+    return by_case
 
 
 def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
         "width": first.image.shape[1],
         "height": first.image.shape[0],
         "region_share": None if region is None else _rounded(float(region.mean())),
-        "constant": [label for label, one in zip(protocol.labels, maps, strict=True) if is_constant(one.grid)],
-        "seconds": {label: _rounded(one.seconds) for label, one in zip(protocol.labels, maps, strict=True)},
+        "constant": [label for label, m in zip(protocol.labels, maps, strict=True) if is_constant(m.grid)],
+        "seconds": {label: _rounded(m.seconds) for label, m in zip(protocol.labels, maps, strict=True)},
         "values": {label: {} for label in protocol.labels},
     }
     if "localisation" in case.groups:
@@ -158,21 +158,21 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
 
 def _add_localisation(row: dict[str, Any], question: Question, maps: Sequence[Saliency], protocol: Protocol) -> None:
     row["overlap"] = {}
-    for label, one in zip(protocol.labels, maps, strict=True):
-        result = None
+    for label, saliency in zip(protocol.labels, maps, strict=True):
+        scores = None
         if question.region is not None:
-            heatmap = _heatmap(one)
+            heatmap = _heatmap(saliency)
             if question.unknown is not None:
                 heatmap[question.unknown] = np.nan
-            result = localise(heatmap, question.region)
+            scores = localise(heatmap, question.region)
         row["values"][label] |= {
-            name: None if result is None else _rounded(getattr(result, name)) for name in _LOCALISATION
+            name: None if scores is None else _rounded(getattr(scores, name)) for name in _LOCALISATION
         }
-        row["overlap"][label] = None if result is None else list(result.overlap)
+        row["overlap"][label] = None if scores is None else list(scores.overlap)
 
 
 def _heatmap(saliency: Saliency) -> NDArray[np.float32]:
-    """Upsample the map to the image; exact for constant grids."""
+    """Return the map over the image; exactly constant for a constant grid, despite interpolation."""
     heatmap = saliency.heatmap
     if is_constant(saliency.grid):
         heatmap[np.isfinite(heatmap)] = saliency.grid.flat[0]
@@ -180,12 +180,12 @@ def _heatmap(saliency: Saliency) -> NDArray[np.float32]:
 
 
 def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[Saliency], protocol: Protocol) -> None:
-    """Curves of the maps that rank patches; a constant one ranks none."""
-    ranking = [(label, one) for label, one in zip(protocol.labels, maps, strict=True) if not is_constant(one.grid)]
+    """Add the curves of all maps that are not constant."""
+    ranking = [(label, m) for label, m in zip(protocol.labels, maps, strict=True) if not is_constant(m.grid)]
     curves = (
         faithfulness_curves(
             explainer,
-            [one for _, one in ranking],
+            [saliency for _, saliency in ranking],
             replace=protocol.replace,
             points=protocol.points,
             batch_size=protocol.batch_size,
@@ -194,39 +194,39 @@ def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[
         else []
     )
     row["curves"] = {}
-    for (label, _), values in zip(ranking, curves, strict=True):
-        row["values"][label] |= {name: _rounded(getattr(values, name)) for name in _FAITHFULNESS}
-        row["curves"][label] = {name: [_rounded(float(value)) for value in getattr(values, name)] for name in CURVES}
+    for (label, _), curve in zip(ranking, curves, strict=True):
+        row["values"][label] |= {name: _rounded(getattr(curve, name)) for name in _FAITHFULNESS}
+        row["curves"][label] = {name: [_rounded(float(value)) for value in getattr(curve, name)] for name in CURVES}
     row["fractions"] = [_rounded(float(value)) for value in curves[0].fractions] if curves else None
 
 
 def _add_sanity(
     row: dict[str, Any], explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol
 ) -> None:
-    methods = [one for one in protocol.methods if one.label not in protocol.unchecked]
-    labels, image = [one.label for one in methods], case.image.image
+    methods = [method for method in protocol.methods if method.label not in protocol.unchecked]
+    labels, image = [method.label for method in methods], case.image.image
     by_label = dict(zip(protocol.labels, maps, strict=True))
     maps = [by_label[label] for label in labels]
-    # Other random weights for every image, the same in every run.
+    # Different random weights for every image, reproducible across runs.
     seed = (protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
     stages = sanity.cascading_randomisation(explainer, image, methods, seed=seed, maps=maps)
-    scores = {
+    checks = {
         "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
         "shift_stability": sanity.shift_stability(explainer, image, methods, maps=maps),
         "flip_stability": sanity.flip_stability(explainer, image, methods, maps=maps),
     }
     if maps[0].target is not None:
-        scores["class_sensitivity"] = sanity.class_sensitivity(explainer, image, methods)
+        checks["class_sensitivity"] = sanity.class_sensitivity(explainer, image, methods)
     row["stages"] = [
         [name, {label: _rounded(value) for label, value in zip(labels, values, strict=True)}] for name, values in stages
     ]
-    for name, values in scores.items():
+    for name, values in checks.items():
         for label, value in zip(labels, values, strict=True):
             row["values"][label][name] = _rounded(value)
 
 
 def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: Protocol) -> None:
-    """Score the image's cell in its grid, and its objects of several classes."""
+    """Add the scores of the image's cell in its grid, and of its objects against each other."""
     row["grid"] = None if case.grid is None else case.grid.names
     if case.grid is not None:
         for label, score in case.grid.scores(explainer, protocol.methods, case.name).items():
@@ -234,18 +234,18 @@ def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: P
     objects = case.question.objects
     if len(objects) < 2:
         return
-    saliencies = explainer.explain_batch([case.image.image], methods=protocol.methods, targets=list(objects))
-    for method, maps in zip(protocol.methods, columns_of(saliencies), strict=True):
+    flat = explainer.explain_batch([case.image.image], methods=protocol.methods, targets=list(objects))
+    for method, maps in zip(protocol.methods, columns_of(flat), strict=True):
         by_class = list(maps) * (len(objects) if len(maps) == 1 else 1)
-        scores = [score_object(_heatmap(one), list(objects.values()), target) for target, one in enumerate(by_class)]
-        known = [one for one in scores if one is not None]
-        if known:
-            energy, wins = np.mean(known, axis=0)
+        scores = [score_object(_heatmap(m), list(objects.values()), index) for index, m in enumerate(by_class)]
+        defined = [score for score in scores if score is not None]
+        if defined:
+            energy, wins = np.mean(defined, axis=0)
             row["values"][method.label] |= {"separation": _rounded(energy), "separation_wins": _rounded(wins)}
 
 
 def _add_correlation(row: dict[str, Any], explainer: Explainer, case: Case) -> None:
-    """Spearman of each layer's attention, rollout and flow with the references: [references][methods][layers]."""
+    """Add Spearman of each layer's attention, rollout and flow with the references: [references][methods][layers]."""
     result = rank_correlation([case.image.image], model=explainer, target=case.question.target)
     values = result.values[..., 0]
     row["correlation"] = {
@@ -257,5 +257,5 @@ def _add_correlation(row: dict[str, Any], explainer: Explainer, case: Case) -> N
 
 
 def _rounded(value: float | None) -> float | None:
-    """Seven digits, which tell float32 values apart; None for what is not defined."""
+    """Round to seven digits, the precision of float32; None for undefined values."""
     return None if value is None or not np.isfinite(value) else float(f"{value:.7g}")

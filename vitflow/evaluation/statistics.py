@@ -1,4 +1,4 @@
-"""Statistics of means over images: standard errors, bootstrap intervals, paired differences."""
+"""Statistics over images: standard errors, bootstrap intervals, paired differences between methods."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, ShapeError
 from vitflow.images.typesetting import decimal
 
-#: Resamples of the images behind every interval.
+#: Bootstrap resamples of each interval.
 RESAMPLES = 2000
 
-#: Share of the resamples' means that an interval holds.
+#: Confidence level of the intervals.
 CONFIDENCE = 0.95
 
-# Resamples are counted in blocks of at most this many numbers, so that a large data set needs little memory.
+# Largest number of values per block of resamples, to limit memory on large data sets.
 _BLOCK = 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over images, and how far it can be trusted.
+    """Mean over images with standard error and bootstrap interval.
 
     Attributes:
-        mean: over the images with a value; None where there is none.
+        mean: mean over the images with a value; None without any.
         standard_error: sample standard deviation / √count; None for fewer than two images.
         low, high: bootstrap interval of the mean; None for fewer than two images.
-        count: images with a value.
-        undefined: images without one, which are left out of all of the above; 0 where nothing was measured at all.
+        count: number of images with a value.
+        undefined: number of images without a value, excluded from all of the above; 0 if the metric was not measured.
     """
 
     mean: float | None
@@ -45,12 +45,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean difference between two methods on the same images.
+    """Difference between two methods on the same images.
 
     Attributes:
         first, second: the methods.
-        estimate: of first − second, over the images where both have a value.
-        above: share of these images on which the first is higher, ties counted half; None where there are none.
+        estimate: estimate of first − second, over the images where both have a value.
+        above: share of these images on which the first is higher, ties counted half; None without any.
     """
 
     first: str
@@ -66,15 +66,15 @@ class Difference:
 
 
 def resampled_counts(images: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[NDArray[np.float64]]:
-    """Yield the number of times each image is in each bootstrap resample: blocks [resamples, images].
+    """Yield the count of each image in each bootstrap resample, in blocks [some resamples, images].
 
     Args:
-        images: how many there are; each resample draws as many with replacement.
-        resamples: how many resamples there are in all blocks together.
-        seed: another seed draws others.
+        images: number of images; each resample draws as many with replacement.
+        resamples: number of resamples in all blocks together.
+        seed: seed of the resampling.
 
     Raises:
-        OptionError: there are no images or no resamples.
+        OptionError: images or resamples is below 1.
 
     Source: Efron, "Bootstrap Methods: Another Look at the Jackknife", Annals of Statistics, 1979.
 
@@ -88,8 +88,8 @@ def resampled_counts(images: int, *, resamples: int = RESAMPLES, seed: int = 0) 
     for start in range(0, resamples, block):
         size = min(block, resamples - start)
         drawn = random.integers(images, size=(size, images))
-        places = drawn + images * np.arange(size)[:, None]
-        counts = np.bincount(places.ravel(), minlength=size * images)
+        indices = drawn + images * np.arange(size)[:, None]
+        counts = np.bincount(indices.ravel(), minlength=size * images)
         yield counts.reshape(size, images).astype(np.float64)
 
 
@@ -98,18 +98,18 @@ def estimate_means(
 ) -> list[Estimate]:
     """Estimate the mean of each column over images, with a percentile bootstrap interval.
 
-    All columns use the same resamples of images. A NaN is a value that is not defined for its image: it is left
-    out, in each resample, too, and counted.
+    All columns use the same resamples of images. NaN marks an undefined value: it is excluded, also in
+    each resample, and counted.
 
     Args:
         values: [images, columns].
-        resamples: resamples of the images.
-        seed: of the resampling; the same seed gives the same interval.
-        confidence: share of the resamples' means that lies between low and high.
+        resamples: number of resamples.
+        seed: seed of the resampling; the same seed gives the same interval.
+        confidence: share of the resamples' means between low and high.
 
     Raises:
-        ShapeError: values have another number of axes.
-        OptionError: confidence lies outside 0 … 1.
+        ShapeError: values is not two-dimensional.
+        OptionError: confidence is not between 0 and 1.
 
     Source: Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13 (the percentile interval).
 
@@ -134,7 +134,7 @@ def estimate_means(
         tails = 50.0 * (1.0 - confidence)
         lows[several], highs[several] = np.nanpercentile(drawn, (tails, 100.0 - tails), axis=0)
     return [
-        Estimate(_number(mean), _number(error), _number(low), _number(high), int(count), int(images - count))
+        Estimate(_optional(mean), _optional(error), _optional(low), _optional(high), int(count), int(images - count))
         for mean, error, low, high, count in zip(means, errors, lows, highs, counts, strict=True)
     ]
 
@@ -149,18 +149,18 @@ def paired_differences(
 ) -> list[Difference]:
     """Estimate the differences between pairs of methods on the same images.
 
-    Pairing takes out what makes an image easy or hard for every method, so that these intervals are narrower than
-    the ones around two means; that those overlap says nothing. With many pairs some intervals leave out 0 by chance:
-    they are not corrected for how many pairs there are.
+    Pairing removes the difficulty of each image, so these intervals are narrower than those of the two means, whose
+    overlap is not a test. Intervals are not corrected for multiple comparisons: with many pairs, some exclude 0 by
+    chance.
 
     Args:
-        labels: the methods.
-        values: [images, methods]; NaN where a value is not defined.
-        pairs: numbers of the methods to compare; by default all pairs.
+        labels: labels of the methods.
+        values: [images, methods]; NaN if undefined.
+        pairs: indices of the methods to compare; by default all pairs.
         resamples, seed: as for `estimate_means`.
 
     Raises:
-        ShapeError: there is not one column per label.
+        ShapeError: values does not have one column per label.
 
     >>> [difference] = paired_differences(["a", "b"], np.array([[0.9, 0.5], [0.4, 0.1], [0.7, 0.2]]))
     >>> round(difference.estimate.mean, 3), difference.is_clear, difference.above
@@ -171,10 +171,10 @@ def paired_differences(
     pairs = list(combinations(range(len(labels)), 2)) if pairs is None else pairs
     if not pairs:
         return []
-    apart = np.stack([values[:, i] - values[:, j] for i, j in pairs], axis=1)
-    estimates = estimate_means(apart, resamples=resamples, seed=seed)
-    higher = np.where(np.isnan(apart), np.nan, (apart > 0) + 0.5 * (apart == 0))
-    above = map(_number, defined_means(higher))
+    differences = np.stack([values[:, i] - values[:, j] for i, j in pairs], axis=1)
+    estimates = estimate_means(differences, resamples=resamples, seed=seed)
+    higher = np.where(np.isnan(differences), np.nan, (differences > 0) + 0.5 * (differences == 0))
+    above = map(_optional, defined_means(higher))
     return [
         Difference(labels[i], labels[j], estimate, share)
         for (i, j), estimate, share in zip(pairs, estimates, above, strict=True)
@@ -182,7 +182,7 @@ def paired_differences(
 
 
 def defined_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean over images, the first axis, ignoring NaN; NaN if all are NaN.
+    """Return the mean over images (the first axis) without NaN; NaN if no value is left.
 
     >>> defined_means(np.array([[1.0, np.nan], [2.0, np.nan]])).tolist()
     [1.5, nan]
@@ -200,7 +200,7 @@ def _resampled_means(values: NDArray[np.float64], resamples: int, seed: int) -> 
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format a table in Markdown; the first row is its head, the first column text.
+    """Return a Markdown table; the first row is the header, and all columns but the first are right-aligned.
 
     >>> print(markdown_table([["method", "energy"], ["rollout", "0.500"]]))
     | method | energy |
@@ -212,11 +212,11 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _ratio(above: NDArray[np.float64], below: NDArray[np.floating] | NDArray[np.integer]) -> NDArray[np.float64]:
-    """above / below, NaN where below is 0 or less."""
-    shares: NDArray[np.float64] = np.full(above.shape, np.nan)
-    np.divide(above, below, out=shares, where=below > 0)
-    return shares
+    """Return above / below, or NaN if below is not positive."""
+    ratio: NDArray[np.float64] = np.full(above.shape, np.nan)
+    np.divide(above, below, out=ratio, where=below > 0)
+    return ratio
 
 
-def _number(value: float) -> float | None:
+def _optional(value: float) -> float | None:
     return None if np.isnan(value) else float(value)

@@ -1,4 +1,4 @@
-"""Tables of an evaluation: what was measured on all images, and what follows from it for each metric."""
+"""Tables of an evaluation: values of all images, and estimates, differences and rankings for each metric."""
 
 import csv
 import io
@@ -22,14 +22,14 @@ from vitflow.explaining.method import METHODS
 from vitflow.explaining.method_table import BASELINES
 from vitflow.runs.columns import kinds_in, plain_cell
 
-# Columns of the tables: what is known of an image, and an estimate.
+# Table columns of an image and of an estimate.
 _IMAGE = tuple(kinds_in("results"))
 _ESTIMATE = tuple(field.name for field in fields(Estimate))
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows with named columns, for other programs.
+    """Rows with named columns, for export.
 
     Attributes:
         columns: their names.
@@ -45,11 +45,11 @@ class Table:
     rows: list[tuple[Any, ...]]
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the rows as dicts for JSON; None for undefined values."""
+        """Return the rows as dicts for JSON, with None for undefined values."""
         return [dict(zip(self.columns, map(_defined, row), strict=True)) for row in self.rows]
 
     def to_csv(self) -> str:
-        """Return the rows as CSV; undefined values are empty, and cells cannot start a formula."""
+        """Return the rows as CSV; undefined values are empty, and cells that look like formulas are escaped."""
         text = io.StringIO(newline="")
         rows = [["" if _defined(value) is None else value for value in row] for row in self.rows]
         csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in [self.columns, *rows])
@@ -74,11 +74,11 @@ def _defined(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One method's line in the table of a metric.
+    """A row of the table of a metric.
 
     Attributes:
         method: its label.
-        baseline: whether it knows nothing of the model.
+        baseline: True if the method does not depend on the model.
         estimate: the mean over images, with its standard error and interval.
     """
 
@@ -89,26 +89,26 @@ class TableRow:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tables:
-    """Measured values per image, method and metric, and tables derived from them.
+    """Values of an evaluation, one per image, method and metric, and the tables computed from them.
 
     Attributes:
-        data: what was evaluated on, and what that is.
+        data: name of the data set.
         model: the model's id.
         methods: labels, baselines last.
-        metrics: those that were asked for and could be measured.
-        images: what is known of each measured image: its name, class, probability, the region's share of the area.
+        metrics: the requested metrics that could be measured.
+        images: metadata of each measured image: name, class, probability, share of the area covered by the region.
         failures: rows of the images that could not be measured.
-        values: for each metric float64 [images, methods], NaN where it is not defined or was not measured.
+        values: for each metric float64 [images, methods], NaN if undefined or not measured.
         overlaps: `Localisation.overlap` of each image and method, [images, methods, 4]; None without regions.
         fractions: shares of removed patches, [points]; None without faithfulness.
         curves: "deletion", "insertion" and "least_first": probabilities, [images, methods, points].
         stages: names of the stages of randomisation, from the top of the network down.
         randomisation: Spearman with the original map at each stage, [images, stages, methods].
-        correlation: rank correlation by layer, where it was asked for.
-        settings: what else the numbers depend on, ready for JSON.
-        notes: sentences that belong beside the tables.
-        grids: some grids of four images with their maps, drawn, where they were measured for a page.
-        unchecked: methods that were left out of the sanity checks.
+        correlation: rank correlation by layer, if requested.
+        settings: all other settings that the numbers depend on, as JSON data.
+        notes: sentences to show with the tables.
+        grids: figures of some grids of four images with their maps, if grids were measured and saved.
+        unchecked: methods without sanity checks.
     """
 
     data: str
@@ -128,44 +128,44 @@ class Tables:
     notes: tuple[str, ...] = ()
     grids: tuple[Figure, ...] = ()
     unchecked: tuple[str, ...] = ()
-    _known: dict[tuple[str, str], Any] = field(default_factory=dict, init=False)
+    _cache: dict[tuple[str, str], Any] = field(default_factory=dict, init=False)
 
     @property
     def groups(self) -> list[str]:
-        """The groups of the metrics, in order."""
+        """Groups of the metrics, in order."""
         return list(dict.fromkeys(metric.group for metric in self.metrics))
 
     def is_baseline(self, method: str) -> bool:
-        """Return True if a method does not depend on the model."""
+        """Return True if the method does not depend on the model."""
         return method.partition(":")[0] in BASELINES
 
     @property
     def main_methods(self) -> list[str]:
-        """The methods themselves, without the baselines and the blurred twins that stand beside them."""
+        """Methods without baselines and blurred twins."""
         return [name for name in self.methods if not (self.is_baseline(name) or is_twin(name))]
 
     def is_measured(self, method: str, metric: Metric) -> bool:
-        """Return True if a metric was measured for a method: blurred copies have no sanity checks and no grids."""
+        """Return True if the metric was measured for the method; blurred twins have no sanity checks or grids."""
         if metric.group == "sanity" and method in self.unchecked:
             return False
         return not (is_twin(method) and metric.group in ("sanity", "grid"))
 
     @property
     def departures(self) -> dict[str, str | None]:
-        """Departures of each method from its publication; None for a method without one."""
+        """Text on how the maps of each method differ from its publication; None for unpublished methods."""
         names, options = self.settings.get("methods", {}), self.settings.get("options", {})
         known = [label for label in self.methods if names.get(label) in METHODS]
         return {label: departures_from_paper(METHODS[names[label]], options[label]) for label in known}
 
     def table(self, metric: str) -> list[TableRow]:
-        """Return the table of one metric: one row per method, in the requested order.
+        """Return the table of a metric: a row per method, in the requested order.
 
         Raises:
             OptionError: the metric was not measured.
         """
-        if ("table", metric) not in self._known:
+        if ("table", metric) not in self._cache:
             estimates = estimate_means(self._values_of(metric), resamples=self._resamples, seed=self._seed)
-            self._known["table", metric] = [
+            self._cache["table", metric] = [
                 TableRow(
                     method,
                     self.is_baseline(method),
@@ -173,39 +173,39 @@ class Tables:
                 )
                 for method, estimate in zip(self.methods, estimates, strict=True)
             ]
-        return list(self._known["table", metric])
+        return list(self._cache["table", metric])
 
     def differences(self, metric: str) -> list[Difference]:
-        """All pairs of methods, and each method with its blurred twin, compared on the same images.
+        """Return the paired differences of all methods, and of each method and its blurred twin.
 
         Raises:
             OptionError: the metric was not measured.
         """
-        if ("differences", metric) not in self._known:
-            self._known["differences", metric] = paired_differences(
+        if ("differences", metric) not in self._cache:
+            self._cache["differences", metric] = paired_differences(
                 list(self.methods), self._values_of(metric), self._pairs, resamples=self._resamples, seed=self._seed
             )
-        return list(self._known["differences", metric])
+        return list(self._cache["differences", metric])
 
     def ranking(self, metric: str, methods: Sequence[str] | None = None) -> list[tuple[str, float]]:
-        """Methods with their means, the best first; by default all but baselines and blurred twins."""
+        """Return methods and their means, best first; by default without baselines and blurred twins."""
         means = {row.method: row.estimate.mean for row in self.table(metric)}
         known = [(name, mean) for name in methods or self.main_methods if (mean := means.get(name)) is not None]
-        return sorted(known, key=lambda one: one[1], reverse=METRICS[metric].better == "higher")
+        return sorted(known, key=lambda pair: pair[1], reverse=METRICS[metric].better == "higher")
 
     def results(self) -> Table:
-        """Return one row per image, method and metric."""
+        """Return a row per image, method and metric."""
         rows = [
-            (*map(image.get, _IMAGE), method, metric.name, float(self.values[metric.name][number, place]))
-            for number, image in enumerate(self.images)
-            for place, method in enumerate(self.methods)
+            (*map(image.get, _IMAGE), method, metric.name, float(self.values[metric.name][i, j]))
+            for i, image in enumerate(self.images)
+            for j, method in enumerate(self.methods)
             for metric in self.metrics
             if metric.group in image["groups"]
         ]
         return Table((*_IMAGE, "method", "metric", "value"), rows)
 
     def summary(self) -> Table:
-        """Return one row per metric and method: mean, standard error, interval, and the number of defined values."""
+        """Return a row per metric and method: mean, standard error, interval, and the number of images with a value."""
         rows = [
             (metric.name, metric.better, row.method, row.baseline, *astuple(row.estimate))
             for metric in self.metrics
@@ -214,17 +214,17 @@ class Tables:
         return Table(("metric", "better", "method", "baseline", *_ESTIMATE), rows)
 
     def pairs(self) -> Table:
-        """Return one row per metric and pair of methods: first − second on the same images."""
+        """Return a row per metric and pair of methods: first − second on the same images."""
         rows = [
-            (metric.name, one.first, one.second, *astuple(one.estimate), one.above, one.is_clear)
+            (metric.name, pair.first, pair.second, *astuple(pair.estimate), pair.above, pair.is_clear)
             for metric in self.metrics
-            for one in self.differences(metric.name)
+            for pair in self.differences(metric.name)
         ]
         return Table(("metric", "first", "second", *_ESTIMATE, "above", "clear"), rows)
 
     @property
     def _pairs(self) -> list[tuple[int, int]]:
-        """The methods that are compared: a blurred twin is compared with its own method alone."""
+        """Indices of the methods to compare: a blurred twin is compared only with its method."""
         return [
             (i, j)
             for (i, first), (j, second) in combinations(enumerate(self.methods), 2)
@@ -232,18 +232,18 @@ class Tables:
         ]
 
     def accumulated_mean_iou(self) -> dict[str, float | None]:
-        """Return the mean IoU with intersections and unions summed over all images, as in Chefer et al."""
+        """Return the mean IoU accumulated over all images for each method, as reported by Chefer et al."""
         if self.overlaps is None:
             return {}
-        means: dict[str, float | None] = {}
-        for number, method in enumerate(self.methods):
-            overlap = self.overlaps[:, number]
-            overlap = overlap[~np.isnan(overlap).any(axis=1)]
-            means[method] = accumulated_iou(overlap) if len(overlap) else None
-        return means
+        ious: dict[str, float | None] = {}
+        for index, method in enumerate(self.methods):
+            overlaps = self.overlaps[:, index]
+            overlaps = overlaps[~np.isnan(overlaps).any(axis=1)]
+            ious[method] = accumulated_iou(overlaps) if len(overlaps) else None
+        return ious
 
     def _values_of(self, metric: str) -> NDArray[np.float64]:
-        """Return the metric's values on the images on which it was measured."""
+        """Return the values of the metric on the images that it was measured on."""
         check_known("metric of this evaluation", metric, self.values)
         values = self.values[metric]
         measured = np.array([METRICS[metric].group in image["groups"] for image in self.images], dtype=np.bool_)

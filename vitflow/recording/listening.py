@@ -155,8 +155,7 @@ class Listening:
                     every = part.probabilities.view(count, heads, -1)
                     torch.bmm(share.expand(count, 1, heads), every, out=place.view(count, 1, -1))
                     continue
-                vectors = None if layer_values is None else layer_values.vectors[part.images]
-                values = None if layer_values is None else replace(layer_values, vectors=vectors)
+                values = layer_values and replace(layer_values, vectors=layer_values.vectors[part.images])
                 every, mixed = (tensor.unflatten(0, (count, heads)) for tensor in (part.probabilities, part.mixed))
                 place.copy_(fuse_weighted(every, fusion, weighting, values, mixed))  # type: ignore[arg-type]
                 if weighting and queries == keys > place.shape[1]:

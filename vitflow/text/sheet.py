@@ -191,9 +191,9 @@ class Sheet(View):
                     ink = {"color": "white"} if abs(cell.shade) > 0.55 else {}
                     axes.text(x, y, cell.text, ha="center", va="center_baseline", **plain(SMALL - 1) | ink)
         if self.rest is not None:
-            words = [(-0.5, self.rest_name, "bottom"), *((y, str(table[y].rest), "center_baseline") for y in ys)]
-            for y, text, align in words:
-                axes.text(columns - 0.5 + 0.06 / width, y, text, va=align, **plain(SMALL) | {"color": GREY})
+            labels = [(-0.5, self.rest_name, "bottom"), *((y, str(table[y].rest), "center_baseline") for y in ys)]
+            for row_y, text, align in labels:
+                axes.text(columns - 0.5 + 0.06 / width, row_y, text, va=align, **plain(SMALL) | {"color": GREY})
         return charts.framed(figure, self.title if framed else "", self._foot if framed else ())
 
 

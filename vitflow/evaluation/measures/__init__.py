@@ -1,1 +1,1 @@
-"""Measures of map quality, one file per question."""
+"""Measures of maps: localisation, faithfulness, sanity and rank correlation."""

@@ -1,7 +1,7 @@
-"""The evidence of the paper, on images: do attention, rollout and flow rank patches as blanking them out does?
+"""Rank correlation of raw attention, rollout and flow with occlusion and input gradients, by layer.
 
-Abnar & Zuidema report, layer by layer, how raw attention, attention rollout and attention flow correlate with occlusion
-scores and with input gradients (their Tables 1 to 3, on sentences). This is the same for images.
+Abnar & Zuidema report the correlation of raw attention, attention rollout and attention flow of each layer with
+occlusion scores and input gradients (their Tables 1 to 3, on sentences). This module computes it for images.
 """
 
 import json
@@ -37,7 +37,7 @@ from vitflow.methods.tokens import TokenLayout
 LAYER_METHODS = ("attention", "rollout", "flow")
 REFERENCES = ("occlusion", "input_gradient")
 
-_WORDS = {
+_LABELS = {
     "attention": "raw attention",
     "rollout": "attention rollout",
     "flow": "attention flow",
@@ -64,31 +64,31 @@ def rank_correlation(
 ) -> "RankCorrelation":
     """Correlate raw attention, rollout and flow of each layer with references, over images.
 
-    Layer l is read as if it were the last one: raw attention is qᵀ W_l, rollout qᵀ Â_l ⋯ Â_s, and flow runs from the
-    readout of layer l down to the input of layer s. With the defaults this is what the paper does, head fusion by the
-    mean, no value weighting, and every layer down to the first.
+    Layer l is treated as the last layer: raw attention is qᵀ W_l, rollout qᵀ Â_l ⋯ Â_s, and flow runs from the
+    readout of layer l down to the input of layer s. The defaults are those of the paper: heads fused by their mean, no
+    value weighting, and all layers down to the first.
 
     Args:
-        images: a folder, or a list of images; none are skipped.
-        model: a model id, a module, or an `Explainer`, whose own fit and device hold.
-        layers: which layers, 1 for the first; by default all from start_layer on.
+        images: a folder or a list of images.
+        model: a model id, a module, or an `Explainer`, whose fit and device are used.
+        layers: layer numbers, 1 for the first; by default all from start_layer on.
         methods: any of "attention", "rollout", "flow".
-        references: methods of the table whose maps the others are held against, or (name, options) pairs.
-        target: class of the references that are class-specific, by default the predicted one of each image.
+        references: names of the reference methods, or (name, options) pairs.
+        target: class for class-specific references; by default the predicted class of each image.
         fit: "crop" (the model's own preprocessing), "squash", "pad" or "native".
-        device: where to run.
-        head_fusion, value_weighted, discard_ratio, residual, start_layer: as for the methods themselves.
-        progress: called after each image with the number done and the number of all.
+        device: torch device.
+        head_fusion, value_weighted, discard_ratio, residual, start_layer: as for the methods.
+        progress: called after each image with the numbers of finished and of all images.
 
     Raises:
-        VitflowError: an image, the model or an option is wrong.
+        VitflowError: an image, the model or an option is invalid.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §4.
 
     >>> from vitflow.demo import sample_images
     >>> images = sample_images()[:2]
-    >>> values = rank_correlation(images, model="demo", methods=["rollout"], references=["input_gradient"])
-    >>> values.values.shape  # references, methods, layers, images
+    >>> result = rank_correlation(images, model="demo", methods=["rollout"], references=["input_gradient"])
+    >>> result.values.shape  # references, methods, layers, images
     (1, 1, 6, 2)
     """
     for method in methods:
@@ -97,26 +97,26 @@ def rank_correlation(
         raise OptionError("Expected at least one method and one reference, got none.")
     sources = _sources(images)
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
-    by_image, numbers = [], list[int]()
+    correlations, numbers = [], list[int]()
     for done, source in enumerate(sources, start=1):
-        held = explainer.explain_batch([source], methods=references, targets=target)
+        maps = explainer.explain_batch([source], methods=references, targets=target)
         trace = explainer.record(source, head_fusion=head_fusion, value_weighted=value_weighted)
         fused = trace.fused(head_fusion, value_weighted=value_weighted)
         numbers = _chosen_layers(layers, start_layer, len(fused))
         options = {"discard_ratio": discard_ratio, "num_prefix_tokens": trace.layout.num_prefix_tokens}
-        further = {"residual": residual, "start_layer": start_layer}
+        extra = {"residual": residual, "start_layer": start_layer}
         grids = [
             [
-                _without_rounding(_layer_map(method, fused[:n], trace.readout, options, further), trace.layout)
+                _without_rounding(_layer_map(method, fused[:n], trace.readout, options, extra), trace.layout)
                 for n in numbers
             ]
             for method in methods
         ]
-        by_image.append([[[spearman(grid, one.grid) for grid in row] for row in grids] for one in held])
+        correlations.append([[[spearman(grid, reference.grid) for grid in row] for row in grids] for reference in maps])
         if progress is not None:
             progress(done, len(sources))
-    values = np.moveaxis(np.array(by_image, dtype=float), 0, -1)  # None becomes NaN
-    names = tuple(one.name for one in choose_methods(references, {}))
+    values = np.moveaxis(np.array(correlations, dtype=float), 0, -1)  # None becomes NaN
+    names = tuple(reference.name for reference in choose_methods(references, {}))
     return RankCorrelation(explainer.model_id, tuple(methods), names, tuple(numbers), values)
 
 
@@ -142,20 +142,20 @@ def _chosen_layers(layers: Sequence[int] | None, start_layer: int, count: int) -
 
 
 def _layer_map(
-    method: str, fused: Sequence[Tensor], readout: Tensor, options: dict[str, Any], further: dict[str, Any]
+    method: str, fused: Sequence[Tensor], readout: Tensor, options: dict[str, Any], extra: dict[str, Any]
 ) -> Tensor:
-    """Compute the map over tokens [1, tokens] of the last of these layers by one method."""
+    """Return the map over tokens [1, tokens] of the last of these layers."""
     if method == "attention":
         return raw_attention([fused[-1]], readout=readout, **options)
     if method == "rollout":
-        return attention_rollout(fused, readout=readout, **options, **further)
-    return torch.as_tensor(attention_flow(fused, source=readout, **options, **further).values)
+        return attention_rollout(fused, readout=readout, **options, **extra)
+    return torch.as_tensor(attention_flow(fused, source=readout, **options, **extra).values)
 
 
 def _without_rounding(tokens: Tensor, layout: TokenLayout) -> NDArray[np.float64]:
-    """Round a map on the patch grid, so that values within a millionth of the largest are equal.
+    """Return the map on the patch grid, rounded to a millionth of the maximum.
 
-    Flows that all take what the source has are equal but for rounding, which must not rank them.
+    Saturated flows are equal up to rounding errors, which must not affect their ranks.
     """
     grid: NDArray[np.float64] = layout.to_grid(tokens)[0].double().cpu().numpy()
     largest = float(grid.max())
@@ -169,9 +169,9 @@ class RankCorrelation:
     Attributes:
         model: the model's id.
         methods: attention, rollout, flow.
-        references: what they are held against.
+        references: the reference methods.
         layers: layer numbers, 1 for the first.
-        values: float64 [references, methods, layers, images]; NaN where one of the two maps is constant.
+        values: float64 [references, methods, layers, images]; NaN if one of the two maps is constant.
     """
 
     model: str
@@ -182,16 +182,16 @@ class RankCorrelation:
 
     @property
     def images(self) -> int:
-        """Number of measured images."""
+        """Number of images."""
         return int(self.values.shape[-1])
 
     def mean(self, reference: str, method: str, layer: int) -> float | None:
-        """Mean over images; None if no image has a value."""
+        """Return the mean over images; None if no image has a value."""
         defined = self._defined(reference, method, layer)
         return float(defined.mean()) if len(defined) else None
 
     def spread(self, reference: str, method: str, layer: int) -> float | None:
-        """Sample standard deviation over images; None for fewer than two."""
+        """Return the sample standard deviation over images; None for fewer than two."""
         defined = self._defined(reference, method, layer)
         return float(defined.std(ddof=1)) if len(defined) > 1 else None
 
@@ -201,7 +201,7 @@ class RankCorrelation:
         return values[~np.isnan(values)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Means, standard deviations and the value of each image (None where undefined), ready for JSON."""
+        """Return means, standard deviations and the value of each image (None if undefined) as JSON data."""
         rows = [
             {
                 "reference": reference,
@@ -218,12 +218,12 @@ class RankCorrelation:
         return {"model": self.model, "images": self.images, "spearman": rows}
 
     def tables(self) -> list[list[list[str]]]:
-        """Return one table per reference, as in the paper: methods as rows, layers as columns."""
+        """Return a table per reference, as in the paper: a header, then a row per method with a column per layer."""
         return [
             [
-                [f"Spearman with {_words(reference)}", *(f"L{layer}" for layer in self.layers)],
+                [f"Spearman with {_label(reference)}", *(f"L{layer}" for layer in self.layers)],
                 *(
-                    [_words(name), *(self._shown(reference, name, layer) for layer in self.layers)]
+                    [_label(name), *(self._cell(reference, name, layer) for layer in self.layers)]
                     for name in self.methods
                 ),
             ]
@@ -231,20 +231,20 @@ class RankCorrelation:
         ]
 
     def to_markdown(self) -> str:
-        """Format the tables of means ± standard deviations."""
+        """Return the tables of means ± standard deviations, with model and number of images."""
         caption = f"Mean ± standard deviation over {self.images} image{'s' * (self.images > 1)}, {self.model}."
         return "\n\n".join([*map(markdown_table, self.tables()), caption]) + "\n"
 
-    def _shown(self, reference: str, method: str, layer: int) -> str:
+    def _cell(self, reference: str, method: str, layer: int) -> str:
         mean, spread = self.mean(reference, method, layer), self.spread(reference, method, layer)
         return decimal(mean, 2) + ("" if spread is None else f" ± {spread:.2f}")
 
     def figure(self) -> Figure:
         """Draw a chart per reference: a line per method over the layers, with a band of ± one standard deviation."""
         charts = {
-            f"with {_words(reference)}": [
+            f"with {_label(reference)}": [
                 Series(
-                    _words(method),
+                    _label(method),
                     self.layers,
                     [self.mean(reference, method, layer) for layer in self.layers],
                     [self.spread(reference, method, layer) for layer in self.layers],
@@ -267,5 +267,5 @@ class RankCorrelation:
         return path
 
 
-def _words(name: str) -> str:
-    return _WORDS.get(name, name.replace("_", " "))
+def _label(name: str) -> str:
+    return _LABELS.get(name, name.replace("_", " "))

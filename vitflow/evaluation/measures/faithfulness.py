@@ -1,4 +1,4 @@
-"""Faithfulness: take away what a map calls relevant, and see whether the answer goes with it; no labels are needed."""
+"""Faithfulness: remove patches in the order of a map and follow the target's probability; no labels are needed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
-from vitflow.evaluation.measures.perturbation import Choice, Numbers, patch_order, perturb
+from vitflow.evaluation.measures.perturbation import Choice, Indices, patch_order, perturb
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.recording.isolation import evaluating
 
-# Shares of removed patches over which Chefer et al. sum up accuracy.
+# Shares of removed patches in the accuracy curves of Chefer et al.
 _PERTURBED = np.arange(10) / 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curves:
-    """Probabilities while patches are removed in the order of one map, in both directions.
+    """Probability and accuracy of the target while patches are removed in the order of a map.
 
-    The image at share f of `insertion` is the image at share 1 − f of `least_first`: the most relevant patches
-    inserted are the least relevant ones removed. So one curve is the other read backwards, and their areas are equal.
+    The image at share f of `insertion` is the image at share 1 − f of `least_first`: inserting the most relevant
+    patches equals removing the least relevant ones. So each curve is the reverse of the other, with equal area.
 
     Attributes:
         fractions: share of the patches removed (or inserted), 0 … 1, [points].
         deletion: the target's probability with the most relevant patches removed first, [points].
-        insertion: the target's probability with the most relevant patches inserted first into the emptied image.
+        insertion: the target's probability with the most relevant patches inserted first into the empty image.
         least_first: the target's probability with the least relevant patches removed first.
-        correct_most: whether the target is still the most probable class in `deletion`.
-        correct_least: whether it is in `least_first`.
+        correct_most: True where the target is the most probable class in `deletion`.
+        correct_least: True where the target is the most probable class in `least_first`.
     """
 
     fractions: NDArray[np.float64]
@@ -44,22 +44,22 @@ class Curves:
 
     @property
     def deletion_auc(self) -> float:
-        """Area under `deletion`; lower is better: the answer goes with the patches that the map calls relevant."""
+        """Area under `deletion`; lower is better: the prediction depends on the most relevant patches."""
         return _area(self.fractions, self.deletion)
 
     @property
     def insertion_auc(self) -> float:
-        """Area under `insertion`; higher is better: few of these patches bring the answer back."""
+        """Area under `insertion`; higher is better: few relevant patches restore the prediction."""
         return _area(self.fractions, self.insertion)
 
     @property
     def least_auc(self) -> float:
-        """Area under `least_first`; higher is better: the answer can do without the others."""
+        """Area under `least_first`; higher is better: the prediction does not depend on the other patches."""
         return _area(self.fractions, self.least_first)
 
     @property
     def gap(self) -> float:
-        """`least_auc` − `deletion_auc`; higher is better, and a map without information has 0 on average."""
+        """`least_auc` − `deletion_auc`; higher is better; an uninformative map has 0 on average."""
         return self.least_auc - self.deletion_auc
 
     @property
@@ -81,34 +81,34 @@ def faithfulness_curves(
     points: int = 11,
     batch_size: int = 32,
 ) -> list[Curves]:
-    """Compute the deletion, insertion and perturbation curves of several maps of one image.
+    """Compute deletion, insertion and perturbation curves of several maps of one image.
 
-    The patches of a map are ranked by value, the highest first, equal ones in raster order; the least relevant first is
-    the same order read backwards. At share f of n patches f · n are removed, rounded to a whole number (half to even;
-    at 1 − f the rest of them). The answer is that of the map's own target. Both ends, the whole image and the empty
-    one, are asked once for all maps; in between the model runs over all maps and points in batches.
+    Patches are ranked by value, highest first, ties in raster order; the least relevant first is the reverse order. At
+    share f of n patches, f · n are removed, rounded to an integer (half to even; at 1 − f the rest of them). The curves
+    follow the target of each map. The whole and the empty image are evaluated once for all maps; in between, the model
+    runs over all maps and points in batches.
 
-    What is left of a removed patch is chosen by `replace`:
+    `replace` sets the replacement of removed patches:
 
-    - "drop": nothing. Its token leaves the sequence behind the patch and position embedding. With everything removed
-      the prefix tokens answer alone; a model that pools patches is shown the blank image there, for of no patches
-      there is no average.
-    - "blank": the image's mean colour over its model input, as in occlusion.
+    - "drop": none. Tokens are dropped from the sequence after the patch and position embedding. With all patches
+      removed only prefix tokens remain; a model that pools patches gets the blank image there, because it has no patch
+      to average.
+    - "blank": the mean colour of the model input, as in occlusion.
     - "blur": the image blurred by a Gaussian with a σ of a quarter of its shorter side.
 
     Args:
-        explainer: holds the model.
-        maps: of one and the same image, each with a target; their grids may differ, but not for "drop".
+        explainer: explainer of the model.
+        maps: maps of the same image, each with a target; their grids may differ, except for "drop".
         replace: "drop", "blank" or "blur".
-        points: of each curve, both ends included.
-        batch_size: images, or shortened sequences, per forward pass; it changes the time, not the curves.
+        points: number of points of each curve, both ends included.
+        batch_size: images or shortened sequences per forward pass; affects speed only.
 
     Returns:
         The curves of each map, in order.
 
     Raises:
-        OptionError: an option is out of range, the maps are not of one image, or one has no target.
-        ShapeError: a map has NaN in it, or a grid that tokens cannot be dropped by.
+        OptionError: an option is out of range, the maps are of different images, or a map has no target.
+        ShapeError: a map has NaN, or its grid does not match the tokens to drop.
         UnsupportedModelError: the model cannot drop tokens (see `can_drop_tokens`).
 
     Source: Samek et al., "Evaluating the Visualization of What a Deep Neural Network Has Learned", TNNLS 2017 (most
@@ -127,7 +127,7 @@ def faithfulness_curves(
     pixels = explainer.pixels(maps[0].image)
     if tuple(pixels.shape[-2:]) != maps[0].placement.input_size:
         raise OptionError(
-            f"Expected maps of a model input of {tuple(pixels.shape[-2:])} pixels, as this explainer makes it, got "
+            f"Expected maps of a model input of {tuple(pixels.shape[-2:])} pixels, as made by this explainer, got "
             f"{maps[0].placement.input_size}. Use the explainer that made the maps."
         )
     with torch.no_grad(), evaluating(explainer.model):
@@ -135,19 +135,19 @@ def faithfulness_curves(
         whole = Choice(np.arange(orders[0].size), maps[0].grid.shape)
         choices = [whole, Choice(whole.kept[:0], whole.grid)]
         for saliency, order in zip(maps, orders, strict=True):
-            choices += [Choice(kept, saliency.grid.shape) for kept in _on_the_way(order, points)]
+            choices += [Choice(kept, saliency.grid.shape) for kept in _kept_between(order, points)]
         logits = perturbation.logits(choices, batch_size)  # [choices, classes]
     ends = logits[:2]
     # [maps, most or least relevant first, points, classes]
-    on_the_way = logits[2:].reshape(len(maps), 2, points - 2, logits.shape[1])
+    between = logits[2:].reshape(len(maps), 2, points - 2, logits.shape[1])
     return [
-        _curves(explainer, torch.stack([torch.cat([ends[:1], way, ends[1:]]) for way in ways]), saliency)
-        for saliency, ways in zip(maps, on_the_way, strict=True)
+        _curves(explainer, torch.stack([torch.cat([ends[:1], inner, ends[1:]]) for inner in rows]), saliency)
+        for saliency, rows in zip(maps, between, strict=True)
     ]
 
 
 def removed_counts(patches: int, points: int) -> list[int]:
-    """Return the number of removed patches at each point, from none to all, symmetric about the middle.
+    """Return the number of removed patches at each point, from none to all; the second half mirrors the first.
 
     >>> removed_counts(196, 11)
     [0, 20, 39, 59, 78, 98, 118, 137, 157, 176, 196]
@@ -156,14 +156,14 @@ def removed_counts(patches: int, points: int) -> list[int]:
     return counts + [patches - count for count in reversed(counts[: points // 2])]
 
 
-def _on_the_way(order: Numbers, points: int) -> list[Numbers]:
-    """Return the kept patches at each inner point: the most relevant removed first, then the least relevant first."""
+def _kept_between(order: Indices, points: int) -> list[Indices]:
+    """Return the kept patches at each inner point: most relevant removed first, then least relevant first."""
     removed = removed_counts(order.size, points)[1:-1]
     return [order[count:] for count in removed] + [order[: order.size - count] for count in removed]
 
 
 def _curves(explainer: Explainer, logits: Tensor, saliency: Saliency) -> Curves:
-    """From logits [most or least first, points, classes] to the curves of one map."""
+    """Return the curves of a map from logits [most or least first, points, classes]."""
     most, least = explainer.outputs.scores(logits)[..., saliency.target].numpy()
     correct_most, correct_least = logits.argmax(dim=-1).numpy() == saliency.target
     return Curves(np.linspace(0, 1, len(most)), most, least[::-1].copy(), least, correct_most, correct_least)
@@ -176,14 +176,11 @@ def _check(maps: Sequence[Saliency], points: int, batch_size: int) -> None:
         raise OptionError("Expected at least one map, got none.")
     for saliency in maps:
         if saliency.target is None:
-            raise OptionError(
-                f"The map by {saliency.method} has no target class whose probability could be followed: this model "
-                "has no classes."
-            )
+            raise OptionError(f"The map of {saliency.method} has no target class: the model has no classes.")
         if saliency.image is not maps[0].image and not np.array_equal(saliency.image, maps[0].image):
-            raise OptionError("Expected maps of one and the same image, got maps of several. Call once per image.")
+            raise OptionError("Expected maps of one image, got maps of several. Call once per image.")
 
 
 def _area(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
-    """Area under a curve by the trapezoid rule."""
+    """Return the area under a curve by the trapezoidal rule."""
     return float(((y[1:] + y[:-1]) * np.diff(x)).sum() / 2)

@@ -1,8 +1,8 @@
-"""Localisation: five measures of a map over pixels against a region.
+"""Localisation: five measures of a heatmap against the pixels of a region.
 
-All of them look at the pixels of the original image that the model saw: a heatmap is NaN elsewhere (and may be made
-NaN where nobody knows whether a pixel belongs to the region), and such pixels are left out. Where the region covers all
-of the remaining pixels, or none of them, nothing can be told apart, and every measure is None.
+All of them use the pixels of the original image inside the model input. A heatmap is NaN outside of it (and may be set
+to NaN at unknown pixels), and NaN pixels are ignored. If the region covers all or none of the other pixels, every
+measure is None.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Localisation:
-    """The five measures of one map, and what its mean IoU is made of.
+    """The five measures of a map, and the pixel counts of its mean IoU.
 
     Attributes:
-        pointing_game, energy, roc_auc, average_precision, mean_iou: as the functions of these names give them.
+        pointing_game, energy, roc_auc, average_precision, mean_iou: as returned by the functions of these names.
         overlap: pixels in the (ground ∩, region ∩, ground ∪, region ∪) of the thresholded map and the truth.
     """
 
@@ -36,23 +36,23 @@ class Localisation:
 
 
 def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
-    """Measure one map against one region in all five ways; the pixels are sorted once.
+    """Compute all five measures of a map and a region; the pixels are sorted once.
 
     Args:
-        heatmap: the map over the image, [height, width], NaN where the model saw nothing.
-        region: the pixels that belong to the object, bool [height, width].
+        heatmap: the map over the image, [height, width], NaN outside the model input.
+        region: pixels of the object, bool [height, width].
 
     Raises:
         ShapeError: the shapes differ, or the region is not bool.
 
-    >>> found = localise(np.array([[0.9, 0.8, 0.1, np.nan]]), np.array([[True, False, False, True]]))
-    >>> found.roc_auc, found.pointing_game, found.average_precision
+    >>> scores = localise(np.array([[0.9, 0.8, 0.1, np.nan]]), np.array([[True, False, False, True]]))
+    >>> scores.roc_auc, scores.pointing_game, scores.average_precision
     (1.0, 1.0, 1.0)
     """
-    sorted_out = _seen(heatmap, region)
-    if sorted_out is None:
+    pixels = _visible(heatmap, region)
+    if pixels is None:
         return None
-    values, inside = sorted_out
+    values, inside = pixels
     hits, misses = _by_threshold(values, inside)
     overlap = _overlap(values, inside)
     return Localisation(
@@ -66,10 +66,10 @@ def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
 
 
 def pointing_game(heatmap: Heatmap, region: Mask) -> float | None:
-    """1.0 where the map's highest pixel lies in the region, else 0.0.
+    """Return 1.0 if the map's highest pixel is in the region, else 0.0.
 
-    Of several highest pixels the one nearest to the middle of them all counts, so that a plateau is asked for its
-    middle and not for its corner; of equally near ones the first in reading order.
+    Of tied pixels, the one nearest to their centroid counts, so that a plateau is represented by its middle instead of
+    a corner; of equally near pixels, the first in raster order.
 
     Source: Zhang et al., "Top-Down Neural Attention by Excitation Backprop", ECCV 2016, §4.1, here without their
     tolerance of 15 pixels.
@@ -77,100 +77,100 @@ def pointing_game(heatmap: Heatmap, region: Mask) -> float | None:
     >>> pointing_game(np.array([[0.1, 0.7, 0.2]]), np.array([[True, False, False]]))
     0.0
     """
-    return None if _seen(heatmap, region) is None else _pointing(heatmap, region)
+    return None if _visible(heatmap, region) is None else _pointing(heatmap, region)
 
 
 def energy_in_region(heatmap: Heatmap, region: Mask) -> float | None:
-    """Share of the map's mass above its minimum inside the region; for a constant map the region's share of area.
+    """Return the share of the map's mass above its minimum in the region; the share of area for a constant map.
 
-    Source: the energy-based pointing game of Wang et al., "Score-CAM", CVPR workshops 2020, §4.3, here with the
-    smallest value taken off, which they reach by scaling.
+    Source: the energy-based pointing game of Wang et al., "Score-CAM", CVPR workshops 2020, §4.3, here minus
+    the minimum, where they rescale the map.
 
     >>> energy_in_region(np.array([[3.0, 1.0, 2.0]]), np.array([[True, False, False]]))
     0.6666666666666666
     """
-    pixels = _seen(heatmap, region)
+    pixels = _visible(heatmap, region)
     return None if pixels is None else _energy(*pixels)
 
 
 def roc_auc(heatmap: Heatmap, region: Mask) -> float | None:
-    """Area under the ROC curve of the map as a detector of the region's pixels.
+    """Return the area under the ROC curve of the map as a detector of the region's pixels.
 
-    It is the chance that a pixel of the region is higher than one of the ground, where ties count half: 0.5 for a
-    constant map.
+    It is the probability that a pixel of the region is higher than one of the background, with ties counted half: 0.5
+    for a constant map.
 
     Source: Hanley & McNeil, "The Meaning and Use of the Area under a ROC Curve", Radiology, 1982.
 
     >>> roc_auc(np.array([[0.9, 0.5, 0.5, 0.1]]), np.array([[True, True, False, False]]))
     0.875
     """
-    pixels = _seen(heatmap, region)
+    pixels = _visible(heatmap, region)
     return None if pixels is None else _area_under_roc(*_by_threshold(*pixels))
 
 
 def average_precision(heatmap: Heatmap, region: Mask) -> float | None:
-    """Σ (R_k − R_{k−1}) P_k over the distinct values of the map as thresholds, highest first, without interpolation.
+    """Return Σ (R_k − R_{k−1}) P_k over the distinct values of the map as thresholds, without interpolation.
 
-    A constant map has the region's share of the area, which is what chance gives; so small regions have low values.
+    A constant map has the region's share of the area, which is the chance level, so small regions have low values.
 
-    Source: as scikit-learn's `average_precision_score` defines it.
+    Source: as defined by scikit-learn's `average_precision_score`.
 
     >>> round(average_precision(np.array([[0.9, 0.5, 0.4, 0.1]]), np.array([[True, False, True, False]])), 4)
     0.8333
     """
-    pixels = _seen(heatmap, region)
+    pixels = _visible(heatmap, region)
     return None if pixels is None else _average_precision(*_by_threshold(*pixels))
 
 
 def mean_iou(heatmap: Heatmap, region: Mask) -> float | None:
-    """Mean intersection over union of region and background, with the map thresholded at its mean.
+    """Return the mean IoU of region and background for the map thresholded at its mean.
 
     The steps are those of the segmentation test of Chefer et al.:
 
-    1. Spread the map over the image, bilinearly.
-    2. Scale it to 0 … 1 by its smallest and largest value (which changes nothing in what follows).
-    3. The threshold is the mean of the map over the pixels.
-    4. A pixel above the threshold is called region, one at or below it ground.
-    5. Intersection and union with the truth are counted in pixels, for the region and for the ground.
-    6. IoU = intersection / union for each of the two; the result is the mean of both.
+    1. Interpolate the map bilinearly to the image.
+    2. Scale it to 0 … 1 by its minimum and maximum (which does not change the result).
+    3. Use the mean of the map over the pixels as threshold.
+    4. Predict region for pixels above the threshold, background for all others.
+    5. Count intersection and union with the truth in pixels, for the region and for the background.
+    6. Return the mean of both IoU = intersection / union.
 
-    Here the pixels are those of the original image that the model saw, not those of the model's input, and the
-    result is one image's own, so that methods can be compared image by image. Chefer et al. add intersections and
-    unions up over all images before they divide: that number is `accumulated_iou` of all overlaps.
+    Here the pixels are those of the original image inside the model input, not those of the model input, and each
+    image has a result, so that methods can be compared by image. Chefer et al. accumulate intersections and unions
+    over all images before they divide: see `accumulated_iou`.
 
     Source: Chefer, Gur & Wolf, "Transformer Interpretability Beyond Attention Visualization", CVPR 2021, §4.2.
 
     >>> mean_iou(np.array([[0.9, 0.8, 0.2, 0.1]]), np.array([[True, False, False, False]]))
     0.5833333333333333
     """
-    pixels = _seen(heatmap, region)
+    pixels = _visible(heatmap, region)
     return None if pixels is None else accumulated_iou([_overlap(*pixels)])
 
 
 def accumulated_iou(overlaps: Sequence[Sequence[float]] | NDArray[np.floating[Any]]) -> float:
-    """Mean IoU of region and background over all images, from each image's `Localisation.overlap`.
+    """Return the mean IoU of region and background accumulated over images, from `Localisation.overlap` of each.
 
     >>> accumulated_iou([(2, 1, 3, 2), (4, 0, 4, 1)])
     0.5952380952380952
     """
     ground, region, ground_union, region_union = np.asarray(overlaps, dtype=np.float64).sum(axis=0)
-    # Where neither the map nor the truth has a pixel of a kind, they agree about it.
+    # An empty union is perfect agreement.
     shares = [
         np.divide(part, whole) if whole else 1.0 for part, whole in ((ground, ground_union), (region, region_union))
     ]
     return float(np.mean(shares))
 
 
-def _seen(heatmap: Heatmap, region: Mask) -> tuple[NDArray[np.floating[Any]], Mask] | None:
-    """Value and membership of each pixel that counts; None where region or ground has none."""
+def _visible(heatmap: Heatmap, region: Mask) -> tuple[NDArray[np.floating[Any]], Mask] | None:
+    """Return value and membership of each visible pixel; None if region or background is empty."""
     if heatmap.ndim != 2 or heatmap.shape != region.shape or region.dtype != np.bool_:
         raise ShapeError(
             f"Expected a heatmap [height, width] and a bool region of the same shape, got {heatmap.shape} and "
             f"{region.dtype} {region.shape}."
         )
-    seen = np.isfinite(heatmap)
-    inside = region[seen]
-    return None if inside.all() or not inside.any() else (heatmap[seen], inside)
+    visible = np.isfinite(heatmap)
+    inside = region[visible]
+    return None if inside.all() or not inside.any() else (heatmap[visible], inside)
 
 
 def _pointing(heatmap: Heatmap, region: Mask) -> float:
@@ -188,7 +188,7 @@ def _energy(values: NDArray[np.floating[Any]], inside: Mask) -> float:
 
 
 def _by_threshold(values: NDArray[np.floating[Any]], inside: Mask) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Pixels of the region and of the ground at or above each distinct value, highest value first, after a 0."""
+    """Return the counts of region and background pixels at or above each distinct value, highest first, after a 0."""
     order = np.argsort(values)[::-1]
     ordered = values[order]
     last = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
@@ -207,12 +207,12 @@ def _average_precision(hits: NDArray[np.float64], misses: NDArray[np.float64]) -
 
 
 def _overlap(values: NDArray[np.floating[Any]], inside: Mask) -> tuple[int, int, int, int]:
-    # In float64 and from the minimum on, so that the mean of a constant map is that constant.
+    # In float64 and minus the minimum, so that a constant map is not above its mean.
     mass = values.astype(np.float64) - float(values.min())
-    called = mass > mass.mean()
+    predicted = mass > mass.mean()
     return (
-        int((~called & ~inside).sum()),
-        int((called & inside).sum()),
-        int((~called | ~inside).sum()),
-        int((called | inside).sum()),
+        int((~predicted & ~inside).sum()),
+        int((predicted & inside).sum()),
+        int((~predicted | ~inside).sum()),
+        int((predicted | inside).sum()),
     )

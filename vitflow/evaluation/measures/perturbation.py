@@ -1,4 +1,4 @@
-"""Take patches away from an image, by dropping their tokens or by hiding them, and ask the model again."""
+"""Run a model on an image with removed patches: tokens dropped, or pixels replaced."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,7 +19,7 @@ __all__ = ["can_drop_tokens", "check_can_drop", "run_on_patches"]
 
 
 def can_drop_tokens(explainer: Explainer) -> bool:
-    """Return True if the explainer's model can run on a subset of its patches (tried once, on noise).
+    """Return True if the explainer's model can run on a subset of patches, tried once on noise.
 
     >>> can_drop_tokens(Explainer("demo"))
     True
@@ -32,10 +32,10 @@ def can_drop_tokens(explainer: Explainer) -> bool:
 
 
 def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLayout:
-    """Return the layout of the tokens that can be dropped from a model input of (height, width) pixels.
+    """Return the layout of the droppable tokens for a model input of (height, width) pixels.
 
     Raises:
-        UnsupportedModelError: the model cannot run on some of its patches; the message says why, and what to do.
+        UnsupportedModelError: the model cannot run on a subset of patches; the message has reason and remedy.
     """
     parameter = next(explainer.model.parameters(), torch.zeros(()))
     pixels = torch.empty(1, explainer.spec.channels, *input_size, dtype=parameter.dtype, device=explainer.device)
@@ -43,8 +43,8 @@ def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLa
         return droppable_tokens(explainer.model, pixels, explainer.layout, explainer.outputs.read)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"{explainer.model_id} cannot drop patches from its sequence. {error} Hide patches in the image "
-            'instead, with replace="blank" or replace="blur".'
+            f"{explainer.model_id} cannot drop patches from its sequence. {error} "
+            'Use replace="blank" or replace="blur" instead.'
         ) from error
 
 
@@ -52,41 +52,41 @@ REPLACEMENTS = ("drop", "blank", "blur")
 # σ of the blur, as a share of the shorter side of the model input.
 BLUR = 0.25
 
-Numbers = NDArray[np.intp]
+Indices = NDArray[np.intp]
 Item = TypeVar("Item")
 
 
 class Choice(NamedTuple):
-    """Some of an image's patches.
+    """A subset of an image's patches.
 
     Attributes:
-        kept: their numbers on the grid, 0 for the top left, in raster order.
-        grid: rows and columns of the patches.
+        kept: indices of the patches on the grid, in raster order from the top left.
+        grid: rows and columns of all patches.
     """
 
-    kept: Numbers
+    kept: Indices
     grid: tuple[int, ...]
 
 
 class Perturbation(Protocol):
-    """Answers for one image with some of its patches."""
+    """Logits for an image with a subset of its patches."""
 
     def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
-        """Logits [choices, classes] with only the chosen patches; ShapeError for a grid that cannot be taken apart."""
+        """Return logits [choices, classes] for only the kept patches; ShapeError for an unsupported grid."""
 
 
 def perturb(explainer: Explainer, pixels: Tensor, replace: str) -> Perturbation:
-    """Get an image ready to lose patches.
+    """Prepare an image for the removal of patches.
 
     Args:
-        explainer: holds the model.
+        explainer: explainer of the model.
         pixels: the image as the model's input, [1, channels, height, width].
-        replace: "drop" takes the patches' tokens out of the sequence; "blank" paints patches in the image's mean
-            colour; "blur" takes them from the blurred image.
+        replace: "drop" drops the tokens of patches from the sequence; "blank" fills patches with the image's mean
+            colour; "blur" fills them from the blurred image.
 
     Raises:
         OptionError: replace is unknown.
-        UnsupportedModelError: "drop", and the model's tokens cannot be dropped.
+        UnsupportedModelError: replace is "drop", and the model does not support dropped tokens.
     """
     check_known("replacement", replace, REPLACEMENTS)
     if replace == "drop":
@@ -94,8 +94,8 @@ def perturb(explainer: Explainer, pixels: Tensor, replace: str) -> Perturbation:
     return _Hidden(explainer, pixels, blank(pixels) if replace == "blank" else blur(pixels))
 
 
-def patch_order(grid: NDArray[np.floating[Any]]) -> Numbers:
-    """Numbers of a map's patches, the highest first; of equal ones the first in raster order.
+def patch_order(grid: NDArray[np.floating[Any]]) -> Indices:
+    """Return the indices of a map's patches, highest first, ties in raster order.
 
     Raises:
         ShapeError: the map is not [rows, cols] of finite values.
@@ -104,20 +104,20 @@ def patch_order(grid: NDArray[np.floating[Any]]) -> Numbers:
     [3, 1, 2, 0]
     """
     if grid.ndim != 2 or not np.isfinite(grid).all():
-        raise ShapeError(f"Expected a map [rows, cols] of finite values, got shape {grid.shape} or NaN in it.")
+        raise ShapeError(f"Expected a map [rows, cols] of finite values, got shape {grid.shape} or non-finite values.")
     return np.argsort(-grid.ravel().astype(np.float64), kind="stable")
 
 
 def blank(pixels: Tensor) -> Tensor:
-    """Return the mean colour of the model input, as in occlusion, [1, channels, height, width]."""
+    """Return the mean colour over the whole model input, as in occlusion, [1, channels, height, width]."""
     return pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels)
 
 
 def blur(pixels: Tensor) -> Tensor:
-    """Blur the model input with a Gaussian, σ a quarter of its shorter side.
+    """Return the model input blurred by a Gaussian with a σ of a quarter of its shorter side.
 
-    A narrower one leaves too much: of the demo model's coloured objects, σ = 1/12 keeps 98 % of the probability, 1/8
-    still 77 %, 1/4 less than 1 %. Photographs lose theirs from 1/14 on.
+    A smaller σ preserves too much: on the demo images, σ = 1/12 keeps 98 % of the probability, 1/8 77 %, and 1/4 less
+    than 1 %. On photographs 1/14 is enough.
     """
     height, width = pixels.shape[-2:]
     image = np.ascontiguousarray(pixels[0].float().cpu().numpy().transpose(1, 2, 0))
@@ -128,7 +128,7 @@ def blur(pixels: Tensor) -> Tensor:
 
 
 class _Dropped:
-    """Patches leave the sequence; choices that keep equally many run together."""
+    """Removal by dropping tokens; choices with equal numbers of kept patches run in one batch."""
 
     def __init__(self, explainer: Explainer, pixels: Tensor) -> None:
         self.explainer, self.pixels = explainer, pixels
@@ -136,39 +136,39 @@ class _Dropped:
 
     def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
         by_length: dict[int, list[int]] = {}
-        for number, choice in enumerate(choices):
+        for index, choice in enumerate(choices):
             self._check(choice.grid)
-            by_length.setdefault(len(choice.kept), []).append(number)
+            by_length.setdefault(len(choice.kept), []).append(index)
         order, logits = list[int](), list[Tensor]()
         for members in by_length.values():
             for chunk in _chunks(members, batch_size):
-                logits.append(self._run(np.stack([choices[number].kept for number in chunk])))
+                logits.append(self._run(np.stack([choices[index].kept for index in chunk])))
                 order += chunk
         return torch.cat(logits)[np.argsort(order)]
 
     def _check(self, grid: tuple[int, ...]) -> None:
-        patches = (self.layout.rows, self.layout.cols)
-        if grid != patches:
+        rows, cols = self.layout.rows, self.layout.cols
+        if grid != (rows, cols):
             raise ShapeError(
-                f"Expected a map of the model's {patches[0]} × {patches[1]} patches to drop tokens, got one of "
+                f"Dropping tokens requires a map of the model's {rows} × {cols} patches, got "
                 f'{" × ".join(map(str, grid))}. Use replace="blank" or replace="blur", which support any grid.'
             )
 
-    def _run(self, kept: Numbers) -> Tensor:
-        """[choices, patches] → [choices, classes]."""
+    def _run(self, kept: Indices) -> Tensor:
+        """Return logits [choices, classes] for kept [choices, patches]."""
         explainer, length = self.explainer, kept.shape[1]
         if length == self.layout.num_patches:
             return _finite(explainer, explainer.logits(self.pixels)).expand(len(kept), -1)
         if length == 0 and needs_patches(explainer.model, self.layout.num_prefix_tokens):
             return _finite(explainer, explainer.logits(blank(self.pixels))).expand(len(kept), -1)
-        chosen = torch.from_numpy(kept)
-        read = explainer.outputs.read
-        logits = run_on_patches(explainer.model, self.pixels, chosen, layout=self.layout, outputs=read)
+        logits = run_on_patches(
+            explainer.model, self.pixels, torch.from_numpy(kept), layout=self.layout, outputs=explainer.outputs.read
+        )
         return _finite(explainer, logits)
 
 
 class _Hidden:
-    """Patches are painted over in the image."""
+    """Removal by replacing the pixels of patches."""
 
     def __init__(self, explainer: Explainer, pixels: Tensor, filler: Tensor) -> None:
         self.explainer, self.pixels, self.filler = explainer, pixels, filler
@@ -185,9 +185,9 @@ class _Hidden:
 
     def _visible(self, choice: Choice, owners: Tensor) -> Tensor:
         """Return the mask of kept pixels, [1, height, width]."""
-        stays = torch.zeros(choice.grid[0] * choice.grid[1], dtype=torch.bool)
-        stays[torch.from_numpy(choice.kept)] = True
-        return stays[owners][None]
+        keeps = torch.zeros(choice.grid[0] * choice.grid[1], dtype=torch.bool)
+        keeps[torch.from_numpy(choice.kept)] = True
+        return keeps[owners][None]
 
 
 def _chunks(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
@@ -195,9 +195,9 @@ def _chunks(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
 
 
 def _finite(explainer: Explainer, logits: Tensor) -> Tensor:
-    """Return the logits on the CPU; ModelError if they are not finite [choices, classes]."""
+    """Return the logits on the CPU; ModelError if they are not finite values [choices, classes]."""
     if logits.ndim != 2:
         raise ModelError(f"Expected {explainer.model_id} to return logits [images, classes], got something else.")
     if not torch.isfinite(logits).all():
-        raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for an image without some patches.")
+        raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for an image with removed patches.")
     return logits.detach().cpu()

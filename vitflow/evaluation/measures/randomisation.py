@@ -1,4 +1,4 @@
-"""Cascading weight randomisation: does a map still look the same when the model has forgotten what it learned?"""
+"""Cascading weight randomisation: compare maps with those of models with random weights."""
 
 import copy
 import warnings
@@ -21,7 +21,7 @@ from vitflow.methods.ranks import spearman
 from vitflow.models.anatomy import transformer_of
 from vitflow.models.libraries import library_norms
 
-# Stages where the caller chooses none: the head, all of the model, and what lies evenly between.
+# Default number of stages, evenly spaced from the head to the whole model.
 DEFAULT_STAGES = 5
 
 Part = tuple[str, list[nn.Module]]
@@ -38,53 +38,53 @@ def cascading_randomisation(
     maps: Sequence[Saliency] | None = None,
     **options: Any,
 ) -> list[tuple[str, list[float | None]]]:
-    """Correlate each method's map with the map that it makes of the same model with re-drawn weights.
+    """Correlate each method's map with its maps of the same model with randomised weights.
 
-    From the top of the network down, weights are drawn anew and stay so: stage "head" has a new head (all behind the
-    blocks), stage "block 9" of twelve also new blocks 12 to 9, stage "embedding" nothing left of the training. Every
-    map, also of a model that now answers otherwise, explains the class that the trained model was explained for.
-    Compared are the patches of the two grids by Spearman's ρ, absolute values not taken. A map that still correlates
-    with the original when the weights are gone cannot show what the model learned; a centre prior has ρ = 1 throughout.
+    Weights are randomised cumulatively from the top of the network down: stage "head" has a new head (everything after
+    the blocks), stage "block 9" of twelve also new blocks 12 to 9, and stage "embedding" no trained weights. All maps
+    explain the target of the original maps. Patches of the two grids are compared by signed Spearman's ρ. A map that
+    still correlates with the original after the last stage does not depend on the weights; a centre prior has ρ = 1
+    throughout.
 
-    Weights are drawn by each module's own `reset_parameters`. Parameters that it leaves as they are, and those of
-    modules without one (class token, position embedding), are drawn from a normal with their trained entries' mean and
-    standard deviation. All happens in a copy; neither the model nor the global random numbers are touched.
+    Weights are drawn by `reset_parameters` of each module. Parameters that it leaves unchanged, and those of modules
+    without it (class token, position embedding), are drawn from a normal distribution with the mean and standard
+    deviation of their trained entries. The model is copied; the global random state does not change.
 
     Args:
-        explainer: holds the model.
+        explainer: explainer of the model.
         image: the image.
         methods: names, or (name, options) pairs.
-        stages: names from `stage_names`, or how many, spread evenly with the first and the last among them; 5 if None.
-        seed: of the weights. The same seed gives the same weights, whichever stages are chosen.
-        target: class to explain; by default the predicted one.
-        maps: the original maps, one per method, where they are already made; target is theirs then.
-        options: options for every method that has them.
+        stages: names from `stage_names`, or the number of evenly spaced stages including both ends; 5 if None.
+        seed: seed of the weights, which do not depend on the chosen stages.
+        target: class to explain; by default the predicted class.
+        maps: the original maps, one per method, if available; they replace target.
+        options: options for every method that accepts them.
 
     Returns:
-        For each stage, the top of the network first, its name and ρ for each method, in order; None where a map is
+        For each stage, from the top of the network, its name and ρ for each method, in order; None if a map is
         constant.
 
     Raises:
-        VitflowError: the image, a stage, a method or an option is wrong.
+        VitflowError: the image, a stage, a method or an option is invalid.
 
     Source: Adebayo et al., "Sanity Checks for Saliency Maps", NeurIPS 2018, §4.
 
     >>> from vitflow.demo import sample_images
-    >>> correlations = cascading_randomisation(Explainer("demo"), sample_images()[0], ["gae", "centre"], stages=2)
-    >>> [(stage, round(centre, 3)) for stage, (gae, centre) in correlations]
+    >>> results = cascading_randomisation(Explainer("demo"), sample_images()[0], ["gae", "centre"], stages=2)
+    >>> [(stage, round(centre, 3)) for stage, (gae, centre) in results]
     [('head', 1.0), ('embedding', 1.0)]
     """
     chosen = _choose(stage_names(explainer.model), stages)
     original, targets = original_maps(explainer, image, methods, target, maps, options)
-    correlations = []
+    results = []
     with warnings.catch_warnings():
-        # That the flows of a random model are saturated is no news about the caller's.
+        # Warnings about the random model, such as saturated flows, do not concern the caller's model.
         warnings.simplefilter("ignore", VitflowWarning)
         for stage, randomised in randomised_copies(explainer, chosen, seed=seed):
             others = randomised.explain_batch([image], methods=methods, targets=targets, **options)
             pairs = zip(original, others, strict=True)
-            correlations.append((stage, [spearman(before.grid, after.grid) for before, after in pairs]))
-    return correlations
+            results.append((stage, [spearman(before.grid, after.grid) for before, after in pairs]))
+    return results
 
 
 def original_maps(
@@ -95,24 +95,24 @@ def original_maps(
     maps: Sequence[Saliency] | None,
     options: Mapping[str, Any],
 ) -> tuple[Sequence[Saliency], NDArray[np.intp] | None]:
-    """One map per method, and the class that they explain, as what other maps of the image are asked for.
+    """Return one map per method, and their class as targets for further maps of the image.
 
     Args:
-        explainer: holds the model.
+        explainer: explainer of the model.
         image: the image.
         methods: names, or (name, options) pairs.
-        target: one class, by default the predicted one.
-        maps: the maps themselves, where they are already made.
-        options: options for every method that has them.
+        target: one class; by default the predicted class.
+        maps: the maps, if available.
+        options: options for every method that accepts them.
 
     Raises:
-        OptionError: the target stands for several classes, or the given maps are not one per method and of one class.
+        OptionError: the target stands for several classes, or maps does not have one map per method, all of one class.
     """
     if maps is None:
         maps = explainer.explain_batch([image], methods=methods, targets=target, **options)
         if len(maps) != len(methods):
             raise OptionError(f"Expected one class to explain, got {target!r}, which stands for several.")
-    names = [one.name for one in choose_methods(methods, options)]
+    names = [method.name for method in choose_methods(methods, options)]
     if [saliency.method for saliency in maps] != names or len({saliency.target for saliency in maps}) > 1:
         raise OptionError(
             f"Expected one map by each of {', '.join(names)}, all of one class, got "
@@ -122,9 +122,9 @@ def original_maps(
 
 
 def stage_names(model: nn.Module) -> list[str]:
-    """Return the stages of a cascade over the model: head, blocks from the last to the first, embedding.
+    """Return the stages of a cascade over the model: head, blocks from last to first, embedding.
 
-    A model without blocks is cut at its top-level modules.
+    A model without blocks is split at its top-level modules.
 
     >>> stage_names(Explainer("demo").model)
     ['head', 'block 6', 'block 5', 'block 4', 'block 3', 'block 2', 'block 1', 'embedding']
@@ -133,17 +133,17 @@ def stage_names(model: nn.Module) -> list[str]:
 
 
 def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int = 0) -> Iterator[tuple[str, Explainer]]:
-    """Yield the explainer with the weights re-drawn down to each stage in turn.
+    """Yield the explainer with a model randomised down to each stage in turn.
 
-    One copy of the model serves all stages: each is done with before the next is asked for.
+    All stages share one copy of the model: use each before the next is requested.
     """
     with torch.inference_mode(False):
         randomised = copy.copy(explainer)
         randomised.model = copy.deepcopy(explainer.model)
     parts = _parts(randomised.model)
-    last = max((number for number, (name, _) in enumerate(parts) if name in stages), default=-1)
-    for number, (name, modules) in enumerate(parts[: last + 1]):
-        with _seeded(seed + 1_000_003 * number, explainer.device), torch.inference_mode(False), torch.no_grad():
+    last = max((index for index, (name, _) in enumerate(parts) if name in stages), default=-1)
+    for index, (name, modules) in enumerate(parts[: last + 1]):
+        with _seeded(seed + 1_000_003 * index, explainer.device), torch.inference_mode(False), torch.no_grad():
             for module in modules:
                 _redraw(module)
         if name in stages:
@@ -152,7 +152,7 @@ def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int 
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers from a seed, on the CPU and this device; afterwards theirs go on as if nothing had been drawn."""
+    """Seed random numbers on the CPU and this device, and restore their state afterwards."""
     if device.type == "cpu":
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)
@@ -165,28 +165,28 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> list[Part]:
-    """Return the modules that own parameters, by stage, the top of the network first."""
+    """Return the modules with direct parameters by stage, from the top of the network."""
     holder = _holder_of_blocks(model)
     if holder is None:
-        rest: Part = ("embedding", [model])
-        parts = [rest, *((name, list(child.modules())) for name, child in model.named_children())]
+        root: Part = ("embedding", [model])
+        parts = [root, *((name, list(child.modules())) for name, child in model.named_children())]
     else:
         blocks = list(holder.children())
         inside = {module for block in blocks for module in block.modules()}
         every = [module for module in model.modules() if module not in inside]
-        # What is registered before the blocks feeds them; so do parameters of the modules that hold them.
+        # Modules registered before the blocks feed them, as do parameters of the modules that contain them.
         split = every.index(holder)
         parts = [
             ("embedding", every[:split]),
             *((f"block {number}", list(block.modules())) for number, block in enumerate(blocks, start=1)),
             ("head", every[split:]),
         ]
-    owning = [(name, [module for module in modules if module._parameters]) for name, modules in parts]
-    return [part for part in reversed(owning) if part[1]]
+    with_parameters = [(name, [module for module in modules if module._parameters]) for name, modules in parts]
+    return [part for part in reversed(with_parameters) if part[1]]
 
 
 def _holder_of_blocks(model: nn.Module) -> nn.Module | None:
-    """Return the module whose children are the transformer's blocks, first block first."""
+    """Return the module whose children are the transformer's blocks, in order."""
     blocks = getattr(transformer_of(model), "blocks", None)
     if isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks):
         return blocks
@@ -195,7 +195,7 @@ def _holder_of_blocks(model: nn.Module) -> nn.Module | None:
 
 
 def _redraw(module: nn.Module) -> None:
-    """Draw the parameters that the module itself owns."""
+    """Randomise the direct parameters of a module."""
     reset = getattr(module, "reset_parameters", None)
     before = {name: parameter.clone() for name, parameter in module.named_parameters(recurse=False)}
     if callable(reset):
@@ -212,7 +212,7 @@ def _choose(names: Sequence[str], stages: int | Sequence[str] | None) -> list[st
     if isinstance(stages, int):
         if not 1 <= stages <= len(names):
             raise OptionError(f"Expected 1 to {len(names)} stages for this model, got {stages}.")
-        # One stage alone is the whole model.
+        # A single stage is the whole model.
         return [names[round(index)] for index in np.linspace(0, len(names) - 1, stages)] if stages > 1 else [names[-1]]
     if isinstance(stages, str) or not stages:
         raise OptionError(f"Expected a list of stages, got {stages!r}.")
