@@ -163,9 +163,9 @@ def test_a_file_may_set_sizes_of_its_architecture_and_nothing_else(tmp_path):
     own = timm.create_model(ID, img_size=96, depth=2, num_classes=3)
     for told, message in (
         ({"img_size": 96, "depth": 2, "num_classes": 3}, None),
-        ({"pretrained": True}, "asks for the option 'pretrained'"),
-        ({"checkpoint_path": "/etc/passwd"}, "asks for the option 'checkpoint_path'"),
-        ({"pretrained_cfg_overlay": {"url": "x"}}, "which a file may not set. Allowed: .*img_size"),
+        ({"pretrained": True}, "must not set the architecture option 'pretrained'"),
+        ({"checkpoint_path": "/etc/passwd"}, "must not set the architecture option 'checkpoint_path'"),
+        ({"pretrained_cfg_overlay": {"url": "x"}}, "Allowed in files: .*img_size"),
         ({"depth": 10**9}, "Expected depth of 0 to 512"),
         ({"img_size": [96, {}]}, "Expected img_size"),
         ([1], "Expected architecture_options in .* to be a JSON object"),
