@@ -237,7 +237,7 @@ def test_models_for_images_are_refused_with_a_remedy(tmp_path):
     for name in (tmp_path, "vit_tiny_patch16_224", "demo"):
         done = read("a", "--model", name)
         assert done.exit_code == 2
-        assert f"which reads images: vitflow explain IMAGE --model {name} explains it" in done.stderr
+        assert f"got the image model {name}. Use vitflow explain IMAGE --model {name}." in done.stderr
 
 
 def test_help_and_usage_errors_of_read_load_no_torch():

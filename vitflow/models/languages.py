@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, load_extra, printable
 from vitflow.files import is_file, is_folder
-from vitflow.models.hub import hub_for, quietly, why_absent
+from vitflow.models.hub import hub_for, quietly, offline_hint
 from vitflow.models.libraries import class_count, library_id
 
 # What transformers calls texts among a model's arguments; the first one given tells how many there are.
@@ -135,7 +135,7 @@ def _load_part(what: str, name: str | Path, trust_remote_code: bool = False) -> 
             return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
         except Exception as error:  # likewise
             _refuse_remote_code(name, error)
-            if isinstance(error, OSError) and why_absent(name):
+            if isinstance(error, OSError) and offline_hint(name):
                 raise _no_model(name, error) from error
             raise ModelError(
                 f"Expected a {what} beside the model {str(name)!r}, got none: save it there by its save_pretrained, or "
@@ -145,7 +145,7 @@ def _load_part(what: str, name: str | Path, trust_remote_code: bool = False) -> 
 
 def _reason(name: str | Path, error: Exception) -> str:
     """Why a model was not loaded, on one line: that it is not in the cache, or what transformers says."""
-    absent = why_absent(name) if isinstance(error, OSError) else None
+    absent = offline_hint(name) if isinstance(error, OSError) else None
     return absent or " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
 
 
