@@ -278,7 +278,7 @@ def test_code_of_a_model_runs_when_its_own_option_says_so_and_never_by_stdin(tmp
     words = ["read", TEXT, "--model", str(with_code(folder, ran))]
     done = CliRunner().invoke(cli, words, input="y\n" * 9)
     assert (done.exit_code, ran.exists()) == (2, False), done.stderr
-    assert "brings Python code of its own" in done.stderr and "--trust-remote-code" in done.stderr
+    assert "requires custom Python code" in done.stderr and "--trust-remote-code" in done.stderr
     done = CliRunner().invoke(cli, [*words, "--trust-remote-code"])
     assert (done.exit_code, ran.exists()) == (0, True), done.stderr
 
