@@ -323,7 +323,7 @@ def test_other_mistakes_are_told_before_anything_is_written():
     with pytest.raises(OptionError, match=r"attention_mask of the prompts' shape \(1, 9\), got \(1, 4\)"):
         explain_generation(model, {"input_ids": prompt(), "attention_mask": torch.ones(1, 4)})
     for method in ("rollout", "gae"):
-        with pytest.raises(OptionError, match="guidance_scale=1.5, .*omit it"):
+        with pytest.raises(OptionError, match="guidance_scale=1.5 .*omit it"):
             written(model, method=method, guidance_scale=1.5)
     with pytest.raises(OptionError, match="Unknown method for texts 'rolout'. Did you mean 'rollout'"):
         written(model, method="rolout")
