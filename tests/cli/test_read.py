@@ -237,7 +237,7 @@ def test_models_for_images_are_refused_with_a_remedy(tmp_path):
     for name in (tmp_path, "vit_tiny_patch16_224", "demo"):
         done = read("a", "--model", name)
         assert done.exit_code == 2
-        assert f"which reads images: vitflow explain IMAGE --model {name} explains it" in done.stderr
+        assert f"got the image model {name}. Use vitflow explain IMAGE --model {name}." in done.stderr
 
 
 def test_help_and_usage_errors_of_read_load_no_torch():
@@ -278,7 +278,7 @@ def test_code_of_a_model_runs_when_its_own_option_says_so_and_never_by_stdin(tmp
     words = ["read", TEXT, "--model", str(with_code(folder, ran))]
     done = CliRunner().invoke(cli, words, input="y\n" * 9)
     assert (done.exit_code, ran.exists()) == (2, False), done.stderr
-    assert "brings Python code of its own" in done.stderr and "--trust-remote-code" in done.stderr
+    assert "requires custom Python code" in done.stderr and "--trust-remote-code" in done.stderr
     done = CliRunner().invoke(cli, [*words, "--trust-remote-code"])
     assert (done.exit_code, ran.exists()) == (0, True), done.stderr
 

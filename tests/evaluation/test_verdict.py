@@ -37,7 +37,8 @@ def test_what_nothing_separates_is_told():
     found.values["gap"][:, 0] = 0.5 + 0.02 * same
     found.values["gap"][:, 1] = 0.5 + 0.02 * same[::-1] - 1e-6
     assert verdict(found) == (
-        "On your 40 images: GAE for what the prediction depends on; no clear difference between GAE and Gradient rollout."
+        "On your 40 images: GAE for what the prediction depends on; "
+        "no clear difference between GAE and Gradient rollout."
     )
 
 

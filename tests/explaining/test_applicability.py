@@ -14,7 +14,7 @@ from vitflow.recording.attention_kinds import is_traced
 CLASS_TOKEN, MEAN, UNPOOLED = (
     "class token",
     "average over patches",
-    "average over patches (the model itself pools nothing)",
+    "average over patches (the model does not pool)",
 )
 
 # One model of each kind: rollout, flow, prefix tokens, grid, pooling.

@@ -408,7 +408,7 @@ def test_an_id_that_is_not_at_hand_says_what_to_do_in_seconds():
     with pytest.raises(ModelError, match="hf download someone/clip-vit --local-dir"):
         load_model("someone/clip-vit")
     assert time.perf_counter() - started < 20
-    with pytest.raises(OptionError, match="brings its own weights"):
+    with pytest.raises(OptionError, match="includes weights"):
         load_model("someone/clip-vit", num_classes=3)
 
 

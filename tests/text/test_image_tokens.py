@@ -160,7 +160,7 @@ def test_inputs_made_by_other_settings_than_the_stored_ones_are_refused(options)
     noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
     call = partial(one.processor, images=Image.fromarray(noise), text=f"{one.prompt} what", return_tensors="pt")
     config, sizes = one.model.config, [noise.shape[:2]]
-    with pytest.raises(OptionError, match=r"by its stored settings, got pixel_values that differ .*do_pad = True"):
+    with pytest.raises(OptionError, match=r"with its stored settings, got pixel_values that differ .*do_pad = True"):
         with_images(one.model, dict(call(**options)), noise, one.processor, None)
     called = dict(call())
     _, _, found = with_images(one.model, called, noise, one.processor, None)

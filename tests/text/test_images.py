@@ -409,7 +409,7 @@ def test_what_is_no_image_is_told():
 def test_a_model_by_its_folder_brings_its_processor(tmp_path):
     one = family("llava")
     one.model.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="Expected a processor .*beside the model"):
+    with pytest.raises(ModelError, match="Expected a processor .*saved with the model"):
         explain_generation(tmp_path, "user <image> what is on", image=photograph())
     one.processor.save_pretrained(tmp_path)
     path = tmp_path / "photograph.png"
@@ -424,7 +424,7 @@ def test_a_processor_that_brings_code_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "seer", "auto_map": {"AutoConfig": "code.Settings"}}')
     (tmp_path / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "code.Seer"}}')
     (tmp_path / "code.py").write_text("raise RuntimeError('this ran')")
-    with pytest.raises(ModelError, match="brings Python code of its own"):
+    with pytest.raises(ModelError, match="requires custom Python code"):
         explain_generation(tmp_path, "user <image> what is on", image=photograph())
 
 
@@ -432,7 +432,7 @@ def test_an_id_that_is_not_there_is_told_in_seconds(monkeypatch):
     monkeypatch.setattr("vitflow.models.hub.hub_answers", lambda: False)
     started = time.perf_counter()
     for options in ({"image": photograph()}, {}):  # a processor and a tokenizer that are not there are no other fault
-        with pytest.raises(ModelError, match=r"got 'nobody/nothing-here': it is not in .* cache.* Fetch it by") as told:
+        with pytest.raises(ModelError, match=r"got 'nobody/nothing-here': it is not in .* cache.* Fetch it") as told:
             explain_generation("nobody/nothing-here", "what", **options)
         assert "processor=" not in str(told.value)
     assert time.perf_counter() - started < 10

@@ -1,5 +1,5 @@
-"""What a model is: how it is loaded, what it says of itself, and the libraries that models come from."""
+"""Loading models and reading their structure, across timm, transformers, torchvision and open_clip."""
 
-#: The precisions that a model can be run in, by torch's names. Half of them halve the memory of the weights, and are
-#: fast where a GPU has units for them.
+#: Supported model precisions (torch dtype names). The 16-bit ones halve weight memory and are fast on GPUs that
+#: support them.
 DTYPES = ("float32", "bfloat16", "float16")

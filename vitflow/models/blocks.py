@@ -1,4 +1,4 @@
-"""The blocks that a model is made of, and where their features are found."""
+"""Transformer blocks of a model, and the modules whose outputs are its features."""
 
 from typing import Any
 
@@ -9,51 +9,51 @@ from vitflow.methods.fusion import check_layer
 from vitflow.models.anatomy import class_tokens, transformer_of
 from vitflow.models.libraries import library_blocks, library_norms
 
-# What they call the norm that a block begins with.
+# Names of the first norm of a block.
 _FIRST_NORMS = ("norm1", "in_norm", "norm_out")
-# What they call further blocks, in which a class token joins the patches.
+# Names of late blocks, which add the class token.
 _LATE_BLOCKS = ("blocks_token_only", "cls_attn_blocks")
-# What they call the norm behind the last block.
+# Names of the norm after the last block.
 _LAST_NORMS = ("norm", "layernorm", "layer_norm", "post_layernorm", "ln")
 
 
 def block_norms(model: nn.Module) -> list[str]:
-    """Paths of the modules whose outputs Grad-CAM can read, first layer first; empty where there are none.
+    """Return the paths of the modules whose outputs Grad-CAM can use, first layer first.
 
-    Each block's first norm in a transformer whose tokens stay the same, or that ends in a class token. Otherwise each
-    stage's output, as timm's `feature_info` names it; in a network that names none, its convolutions.
+    They are the first norms of the blocks if all blocks have the same tokens or the model has a class token; otherwise
+    the stages in timm's `feature_info`, or the convolutions.
     """
-    own = library_norms(model)
-    if own:
-        return own
+    norms = library_norms(model)
+    if norms:
+        return norms
     transformer: Any = transformer_of(model)
     root = next(path for path, module in model.named_modules() if module is transformer)
     blocks, stages = _one_stack(transformer), _stages(transformer)
-    found: list[str] = []
+    paths: list[str] = []
     if blocks is not None:
-        found = _first_norms(blocks)
-        found = [f"blocks.{path}" for path in found] if len(found) == len(blocks) else []
-        found += _late_norms(transformer)
-    if not found and (class_tokens(transformer) or not stages):
-        found = [path for path, _ in transformer.named_modules() if path.split(".")[-1] == _FIRST_NORMS[0]]
-    found = found or [path for path, _ in stages]
-    found = found or [path for path, module in transformer.named_modules() if isinstance(module, nn.Conv2d)]
-    return [".".join(filter(None, (root, path))) for path in found]
+        paths = _first_norms(blocks)
+        paths = [f"blocks.{path}" for path in paths] if len(paths) == len(blocks) else []
+        paths += _late_norms(transformer)
+    if not paths and (class_tokens(transformer) or not stages):
+        paths = [path for path, _ in transformer.named_modules() if path.split(".")[-1] == _FIRST_NORMS[0]]
+    paths = paths or [path for path, _ in stages]
+    paths = paths or [path for path, module in transformer.named_modules() if isinstance(module, nn.Conv2d)]
+    return [".".join(filter(None, (root, path))) for path in paths]
 
 
 def _first_norms(blocks: nn.Module) -> list[str]:
-    """The first norm of each block that has one."""
-    found = []
-    for number, block in enumerate(blocks.children()):
+    """Return the path of the first norm of each block that has one."""
+    paths = []
+    for index, block in enumerate(blocks.children()):
         norms = [path for path, module in block.named_modules() if "norm" in type(module).__name__.lower()]
         first = next((name for name in _FIRST_NORMS if hasattr(block, name)), norms[0] if norms else None)
         if first is not None:
-            found.append(f"{number}.{first}")
-    return found
+            paths.append(f"{index}.{first}")
+    return paths
 
 
 def _late_norms(transformer: nn.Module) -> list[str]:
-    """The first norms of further blocks, in which a class token joins the patches."""
+    """Return the paths of the first norms of late blocks."""
     return [
         f"{name}.{path}"
         for name in _LATE_BLOCKS
@@ -63,33 +63,33 @@ def _late_norms(transformer: nn.Module) -> list[str]:
 
 
 def _stages(transformer: Any) -> list[tuple[str, int]]:
-    """Module path and reduction of each stage that timm names and that runs as a module of its own."""
+    """Return module path and reduction of each stage in `feature_info` that is a callable module."""
     try:
-        named = {str(one["module"]): int(one["reduction"]) for one in transformer.feature_info}
-        modules = {path: transformer.get_submodule(path) for path in named}
+        reductions = {str(info["module"]): int(info["reduction"]) for info in transformer.feature_info}
+        modules = {path: transformer.get_submodule(path) for path in reductions}
     except (AttributeError, KeyError, TypeError):
         return []
-    return [(path, named[path]) for path, module in modules.items() if not isinstance(module, nn.ModuleList)]
+    return [(path, reductions[path]) for path, module in modules.items() if not isinstance(module, nn.ModuleList)]
 
 
 def block_norm(model: nn.Module, layer: int) -> str:
-    """Path of one of the modules that Grad-CAM can read, 1 for the first, −1 for the last.
+    """Return the path of the module that Grad-CAM uses for a layer: 1 for the first, −1 for the last.
 
     Raises:
-        UnsupportedModelError: the model has none.
-        OptionError: it has no such layer.
+        UnsupportedModelError: the model has no such module.
+        OptionError: the layer is out of range.
     """
     paths = block_norms(model)
     if not paths:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has neither transformer blocks with norms, nor stages, nor convolutions, whose "
-            "features Grad-CAM needs. Use input_gradient or occlusion, which need none."
+            f"Grad-CAM requires transformer blocks with norms, stages or convolutions, and {type(model).__name__} has "
+            "none. Use input_gradient or occlusion."
         )
     return paths[check_layer("layer", layer, len(paths))]
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Paths of the blocks of a model whose tokens stay the same from its first block to its last; else none."""
+    """Return the paths of a model's blocks; empty if they do not all have the same tokens."""
     stacks: dict[str, Any] = dict(library_blocks(model))
     if not stacks:
         transformer = transformer_of(model)
@@ -103,18 +103,18 @@ def block_paths(model: nn.Module) -> list[str]:
 
 
 def layer_output(model: nn.Module, layer: int) -> tuple[str, nn.Module | None]:
-    """Where the features of a layer are found: the path of the module that gives them, and the norm that is to follow.
+    """Return the path of the module whose output is a layer's features, and the norm to apply to them.
 
-    They are the output of a block, and the norm is the model's last; of a model with stages, or without blocks, they
-    are what Grad-CAM reads, and there is none.
+    This is the output of a block and the model's last norm; for a model with stages or without blocks, the module that
+    Grad-CAM uses and None.
 
     Args:
         model: any model.
         layer: 1 for the first, −1 for the last.
 
     Raises:
-        UnsupportedModelError: the model has none.
-        OptionError: it has no such layer.
+        UnsupportedModelError: the model has no such module.
+        OptionError: the layer is out of range.
     """
     paths = block_paths(model)
     if not paths:
@@ -123,19 +123,19 @@ def layer_output(model: nn.Module, layer: int) -> tuple[str, nn.Module | None]:
 
 
 def _one_stack(transformer: Any) -> nn.Sequential | nn.ModuleList | None:
-    """The blocks of a transformer of timm whose stages, as far as it names any, all have the same tokens."""
+    """Return the blocks of a timm transformer; None if its stages have different reductions."""
     blocks = getattr(transformer, "blocks", None)
-    same = len({reduction for _, reduction in _stages(transformer)}) <= 1
-    return blocks if same and isinstance(blocks, nn.Sequential | nn.ModuleList) else None
+    uniform = len({reduction for _, reduction in _stages(transformer)}) <= 1
+    return blocks if uniform and isinstance(blocks, nn.Sequential | nn.ModuleList) else None
 
 
 def _last_norm(model: nn.Module, block: str) -> nn.Module | None:
-    """The norm that the model, or the part of it that holds the block, puts behind its last block."""
+    """Return the norm after the last block, from the closest parent module that has one."""
     while block:
         block = block.rpartition(".")[0]
-        holder = model.get_submodule(block)
+        parent = model.get_submodule(block)
         for name in _LAST_NORMS:
-            found = getattr(holder, name, None)
-            if isinstance(found, nn.Module) and "norm" in type(found).__name__.lower():
-                return found
+            norm = getattr(parent, name, None)
+            if isinstance(norm, nn.Module) and "norm" in type(norm).__name__.lower():
+                return norm
     return None

@@ -1,4 +1,4 @@
-"""Read a checkpoint file into a state dict, without ever running code from it; tell weights apart by a hash."""
+"""Read checkpoint files without running code from them, and hash weights."""
 
 import argparse
 import hashlib
@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError
 from vitflow.files import is_file
 
-# Where training scripts keep the weights inside a checkpoint, the averaged ones first, and the class names.
+# Keys of the weights in checkpoints of training scripts, averaged ones first, and of the class names.
 _WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "net")
 _NAME_KEYS = ("class_names", "classes", "label_names")
-# Wrappers (DataParallel, torch.compile, Lightning) prepend these to every name.
+# Prefixes that wrappers (DataParallel, torch.compile, Lightning) add to every name.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 _LARGEST_NAMES = 64 * 2**20
 
-# Names of classes as callers tell them: a file that holds them, the names in order, or {index: name}.
+# Class names as an argument: a file of names, the names in order, or {index: name}.
 ClassNames = str | os.PathLike[str] | Sequence[str] | Mapping[int, str]
 
 
@@ -39,9 +39,9 @@ class Checkpoint:
     """The contents of a checkpoint file.
 
     Attributes:
-        weights: tensors by name, wrapper prefixes taken off.
-        class_names: the names of the classes, where the file tells them.
-        metadata: other strings that a safetensors file carries.
+        weights: tensors by name, without wrapper prefixes.
+        class_names: class names in the file, or None.
+        metadata: string metadata of a safetensors file.
     """
 
     weights: dict[str, Tensor]
@@ -53,18 +53,18 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a `.safetensors` file, or a torch file with `weights_only=True`.
 
     Raises:
-        ModelError: there is no such file, it is damaged, or it holds objects that could run code.
+        ModelError: the file does not exist, is damaged, or contains objects that could run code.
     """
     path = Path(path)
     if not is_file(path):
         raise ModelError(f"No checkpoint file at {path}.")
-    found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    for name, weight in found.weights.items():
-        # A view may claim a terabyte of a file of a few bytes; other kinds of tensor hold no plain numbers.
+    checkpoint = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    for name, weight in checkpoint.weights.items():
+        # A view in a file of a few bytes may have the size of a terabyte.
         plain = weight.layout == torch.strided and not weight.is_quantized and not weight.is_meta
         if not plain or weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
-            raise ModelError(f"Expected plain tensors in {path}, got a sparse, quantised or repeated one for {name}.")
-    return found
+            raise ModelError(f"Expected plain tensors in {path}, got a sparse, quantised or expanded {name}.")
+    return checkpoint
 
 
 def _read_safetensors(path: Path) -> Checkpoint:
@@ -73,7 +73,7 @@ def _read_safetensors(path: Path) -> Checkpoint:
             metadata = dict(file.metadata() or {})
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except Exception as error:  # a damaged file makes the reader raise nearly anything
-        raise ModelError(f"{path} is not a safetensors file, or it is damaged: {error}.") from error
+        raise ModelError(f"{path} is not a safetensors file or is damaged: {error}.") from error
     names = next((_names(metadata[key]) for key in _NAME_KEYS if key in metadata), None)
     return Checkpoint(_without_prefixes(weights), names, metadata)
 
@@ -81,19 +81,19 @@ def _read_safetensors(path: Path) -> Checkpoint:
 def _read_torch(path: Path) -> Checkpoint:
     _check_container(path)
     try:
-        # timm's own training checkpoints hold their command line, a plain record of values.
+        # timm's training checkpoints contain their parsed command line.
         with _allowed(argparse.Namespace), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an unusual pickle protocol, which the error below tells better
+            warnings.simplefilter("ignore")  # about the pickle protocol; the error below is clearer
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file makes torch raise nearly anything
         if isinstance(error, pickle.UnpicklingError) and re.search("unsupported (global|class)", str(error), re.I):
             raise ModelError(
-                f"{path} holds objects other than tensors, which could run code when loaded, and is refused. Save only "
-                "the weights: torch.save(model.state_dict(), 'weights.pth'), or a .safetensors file."
+                f"{path} contains objects other than tensors, which could run code when loaded. Save only the "
+                "weights: torch.save(model.state_dict(), 'weights.pth'), or a .safetensors file."
             ) from error
         reason = str(error).partition("\n")[0][:200] if not isinstance(error, pickle.UnpicklingError) else ""
         raise ModelError(
-            f"{path} is not a torch checkpoint, or it is damaged ({type(error).__name__}{reason and ': '}{reason})."
+            f"{path} is not a torch checkpoint or is damaged ({type(error).__name__}{reason and ': '}{reason})."
         ) from error
     names = None
     if isinstance(loaded, Mapping):
@@ -108,7 +108,7 @@ def _read_torch(path: Path) -> Checkpoint:
 
 @contextmanager
 def _allowed(kind: type) -> Iterator[None]:
-    """Let torch read objects of a type from files with `weights_only=True` (torch 2.4 has no `safe_globals` yet)."""
+    """Allow a type in torch.load with `weights_only=True` (torch 2.4 lacks `safe_globals`)."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals([kind])
     try:
@@ -119,42 +119,40 @@ def _allowed(kind: type) -> Iterator[None]:
 
 
 def _check_container(path: Path) -> None:
-    """Refuse what torch did not write, and an archive that would unpack to far more than it is."""
+    """Raise ModelError for files that torch did not write and for zip bombs."""
     try:
         with path.open("rb") as file:
             start = file.read(2)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
     if start not in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-        raise ModelError(
-            f"{path} is not a weights file: expected what torch.save writes, or a file that ends in .safetensors."
-        )
+        raise ModelError(f"{path} is not a weights file: expected a file written by torch.save or a .safetensors file.")
     if start == b"PK":
         try:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
         except Exception as error:  # a damaged archive makes the reader raise nearly anything
-            raise ModelError(f"{path} is not a torch checkpoint, or it is damaged: {error}.") from error
+            raise ModelError(f"{path} is not a torch checkpoint or is damaged: {error}.") from error
         if unpacked > 10 * path.stat().st_size:
             raise ModelError(f"{path} is not a weights file: it would unpack to {unpacked:,} bytes.")
 
 
 def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take off prefixes that every name carries; averaged models also carry a counter, which is no weight."""
+    """Remove prefixes that all names share, and the counter of averaged models."""
     weights = {name: value for name, value in weights.items() if name != "n_averaged"}
-    while weights and (prefix := next((one for one in _PREFIXES if all(name.startswith(one) for name in weights)), "")):
+    while weights and (prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in weights)), "")):
         weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     return weights
 
 
 def _names(value: Any) -> list[str] | None:
-    """Class names from a list, from an {index: name} mapping that lacks none, or from either as JSON; else None."""
+    """Return class names from a list, a complete {index: name} mapping, or either as JSON; otherwise None."""
     try:
         if isinstance(value, str):
             value = json.loads(value)
         if isinstance(value, Mapping):
-            numbered = {int(key): name for key, name in value.items()}
-            value = [numbered[number] for number in range(len(value))]
+            by_index = {int(key): name for key, name in value.items()}
+            value = [by_index[index] for index in range(len(value))]
     except (TypeError, ValueError, KeyError, RecursionError):
         return None
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Set):
@@ -164,30 +162,29 @@ def _names(value: Any) -> list[str] | None:
 
 
 def checked_class_names(names: ClassNames, count: int | None) -> list[str]:
-    """The class names that a caller tells, one for each of the model's classes.
+    """Return class names given as an argument, one for each class of the model.
 
     Args:
         names: a file (see `read_class_names`), the names in order, or {index: name}.
-        count: of the model's classes; None where it is not known yet.
+        count: number of classes of the model; None if not known yet.
 
     Raises:
-        ModelError: they are none of these, or not as many as the model has classes.
+        ModelError: `names` is none of these, or does not have one name for each class.
 
     >>> checked_class_names({1: "dog", 0: "cat"}, 2)
     ['cat', 'dog']
     """
-    found = read_class_names(names) if isinstance(names, str | os.PathLike) else _names(names)
-    if found is None:
+    checked = read_class_names(names) if isinstance(names, str | os.PathLike) else _names(names)
+    if checked is None:
         raise ModelError(
-            "Expected class names as the path of a file, a list, or {index: name} with every index from 0 on, got "
-            f"{names!r:.80}."
+            f"Expected class names as a file, a list, or {{index: name}} with every index from 0, got {names!r:.80}."
         )
-    check_name_count(found, count)
-    return found
+    check_name_count(checked, count)
+    return checked
 
 
 def check_name_count(names: Sequence[str], count: int | None) -> None:
-    """Raise ModelError unless there is a name for each of so many classes."""
+    """Raise ModelError unless there are `count` names."""
     if count is not None and len(names) != count:
         raise ModelError(f"Expected {count} class names, one for each class of the model, got {len(names)}.")
 
@@ -196,7 +193,7 @@ def read_class_names(path: str | os.PathLike[str]) -> list[str]:
     """Read class names from a file: JSON (a list, or {index: name}), or text with one name per line.
 
     Raises:
-        ModelError: the file cannot be read, is larger than 64 MiB, or holds no names.
+        ModelError: the file cannot be read, is larger than 64 MiB, or contains no names.
     """
     path = Path(path)
     try:
@@ -217,7 +214,7 @@ def read_class_names(path: str | os.PathLike[str]) -> list[str]:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """One hash over the names and values of all weights, whatever file they came from."""
+    """Return a hash of the names and values of all weights, independent of their file."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         value = tensor.detach().cpu().contiguous()
@@ -226,24 +223,24 @@ def weights_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-# Whose code is known by its version, and changes with that although it computes the same.
+# Libraries that are identified by their version; their code may change without changing results.
 _LIBRARIES = {"torch", "torchvision", "timm", "transformers", "open_clip", "vitflow"}
 
 
 def code_sha256(model: nn.Module) -> str:
-    """One hash over the source of a model's classes, those of libraries left out; of what has no source, its name."""
+    """Return a hash of the source (or else the name) of a model's classes, without those of libraries."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
-    own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
+    custom = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
     digest = hashlib.sha256()
-    for kind in sorted(own, key=lambda kind: kind.__qualname__):
+    for kind in sorted(custom, key=lambda kind: kind.__qualname__):
         digest.update(source_of(kind))
     return digest.hexdigest()
 
 
 def source_of(code: Any) -> bytes:
-    """The source of a class or a function; of what has none, its name."""
+    """Return the source of a class or a function, or its name if it has no source."""
     try:
         source = inspect.getsource(code)
-    except (OSError, TypeError):  # typed at a prompt, or its file is gone
+    except (OSError, TypeError):  # defined interactively, or the file was deleted
         source = str(code.__qualname__)
     return source.encode("utf-8", "backslashreplace")

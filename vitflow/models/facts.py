@@ -1,4 +1,4 @@
-"""What a model says of itself: its name, the images it wants to see, its classes."""
+"""Metadata of a model: name, preprocessing, outputs and classes."""
 
 import hashlib
 import json
@@ -33,14 +33,14 @@ from vitflow.models.processors import checked_data_config
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model, read once.
+    """Metadata of a model.
 
     Attributes:
-        id: the name that it goes by.
-        input: what it wants to see.
-        outputs: what it can be asked about, by default its classes.
-        layout: prefix tokens and patch grid, where the caller told them.
-        note: what a reader of its maps must know, such as "knows eight drawn shapes only": see `model_note`.
+        id: display name.
+        input: preprocessing of its images.
+        outputs: explained outputs, by default its classes.
+        layout: prefix tokens and patch grid, if given as argument.
+        note: limitation to display with its maps, such as "knows eight drawn shapes only"; see `model_note`.
     """
 
     id: str
@@ -50,7 +50,7 @@ class ModelFacts:
     note: str = ""
 
     def fingerprint(self) -> dict[str, Any]:
-        """The facts, ready for JSON; the class names as a hash."""
+        """Return the metadata for JSON, class names as a hash."""
         names = None if self.outputs.names is None else json.dumps(self.outputs.names).encode()
         return {
             "model": self.id,
@@ -58,19 +58,19 @@ class ModelFacts:
             "activation": self.outputs.activation,
             "class_names_sha256": None if names is None else hashlib.sha256(names).hexdigest(),
             "layout": None if self.layout is None else asdict(self.layout),
-            **({"outputs": own} if (own := self.outputs.fingerprint()) else {}),
+            **({"outputs": custom} if (custom := self.outputs.fingerprint()) else {}),
             **({"note": self.note} if self.note else {}),
         }
 
     def preprocessing(self, fit: Fit) -> Preprocessing:
-        """How images become its input.
+        """Return the preprocessing for a fit.
 
         Raises:
-            UnsupportedModelError: it does not take the images of this fit.
+            UnsupportedModelError: the model does not support this fit.
         """
         if fit == "native" and (self.input.patch_size is None or not self.input.dynamic):
             raise UnsupportedModelError(
-                f"fit='native' needs a model that takes images of any size, and {self.id} was built for "
+                f"fit='native' requires a model for images of any size; {self.id} requires "
                 f"{self.input.size[0]} × {self.input.size[1]} pixels. Build it with dynamic_img_size=True, or use "
                 "fit='pad'."
             )
@@ -87,12 +87,11 @@ def read_facts(
     name: str | None = None,
     outputs: Any = None,
 ) -> ModelFacts:
-    """Ask a model what it is; what the caller tells goes before what it says.
+    """Read the metadata of a model; arguments override it.
 
     Raises:
-        ModelError: it does not say how its images were normalised, and `data_config` does not either; or the class
-            names are not as many as its classes.
-        OptionError: there is no such activation; the answers are none; the layout is no TokenLayout; the name is none.
+        ModelError: neither the model nor `data_config` gives the normalisation; or there is not one name per class.
+        OptionError: an argument is invalid.
 
     >>> import timm
     >>> facts = read_facts(timm.create_model("vit_tiny_patch16_224", num_classes=5))
@@ -102,38 +101,38 @@ def read_facts(
     spec = read_input_spec(model, data_config)
     check_layout(layout)
     outputs = _outputs(model, outputs, class_names, activation)
-    called = model_id(model) if name is None else check_name(name)
-    return ModelFacts(called, spec, outputs, layout, model_note(model))
+    name = model_id(model) if name is None else check_name(name)
+    return ModelFacts(name, spec, outputs, layout, model_note(model))
 
 
-def _outputs(model: nn.Module, told: Any, class_names: ClassNames | None, activation: str | None) -> Outputs:
-    """What a model can be asked about: what the caller tells, or its classes."""
-    count = class_count(model) if told is None else None
+def _outputs(model: nn.Module, outputs: Any, class_names: ClassNames | None, activation: str | None) -> Outputs:
+    """Return the outputs given as argument, by default the model's classes."""
+    count = class_count(model) if outputs is None else None
     names = None if class_names is None else tuple(checked_class_names(class_names, count))
-    if isinstance(told, Outputs):
-        return replace(told, names=names or told.names, activation=activation or told.activation)
-    if told is not None:
-        return outputs_of(told, names, activation)
+    if isinstance(outputs, Outputs):
+        return replace(outputs, names=names or outputs.names, activation=activation or outputs.activation)
+    if outputs is not None:
+        return outputs_of(outputs, names, activation)
     if class_names is None:
-        own_names = class_names_of(model)
-        names = None if own_names is None else tuple(own_names)
+        model_names = class_names_of(model)
+        names = None if model_names is None else tuple(model_names)
     config: Any = getattr(model, "pretrained_cfg", None) or {}
-    own = config.get("activation") or library_reading(model) or "softmax"
-    return Outputs(None, names, count, activation or own)
+    default = config.get("activation") or library_reading(model) or "softmax"
+    return Outputs(None, names, count, activation or default)
 
 
 def check_name(name: str) -> str:
-    """A name for a model as one line; OptionError where it is none."""
+    """Return a model name as one line; raise OptionError if it is empty or not a string."""
     if not isinstance(name, str) or not name.strip():
         raise OptionError(f"Expected a name for the model, such as 'my ViT, epoch 40', got {name!r:.80}.")
     return printable(name.strip())
 
 
 def model_id(model: nn.Module) -> str:
-    """The name a model goes by: what its weights were loaded as, else its architecture, or its class.
+    """Return the name of a model: of its weights if known, otherwise of its architecture or class.
 
-    timm writes a tag into every model of its own, also where the weights are random or somebody else's: it counts only
-    where `load_model` has loaded these weights under it, and nobody has changed them since.
+    timm tags models even if their weights are random or replaced, so the tag is used only for weights that `load_model`
+    has loaded and that have not changed since.
     """
     model = unwrap(model)
     name, changes = getattr(model, "_loaded_as", ("", 0))
@@ -144,10 +143,10 @@ def model_id(model: nn.Module) -> str:
 
 
 def model_note(model: nn.Module) -> str:
-    """Return the note for readers that a model carries, or an empty string.
+    """Return the note of a model, or an empty string.
 
-    It is the attribute `note` of the model or of one of its modules, or "note" in timm's `pretrained_cfg` or in the
-    configuration of a model of transformers.
+    This is the attribute `note` of the model or one of its modules, or `note` in timm's `pretrained_cfg` or the config
+    of transformers.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5)
@@ -157,19 +156,15 @@ def model_note(model: nn.Module) -> str:
     """
     for module in model.modules():
         timm_config: Any = getattr(module, "pretrained_cfg", None) or {}
-        places = (
-            getattr(module, "note", None),
-            timm_config.get("note"),
-            getattr(getattr(module, "config", 0), "note", 0),
-        )
-        for note in places:
+        config = getattr(module, "config", None)
+        for note in (getattr(module, "note", None), timm_config.get("note"), getattr(config, "note", None)):
             if note and isinstance(note, str):
                 return printable(note)
     return ""
 
 
 def remember_name(model: nn.Module, name: str) -> None:
-    """Keep the name that a model's weights were loaded by, unless some of them are new: a head of other classes."""
+    """Store the name of a model's weights, unless its head has a different class count and is thus new."""
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     architecture, tag, count = (config.get(key) for key in ("architecture", "tag", "num_classes"))
     if timm.is_model(name) and architecture and tag:
@@ -179,20 +174,20 @@ def remember_name(model: nn.Module, name: str) -> None:
 
 
 def _changes(model: nn.Module) -> int:
-    """How often the weights were written to, as torch counts it; a copy counts anew."""
+    """Return how often the weights were modified, by torch's version counters; a copy starts at 0."""
     return sum(weight._version for weight in model.parameters() if not weight.is_inference())
 
 
 def class_names_of(model: nn.Module) -> list[str] | None:
-    """The names of a model's classes: its own, or ImageNet's where the class count is ImageNet's; else None."""
+    """Return the class names of a model, or ImageNet's if the class count matches; otherwise None."""
     model = unwrap(model)
     config: Any = getattr(model, "pretrained_cfg", None) or {}
     count = class_count(model)
     if not count:
         return None
-    own = library_class_names(model)
-    if own is not None:
-        return own
+    names = library_class_names(model)
+    if names is not None:
+        return names
     names, described = config.get("label_names"), config.get("label_descriptions")
     if isinstance(names, list | tuple) and names and len(names) == count:
         return [str(described.get(str(name), name)) if isinstance(described, Mapping) else str(name) for name in names]
@@ -201,9 +196,9 @@ def class_names_of(model: nn.Module) -> list[str] | None:
 
 @lru_cache(maxsize=8)
 def wordnet_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...] | None:
-    """For each class its WordNet id and all its names there, where these are the classes of ImageNet; else None.
+    """Return the WordNet id and synonyms of each class if these are ImageNet's classes; otherwise None.
 
-    Names of ImageNet's classes differ from library to library in case, in synonyms and in a few words.
+    More than 90 % of the names must match, as libraries use different cases, synonyms and words.
 
     >>> wordnet_of(("cat", "dog")) is None
     True
@@ -213,8 +208,9 @@ def wordnet_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...] | None:
         return None
     info = ImageNetInfo(subset)
     known = tuple((id, *info.label_name_to_description(id).split(", ")) for id in info.label_names())
-    same = sum(name.split(", ")[0].lower() in map(str.lower, called) for name, called in zip(names, known, strict=True))
-    return known if same > 0.9 * len(names) else None
+    pairs = zip(names, known, strict=True)
+    matches = sum(name.split(", ")[0].lower() in map(str.lower, synonyms) for name, synonyms in pairs)
+    return known if matches > 0.9 * len(names) else None
 
 
 @cache
@@ -223,7 +219,7 @@ def _imagenet_names(subset: str | None) -> list[str] | None:
 
 
 def _shortest_unique(descriptions: Sequence[str]) -> list[str]:
-    """The first of each class's comma-separated names, or as many as tell it apart from the others."""
+    """Return the first of each class's comma-separated names, or as many as make it unique."""
     parts = [text.split(", ") for text in descriptions]
     names = [part[0] for part in parts]
     for length in range(2, 6):
@@ -233,14 +229,14 @@ def _shortest_unique(descriptions: Sequence[str]) -> list[str]:
 
 
 def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
-    """What a model wants to see, from its `pretrained_cfg` and `patch_embed`; `data_config` overrides entries.
+    """Return the input spec of a model from `pretrained_cfg` and `patch_embed`; `data_config` overrides entries.
 
-    Models of transformers and torchvision say their size themselves. Their normalisation is in the image processor's
-    settings, which are found where they were saved beside the weights, or else given as `data_config`.
+    For transformers and torchvision, the size is read from the model, and the normalisation from the image processor
+    saved with the weights or from `data_config`.
 
     Raises:
-        ModelError: the model does not say how its images were normalised, and `data_config` does not either.
-        OptionError: `data_config` is nothing of what `checked_data_config` takes.
+        ModelError: neither the model nor `data_config` gives the normalisation.
+        OptionError: `checked_data_config` does not support this `data_config`.
     """
     model = unwrap(model)
     embedding = embedding_of(model)
@@ -248,7 +244,7 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
     given = library_data_config(model) | given
     if not getattr(model, "pretrained_cfg", None) and not {"input_size", "mean", "std"} <= given.keys():
         raise ModelError(
-            f"{type(model).__name__} does not say which images it was trained on. Pass data_config with at least "
+            f"The preprocessing of {type(model).__name__} is unknown. Pass data_config with at least "
             "input_size=(3, height, width), mean and std, or its image processor of transformers, or "
             "weights.transforms() of torchvision; a wrong normalisation gives wrong maps without an error."
         )
@@ -263,7 +259,7 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
     stem = (module for module in embed.modules() if isinstance(module, nn.Conv2d)) if embed is not None else iter(())
     channels = int(getattr(next(stem, None), "in_channels", channels))
     if channels not in (1, 3):
-        raise ModelError(f"{model_id(model)} takes images of {channels} channels; vitflow reads RGB or grey ones.")
+        raise ModelError(f"{model_id(model)} requires images of {channels} channels; vitflow supports RGB and grey.")
     patch = getattr(embed, "patch_size", None) if embedding is None else embedding.patch_size
     spec = InputSpec(
         (int(height), int(width)),
@@ -282,7 +278,7 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
 
 
 def _check_input(config: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise ModelError where what a model wants to see is said in something else than numbers."""
+    """Raise ModelError if the data config of a model has entries of the wrong type or length."""
     for name, count in (("input_size", 3), ("mean", None), ("std", None), ("crop_pct", 0)):
         value = config[name]
         parts = [value] if count == 0 else value

@@ -1,4 +1,4 @@
-"""Whether the weights of a file fit a model: numbers of the right kind, of the right shapes, and else which model's."""
+"""Check that the weights of a file fit a model (dtypes and shapes), and guess the model if they do not."""
 
 import json
 import re
@@ -16,16 +16,16 @@ from vitflow.models.hub import without_values
 
 Weights = Mapping[str, Tensor]
 
-# What a file may say of its architecture: sizes and switches of timm's models, nothing that reads, fetches or runs.
+# Architecture options that a file may set: sizes and switches of timm models, nothing that reads, fetches or runs.
 ARCHITECTURE_OPTIONS = frozenset(
     {"img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "depths", "num_heads", "mlp_ratio"}
     | {"global_pool", "class_token", "reg_tokens", "pos_embed", "no_embed_class", "pre_norm", "final_norm", "fc_norm"}
     | {"qkv_bias", "qk_norm", "proj_bias", "init_values", "dynamic_img_size", "dynamic_img_pad", "window_size"}
 )
-_LONGEST_SIDE = 16_384  # pixels of a model input, and what any other size of a model stays below
+_LONGEST_SIDE = 16_384  # pixels of a model input; also the limit of all other sizes
 _DEEPEST = 512  # layers
 
-# timm's plain ViTs by width, the usual one first: what a file without a name may be of.
+# timm's plain ViTs by width, the most common first: candidates for a file without a name.
 _PLAIN = {
     192: ("vit_tiny_patch16_224", "vit_tiny_patch16_384", "deit_tiny_distilled_patch16_224"),
     384: (
@@ -47,56 +47,55 @@ _PLAIN = {
 
 
 def check_numbers(weights: Weights, model: nn.Module, path: Path) -> None:
-    """Refuse weights that would be changed in silence: whole or complex numbers, or no tensor where there is one.
+    """Check for weights that would be converted silently: integers, complex numbers and empty tensors.
 
     Raises:
-        ModelError: a weight has the wrong kind of numbers or no axes; it is named.
+        ModelError: a weight has the wrong dtype, no axes or no elements.
     """
-    own = model.state_dict()
+    state = model.state_dict()
     for name, weight in weights.items():
-        expected = own.get(name)
+        expected = state.get(name)
         if weight.is_complex() or (
             expected is not None and expected.is_floating_point() and not weight.is_floating_point()
         ):
             raise ModelError(
-                f"Expected floating-point weights in {path}, got {_kind(weight)} for {name}: loaded as they are, they "
-                "would lose what they stand for. Save the model's weights before quantisation, or turn them back into "
-                "float32."
+                f"Expected floating-point weights in {path}, got {_dtype(weight)} for {name}. Save the weights before "
+                "quantisation, or convert them to float32."
             )
         if expected is not None and expected.ndim and (not weight.ndim or not weight.numel()):
             raise ModelError(
                 f"Expected {name} of shape {tuple(expected.shape)} in {path}, got shape {tuple(weight.shape)}: the "
-                "file is damaged, or of another model."
+                "file is damaged or of another model."
             )
 
 
-def _kind(weight: Tensor) -> str:
+def _dtype(weight: Tensor) -> str:
     return str(weight.dtype).removeprefix("torch.")
 
 
 def misfit(raw: Weights, weights: Weights, model: nn.Module, path: Path, name: str, reason: str = "") -> ModelError:
-    """The error that says how far a file's weights are from a model's, and whose they may be.
+    """Return the error that lists how a file's weights differ from a model's, with a guess of the right model.
 
     Args:
-        raw: the weights as they stand in the file.
-        weights: the same in the model's own words, as far as they could be translated.
+        raw: the weights in the file.
+        weights: the weights after timm's conversion, if it succeeded.
         model: the model that they should fit.
         path: the file.
         name: the model's name.
-        reason: what else is wrong where names and shapes agree.
+        reason: the error if names and shapes match.
     """
-    own = model.state_dict()
-    missing = [key for key in own if key not in weights]
-    unknown = [key for key in weights if key not in own]
-    shapes = [key for key in own if key in weights and own[key].shape != weights[key].shape]
-    parts = [f"{len(missing) + len(shapes)} of {len(own)} tensors differ"]
+    state = model.state_dict()
+    missing = [key for key in state if key not in weights]
+    unknown = [key for key in weights if key not in state]
+    shapes = [key for key in state if key in weights and state[key].shape != weights[key].shape]
+    parts = [f"{len(missing) + len(shapes)} of {len(state)} tensors differ"]
     parts += [
-        f"the file's {what} is {theirs}, the model's {ours}"
-        for what, theirs, ours in _sizes(raw, own)
-        if theirs != ours
+        f"the file's {label} is {in_file}, the model's {in_model}"
+        for label, in_file, in_model in _sizes(raw, state)
+        if in_file != in_model
     ]
     if len(parts) == 1:
-        parts += [f"{key} is {tuple(weights[key].shape)}, not {tuple(own[key].shape)}" for key in shapes[:2]]
+        parts += [f"{key} is {tuple(weights[key].shape)}, not {tuple(state[key].shape)}" for key in shapes[:2]]
         parts += [f"{len(missing)} are missing ({', '.join(missing[:3])})"] if missing else []
         parts += [f"{len(unknown)} are unknown to the model ({', '.join(unknown[:3])})"] if unknown else []
     if reason and not (missing or shapes or unknown):
@@ -106,14 +105,14 @@ def misfit(raw: Weights, weights: Weights, model: nn.Module, path: Path, name: s
     return ModelError(f"The weights in {path} do not fit {name}: {', '.join(parts)}; {hint}")
 
 
-def _sizes(weights: Weights, own: Weights) -> list[tuple[str, int, int]]:
-    """(what it is, in the file, in the model) of the sizes of a plain ViT, where both have them."""
-    found = []
-    for what, size_of in (("width", _width), ("number of blocks", _depth), ("patch size", _patch_size)):
-        theirs, ours = size_of(weights), size_of(own)
-        if theirs is not None and ours is not None:
-            found.append((what, theirs, ours))
-    return found
+def _sizes(weights: Weights, state: Weights) -> list[tuple[str, int, int]]:
+    """Return (label, size in the file, size in the model) of the sizes of a plain ViT that both have."""
+    sizes = []
+    for label, size_of in (("width", _width), ("number of blocks", _depth), ("patch size", _patch_size)):
+        in_file, in_model = size_of(weights), size_of(state)
+        if in_file is not None and in_model is not None:
+            sizes.append((label, in_file, in_model))
+    return sizes
 
 
 def _width(weights: Weights) -> int | None:
@@ -122,7 +121,7 @@ def _width(weights: Weights) -> int | None:
 
 
 def _depth(weights: Weights) -> int | None:
-    return len({found[1] for name in weights if (found := re.match(r"blocks\.(\d+)\.", name))}) or None
+    return len({match[1] for name in weights if (match := re.match(r"blocks\.(\d+)\.", name))}) or None
 
 
 def _patch_size(weights: Weights) -> int | None:
@@ -131,26 +130,26 @@ def _patch_size(weights: Weights) -> int | None:
 
 
 def guess_architecture(weights: Weights) -> str | None:
-    """The plain ViT of timm whose tensors have the file's names and shapes; classes and image size may differ.
+    """Return the plain timm ViT with the same tensor names and shapes, except for classes and image size.
 
     >>> guess_architecture(timm.create_model("vit_tiny_patch16_384", num_classes=3).state_dict())
     'vit_tiny_patch16_384'
     """
-    body, close = _shapes(weights), None
+    body, candidate = _shapes(weights), None
     for name in _PLAIN.get(_width(weights) or 0, ()):
         shapes, positions = _plain_shapes(name)
         if shapes == body:
             if "pos_embed" in weights and positions == tuple(weights["pos_embed"].shape):
                 return name
-            close = close or name
-    return close
+            candidate = candidate or name
+    return candidate
 
 
 @cache
 def _plain_shapes(name: str) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
     with without_values():
-        own = timm.create_model(name, pretrained=False).state_dict()
-    return _shapes(own), tuple(own["pos_embed"].shape)
+        state = timm.create_model(name, pretrained=False).state_dict()
+    return _shapes(state), tuple(state["pos_embed"].shape)
 
 
 def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
@@ -162,12 +161,12 @@ def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
 
 
 def trained_side(weights: Weights, draft: nn.Module) -> int | None:
-    """Image size that a file's square position grid stands for, where it differs from the model's; else None."""
-    weight, own = weights.get("pos_embed"), getattr(draft, "pos_embed", None)
+    """Return the image size of a file's square position grid; None if unknown or equal to the model's."""
+    weight, expected = weights.get("pos_embed"), getattr(draft, "pos_embed", None)
     embed: Any = getattr(draft, "patch_embed", None)
-    if weight is None or own is None or embed is None or weight.ndim != 3 or weight.shape == own.shape:
+    if weight is None or expected is None or embed is None or weight.ndim != 3 or weight.shape == expected.shape:
         return None
-    if (weight.shape[0], weight.shape[2]) != (own.shape[0], own.shape[2]):
+    if (weight.shape[0], weight.shape[2]) != (expected.shape[0], expected.shape[2]):
         return None
     prefix = 0 if getattr(draft, "no_embed_class", False) else int(getattr(draft, "num_prefix_tokens", 0))
     patches = max(weight.shape[1] - prefix, 0)
@@ -176,20 +175,21 @@ def trained_side(weights: Weights, draft: nn.Module) -> int | None:
 
 
 def class_rows(weights: Weights, draft: nn.Module) -> tuple[str | None, int | None]:
-    """The name of a model's classifier, and how many classes the file's has: None where it has none like it."""
+    """Return the name of a model's classifier and its number of classes in the file; None if it is missing there."""
     classifier = getattr(draft, "pretrained_cfg", {}).get("classifier")
     classifier = classifier[0] if isinstance(classifier, list | tuple) else classifier
     name = f"{classifier}.weight"
-    head, own = weights.get(name), draft.state_dict().get(name)
-    alike = head is not None and (own is None or head.shape[1:] == own.shape[1:]) and head.ndim and len(head)
-    return classifier, len(head) if alike and head is not None else None
+    head, expected = weights.get(name), draft.state_dict().get(name)
+    if head is None or not head.ndim or (expected is not None and head.shape[1:] != expected.shape[1:]):
+        return classifier, None
+    return classifier, len(head) or None
 
 
 def architecture_options(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """The options of its architecture that a file tells, each of them known and within reason.
+    """Return the architecture options in a file's metadata.
 
     Raises:
-        ModelError: they are no JSON object, or one is not in `ARCHITECTURE_OPTIONS` or makes no sense.
+        ModelError: they are not a JSON object, or one is not in `ARCHITECTURE_OPTIONS` or out of range.
     """
     if "architecture_options" not in metadata:
         return {}
@@ -199,8 +199,8 @@ def architecture_options(metadata: Mapping[str, str], path: Path) -> dict[str, A
     for name, value in options.items():
         if name not in ARCHITECTURE_OPTIONS:
             raise ModelError(
-                f"The file {path} asks for the option {name[:60]!r} of its architecture, which a file may not set. "
-                f"Allowed: {', '.join(sorted(ARCHITECTURE_OPTIONS))}. Pass others to load_model yourself."
+                f"The file {path} must not set the architecture option {name[:60]!r}. Pass it to load_model. "
+                f"Allowed in files: {', '.join(sorted(ARCHITECTURE_OPTIONS))}."
             )
         most = _DEEPEST if name in ("depth", "depths", "reg_tokens") else _LONGEST_SIDE
         parts = value if isinstance(value, list) and len(value) <= 8 else [value]
@@ -214,18 +214,18 @@ def _is_size(value: Any, most: int) -> bool:
 
 
 def input_config(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """What a file tells of the images that its model wants, in timm's words.
+    """Return the preprocessing and activation in a file's metadata, as entries of timm's data config.
 
     Raises:
-        ModelError: a value makes no sense.
+        ModelError: a value is unknown or out of range.
     """
-    found: dict[str, Any] = {}
-    words = {"interpolation": FILTERS, "crop_mode": CROP_MODES, "activation": ("softmax", "sigmoid")}
-    for key, known in words.items():
+    config: dict[str, Any] = {}
+    choices = {"interpolation": FILTERS, "crop_mode": CROP_MODES, "activation": ("softmax", "sigmoid")}
+    for key, known in choices.items():
         if key in metadata:
             if metadata[key] not in known:
                 raise ModelError(f"Expected {key} in {path} to be {', '.join(known)}, got {metadata[key][:60]!r}.")
-            found[key] = metadata[key]
+            config[key] = metadata[key]
     for key, least, most, lengths in (
         ("mean", -1e6, 1e6, (1, 3)),
         ("std", 1e-6, 1e6, (1, 3)),
@@ -239,8 +239,8 @@ def input_config(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
             size = len(value) if isinstance(value, list) else 0
             if size not in lengths or not all(isinstance(part, kind) and least <= part <= most for part in parts):
                 raise ModelError(f"Expected {key} of {least:g} to {most:g} in {path}, got {str(value)[:60]}.")
-            found[key] = value
-    return found
+            config[key] = value
+    return config
 
 
 def _json(metadata: Mapping[str, str], key: str, path: Path) -> Any:

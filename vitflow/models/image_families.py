@@ -1,7 +1,6 @@
-"""How each family of vision–language models arranges the patches of an image among its tokens.
+"""Order of image patches among the tokens of each family of vision–language models, as in transformers 5.
 
-A processor writes as many times the image's own token as the model makes patches of it, and says nothing of their
-order. The order is the model's: it is told here for each family, as transformers 5 computes it.
+A processor inserts one image token per patch, without their order.
 """
 
 import math
@@ -22,13 +21,13 @@ Role = Literal["whole", "tile", "thumbnail"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A grid of patches as it stands in a sequence, with the tokens that stand for no patch.
+    """A grid of patches in a token sequence, with extra tokens.
 
     Attributes:
-        rows, cols, placement, role: as of `ImageTokens`.
-        before: tokens before it, such as a class token.
-        newline: tokens after each row.
-        after: tokens after it.
+        rows, cols, placement, role: as in `ImageTokens`.
+        before: number of tokens before the grid, such as a class token.
+        newline: number of tokens after each row.
+        after: number of tokens after the grid.
     """
 
     rows: int
@@ -41,41 +40,41 @@ class Part:
 
     @property
     def length(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return self.before + self.rows * (self.cols + self.newline) + self.after
 
     @property
     def places(self) -> list[int]:
-        """Where its patches stand among all of its tokens, row by row."""
-        wide = self.cols + self.newline
-        return [self.before + row * wide + col for row in range(self.rows) for col in range(self.cols)]
+        """Token indices of its patches, row by row."""
+        width = self.cols + self.newline
+        return [self.before + row * width + col for row in range(self.rows) for col in range(self.cols)]
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """One image as a processor has prepared it: its number among all, its size, and how many tokens these have.
+    """Image prepared by a processor: its index among `count` images, its size, and the token count of all images.
 
-    `image` is the image itself, uint8 [height, width, 3], where the caller called the processor: with other settings
-    than the processor holds, the patches would lie elsewhere.
+    `image` is uint8 [height, width, 3], given if the caller ran the processor: its settings may then differ from the
+    stored ones, which would move the patches.
     """
 
     config: Any
     processor: Any
     inputs: Mapping[str, Any]
-    number: int
+    index: int
     size: Size
     count: int
     tokens: int
     image: NDArray[np.uint8] | None = None
 
     @property
-    def images(self) -> Any:
-        """The part of the processor that prepares images."""
+    def image_processor(self) -> Any:
+        """Image processor within the processor."""
         return getattr(self.processor, "image_processor", self.processor)
 
     @property
-    def sees(self) -> Any:
-        """The configuration of the vision tower."""
+    def vision_config(self) -> Any:
+        """Configuration of the vision tower."""
         return self.config.vision_config
 
     @property
@@ -86,21 +85,21 @@ class ProcessedImage:
 
 
 def _squashed(size: Size, into: Size) -> Placement:
-    """The whole image, whatever its aspect, resized to this size."""
+    """Return the placement of the whole image resized to this size, ignoring its aspect ratio."""
     return Placement(size, into, (0, 0), into)
 
 
 def _padded_square(size: Size) -> Placement:
-    """The image in the middle of a square of its longer side."""
+    """Return the placement of the image centred in a square of its longer side."""
     side = max(size)
-    return Placement(size, size, tuple(-((side - own) // 2) for own in size), (side, side))  # type: ignore[arg-type]
+    offset = tuple(-((side - length) // 2) for length in size)
+    return Placement(size, size, offset, (side, side))  # type: ignore[arg-type]
 
 
 def _prepared(processed: ProcessedImage) -> Placement:
-    """Where the model input lies, by the settings of an image processor that resizes and crops."""
-    images, size = processed.images, processed.size
-    into = images.size
-    shortest, height, width = (_setting(into, name) for name in ("shortest_edge", "height", "width"))
+    """Return the placement of the model input, from the settings of an image processor that resizes and crops."""
+    images, size = processed.image_processor, processed.size
+    shortest, height, width = (_setting(images.size, name) for name in ("shortest_edge", "height", "width"))
     if getattr(images, "do_pad", False) and min(size) < max(size):
         square = _padded_square(size)
         if processed.pixels[0] == processed.pixels[1]:
@@ -114,37 +113,37 @@ def _prepared(processed: ProcessedImage) -> Placement:
     if not getattr(images, "do_center_crop", False):
         return _squashed(size, resized)
     crop = [int(_setting(images.crop_size, name) or 0) for name in ("height", "width")]
-    offset = [int((own - part) / 2) for own, part in zip(resized, crop, strict=True)]
+    offset = [int((side - part) / 2) for side, part in zip(resized, crop, strict=True)]
     return Placement(size, resized, (offset[0], offset[1]), (crop[0], crop[1]))
 
 
 def _setting(sizes: Any, name: str) -> int | None:
-    """A side of a processor's size, which is a dictionary or has attributes."""
-    found: int | None = sizes.get(name) if isinstance(sizes, Mapping) else getattr(sizes, name, None)
-    return found
+    """Return a side of a processor's size, which is a dictionary or has attributes."""
+    side: int | None = sizes.get(name) if isinstance(sizes, Mapping) else getattr(sizes, name, None)
+    return side
 
 
 def _llava(processed: ProcessedImage) -> Iterator[Part]:
-    """One raster; what the crop leaves out is unseen. The class token may be there, before it."""
-    patch = processed.sees.patch_size
+    """Yield one raster, after the class token if there is one; the image may be cropped."""
+    patch = processed.vision_config.patch_size
     rows, cols = (side // patch for side in processed.pixels)
-    own = int(processed.tokens == processed.count * (rows * cols + 1))
-    yield Part(rows, cols, raster(processed, rows, cols, patch), before=own)
+    class_token = int(processed.tokens == processed.count * (rows * cols + 1))
+    yield Part(rows, cols, raster(processed, rows, cols, patch), before=class_token)
 
 
 def raster(processed: ProcessedImage, rows: int, cols: int, patch: int) -> Placement:
-    """Where a grid of patches of so many pixels lies, which begins in the corner of the model input."""
+    """Return the placement of a grid of patches of `patch` pixels at the top left of the model input."""
     if processed.image is not None:
         _check_prepared(processed, processed.image)
     return _whole_patches(_prepared(processed), (rows * patch, cols * patch), processed.pixels)
 
 
 def _check_prepared(processed: ProcessedImage, image: NDArray[np.uint8]) -> None:
-    """Raise OptionError unless the processor's stored settings make the given model input of this image.
+    """Raise OptionError unless the processor's stored settings reproduce the model input from this image.
 
-    Rounding to half precision, or by another backend of the processor, is far below the limit.
+    The tolerance is far above the rounding of half precision or another backend of the processor.
     """
-    images, given = processed.images, processed.inputs["pixel_values"][processed.number].detach().cpu().float()
+    images, given = processed.image_processor, processed.inputs["pixel_values"][processed.index].detach().cpu().float()
     expected = images(images=[Image.fromarray(image)], return_tensors="pt")["pixel_values"][0].float()
     if given.shape == expected.shape:
         distance = float((given - expected).square().mean().sqrt())
@@ -154,38 +153,39 @@ def _check_prepared(processed: ProcessedImage, image: NDArray[np.uint8]) -> None
     else:
         got = f"pixel_values {tuple(given.shape)} instead of {tuple(expected.shape)}"
     raise OptionError(
-        f"Expected pixel_values as {type(images).__name__} makes them of this image by its stored settings, got "
-        f"{got}: where the patches lie is not known. Call the processor without do_pad, size, do_center_crop and the "
-        "like, or store these in it first (processor.image_processor.do_pad = True), give the image that it was "
-        "given, or pass layout=ImageTokens(positions, rows, cols, placement)."
+        f"Expected pixel_values as {type(images).__name__} computes them from this image with its stored settings, got "
+        f"{got}: the placement of the patches is unknown. Call the processor without do_pad, size, do_center_crop and "
+        "similar options, or store them first (processor.image_processor.do_pad = True), pass the same image, or pass "
+        "layout=ImageTokens(positions, rows, cols, placement)."
     )
 
 
 def _whole_patches(placement: Placement, covered: Size, pixels: Size) -> Placement:
-    """Where the patches lie, where they leave a rest of the model input on the right and below."""
+    """Return the placement of patches that do not cover the right and bottom edges of the model input."""
     sides = zip(placement.input_size, covered, pixels, strict=True)
     height, width = (round(side * part / whole) for side, part, whole in sides)
     return Placement(placement.image_size, placement.resized_size, placement.offset, (height, width))
 
 
 def _llava_next(processed: ProcessedImage) -> Iterator[Part]:
-    """First the whole image, squashed; then all tiles as one grid, without their padding, a newline after each row.
+    """Yield the squashed image, then all tiles as one grid without padding, with a newline token after each row.
 
-    Tiles are counted in patches that fill them, whose side is that of the tile over their number.
+    Lengths of tiles are in patches, tile / side pixels each.
     """
     from transformers.image_processing_utils import select_best_resolution
 
-    patch, tile = processed.sees.patch_size, processed.sees.image_size
+    patch, tile = processed.vision_config.patch_size, processed.vision_config.image_size
     side = tile // patch
     whole = _whole_patches(_squashed(processed.size, (tile, tile)), (side * patch, side * patch), (tile, tile))
-    together = processed.inputs.get("batch_num_images")
-    if together is not None and _together(together, processed.number) > 1:
+    counts = processed.inputs.get("batch_num_images")
+    if counts is not None and _images_in_prompt(counts, processed.index) > 1:
         whole = _whole_patches(_padded_square(processed.size), (side * patch, side * patch), (tile, tile))
         yield Part(side, side, whole, after=1)
         return
     yield Part(side, side, whole)
     height, width = processed.size
-    best = select_best_resolution((height, width), [list(one) for one in processed.config.image_grid_pinpoints])
+    pinpoints = [list(pinpoint) for pinpoint in processed.config.image_grid_pinpoints]
+    best = select_best_resolution((height, width), pinpoints)
     scale_rows, scale_cols = best[0] / height, best[1] / width
     resized = (
         (min(math.ceil(height * scale_cols), best[0]), best[1])
@@ -193,57 +193,61 @@ def _llava_next(processed: ProcessedImage) -> Iterator[Part]:
         else (best[0], min(math.ceil(width * scale_rows), best[1]))
     )
     grid = [best[0] // tile * side, best[1] // tile * side]
-    cut = [0, 0]  # rows above and below, columns on both sides, that are padding alone
+    cut = [0, 0]  # padding: rows at the top and bottom, columns on each side
     axis = 0 if width / height > grid[1] / grid[0] else 1
     inside = int(round(processed.size[axis] * (grid[1 - axis] / processed.size[1 - axis]), 7))
     cut[axis] = (grid[axis] - inside) // 2
     grid[axis] -= 2 * cut[axis]
-    offset = [cut[own] * tile - (best[own] - resized[own]) // 2 * side for own in (0, 1)]  # in pixels times `side`
+    offset = [cut[i] * tile - (best[i] - resized[i]) // 2 * side for i in (0, 1)]  # in pixels times `side`
     placement = Placement(
         processed.size,
         (resized[0] * side, resized[1] * side),
         (offset[0], offset[1]),
         (grid[0] * tile, grid[1] * tile),
     )
-    most = getattr(processed.config, "vision_aspect_ratio", None)
-    if most is not None:  # OneVision shrinks a grid of too many patches
-        ratio = math.sqrt(grid[0] * grid[1] / (int(str(most).removeprefix("anyres_max_")) * side**2))
-        grid = [int(own // ratio) for own in grid] if ratio > 1.1 else grid
+    aspect_ratio = getattr(processed.config, "vision_aspect_ratio", None)
+    if aspect_ratio is not None:  # OneVision downsamples a grid of too many patches
+        ratio = math.sqrt(grid[0] * grid[1] / (int(str(aspect_ratio).removeprefix("anyres_max_")) * side**2))
+        grid = [int(length // ratio) for length in grid] if ratio > 1.1 else grid
     yield Part(grid[0], grid[1], placement, "tile", newline=1)
 
 
-def _together(counts: Any, number: int) -> int:
-    """Of how many images of one prompt this is one."""
-    last = 0
-    for count in (int(one) for one in counts):
-        last += count
-        if number < last:
+def _images_in_prompt(counts: Any, index: int) -> int:
+    """Return the number of images in the prompt that contains the image of this index."""
+    end = 0
+    for count in map(int, counts):
+        end += count
+        if index < end:
             return count
     return 1
 
 
 def _qwen(processed: ProcessedImage) -> Iterator[Part]:
-    """One raster of merged patches, whatever order the tower has them in; the sides were rounded to such."""
-    merged = processed.sees.spatial_merge_size
-    _, rows, cols = (int(one) for one in processed.inputs["image_grid_thw"][processed.number])
-    patch = processed.sees.patch_size
+    """Yield one raster of merged patches; the image is resized to a multiple of them."""
+    merged = processed.vision_config.spatial_merge_size
+    _, rows, cols = map(int, processed.inputs["image_grid_thw"][processed.index])
+    patch = processed.vision_config.patch_size
     yield Part(rows // merged, cols // merged, _squashed(processed.size, (rows * patch, cols * patch)))
 
 
 def _idefics3(processed: ProcessedImage) -> Iterator[Part]:
-    """Tiles row by row, then the whole image, squashed."""
+    """Yield tiles row by row, then the squashed image."""
     side = math.isqrt(processed.processor.image_seq_len)
-    tile = int(_setting(processed.images.max_image_size, "longest_edge") or processed.pixels[0])
-    _, rows, cols = processed.images.get_number_of_image_patches(*processed.size, {})
+    tile = int(_setting(processed.image_processor.max_image_size, "longest_edge") or processed.pixels[0])
+    _, rows, cols = processed.image_processor.get_number_of_image_patches(*processed.size, {})
     if processed.tokens == processed.count * side * side:
-        rows = cols = 0  # it was called without splitting
+        rows = cols = 0  # processed without splitting
     yield from _tiles(processed.size, rows, cols, tile, side)
     yield Part(side, side, _squashed(processed.size, (tile, tile)))
 
 
 def _internvl(processed: ProcessedImage) -> Iterator[Part]:
-    """Tiles row by row, then a thumbnail; one tile is the whole image."""
-    side, images, tile = math.isqrt(processed.processor.image_seq_length), processed.images, processed.pixels[0]
+    """Yield tiles row by row, then a thumbnail; or the whole image as a single tile."""
+    side, images, tile = (
+        math.isqrt(processed.processor.image_seq_length),
+        processed.image_processor,
+        processed.pixels[0],
+    )
     canvas = sys.modules[type(images).__module__].get_optimal_tiled_canvas
     cols, rows = canvas(processed.size, processed.pixels, images.min_patches, images.max_patches)
     whole = _squashed(processed.size, (tile, tile))
@@ -255,21 +259,21 @@ def _internvl(processed: ProcessedImage) -> Iterator[Part]:
 
 
 def _tiles(size: Size, rows: int, cols: int, tile: int, side: int) -> Iterator[Part]:
-    """Tiles of an image that was resized to rows × cols of them."""
+    """Yield the tiles of an image resized to rows × cols tiles."""
     for row in range(rows):
         for col in range(cols):
-            place = Placement(size, (rows * tile, cols * tile), (row * tile, col * tile), (tile, tile))
-            yield Part(side, side, place, "tile")
+            placement = Placement(size, (rows * tile, cols * tile), (row * tile, col * tile), (tile, tile))
+            yield Part(side, side, placement, "tile")
 
 
 def _paligemma(processed: ProcessedImage) -> Iterator[Part]:
-    """One raster, squashed."""
+    """Yield one raster of the squashed image."""
     side = math.isqrt(processed.processor.image_seq_length)
     yield Part(side, side, _prepared(processed))
 
 
 def _gemma3(processed: ProcessedImage) -> Iterator[Part]:
-    """The whole image, squashed and pooled; then crops along its longer side, if it was processed to pan and scan."""
+    """Yield the squashed image, then crops along its longer side if processed with pan and scan."""
     side = math.isqrt(processed.processor.image_seq_length)
     yield Part(side, side, _prepared(processed))
     crops = processed.tokens // (side * side) - processed.count
@@ -280,12 +284,11 @@ def _gemma3(processed: ProcessedImage) -> Iterator[Part]:
     for start in range(0, processed.size[axis], length):
         offset, part = [0, 0], list(processed.size)
         offset[axis], part[axis] = start, min(length, processed.size[axis] - start)
-        yield Part(
-            side, side, Placement(processed.size, processed.size, (offset[0], offset[1]), (part[0], part[1])), "tile"
-        )
+        placement = Placement(processed.size, processed.size, (offset[0], offset[1]), (part[0], part[1]))
+        yield Part(side, side, placement, "tile")
 
 
-#: The reader of each family, by its `model_type`.
+#: Layout function of each family, by `model_type`.
 READERS: dict[str, Callable[[ProcessedImage], Iterator[Part]]] = {
     "llava": _llava,
     "llava_next": _llava_next,

@@ -1,4 +1,4 @@
-"""Language models of transformers: what they say of themselves."""
+"""Language models of transformers: loading, tokenizers, and properties of their text inputs and generation."""
 
 import copy
 import pickle
@@ -12,46 +12,46 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, load_extra, printable
 from vitflow.files import is_file, is_folder
-from vitflow.models.hub import hub_for, quietly, why_absent
+from vitflow.models.hub import hub_for, offline_hint, quietly
 from vitflow.models.libraries import class_count, library_id
 
-# What transformers calls texts among a model's arguments; the first one given tells how many there are.
+# Text arguments of a forward pass, in order of preference.
 _TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
-# Ways to write in which every token follows the one before, by its names.
-_FOLLOWED = ("greedy_search", "sample")
-# Where it keeps a tokenizer in a model's folder, one or the other.
+# Supported generation modes: one token is appended per step.
+_MODES = ("greedy_search", "sample")
+# Tokenizer files in a model's folder.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
-# What loads what lies beside a model's weights.
+# Auto classes of the parts saved with a model.
 _PARTS = {"tokenizer": "AutoTokenizer", "processor": "AutoProcessor", "image processor": "AutoImageProcessor"}
 
 
 def reads_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The text among the arguments of a forward pass, numbers [batch, tokens] or vectors; None if it has none."""
-    found = next((kwargs[name] for name in _TEXTS if isinstance(kwargs.get(name), Tensor)), None)
-    if found is None and args and isinstance(args[0], Tensor) and args[0].ndim == 2:
-        found = None if args[0].is_floating_point() else args[0]
-    return found
+    """Return the text among the arguments of a forward pass, token ids [batch, tokens] or embeddings; else None."""
+    text = next((kwargs[name] for name in _TEXTS if isinstance(kwargs.get(name), Tensor)), None)
+    if text is None and args and isinstance(args[0], Tensor) and args[0].ndim == 2:
+        text = None if args[0].is_floating_point() else args[0]
+    return text
 
 
 def word_embedding(model: nn.Module) -> nn.Module | None:
-    """The module that makes vectors of a text's tokens; None where the model reads none, or does not say."""
+    """Return the token embedding of a model, or None if it has none."""
     try:
-        found = model.get_input_embeddings()  # type: ignore[operator]
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
         return None
-    return found if isinstance(found, nn.Embedding) else None
+    return embedding if isinstance(embedding, nn.Embedding) else None
 
 
 def check_text(text: object) -> None:
-    """Raise OptionError unless it is a text that can be written as UTF-8."""
+    """Raise OptionError unless `text` is a string that UTF-8 can encode."""
     if not isinstance(text, str):
         raise OptionError(f"Expected one text as a string, got {text!r:.80}.")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise OptionError(f"Expected a text in UTF-8, got “{printable(text[:80])}”, which has bytes that are none.")
+        raise OptionError(f"Expected a text in UTF-8, got “{printable(text[:80])}” with invalid characters.")
 
 
 def predicts_words(model: nn.Module) -> bool:
-    """Whether a model ends in a logit for each word of its vocabulary, at each place of the text."""
+    """Return True if a model has logits over its vocabulary at each token."""
     try:
         return model.get_output_embeddings() is not None  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
@@ -59,7 +59,7 @@ def predicts_words(model: nn.Module) -> bool:
 
 
 def has_head(model: nn.Module) -> bool:
-    """Whether a model predicts words or classes, instead of ending in features."""
+    """Return True if a model predicts tokens or classes, not features."""
     return predicts_words(model) or bool(class_count(model))
 
 
@@ -67,11 +67,11 @@ def load_language_model(name: str | Path, *, trust_remote_code: bool = False) ->
     """Load a language model of transformers with its tokenizer, in eval mode, on the CPU.
 
     Args:
-        name: an id of the hub, or a folder.
-        trust_remote_code: run Python code that the model brings along; without it such a model is refused.
+        name: a hub id or a folder.
+        trust_remote_code: run custom Python code of the model; by default such a model is refused.
 
     Raises:
-        ModelError: transformers is not installed, there is no such model, or it brings no tokenizer.
+        ModelError: transformers is not installed, or the model or its tokenizer does not exist.
     """
     transformers = _transformers()
     with hub_for(name), quietly(transformers.utils.logging):
@@ -81,20 +81,20 @@ def load_language_model(name: str | Path, *, trust_remote_code: bool = False) ->
 
 def _load_model(transformers: Any, name: str | Path, trust_remote_code: bool) -> nn.Module:
     try:
-        # Always told: where it is not, transformers asks on stdin, and a "y" that is piped in runs the code.
+        # Always passed: otherwise transformers asks on stdin, and a piped "y" would run the code.
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         architecture = (config.architectures or [""])[0]
-        own = getattr(config, "auto_map", {}).items()
-        loader = next((auto for auto, place in own if str(place).endswith(f".{architecture}")), "AutoModel")
+        auto_map = getattr(config, "auto_map", {}).items()
+        loader = next((auto for auto, path in auto_map if str(path).endswith(f".{architecture}")), "AutoModel")
         kind = getattr(transformers, architecture, getattr(transformers, loader, transformers.AutoModel))
         model: nn.Module = kind.from_pretrained(name, trust_remote_code=trust_remote_code)
         model.eval()
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"The weights of {str(name)!r} are damaged, or a pickle that could run code when loaded, and are refused. "
-            "Save them as safetensors: model.save_pretrained(FOLDER)."
+            f"The weights of {str(name)!r} are damaged, or a pickle that could run code when loaded. Save them as "
+            "safetensors: model.save_pretrained(FOLDER)."
         ) from error
-    except Exception as error:  # a damaged or hostile folder makes transformers raise nearly anything
+    except Exception as error:  # transformers raises many kinds of errors for invalid folders
         _refuse_remote_code(name, error)
         raise _no_model(name, error) from error
     return model
@@ -102,51 +102,52 @@ def _load_model(transformers: Any, name: str | Path, trust_remote_code: bool) ->
 
 def _no_model(name: str | Path, error: Exception) -> ModelError:
     return ModelError(
-        f"Expected an id of the hub or a folder of transformers as the model, got {str(name)!r}: {_reason(name, error)}"
+        f"Expected a hub id or a transformers folder as the model, got {str(name)!r}: {_reason(name, error)}"
     )
 
 
 def _refuse_remote_code(name: str | Path, error: Exception) -> None:
-    """Raise ModelError where transformers refused to run code that nobody asked to run."""
+    """Raise ModelError if transformers refused to run custom code."""
     if "trust_remote_code" in str(error):
         raise ModelError(
-            f"{printable(name)} brings Python code of its own, which would run on this machine with all your rights: "
-            "read it, and take --trust-remote-code (trust_remote_code=True) if you trust it."
+            f"{printable(name)} requires custom Python code, which would run on this machine with all your rights. "
+            "Review it, and pass --trust-remote-code (trust_remote_code=True) if you trust it."
         ) from error
 
 
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """What prepares images and texts for a model, or images alone, as it was saved beside it.
+    """Load the processor saved with a model, or else its image processor.
 
     Raises:
-        ModelError: there is none, or no such model.
+        ModelError: the model or its processor does not exist.
     """
-    found = _load_part("processor", name, trust_remote_code)
-    return found if hasattr(found, "image_processor") else _load_part("image processor", name, trust_remote_code)
+    processor = _load_part("processor", name, trust_remote_code)
+    has_images = hasattr(processor, "image_processor")
+    return processor if has_images else _load_part("image processor", name, trust_remote_code)
 
 
-def _load_part(what: str, name: str | Path, trust_remote_code: bool = False) -> Any:
-    kind = getattr(_transformers(), _PARTS[what])
-    wordless = is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES)
+def _load_part(part: str, name: str | Path, trust_remote_code: bool = False) -> Any:
+    kind = getattr(_transformers(), _PARTS[part])
+    no_tokenizer = is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES)
     with hub_for(name):
         try:
-            if what == "tokenizer" and wordless:  # transformers would make one that knows no words
+            if part == "tokenizer" and no_tokenizer:  # transformers would create one with an empty vocabulary
                 raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")
             return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except Exception as error:  # likewise
+        except Exception as error:  # of many kinds, as above
             _refuse_remote_code(name, error)
-            if isinstance(error, OSError) and why_absent(name):
+            if isinstance(error, OSError) and offline_hint(name):
                 raise _no_model(name, error) from error
             raise ModelError(
-                f"Expected a {what} beside the model {str(name)!r}, got none: save it there by its save_pretrained, or "
-                f"in Python pass {what.split()[-1]}=. ({_reason(name, error)})"
+                f"Expected a {part} saved with the model {str(name)!r}, got none: save it there with save_pretrained, "
+                f"or pass {part.split()[-1]}= in Python. ({_reason(name, error)})"
             ) from error
 
 
 def _reason(name: str | Path, error: Exception) -> str:
-    """Why a model was not loaded, on one line: that it is not in the cache, or what transformers says."""
-    absent = why_absent(name) if isinstance(error, OSError) else None
-    return absent or " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+    """Return why a model was not loaded, on one line: `offline_hint`, or the message of transformers."""
+    hint = offline_hint(name) if isinstance(error, OSError) else None
+    return hint or " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
 
 
 def _transformers() -> Any:
@@ -154,58 +155,56 @@ def _transformers() -> Any:
 
 
 def tokenizer_of(model: nn.Module, tokenizer: Any = None) -> Any:
-    """The tokenizer that was given, or the one saved where the model was loaded from.
+    """Return the tokenizer given as argument, by default the one saved with the model.
 
     Raises:
-        ModelError: none was given, and the model was not loaded by name.
+        ModelError: no tokenizer is given, and the model was not loaded by name.
     """
     if tokenizer is not None:
         return tokenizer if callable(tokenizer) else _load_part("tokenizer", tokenizer)
     name = library_id(model)
     if name is None:
-        raise ModelError(
-            f"Expected a tokenizer for {type(model).__name__}, which was not loaded by name, got none: pass tokenizer=."
-        )
+        raise ModelError(f"{type(model).__name__} was not loaded by name and requires a tokenizer: pass tokenizer=.")
     return _load_part("tokenizer", name)
 
 
 def saved_tokenizer(model: nn.Module) -> Any:
-    """The tokenizer saved where the model was loaded from; None where there is none, or the model was not loaded."""
+    """Return the tokenizer saved with the model, or None."""
     with suppress(ModelError):
         return tokenizer_of(model)
     return None
 
 
-def plain_numbers(model: nn.Module, count: int) -> list[int]:
-    """So many numbers of a model's tokens, spread over its vocabulary, none of which it names as special."""
-    sizes = [one.num_embeddings for one in (word_embedding(model), *model.modules()) if isinstance(one, nn.Embedding)]
-    size = sizes[0] if sizes else count
+def plain_token_ids(model: nn.Module, count: int) -> list[int]:
+    """Return `count` token ids spread over a model's vocabulary, without special tokens."""
+    modules = (word_embedding(model), *model.modules())
+    size = next((module.num_embeddings for module in modules if isinstance(module, nn.Embedding)), count)
     configs = getattr(model, "config", None), text_config(model)
-    named = [pair for one in configs if hasattr(one, "__dict__") for pair in vars(one).items()]
-    special = {number for name, number in named if isinstance(number, int) and name.endswith(("_token_id", "_index"))}
-    plain = [number for number in range(size) if number not in special] or [0]
-    return [plain[place * max(len(plain) // count, 1) % len(plain)] for place in range(count)]
+    entries = [entry for config in configs if hasattr(config, "__dict__") for entry in vars(config).items()]
+    special = {id for name, id in entries if isinstance(id, int) and name.endswith(("_token_id", "_index"))}
+    plain = [id for id in range(size) if id not in special] or [0]
+    return [plain[index * max(len(plain) // count, 1) % len(plain)] for index in range(count)]
 
 
 def text_config(model: nn.Module) -> Any:
-    """What a model that reads says of itself, or of its part that reads, where it also sees or hears."""
+    """Return the configuration of a model, or of the text part of a multimodal model."""
     config: Any = getattr(model, "config", None)
     return config.gettext_config() if hasattr(config, "gettext_config") else config
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """For how many tokens a model has positions, by its own word; None where it does not say."""
-    found = getattr(text_config(model), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    """Return the maximum number of positions in a model's configuration, or None."""
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 @contextmanager
 def reading(model: nn.Module, ids: Tensor | None = None) -> Iterator[None]:
-    """Run a model on a text of these numbers [batch, tokens]; what it cannot read is told in words.
+    """Translate errors of a forward pass over token ids [batch, tokens].
 
     Raises:
-        OptionError: the text is longer than the model's positions, or has tokens that it does not know.
-        UnsupportedModelError: it wants a text for its decoder, too.
+        OptionError: the text is longer than the model's positions, or has token ids outside its vocabulary.
+        UnsupportedModelError: the model also requires a text for its decoder.
     """
     try:
         yield
@@ -216,71 +215,68 @@ def reading(model: nn.Module, ids: Tensor | None = None) -> Iterator[None]:
         known = getattr(word_embedding(model), "num_embeddings", None)
         if isinstance(error, ValueError) and has_encoder(model) and "inputs_embeds" in str(error):
             raise UnsupportedModelError(
-                f"{kind} reads with an encoder and a decoder, expected one of them: pass the part that reads, "
-                "model.get_encoder(), in Python."
+                f"{kind} has an encoder and a decoder. Pass its encoder, model.get_encoder(), in Python."
             ) from error
         if ids is not None and known is not None and int(ids.max()) >= known:
             raise OptionError(
-                f"Expected tokens that {kind} knows, numbered below {known}, got {int(ids.max())}: the tokenizer is "
-                "that of another model."
+                f"Expected token ids of {kind} below {known}, got {int(ids.max())}: the tokenizer is of another model."
             ) from error
-        # Some models begin to count at 2.
+        # The position ids of some models begin at 2.
         if ids is not None and limit is not None and ids.shape[1] > limit - 4:
             raise OptionError(
-                f"Expected a text for which {kind} has positions, {limit} at most, got {ids.shape[1]} tokens: take a "
-                "part of it."
+                f"Expected at most {limit} tokens, the positions of {kind}, got {ids.shape[1]}: shorten the text."
             ) from error
         raise
 
 
 def refuse_static(cache: Any) -> None:
-    """Refuse a cache of keys that has its full length from the beginning, mostly empty.
+    """Check that a key–value cache is not static (preallocated at full length).
 
     Raises:
-        UnsupportedModelError: it is one.
+        UnsupportedModelError: the cache is static.
     """
     cache = getattr(cache, "self_attention_cache", cache)
     kinds = [type(cache).__name__, *(type(layer).__name__ for layer in getattr(cache, "layers", ()))]
     static = next((kind for kind in kinds if kind.startswith("Static")), None)
     if static is not None:
         raise UnsupportedModelError(
-            f"Expected a cache that grows with the text, got a {static}, which has room for keys that do not exist: "
-            "leave out cache_implementation and past_key_values, or pass a DynamicCache."
+            f"Expected a dynamic cache, got {static}, which includes empty keys: omit cache_implementation and "
+            "past_key_values, or pass a DynamicCache."
         )
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """The part of a model of transformers that writes."""
-    of_theirs: Any = model
-    decoder: nn.Module | None = of_theirs.get_decoder()
-    if decoder is None:  # before transformers 5, of most models that have no other part
-        decoder = of_theirs.base_model
+    """Return the decoder of a transformers model."""
+    pretrained: Any = model
+    decoder: nn.Module | None = pretrained.get_decoder()
+    if decoder is None:  # most decoder-only models before transformers 5
+        decoder = pretrained.base_model
     return decoder
 
 
 def decoder_path(model: nn.Module) -> str:
-    """The path of the part that writes, inside a model that may see or hear as well; empty where it is the model."""
+    """Return the module path of the decoder in a model; empty if it is the model itself."""
     decoder = decoder_of(model)
     return next((path for path, module in model.named_modules() if module is decoder), "")
 
 
 def has_encoder(model: nn.Module) -> bool:
-    """Whether a model writes with a decoder that attends to an encoder."""
+    """Return True for an encoder–decoder model."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def generation_setting(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
-    """What `generate` makes of a setting with these arguments: theirs, their generation_config's, or the model's."""
+    """Return a setting as `generate` does: from its arguments, their generation_config, or the model's."""
     if name in given:
         return given[name]
     configs = given.get("generation_config"), model.generation_config
-    return next((value for one in configs if (value := getattr(one, name, None)) is not None), None)
+    return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
 
 def mask_of(model: nn.Module, given: Mapping[str, Any], ids: Tensor) -> Tensor:
-    """The attention mask that `generate` makes of numbers [batch, tokens] where none is given: 0 where padding stands.
+    """Return the default attention mask of `generate` for ids [batch, tokens], 0 at padding.
 
-    As there, nothing is padding where its number also ends texts, or where an encoder reads it.
+    As in transformers, there is no padding if its id is also an end token, or for encoder–decoder models.
     """
     pad, ends = (generation_setting(model, given, f"{name}_token_id") for name in ("pad", "eos"))
     ends = [ends] if isinstance(ends, int) else list(ends or ())
@@ -289,45 +285,43 @@ def mask_of(model: nn.Module, given: Mapping[str, Any], ids: Tensor) -> Tensor:
 
 
 def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse what a rollout cannot be followed through, by name.
+    """Check that rollout supports a call of `generate`.
 
     Args:
-        model: what shall write.
+        model: the model that generates.
         given: the arguments of its `generate`.
 
     Raises:
-        UnsupportedModelError: the model writes no text.
-        OptionError: it shall write with beams or an assistant, or go on from a cache.
+        UnsupportedModelError: the model does not generate text.
+        OptionError: the call uses beam search, an assistant, guidance, a static cache or a filled one.
     """
     if not (hasattr(model, "can_generate") and model.can_generate()):  # type: ignore[operator]
         raise UnsupportedModelError(
-            f"Expected a model of transformers that writes, such as AutoModelForCausalLM loads, got "
-            f"{type(model).__name__}: it has no generate. Use vitflow.text.explain_text to see what it reads."
+            f"Expected a generative model of transformers, such as from AutoModelForCausalLM, got "
+            f"{type(model).__name__} without generate. Use vitflow.text.explain_text."
         )
     scale = generation_setting(model, given, "guidance_scale")
     if scale not in (None, 1, 1.0):
         raise OptionError(
-            f"Expected words by the model's own logits, got guidance_scale={scale}, which mixes those of a second text "
-            "that is read beside: leave it out."
+            f"guidance_scale={scale} is not supported, as it mixes in the logits of a second text: omit it."
         )
     config: Any = copy.deepcopy(given.get("generation_config") or model.generation_config)
     config.update(**given)
     mode = str(config.get_generation_mode(given.get("assistant_model")).value)
-    if mode not in _FOLLOWED:
+    if mode not in _MODES:
         raise OptionError(
-            f"Expected {' or '.join(_FOLLOWED)}, where every token follows the one before, got {mode}: pass "
-            "num_beams=1, and neither assistant_model, prompt_lookup_num_tokens, penalty_alpha nor constraints."
+            f"Expected the generation mode {' or '.join(_MODES)}, got {mode}: pass num_beams=1, and omit "
+            "assistant_model, prompt_lookup_num_tokens, penalty_alpha and constraints."
         )
-    named = str(getattr(config, "cache_implementation", None) or "")
-    if "static" in named:
+    implementation = str(getattr(config, "cache_implementation", None) or "")
+    if "static" in implementation:
         raise OptionError(
-            f"Expected a cache that grows with the text, got cache_implementation={named!r}, which has room for keys "
-            "that do not exist: leave it out."
+            f"Expected a dynamic cache, got cache_implementation={implementation!r} with empty keys: omit it."
         )
     cache = given.get("past_key_values")
     refuse_static(cache)
     if cache is not None and cache.get_seq_length():
         raise OptionError(
             f"Expected the whole prompt, got past_key_values with {cache.get_seq_length()} tokens, whose attention was "
-            "not seen: leave them out."
+            "not recorded: omit them."
         )

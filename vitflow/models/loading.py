@@ -1,4 +1,4 @@
-"""Load a model: a timm id, hf-hub:, local-dir:, a folder or file, or `demo`."""
+"""Load a model by name: a timm id, hf-hub:, local-dir:, a folder or file, or `demo`."""
 
 import sys
 import warnings
@@ -17,8 +17,8 @@ from vitflow.models.facts import remember_name
 from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
 from vitflow.models.libraries import class_count
 
-# Numbers that a model may have beyond twice those of a file: classes that the file lacks.
-_SLACK = 25_000_000
+# Parameters allowed beyond twice those of the file, for classes that the file lacks.
+_EXTRA_PARAMETERS = 25_000_000
 
 
 def load_model(
@@ -33,20 +33,20 @@ def load_model(
     """Load a model by name, in eval mode, on the CPU.
 
     Args:
-        name: a timm model id, with its tag or without ("vit_base_patch16_224.augreg2_in21k_ft_in1k");
-            "hf-hub:owner/repo"; "local-dir:folder" or the folder itself (config.json beside the weights, as timm saves
-            them); a `.safetensors` file that names its own architecture; or "demo", the model that vitflow ships. Or a
-            model of transformers, by its id ("openai/clip-vit-base-patch16") or folder;
-            "open_clip:ViT-B-32/openai"; or "demo-text", the pair of images and sentences that vitflow ships.
+        name: a timm model id with or without tag ("vit_base_patch16_224.augreg2_in21k_ft_in1k");
+            "hf-hub:owner/repo"; "local-dir:folder" or the folder itself (config.json and weights, as saved by timm);
+            a `.safetensors` file with an architecture in its metadata; "demo", the bundled model; a transformers model
+            by id ("openai/clip-vit-base-patch16") or folder; "open_clip:ViT-B-32/openai"; or "demo-text", the bundled
+            image–text model.
         checkpoint: weights to load instead of those from the hub: safetensors, or a torch file loaded with
             `weights_only=True`. A class count or image size that differs from the model's is taken from the file.
-        num_classes: build the model with that many classes.
+        num_classes: number of classes of the model.
         class_names: a file of class names (one per line, or JSON), the names in order, or {index: name}.
-        dynamic_img_size: build the model so that it takes images of any size (needed for fit="native").
+        dynamic_img_size: build a timm model for images of any size (required for fit="native").
         options: further keyword arguments for `timm.create_model`.
 
     Raises:
-        ModelError: no such model, the hub cannot be reached, or the weights do not fit; the message names the remedy.
+        ModelError: the model is unknown, the hub is unreachable, or the weights do not fit; with a remedy.
 
     >>> model = load_model("demo")
     >>> model.training
@@ -56,7 +56,7 @@ def load_model(
     model: nn.Module
     if name.startswith("open_clip:") or is_of_transformers(name):
         if checkpoint is not None or num_classes is not None:
-            raise OptionError(f"{name!r} brings its own weights: leave out the checkpoint and the number of classes.")
+            raise OptionError(f"{name!r} includes weights: omit the checkpoint and the number of classes.")
         return (load_open_clip if name.startswith("open_clip:") else load_transformers)(name)
     if dynamic_img_size:
         options["dynamic_img_size"] = True
@@ -67,7 +67,7 @@ def load_model(
         checkpoint = checkpoint or _folder_weights(name)
         if checkpoint is not None:
             model = _from_checkpoint(name, read_checkpoint(checkpoint), Path(checkpoint), num_classes, options)
-            # A tag beside a file says which weights it holds; an architecture does not, nor does a folder's config.
+            # A name with a tag identifies the weights of a file; an architecture or a folder's config does not.
             known = timm.is_model(name) and "." in name
         else:
             if num_classes is not None:
@@ -86,13 +86,13 @@ def _demo(checkpoint: str | Path | None, options: dict[str, Any]) -> nn.Module:
     from vitflow.demo import load_demo_model
 
     if checkpoint is not None:
-        raise OptionError("The demo model brings its own weights: leave out the checkpoint, or name another model.")
+        raise OptionError("The demo model includes weights: omit the checkpoint, or choose another model.")
     model: nn.Module = load_demo_model(**options)
     return model
 
 
 def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path | None]:
-    """Turn a path into what timm loads: a folder into "local-dir:", a weights file into architecture and checkpoint."""
+    """Convert a path for timm: a folder to "local-dir:", a weights file to architecture and checkpoint."""
     path = Path(name)
     if name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
         return name, checkpoint
@@ -104,19 +104,19 @@ def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path |
             return f"local-dir:{path.parent}", checkpoint or path
         if "architecture" not in metadata:
             raise ModelError(
-                f"{path} holds weights but does not name their architecture: give the timm id as the model and this "
-                "file as the checkpoint."
+                f"{path} has no architecture in its metadata: pass the timm id as the model and this file as the "
+                "checkpoint."
             )
         if not timm.is_model(metadata["architecture"]):
             raise ModelError(
-                f"Expected {path} to name a model of timm as its architecture, got {metadata['architecture'][:60]!r}."
+                f"Expected a timm model as the architecture of {path}, got {metadata['architecture'][:60]!r}."
             )
         return metadata["architecture"], checkpoint or path
     return name, checkpoint
 
 
 def _folder_weights(name: str) -> Path | None:
-    """The weights of a folder as timm saves it, which vitflow reads itself, with all its checks."""
+    """Return the weights file in a folder saved by timm; vitflow loads it to apply its checks."""
     if not name.startswith("local-dir:"):
         return None
     folder = Path(name.removeprefix("local-dir:"))
@@ -127,19 +127,19 @@ def _folder_weights(name: str) -> Path | None:
 def _from_checkpoint(
     name: str, checkpoint: Checkpoint, path: Path, num_classes: int | None, options: dict[str, Any]
 ) -> nn.Module:
-    """Build the model without weights, with the file's own class count and image size, and load the file into it."""
+    """Build the model with the file's class count and image size, and load the file's weights."""
     weights, notes = checkpoint.weights, []
     options = {**fitting.architecture_options(checkpoint.metadata, path), **options}
     config = fitting.input_config(checkpoint.metadata, path)
     with without_values():
         draft = create_model(name, pretrained=False, **options)
     fitting.check_numbers(weights, draft, path)
-    if _count(draft.state_dict()) > 2 * _count(weights) + _SLACK:
-        raise fitting.misfit(weights, weights, draft, path, name)  # before memory is taken for such a model
+    if _count(draft.state_dict()) > 2 * _count(weights) + _EXTRA_PARAMETERS:
+        raise fitting.misfit(weights, weights, draft, path, name)  # before memory is allocated
     classifier, rows = fitting.class_rows(weights, draft)
     if num_classes is None and rows is not None and class_count(draft) not in (None, rows):
         num_classes = rows
-        notes.append(f"{path.name} has {rows} classes, {name} by default {class_count(draft)}: taking the file's.")
+        notes.append(f"{path.name} has {rows} classes, {name} by default {class_count(draft)}: using {rows}.")
     elif num_classes is None and classifier and f"{classifier}.weight" not in weights:
         num_classes = 0
         notes.append(f"{path.name} has no classifier weights: {name} is loaded without classes.")
@@ -148,17 +148,15 @@ def _from_checkpoint(
     side = fitting.trained_side(weights, draft)
     if side is not None and "img_size" not in options:
         options["img_size"] = side
-        notes.append(
-            f"{path.name} was trained on {side} × {side} pixels, {name} by default on others: taking the file's size."
-        )
+        notes.append(f"{path.name} was trained on {side} × {side} pixels, unlike {name}: using {side} × {side}.")
     model: nn.Module = create_model(name, pretrained=False, **options)
     _load_weights(model, weights, path, name)
-    for note in notes:  # of weights that do not fit, they would be wrong
+    for note in notes:  # only once the weights are known to fit
         warnings.warn(note, VitflowWarning, stacklevel=3)
     if checkpoint.class_names is not None:
         _name_classes(model, checkpoint.class_names)
-    own: dict[str, Any] = getattr(model, "pretrained_cfg", {})
-    own.update(config)
+    pretrained_cfg: dict[str, Any] = getattr(model, "pretrained_cfg", {})
+    pretrained_cfg.update(config)
     return model
 
 
@@ -170,7 +168,7 @@ def _load_weights(model: nn.Module, raw: Mapping[str, Tensor], path: Path, name:
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
         weights = adapt(dict(raw), model) if adapt else raw
-    except Exception as error:  # timm's own, made for weights that fit
+    except Exception as error:  # timm assumes weights that fit
         raise fitting.misfit(raw, raw, model, path, name, type(error).__name__) from error
     fitting.check_numbers(weights, model, path)
     try:
@@ -182,6 +180,6 @@ def _load_weights(model: nn.Module, raw: Mapping[str, Tensor], path: Path, name:
 
 
 def _name_classes(model: nn.Module, names: ClassNames) -> None:
-    found = checked_class_names(names, class_count(model))
+    labels = checked_class_names(names, class_count(model))
     config = getattr(model, "pretrained_cfg", None)
-    model.pretrained_cfg = {**(config or {}), "label_names": found, "label_descriptions": None}  # type: ignore[assignment]
+    model.pretrained_cfg = {**(config or {}), "label_names": labels, "label_descriptions": None}  # type: ignore[assignment]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.models.anatomy import tensors_in
-from vitflow.models.languages import plain_numbers
+from vitflow.models.languages import plain_token_ids
 from vitflow.models.libraries import forward_options
 from vitflow.recording.isolation import Hook, aside, device_of, evaluating, uncompiled
 
@@ -157,7 +157,7 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def _test_causal(model: nn.Module) -> bool:
-    *ids, other = plain_numbers(model, _LENGTH + 1)
+    *ids, other = plain_token_ids(model, _LENGTH + 1)
     text = torch.tensor([ids], device=device_of(model))
     with torch.no_grad(), aside():
         before = _token_outputs(model, text)

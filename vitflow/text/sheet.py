@@ -191,8 +191,11 @@ class Sheet(View):
                     ink = {"color": "white"} if abs(cell.shade) > 0.55 else {}
                     axes.text(x, y, cell.text, ha="center", va="center_baseline", **plain(SMALL - 1) | ink)
         if self.rest is not None:
-            labels = [(-0.5, self.rest_name, "bottom"), *((y, str(table[y].rest), "center_baseline") for y in ys)]
-            for row_y, text, align in labels:
+            rest_labels: list[tuple[float, str, str]] = [
+                (-0.5, self.rest_name, "bottom"),
+                *((y, str(table[y].rest), "center_baseline") for y in ys),
+            ]
+            for row_y, text, align in rest_labels:
                 axes.text(columns - 0.5 + 0.06 / width, row_y, text, va=align, **plain(SMALL) | {"color": GREY})
         return charts.framed(figure, self.title if framed else "", self._foot if framed else ())
 
