@@ -41,6 +41,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.option_types
+	$(BIN)/python -m tests.language
 
 # The source distribution and the wheel, checked, and tried in an empty environment.
 dist: install

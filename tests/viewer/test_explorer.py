@@ -280,24 +280,24 @@ def test_a_click_asks_a_patch_and_the_pointer_reads_values(page, data):
 
 
 def test_a_map_that_cannot_be_asked_says_so_over_the_image(page):
-    told = page.locator("#panel-a .told")
+    told = page.locator("#panel-a .message")
     page.mouse.click(*point_of(page, "a", 4, 9))
     assert told.is_hidden() and page.locator("#keys").text_content().startswith("Click a patch")
     page.get_by_role("tab", name="GAE").click()
     until(page, "panels.a.map.own")
-    silent = "GAE was made for the whole answer, and cannot be asked for one patch."
-    silent += " Attention rollout, Raw attention and Similar patches can."
+    silent = "GAE was computed for the whole output and is not available for a single patch."
+    silent += " Use Attention rollout, Raw attention or Similar patches."
     assert page.locator("#silent").is_visible() and page.locator("#asking").is_hidden()
     for ask in (lambda: page.mouse.click(*point_of(page, "a", 4, 9)), lambda: page.keyboard.press("ArrowRight")):
         page.evaluate("update()")
-        until(page, "panels.a.told.hidden")
+        until(page, "panels.a.message.hidden")
         ask()
         assert told.text_content() == silent == page.locator("#silent").text_content()
         inside, stage = told.bounding_box(), page.locator("#panel-a .stage").bounding_box()
         assert stage["y"] < inside["y"] and inside["y"] + inside["height"] < stage["y"] + stage["height"]
         assert told.evaluate("(one) => getComputedStyle(one).pointerEvents") == "none"
     page.get_by_role("tab", name="Attention rollout").click()
-    until(page, "panels.a.told.hidden && panels.a.map.layers !== null")
+    until(page, "panels.a.message.hidden && panels.a.map.layers !== null")
 
 
 def test_colours_can_be_chosen_where_they_go_out_from_zero(page):
@@ -333,10 +333,10 @@ def test_who_opens_the_page_is_invited_to_click_until_something_is_asked(browser
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     address = (place / "page.html").as_uri()
     page.goto(address)
-    told = page.locator("#panel-a .told")
+    told = page.locator("#panel-a .message")
     told.wait_for(state="visible")
-    assert told.text_content() == "Click a patch: what does it look at?"
-    assert page.locator("#panel-b .told").is_hidden()
+    assert told.text_content() == "Click a patch to see its attention."
+    assert page.locator("#panel-b .message").is_hidden()
     page.mouse.click(*point_of(page, "a", 4, 9))
     told.wait_for(state="hidden")
     page.evaluate("begin({})")  # the whole answer again: the reader knows by now
@@ -362,10 +362,10 @@ def test_tabs_say_which_maps_can_be_asked_of_a_patch(page):
 @pytest.mark.parametrize("mode", ["rollout", "attention"])
 def test_the_map_of_a_patch_is_told_and_shown_beside_that_of_the_whole_answer(page, data, mode):
     whole, _ = map_of(page, map=mode)
-    assert page.locator("#panel-a .beside").is_hidden()
+    assert page.locator("#panel-a .comparison").is_hidden()
     own, _ = map_of(page, map=mode, patch="4,9")
     alike = np.corrcoef(own.ravel(), whole.ravel())[0, 1]
-    told = page.locator("#panel-a .alike").text_content()
+    told = page.locator("#panel-a .correlation").text_content()
     assert told == f"Correlation with the map of the whole answer: {alike:.2f}. ".replace("-", "−")
     page.locator("#panel-a .less").click()
     until(page, "state.less && panels.a.map.ends")

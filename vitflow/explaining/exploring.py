@@ -174,7 +174,7 @@ class _Explorer:
         scores = outputs.scores(logits)[0]
         for index in scores.topk(min(_ANSWERS, len(scores))).indices.tolist():
             score = Score.of(scores, index, outputs)
-            explored.answers.append({"name": score.name, "probability": score.probability, "told": score.display})
+            explored.answers.append({"name": score.name, "probability": score.probability, "display": score.display})
 
     def _features(self, trace: Trace, explored: ExploredImage) -> None:
         """Add the patch features, if they have a patch grid."""
@@ -246,7 +246,7 @@ def _map(saliency: Saliency) -> dict[str, Any]:
         "label": printable(saliency.label) if saliency.class_specific else "",
         "class_index": record["class_index"],
         "probability": saliency.probability,
-        "told": saliency.score.display,
+        "display": saliency.score.display,
         "ends": list(map(printable, ends(saliency.score, saliency.class_specific))),
         "options": record["options"],
         "departures": departures(get_method(saliency.method), saliency.options),

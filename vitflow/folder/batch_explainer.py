@@ -124,13 +124,13 @@ class BatchExplainer:
         return {name: _column_of(records, name, kind) for name, kind in kinds.items()} | {"id": np.asarray(ids)}
 
     @staticmethod
-    def map_of(found: Mapping[str, Any], row: int, label: str) -> Any:
+    def map_of(result: Mapping[str, Any], row: int, label: str) -> Any:
         """Return a map from the result of a call, float32 [rows, cols], and its placement on its image.
 
         Raises:
             ShapeError: the image of that row has no such map.
         """
-        return columns.map_of({name: values[row] for name, values in found.items()}, label)
+        return columns.map_of({name: values[row] for name, values in result.items()}, label)
 
     def _loaded(self) -> Batches:
         if self._batches is None:

@@ -184,7 +184,7 @@ def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Af
 
 
 def key_affinity(layers: Sequence[Tensor]) -> Affinity:
-    """Likeness of the patches' keys: K = Sinkhorn of ((mean over layers of cos(k_i, k_j))⁺)⁴.
+    """Similarity of the patches' keys: K = Sinkhorn of ((mean over layers of cos(k_i, k_j))⁺)⁴.
 
     Args:
         layers: key vectors of each layer, heads side by side, [batch, patches, width]; cosines are taken in their

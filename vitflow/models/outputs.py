@@ -29,7 +29,7 @@ _NO_REST = "Expected several outputs for a contrast with the rest, got one: leav
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Outputs:
-    """What an image can be asked about: numbers that are computed from what a model returns.
+    """Outputs that can be explained: scores computed from what a model returns.
 
     Attributes:
         function: maps the output of the model to numbers [batch, k], through which gradients pass; None for the logits
@@ -70,29 +70,33 @@ class Outputs:
             object.__setattr__(self, "activation", "sigmoid")
 
     def numbers(self, output: Any) -> Tensor | None:
-        """The numbers [batch, k] of what a model returned; of its own classes what it returned, which may be None.
+        """Compute the scores [batch, k] from a model's output; for the model's classes its logits, or None.
 
         Raises:
             ModelError: the function failed, or gave something else than k numbers an image that gradients pass.
         """
         if self.function is None:
             return logits_of(output)
-        found = _called(self.function, output)
+        scores = _called(self.function, output)
         k = "outputs" if self.count is None else f"{self.count}, one for each name" if self.names else str(self.count)
-        if not isinstance(found, Tensor) or found.ndim != 2 or self.count not in (None, found.shape[1]):
-            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.60}"
+        if not isinstance(scores, Tensor) or scores.ndim != 2 or self.count not in (None, scores.shape[1]):
+            got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"{scores!r:.60}"
             raise ModelError(
                 f"Expected `outputs` to return a tensor [images, {k}] for the output of the model "
                 f"({in_words(output)}), got {got}."
             )
-        if not found.is_floating_point():
-            raise ModelError(f"Expected floating-point scores from `outputs`, got {found.dtype}.")
-        if torch.is_grad_enabled() and not found.requires_grad and any(one.requires_grad for one in tensors_in(output)):
+        if not scores.is_floating_point():
+            raise ModelError(f"Expected floating-point scores from `outputs`, got {scores.dtype}.")
+        if (
+            torch.is_grad_enabled()
+            and not scores.requires_grad
+            and any(one.requires_grad for one in tensors_in(output))
+        ):
             raise ModelError(
                 "`outputs` is not differentiable: remove detach(), torch.no_grad(), NumPy calls, argmax and "
                 "comparisons, or use a method without gradients, such as rollout or occlusion."
             )
-        return found
+        return scores
 
     def fingerprint(self) -> dict[str, Any]:
         """Every difference between these outputs and the classes of the model, ready for JSON.
@@ -111,7 +115,7 @@ class Outputs:
         }
 
     def with_rest(self, output: Any) -> list[Tensor]:
-        """The numbers [batch, k], and [batch, k] or [batch, 1] of `rest` if there is one; empty without logits.
+        """Compute the scores [batch, k], followed by those of `rest`, [batch, k] or [batch, 1]; empty without logits.
 
         Raises:
             ModelError: as `numbers`; or `rest` failed or gave another shape.
@@ -132,7 +136,7 @@ class Outputs:
         return logits_of if self.function is None else self.numbers
 
     def against_rest(self) -> "Outputs":
-        """The same outputs, each minus its reference: the mean of the others, unless `rest` is given.
+        """Return these outputs, each minus its reference: the mean of the others, unless `rest` is given.
 
         Raises:
             OptionError: there is one answer, and nothing stands against it.
@@ -152,7 +156,7 @@ class Outputs:
         return numbers - (numbers.sum(dim=1, keepdim=True) - numbers) / (numbers.shape[1] - 1)
 
     def scores(self, numbers: Tensor) -> Tensor:
-        """The numbers [..., k] as they are told: probabilities, cosines, or as they are; float64 on the CPU."""
+        """Return the reported scores [..., k]: probabilities, cosines, or unchanged values; float64 on the CPU."""
         return activate(numbers, self.activation) / (self.scale if self.activation == "cosine" else 1.0)
 
     def tried(self, run: Callable[[Tensor], Any], pixels: Tensor, *, alone: bool = True) -> "Outputs":
@@ -176,7 +180,7 @@ class Outputs:
         return replace(self, count=together[0].shape[1] if together[0].ndim == 2 else 0)
 
     def _mixed(self, run: Callable[[Tensor], Any], pixels: Tensor, together: Sequence[Tensor], index: int) -> bool:
-        """Whether the row of one of two images differs from its row alone by more than rounding."""
+        """Return True if the scores of two images differ from those of each image alone by more than rounding."""
         alone, rounding = self._rows(run, pixels[index : index + 1]), _ROUNDING.get(pixels.dtype, 2e-2)
         if all(_near(one[index], single[0], rounding) for one, single in zip(together, alone, strict=True)):
             return False
@@ -190,14 +194,14 @@ class Outputs:
 
     def _rows(self, run: Callable[[Tensor], Any], pixels: Tensor) -> list[Tensor]:
         """As `with_rest` of a batch; ModelError unless there is a row for each of its images."""
-        found = self.with_rest(output := run(pixels))
-        if not found:
+        scores = self.with_rest(output := run(pixels))
+        if not scores:
             raise no_logits(output, "the model")
-        if found[0].shape[0] != len(pixels):
+        if scores[0].shape[0] != len(pixels):
             raise ModelError(
-                f"Expected a row of outputs for each image, got {found[0].shape[0]} for {len(pixels)} images."
+                f"Expected a row of outputs for each image, got {scores[0].shape[0]} for {len(pixels)} images."
             )
-        return found
+        return scores
 
 
 def _near(one: Tensor, other: Tensor, share: float) -> bool:
@@ -207,7 +211,7 @@ def _near(one: Tensor, other: Tensor, share: float) -> bool:
 
 
 def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None, activation: str | None) -> Outputs:
-    """The outputs that a caller's function computes from what a model returns.
+    """Return the outputs that a caller's function computes from a model's output.
 
     Raises:
         OptionError: it is no function.
@@ -222,7 +226,7 @@ def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None,
 
 
 def similarity_outputs(vectors: Tensor, names: Sequence[str], images: Sequence[NDArray[np.uint8]]) -> Outputs:
-    """The cosines of an image's features to those of reference images.
+    """Return the cosines of an image's features with those of reference images.
 
     Args:
         vectors: features of the references, [images, width].
@@ -243,19 +247,19 @@ def similarity_outputs(vectors: Tensor, names: Sequence[str], images: Sequence[N
 
 
 def features_of(output: Any) -> Tensor:
-    """The features [batch, width] of a model that ends in them; of one that pools no tokens, those of its first token.
+    """Return the features [batch, width] of a model without head; without pooling, those of the first token.
 
     Raises:
         ModelError: it returns none.
     """
-    found = logits_of(output)
-    if found is None or found.ndim not in (2, 3):
+    features = logits_of(output)
+    if features is None or features.ndim not in (2, 3):
         raise ModelError(f"Expected a model that ends in features [batch, width], got {in_words(output)}.")
-    return found if found.ndim == 2 else found[:, 0]
+    return features if features.ndim == 2 else features[:, 0]
 
 
 def cosines(features: Any, vectors: Tensor) -> Tensor:
-    """The cosines [batch, vectors] of features [batch, width] and unit vectors [vectors, width], float32 at least."""
+    """Compute the cosines [batch, vectors] of features [batch, width] and unit vectors [vectors, width], in float32."""
     wide = features.to(torch.promote_types(features.dtype, torch.float32))
     return normalize(wide, dim=-1) @ vectors.to(wide).mT
 
@@ -265,7 +269,7 @@ def _sha256(image: NDArray[np.uint8]) -> str:
 
 
 def _made_of(function: Any) -> dict[str, Any]:
-    """A function by its name and the hash of its source; a module by the hash of its weights, too.
+    """Identify a function by its name and the hash of its source; a module also by the hash of its weights.
 
     Functions of vitflow itself are described by `Outputs.made_of` alone.
     """
@@ -282,7 +286,7 @@ def _made_of(function: Any) -> dict[str, Any]:
 
 
 def _called(function: Callable[[Any], Tensor], output: Any) -> Any:
-    """The result of a caller's function; ModelError if it fails, in any way."""
+    """Call a caller's function; ModelError if it fails in any way."""
     try:
         return function(output)
     except VitflowError:
@@ -295,7 +299,7 @@ def _called(function: Callable[[Any], Tensor], output: Any) -> Any:
 
 
 def activate(logits: Tensor, activation: str) -> Tensor:
-    """The scores [..., outputs] after the activation, float64 on the CPU: logits as probabilities, others as they are.
+    """Apply the activation to scores [..., outputs], float64 on the CPU: logits become probabilities.
 
     A single logit is read by a sigmoid, as a softmax of it would always be 1.
 
@@ -310,7 +314,7 @@ def activate(logits: Tensor, activation: str) -> Tensor:
 
 
 def log_odds(logits: Tensor, activation: str) -> Tensor:
-    """The log-odds of each class against all others that logits [..., classes] stand for, float64 on the CPU.
+    """Return the log-odds of each class from logits [..., classes], float64 on the CPU.
 
     Of a softmax `z_t − logsumexp` of the other logits; those of a sigmoid are log-odds as they are, and so is the one
     logit of a model that has nothing else to answer. Their size is that of the logits, however sure the model is.

@@ -80,7 +80,7 @@ class ImageTower(nn.Module):
 
 
 def is_pair(model: nn.Module) -> bool:
-    """Whether a model reads texts beside images, to compare them."""
+    """Return True if a model compares texts with images."""
     texts = ("get_text_features", "vision_model") if hasattr(model, "vision_model") else ("encode_text", "visual")
     return hasattr(model, "logit_scale") and all(hasattr(model, name) for name in texts)
 
@@ -114,13 +114,13 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
         )
     tower = ImageTower(owner.vision_model, getattr(owner, "visual_projection", None))
     tower.note = model_note(model)
-    told = getattr(processor, "image_processor", None)
-    seen = library_data_config(model) | ({} if told is None else from_processor(told.to_dict()))
+    image_processor = getattr(processor, "image_processor", None)
+    seen = library_data_config(model) | ({} if image_processor is None else from_processor(image_processor.to_dict()))
     return Pair(tower, _texts(owner, processor), **numbers, data_config=seen, name=_called(model))
 
 
 def _called(model: nn.Module) -> str:
-    """The name that a model was loaded by, or of its class."""
+    """Return the name by which a model was loaded, or that of its class."""
     return str(getattr(model, "_loaded_name", None) or library_id(model) or type(model).__name__)
 
 
@@ -149,7 +149,7 @@ def refuse_without_prompts(model: nn.Module) -> None:
 
 
 def _texts(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
-    """What embeds texts by a model of transformers."""
+    """Return the function that embeds texts with a model of transformers."""
     settings = getattr(model.config, "text_config", model.config)
     length = int(getattr(settings, "max_position_embeddings", 77))
     whole = getattr(model, "logit_bias", None) is not None  # SigLIP: always the full length, small letters, no mask
@@ -164,8 +164,8 @@ def _texts(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
         device = next(model.parameters()).device
         output = model.get_text_features(**{name: read[name].to(device) for name in names if name in read})
         # A tensor in transformers 4, an output with fields in 5.
-        found: Tensor = output if isinstance(output, Tensor) else output.pooler_output
-        return found
+        features: Tensor = output if isinstance(output, Tensor) else output.pooler_output
+        return features
 
     return embed
 
@@ -204,21 +204,21 @@ def _tokenizer_of(model: nn.Module) -> Any:
 
 
 def _open_clip_texts(model: Any, tokenizer: Any) -> Callable[[list[str]], Tensor]:
-    """What embeds texts by a model of open_clip."""
+    """Return the function that embeds texts with a model of open_clip."""
     tokenizer = tokenizer or getattr(model, "_loaded_tokenizer", None)
 
     def embed(texts: list[str]) -> Tensor:
         if not callable(tokenizer):
             name = type(model).__name__
             raise ModelError(f"{name} of open_clip needs its tokenizer: processor=open_clip.get_tokenizer(name).")
-        found: Tensor = model.encode_text(tokenizer(texts).to(next(model.parameters()).device))
-        return found
+        features: Tensor = model.encode_text(tokenizer(texts).to(next(model.parameters()).device))
+        return features
 
     return embed
 
 
 def _open_clip_facts(model: Any) -> dict[str, Any]:
-    """What a tower of open_clip wants to see, in timm's words, and its name."""
+    """Return the data config of an open_clip tower, as in timm, and its name."""
     cfg = dict(getattr(model.visual, "preprocess_cfg", None) or {})
     size: Any = cfg.get("size") or getattr(model.visual, "image_size", 224)
     height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
@@ -277,9 +277,9 @@ def prompts(
     return Prompts(tuple(texts), _checked(texts, templates), processor, raw)
 
 
-def prompt_outputs(pair: Pair, asked: Prompts) -> Outputs:
-    """The outputs of an image–text model for prompts: cos · scale + bias of unit vectors."""
-    texts, frames, raw = asked.texts, asked.templates, asked.raw
+def prompt_outputs(pair: Pair, prompts: Prompts) -> Outputs:
+    """Return the outputs of an image–text model for prompts: cos · scale + bias of unit vectors."""
+    texts, frames, raw = prompts.texts, prompts.templates, prompts.raw
     with torch.inference_mode(False), torch.no_grad():
         vectors = _embedded(pair, [*texts, ""], frames)
     vectors, empty = vectors[:-1], vectors[-1:]
@@ -315,8 +315,8 @@ def _checked(prompts: Sequence[str], templates: str | Sequence[str] | None) -> t
 
 
 def _embedded(pair: Pair, texts: Sequence[str], frames: Sequence[str]) -> Tensor:
-    """Unit vectors of texts [texts, width], means over the sentences that they are put into."""
+    """Return unit vectors of texts [texts, width], the means over their templates."""
     sentences = [frame.replace("{}", text) for text in texts for frame in frames]
-    found = pair.embed(sentences)
-    units = normalize(found.detach().to(torch.promote_types(found.dtype, torch.float32)).cpu(), dim=-1)
+    vectors = pair.embed(sentences)
+    units = normalize(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)).cpu(), dim=-1)
     return normalize(units.unflatten(0, (len(texts), len(frames))).mean(dim=1), dim=-1)

@@ -12,7 +12,7 @@ from torch import nn
 
 
 class _Parts:
-    """What is known of the modules of a model, as long as they leave these marks: those that a question chose."""
+    """Cached properties of a model's modules, valid while the marks are unchanged."""
 
     def __init__(self, marks: list[Any]) -> None:
         self.marks = marks
@@ -39,15 +39,15 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     >>> [type(module).__name__ for module in modules_of(nn.Sequential(nn.ReLU(), nn.Linear(2, 3)))]
     ['Sequential', 'ReLU', 'Linear']
     """
-    found, seen, waiting = [], set(), [model]
+    modules, seen, waiting = [], set(), [model]
     while waiting:
         module = waiting.pop()
         if module not in seen:
             seen.add(module)
-            found.append(module)
+            modules.append(module)
             if module._modules:
                 waiting.extend(part for part in reversed(module._modules.values()) if part is not None)
-    return found
+    return modules
 
 
 def those_that(holds: Callable[[nn.Module], bool]) -> Callable[[nn.Module], list[nn.Module]]:
@@ -70,12 +70,12 @@ def those_that(holds: Callable[[nn.Module], bool]) -> Callable[[nn.Module], list
 
 
 def with_paths(model: nn.Module, question: Callable[[nn.Module], list[nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """The modules that answer a question of `those_that`, each with its path, without that of wrappers around it."""
+    """Return the modules selected by `those_that`, each with its path, without the path of wrappers."""
     return _answer(model, question.__wrapped__)  # type: ignore[attr-defined]
 
 
 def kept_with(model: nn.Module) -> dict[Any, Any]:
-    """What is kept with a model as long as none of its modules was replaced, wrapped, added or taken away."""
+    """Return a cached value of a model; recomputed if a module is replaced, wrapped, added or removed."""
     return _look(model).kept
 
 
@@ -91,7 +91,7 @@ def unchanging(model: nn.Module) -> Iterator[None]:
 
 
 def _answer(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-    """The modules of a model for which something holds, each with its path."""
+    """Return the modules of a model that satisfy a condition, each with its path."""
     chosen = _look(model).chosen
     if holds not in chosen:
         chosen[holds] = [
@@ -103,7 +103,7 @@ def _answer(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[tuple[
 
 
 def _look(model: nn.Module) -> _Parts:
-    """What is known of the modules of a model."""
+    """Return the cached properties of a model's modules."""
     if _thread.held is not None and _thread.held[0] is model:
         return _thread.held[1]
     marks = _marks(model)
@@ -114,18 +114,18 @@ def _look(model: nn.Module) -> _Parts:
 
 
 def _marks(model: nn.Module) -> list[Any]:
-    """What is another list as soon as a module was replaced, wrapped, added, taken away, or given a forward method."""
+    """Return marks that change if a module is replaced, wrapped, added, removed, or given a forward method."""
     marks: list[Any] = [type(model)]
     level, seen = [model], {model}
     while level:
-        own = [module.__dict__ for module in level]
-        inside = [attributes["_modules"] for attributes in own]
+        dicts = [module.__dict__ for module in level]
+        inside = [attributes["_modules"] for attributes in dicts]
         parts = [part for modules in inside for part in modules.values()]
         marks += map(len, inside)
         marks += chain.from_iterable(inside)
         marks += map(type, parts)
-        marks += ["forward" in attributes and _is_compiled(attributes["forward"]) for attributes in own]
-        marks += [attributes.get("_compiled_call_impl") is None for attributes in own]
+        marks += ["forward" in attributes and _is_compiled(attributes["forward"]) for attributes in dicts]
+        marks += [attributes.get("_compiled_call_impl") is None for attributes in dicts]
         level = [part for part in parts if part is not None]
         marks += map(ref, level)
         level = [part for part in dict.fromkeys(level) if part not in seen]
@@ -134,5 +134,5 @@ def _marks(model: nn.Module) -> list[Any]:
 
 
 def _is_compiled(forward: Any) -> str:
-    """What of a forward method of a module's own answers may depend on."""
+    """Return the objects on which a module's forward method may depend."""
     return "compiled" if hasattr(forward, "_torchdynamo_orig_callable") else "as written"

@@ -1,4 +1,4 @@
-"""What image processors of transformers and presets of torchvision say of images, in timm's words."""
+"""Data configs from image processors of transformers and presets of torchvision, as in timm."""
 
 import math
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ _CONFIG = {"input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"
 _PROCESSOR = {"image_mean", "image_std", "do_normalize", "do_resize", "image_processor_type", "max_num_patches"}
 
 
-def checked_data_config(told: Any, channels: int = 3) -> dict[str, Any]:
-    """What a caller tells of a model's images, in timm's words.
+def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
+    """Check a caller's data config and convert it to timm's names.
 
     Args:
-        told: a mapping in timm's words; an image processor of transformers, or its settings; or what
+        config: a mapping in timm's words; an image processor of transformers, or its settings; or what
             `weights.transforms()` of torchvision gives.
         channels: of the image.
 
@@ -25,9 +25,9 @@ def checked_data_config(told: Any, channels: int = 3) -> dict[str, Any]:
     >>> checked_data_config({"mean": (0.5,) * 3})
     {'mean': (0.5, 0.5, 0.5)}
     """
-    if told is None:
+    if config is None:
         return {}
-    settings = getattr(told, "image_processor", told)  # a processor of texts and images
+    settings = getattr(config, "image_processor", config)  # a processor of texts and images
     if not isinstance(settings, Mapping) and hasattr(settings, "to_dict"):
         settings = settings.to_dict()
     if all(hasattr(settings, name) for name in ("crop_size", "resize_size", "mean", "std", "interpolation")):
@@ -46,7 +46,7 @@ def checked_data_config(told: Any, channels: int = 3) -> dict[str, Any]:
 
 
 def _from_preset(preset: Any, channels: int) -> dict[str, Any]:
-    """The settings of a torchvision preset for classification, in timm's words."""
+    """Return the settings of a torchvision preset for classification, with timm's names."""
     crop, resized = _pair_of(preset.crop_size), _pair_of(preset.resize_size)
     return {
         "input_size": (channels, *crop),
@@ -67,7 +67,7 @@ _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5
 
 
 def from_processor(settings: Mapping[str, Any], channels: int = 3) -> dict[str, Any]:
-    """The settings of a transformers image processor, in timm's words; what it does not say is left out.
+    """Return the settings of a transformers image processor, with timm's names.
 
     Args:
         settings: `processor.to_dict()`, or what preprocessor_config.json holds.
@@ -76,25 +76,25 @@ def from_processor(settings: Mapping[str, Any], channels: int = 3) -> dict[str, 
     >>> from_processor({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 32, "width": 32}})
     {'mean': (0.5, 0.5, 0.5), 'std': (0.5, 0.5, 0.5), 'input_size': (3, 32, 32), 'crop_pct': 1.0, 'crop_mode': 'squash'}
     """
-    found: dict[str, Any] = {}
+    data_config: dict[str, Any] = {}
     if settings.get("do_normalize", True) and "image_mean" in settings:
-        found = {"mean": tuple(settings["image_mean"]), "std": tuple(settings["image_std"])}
+        data_config = {"mean": tuple(settings["image_mean"]), "std": tuple(settings["image_std"])}
     elif "do_normalize" in settings and not settings["do_normalize"]:
-        found = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+        data_config = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
     resized, shortest = _sides(settings.get("size"))
     cropped, _ = _sides(settings.get("crop_size"))
     crops = settings.get("do_center_crop", False) and cropped is not None
     seen = cropped if crops else resized
     if seen is not None and resized is not None:
-        found["input_size"] = (channels, *seen)
-        found["crop_pct"] = seen[0] / resized[0]
-        found["crop_mode"] = "center" if shortest else "squash"
+        data_config["input_size"] = (channels, *seen)
+        data_config["crop_pct"] = seen[0] / resized[0]
+        data_config["crop_mode"] = "center" if shortest else "squash"
     if settings.get("max_num_patches"):  # as many of them as fit, whatever the aspect
         side = math.isqrt(int(settings["max_num_patches"])) * int(settings.get("patch_size", 16))
-        found |= {"input_size": (channels, side, side), "crop_pct": 1.0, "crop_mode": "patches"}
+        data_config |= {"input_size": (channels, side, side), "crop_pct": 1.0, "crop_mode": "patches"}
     if settings.get("resample") is not None:
-        found["interpolation"] = _FILTERS.get(int(settings["resample"]), "bicubic")
-    return found
+        data_config["interpolation"] = _FILTERS.get(int(settings["resample"]), "bicubic")
+    return data_config
 
 
 def _sides(size: Any) -> tuple[tuple[int, int] | None, bool]:

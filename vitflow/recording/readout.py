@@ -31,7 +31,7 @@ HALF_SCALE = 1024.0
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How an output is computed from tokens, as observed.
+    """Observed computation of an output from tokens.
 
     Attributes:
         closed: name of the verified known pooling; None if the gradient is needed.

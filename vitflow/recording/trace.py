@@ -183,7 +183,7 @@ class Trace:
 
     @property
     def head(self) -> Head | None:
-        """How the output is computed from tokens, observed once per model and `read`; None if that is not needed.
+        """Observed computation of the output from tokens, once per model and `read`; None if not needed.
 
         It is not needed if the model returns tokens instead of outputs [batch, outputs] (the declared pooling is used),
         or on the meta device.

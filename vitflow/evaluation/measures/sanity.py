@@ -89,7 +89,7 @@ def flip_stability(
     maps: Sequence[Saliency] | None = None,
     **options: Any,
 ) -> list[float | None]:
-    """Whether the map turns with the image: Spearman's ρ between the mirrored image's map, mirrored, and the map.
+    """Flip stability: Spearman's ρ between the mirrored image's map, mirrored, and the map.
 
     The model input itself is mirrored left to right, so that every patch holds the mirror image of its counterpart.
     A centre prior has ρ = 1 up to rounding: stability alone is not evidence for a map.

@@ -1,4 +1,4 @@
-// The explorer: what is asked stands in `state`, from which everything on the page is drawn.
+// The explorer: `state` holds the selection, from which everything on the page is drawn.
 const { images, tables, call, methods, percentiles } = data;
 const colourMaps = data.cmaps, $$ = (selector) => [...document.querySelectorAll(selector)];
 const LIVE = ["rollout", "attention", "similarity"];
@@ -12,7 +12,7 @@ const titleOf = (mode) => methods[mode].title;
 function initialOf(map) {
   const own = { ...methods.rollout.defaults, ...methods[map]?.defaults }, refinable = images[0].affinities.attention && !images[0].uniform;
   const found = {
-    map, a: 0, b: images.length > 1 ? 1 : -1, patch: "", patchb: "", asked: "a", class: "",
+    map, a: 0, b: images.length > 1 ? 1 : -1, patch: "", patchb: "", query: "a", class: "",
     start: own.start_layer, end: data.layers, layer: data.layers, head: "",
     head_fusion: own.head_fusion, value_weighted: Boolean(own.value_weighted), discard_ratio: own.discard_ratio, residual: own.residual,
     refine: refinable ? own.refine : 0, affinity: own.affinity, less: false, opacity: 0.6, cmap: colourMaps[0], background: data.drawing.background, contours: false,
@@ -32,25 +32,25 @@ function setOf(name) {
   return { head_fusion: fusion, value_weighted: weighting === "weighted" };
 }
 
-// --- what is asked ---------------------------------------------------------------------------------------------------
+// --- selection -------------------------------------------------------------------------------------------------------
 
 const imageOf = (side) => images[state[side]];
 const patchKey = (side) => (side === "a" ? "patch" : "patchb");
 const isLive = () => modes.includes(state.map) && LIVE.includes(state.map) && (state.map === "similarity" ? hasFeatures : computes);
 const mapsOf = (image, mode) => image.maps.filter(({ method }) => method === mode);
 
-// The grid on which an image's patches are asked.
+// The patch grid of an image.
 function gridOf(image) {
   if (state.map === "similarity") return image.features?.grid ?? null;
   return isLive() ? image.grid : mapsOf(image, state.map)[0]?.shape ?? null;
 }
 
-// The patch [row, col] that is asked, or null for the whole answer.
-function askedPatch(side) {
+// The selected patch [row, col], or null for the whole output.
+function queryPatch(side) {
   const image = imageOf(side), grid = gridOf(image), [row, col] = state[patchKey(side)].split(",").map(Number);
   const given = state[patchKey(side)] && grid && row < grid[0] && col < grid[1];
   if (given) return [row, col];
-  return state.map === "similarity" && grid && side === state.asked ? grid.map((count) => Math.floor(count / 2)) : null;
+  return state.map === "similarity" && grid && side === state.query ? grid.map((count) => Math.floor(count / 2)) : null;
 }
 
 // Why a map cannot be had of an image, or null.
@@ -64,13 +64,13 @@ function refusal(image) {
 function silence() {
   if (isLive()) return null;
   const asking = modes.filter((mode) => LIVE.includes(mode) && (mode === "similarity" ? hasFeatures : computes)).map(titleOf), last = asking.pop();
-  const others = last ? ` ${asking.length ? `${asking.join(", ")} and ${last}` : last} can.` : "";
-  return `${titleOf(state.map)} was made for the whole answer, and cannot be asked for one patch.${others}`;
+  const others = last ? ` Use ${asking.length ? `${asking.join(", ")} or ${last}` : last}.` : "";
+  return `${titleOf(state.map)} was computed for the whole output and is not available for a single patch.${others}`;
 }
 
 // --- maps ------------------------------------------------------------------------------------------------------------
 
-// The layers of an image's fused attention without what is discarded; made when they are first asked for.
+// The layers of an image's fused attention after discarding; computed on first use.
 async function layersOf(image, name, ratio) {
   const packed = image.attention[name], values = await unpack(packed), [count, tokens] = packed.shape;
   const known = packed.kept;
@@ -115,23 +115,23 @@ async function refined(image, map) {
   return refine(map, await affinitiesOf(image), state.refine);
 }
 
-// The map of one side, as numbers over its patches, and those of the layers below it, if there are any. One that was asked
-// of a patch is told beside that of the whole answer, and may be shown less it.
+// The map of one side, as values over its patches, with those of the layers below it, if there are any. The map
+// of a patch is compared with that of the whole output, and may be shown minus it.
 async function compute(side) {
-  const image = imageOf(side), patch = askedPatch(side), own = await computeFor(image, side, patch);
+  const image = imageOf(side), patch = queryPatch(side), own = await computeFor(image, side, patch);
   if (!patch || !isLive() || state.map === "similarity") return own;
-  const whole = await wholeOf(image, side), alike = correlation(own.values, whole.values);
-  if (!state.less) return { ...own, alike };
+  const whole = await wholeOf(image, side), agreement = correlation(own.values, whole.values);
+  if (!state.less) return { ...own, agreement };
   const layers = async (layer) => less(await own.layers(layer), await whole.layers(layer));
-  return { ...own, alike, values: less(own.values, whole.values), layers, ends: ["more in the whole answer", "more in this patch"] };
+  return { ...own, agreement, values: less(own.values, whole.values), layers, ends: ["more in the whole answer", "more in this patch"] };
 }
 
-// The map of the whole answer beside which that of a patch is told; kept until something else than the patch changes.
+// Map of the whole output, for comparison with that of a patch; cached until another setting changes.
 const wholes = new Map();
 
 function wholeOf(image, side) {
-  const asked = JSON.stringify({ ...state, patch: "", patchb: "", asked: "", less: false, opacity: 0, cmap: "", background: "", contours: false });
-  if (wholes.get(image)?.asked !== asked) wholes.set(image, { asked, map: computeFor(image, side, null) });
+  const query = JSON.stringify({ ...state, patch: "", patchb: "", query: "", less: false, opacity: 0, cmap: "", background: "", contours: false });
+  if (wholes.get(image)?.query !== query) wholes.set(image, { query, map: computeFor(image, side, null) });
   return wholes.get(image).map;
 }
 
@@ -158,10 +158,10 @@ async function computeFor(image, side, patch) {
   return { shape: grid, values: await patches(row), layers: below };
 }
 
-// How alike the patches of a side are to the patch that is asked, on whichever side that lies.
+// Similarity of the patches of a side to the selected patch, on either side.
 async function similar(side) {
-  const [own, asked] = [imageOf(side), imageOf(state.asked)].map(({ features }) => features), [row, col] = askedPatch(state.asked);
-  const [vectors, theirs] = await Promise.all([unpack(own), unpack(asked)]), width = own.shape[1], at = (row * asked.grid[1] + col) * width;
+  const [own, query] = [imageOf(side), imageOf(state.query)].map(({ features }) => features), [row, col] = queryPatch(state.query);
+  const [vectors, theirs] = await Promise.all([unpack(own), unpack(query)]), width = own.shape[1], at = (row * query.grid[1] + col) * width;
   return cosines(vectors, width, theirs.subarray(at, at + width));
 }
 
@@ -169,7 +169,7 @@ async function similar(side) {
 
 async function update() {
   const number = ++drawn, shown = sides.filter((side) => imageOf(side));
-  if (!shown.includes(state.asked)) state.asked = "a";
+  if (!shown.includes(state.query)) state.query = "a";
   const usual = { ...initialOf(state.map), map: modes[0] };
   writeAddress(Object.fromEntries(Object.entries(state).filter(([name, value]) => value !== usual[name])));
   showControls();
@@ -177,8 +177,8 @@ async function update() {
   $("panel-b").hidden = !shown.includes("b");
   const whys = shown.map((side) => refusal(imageOf(side)));
   const maps = await Promise.all(shown.map((side, at) => (whys[at] ? null : compute(side))));
-  if (number !== drawn) return; // something else was asked meanwhile
-  // Likeness to one patch has one scale, wherever it is shown.
+  if (number !== drawn) return; // the selection has changed meanwhile
+  // Similarity to one patch has one scale, wherever it is shown.
   const all = state.map === "similarity" ? Float64Array.from(maps.flatMap((map) => [...(map?.values ?? [])])) : null;
   shown.forEach((side, at) => {
     const map = maps[at];
@@ -199,17 +199,17 @@ function showPanel(side, why) {
   panel.name.textContent = images.length > 1 ? image.name : "";
   panel.answers.textContent = image.answers.slice(0, 2).map(({ name, probability }) => `${name} ${percent(probability)}`).join(" · ");
   bound(panel.seen, image);
-  const patch = map && askedPatch(side);
-  outline(panel.asked, image, gridOf(image) ?? [1, 1], (isLive() && (state.map !== "similarity" || side === state.asked)) ? patch : null);
+  const patch = map && queryPatch(side);
+  outline(panel.query, image, gridOf(image) ?? [1, 1], (isLive() && (state.map !== "similarity" || side === state.query)) ? patch : null);
   panel.from.textContent = why ?? wordsOf(side);
-  panel.beside.hidden = map?.alike === undefined;
-  if (!panel.beside.hidden) {
-    panel.alike.textContent = `Correlation with the map of the whole answer: ${minus(map.alike.toFixed(2))}. `;
+  panel.comparison.hidden = map?.agreement === undefined;
+  if (!panel.comparison.hidden) {
+    panel.correlation.textContent = `Correlation with the map of the whole answer: ${minus(map.agreement.toFixed(2))}. `;
     panel.less.textContent = state.less ? "Show the map itself" : "Show the difference";
   }
   panel.departs.textContent = map ? departuresOf(side) : "";
-  panel.told.hidden = !(invited && isLive() && side === "a");
-  if (!panel.told.hidden) panel.told.textContent = "Click a patch: what does it look at?";
+  panel.message.hidden = !(invited && isLive() && side === "a");
+  if (!panel.message.hidden) panel.message.textContent = "Click a patch to see its attention.";
   panel.frame.classList.toggle("silent", !isLive());
   panel.frame.setAttribute("aria-label", `${image.name}: ${panel.from.textContent}`);
   for (const part of [panel.heat, panel.lines, panel.scale, panel.scale.nextElementSibling]) part.hidden = !map;
@@ -220,19 +220,19 @@ function showPanel(side, why) {
     showScale(panel.scale, tables[state.cmap], map, state.opacity, state.background);
   }
   panel.hovered.hidden = true;
-  panel.reading.textContent = map && patch && panel.asked.hidden === false ? readingOf(map, patch) : map ? `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value` : "";
+  panel.reading.textContent = map && patch && panel.query.hidden === false ? readingOf(map, patch) : map ? `${map.shape[0]} × ${map.shape[1]} patches; point at one for its value` : "";
 }
 
-// A class with its probability, or what else is told of it.
-const withNumber = ({ label, probability, told }) => [label, probability === null ? told : percent(probability)].filter(Boolean).join(", ");
+// A class with its probability, or its score.
+const withNumber = ({ label, probability, display }) => [label, probability === null ? display : percent(probability)].filter(Boolean).join(", ");
 
 const placeOf = (patch) => `the patch in row ${patch[0]}, column ${patch[1]}`;
 
 // What a side shows, in words.
 function wordsOf(side) {
-  const image = imageOf(side), patch = askedPatch(side), from = patch ? placeOf(patch) : `the answer (${image.pooling})`;
+  const image = imageOf(side), patch = queryPatch(side), from = patch ? placeOf(patch) : `the answer (${image.pooling})`;
   const { map } = panels[side];
-  if (state.map === "similarity") return side === state.asked ? `Likeness to ${placeOf(patch)}` : `Likeness to ${placeOf(askedPatch(state.asked))} of ${imageOf(state.asked).name}`;
+  if (state.map === "similarity") return side === state.query ? `Similarity to ${placeOf(patch)}` : `Similarity to ${placeOf(queryPatch(state.query))} of ${imageOf(state.query).name}`;
   const more = state.less && patch ? ", less the map of the whole answer" : "";
   if (state.map === "rollout" && isLive()) return `Rollout from ${from} through layers ${state.end} to ${state.start}${more}`;
   if (state.map === "attention" && isLive()) return `Attention of ${from} in layer ${state.layer}${state.head === "" ? "" : `, head ${state.head}`}${more}`;
@@ -244,19 +244,19 @@ function wordsOf(side) {
 function departuresOf(side) {
   const image = imageOf(side), paper = methods[state.map].published, single = state.map === "attention" && state.head !== "";
   if (state.map === "similarity") return "";
-  const told = isLive() ? [
+  const phrases = isLive() ? [
     !single && state.head_fusion !== paper.head_fusion && `${state.head_fusion} over heads`,
     state.discard_ratio !== paper.discard_ratio && `${Math.round(100 * state.discard_ratio)}% discarded`,
     state.map === "rollout" && state.residual !== paper.residual && `residual ${state.residual}`,
     !single && state.value_weighted && "value-weighted",
   ] : [panels[side].map.own.departures];
-  if (refines(image)) told.push(`refined${state.refine > 1 ? ` ${state.refine} times` : ""} by ${state.affinity}`);
-  return told.filter(Boolean).join(", ");
+  if (refines(image)) phrases.push(`refined${state.refine > 1 ? ` ${state.refine} times` : ""} by ${state.affinity}`);
+  return phrases.filter(Boolean).join(", ");
 }
 
 // The map layer by layer: how rollout builds up from the last layer downwards, or each layer's own attention.
 async function showStrip() {
-  const number = drawn, { map } = panels[state.asked], image = imageOf(state.asked), built = state.map === "rollout";
+  const number = drawn, { map } = panels[state.query], image = imageOf(state.query), built = state.map === "rollout";
   $("strip").hidden = !map?.layers;
   if (!map?.layers) return;
   $("strip-title").textContent = built ? `How it builds up: from layer ${state.end} down to each layer` : "Attention of each layer";
@@ -328,9 +328,9 @@ function showControls() {
   for (const option of $$('[data-name="head_fusion"] option')) option.disabled = !fusedSets.includes(setName({ ...state, head_fusion: option.value }));
   for (const option of $$('[data-name="affinity"] option')) option.disabled = !(option.value === "both" ? ["attention", "keys"] : [option.value]).every((name) => imageOf("a").affinities[name]);
   for (const group of $$("#controls fieldset")) showReasons(group, reasons.get(group));
-  const patch = askedPatch(state.asked);
+  const patch = queryPatch(state.query);
   $("source").textContent = patch ? `row ${patch[0]}, column ${patch[1]}` : "the answer";
-  $("readout").hidden = !state[patchKey(state.asked)] || state.map === "similarity";
+  $("readout").hidden = !state[patchKey(state.query)] || state.map === "similarity";
   const refused = imageOf("a").refused.live;
   $("asking").hidden = !isLive(); $("silent").textContent = silence() ?? "";
   $("refused").hidden = !refused; $("refused").textContent = refused ?? "";
@@ -393,7 +393,7 @@ function isPossible(name, value) {
     case "start": case "end": case "layer": return whole(1, data.layers);
     case "head": return value === "" || (/^\d+$/.test(value) && Number(value) < data.heads && images.every(({ heads }) => heads));
     case "patch": case "patchb": return /^(\d+,\d+)?$/.test(value);
-    case "asked": return sides.includes(value);
+    case "query": return sides.includes(value);
     case "discard_ratio": case "residual": return value >= 0 && value < 1;
     case "refine": return whole(0, 9);
     case "opacity": return value >= 0 && value <= 1;
@@ -416,25 +416,25 @@ function soon() {
 
 function ask(side, patch) {
   invited = false;
-  state.asked = side;
+  state.query = side;
   state[patchKey(side)] = patch ? patch.join(",") : "";
-  const { asked } = panels[side];
-  asked.classList.remove("new"); asked.getBoundingClientRect(); asked.classList.add("new"); // the frame of the patch draws in anew
+  const { query } = panels[side];
+  query.classList.remove("new"); query.getBoundingClientRect(); query.classList.add("new"); // the frame of the patch draws in anew
   return update();
 }
 
-// Move the patch that is asked; from the whole answer, the middle one is the first.
+// Move the selected patch; from the whole output, start at the middle one.
 function move(down, right) {
-  const side = state.asked, grid = gridOf(imageOf(side)), patch = askedPatch(side), inside = (value, count) => Math.min(Math.max(value, 0), count - 1);
+  const side = state.query, grid = gridOf(imageOf(side)), patch = queryPatch(side), inside = (value, count) => Math.min(Math.max(value, 0), count - 1);
   if (!grid || !isLive()) return say(side);
   ask(side, patch ? [inside(patch[0] + down, grid[0]), inside(patch[1] + right, grid[1])] : grid.map((count) => Math.floor(count / 2)));
 }
 
-// Say over the image why nothing is asked of it.
+// Show over the image why nothing can be selected.
 function say(side) {
-  const { told } = panels[side];
-  told.textContent = refusal(imageOf(side)) ?? silence();
-  told.hidden = false;
+  const { message } = panels[side];
+  message.textContent = refusal(imageOf(side)) ?? silence();
+  message.hidden = false;
 }
 
 // Another map: options that were not touched become its own.
@@ -445,12 +445,12 @@ function choose(mode) {
   return update();
 }
 
-// What the command line and Python need to make the map of the side that was asked last.
+// Command line and Python call for the map of the side that was selected last.
 function currentCall() {
-  const side = state.asked, image = imageOf(side), patch = askedPatch(side), { path } = image;
+  const side = state.query, image = imageOf(side), patch = queryPatch(side), { path } = image;
   const drawing = { ...(state.cmap === colourMaps[0] ? {} : { cmap: state.cmap }), ...(state.opacity === initialOf(state.map).opacity ? {} : { alpha: state.opacity }), ...(state.background === data.drawing.background ? {} : { background: state.background }), ...(state.contours ? { contours: true } : {}) };
   const weighting = state.value_weighted ? "output" : false, refining = { refine: state.refine, ...(state.refine ? { affinity: state.affinity } : {}) };
-  const asked = patch ? { patch } : {}, both = (method, options) => ({ command: commandOf(path, call, method, options, drawing), python: explainCode(path, call, method, options, drawing) });
+  const query = patch ? { patch } : {}, both = (method, options) => ({ command: commandOf(path, call, method, options, drawing), python: explainCode(path, call, method, options, drawing) });
   if (state.map === "similarity") return both("similarity", { patch });
   const differing = (found, method, options) => (state.less && patch ? {
     command: `# the map of the patch; the difference is made in Python\n${found.command}`,
@@ -464,15 +464,15 @@ function currentCall() {
   if (state.map === "attention") {
     const single = state.head !== "";
     const options = { layer: state.layer, ...(single ? { head: Number(state.head) } : { head_fusion: state.head_fusion }), value_weighted: single ? false : weighting, ...fused };
-    return differing(both("attention", { ...options, ...asked }), "attention", options);
+    return differing(both("attention", { ...options, ...query }), "attention", options);
   }
   const options = { head_fusion: state.head_fusion, value_weighted: weighting, ...fused, residual: state.residual, start_layer: state.start, ...(state.end === data.layers ? {} : { end_layer: state.end }) };
-  return differing(both("rollout", { ...options, ...asked }), "rollout", options);
+  return differing(both("rollout", { ...options, ...query }), "rollout", options);
 }
 
 // The photograph with its map as a PNG, in the size that the page has it.
 function saveImage() {
-  const side = state.asked, { photo, map } = panels[side], image = imageOf(side), canvas = document.createElement("canvas");
+  const side = state.query, { photo, map } = panels[side], image = imageOf(side), canvas = document.createElement("canvas");
   const [width, height] = [photo.naturalWidth, photo.naturalHeight], layer = document.createElement("canvas");
   canvas.width = width; canvas.height = height;
   const pen = canvas.getContext("2d");
@@ -555,8 +555,8 @@ function fillControls() {
 function makePanel(side) {
   const box = $(`panel-${side}`), part = (selector) => box.querySelector(selector);
   const panel = panels[side] = {
-    stage: part(".stage"), frame: part(".frame"), photo: part("img"), ground: part(".ground"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"), told: part(".told"),
-    asked: part(".asked"), beside: part(".beside"), alike: part(".alike"), less: part(".less"), name: part("h2"), answers: part(".answers"), from: part(".from"), departs: part(".departs"), reading: part(".reading"), scale: part(".scale"), map: null,
+    stage: part(".stage"), frame: part(".frame"), photo: part("img"), ground: part(".ground"), heat: part(".heat"), lines: part(".lines"), seen: part(".seen"), hovered: part(".hovered"), message: part(".message"),
+    query: part(".query"), comparison: part(".comparison"), correlation: part(".correlation"), less: part(".less"), name: part("h2"), answers: part(".answers"), from: part(".from"), departs: part(".departs"), reading: part(".reading"), scale: part(".scale"), map: null,
   };
   const at = (event) => panel.map && patchAt(event, panel.frame, imageOf(side), panel.map.shape);
   const read = (patch) => {
@@ -572,7 +572,7 @@ function makePanel(side) {
   panel.frame.addEventListener("pointermove", (event) => read(at(event)));
   panel.frame.addEventListener("pointerleave", () => { if (panel.map) showPanel(side, null); });
   panel.less.addEventListener("click", () => { state.less = !state.less; update(); });
-  panel.frame.addEventListener("focus", () => { state.asked = side; });
+  panel.frame.addEventListener("focus", () => { state.query = side; });
 }
 
 const arrows = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
@@ -580,7 +580,7 @@ const arrows = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowR
 function listen() {
   $("controls").addEventListener("submit", (event) => event.preventDefault());
   $("controls").addEventListener("input", ({ target }) => { take({ [target.dataset.name]: target.type === "checkbox" ? target.checked : target.value }); soon(); });
-  $("readout").addEventListener("click", () => ask(state.asked, null));
+  $("readout").addEventListener("click", () => ask(state.query, null));
   $("reset").addEventListener("click", () => begin({}));
   $("save").addEventListener("click", saveImage);
   $("call").addEventListener("click", () => {
@@ -593,7 +593,7 @@ function listen() {
   wireTabs($("maps"), choose);
   addEventListener("keydown", (event) => {
     if (isField(event.target) || !isBare(event) || $("calls").open) return;
-    if (event.key === "Escape" && isLive()) ask(state.asked, null);
+    if (event.key === "Escape" && isLive()) ask(state.query, null);
     else if (arrows[event.key]) { event.preventDefault(); move(...arrows[event.key]); }
   });
   addEventListener("resize", () => update());
