@@ -30,9 +30,14 @@ def generated() -> str:
     """Return the source of the file."""
     classes = (
         ("MethodOptions", "Options of the methods for images.", options_of("method", "refinement")),
+        ("LayerMapOptions", "Options of `layer_maps`, which selects layers and heads itself.", _without_layers()),
         ("TextOptions", "Options of the methods for texts.", {name: OPTIONS[name] for name in _text_options()}),
     )
     return "\n\n".join([_HEAD, *(_class(*each) for each in classes)])
+
+
+def _without_layers() -> dict[str, Option]:
+    return {name: each for name, each in options_of("method", "refinement").items() if not each.selects_layers}
 
 
 def _text_options() -> list[str]:

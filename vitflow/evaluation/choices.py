@@ -16,6 +16,7 @@ from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.explaining.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import BASELINES, list_methods
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import class_index
@@ -55,7 +56,7 @@ def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -
     """Return the methods to measure, labelled with the options given with their names."""
     methods: list[ChosenMethod] = []
     for choice, method in zip(choices, check_methods(choices, options), strict=True):
-        given = {} if isinstance(choice, str | ChosenMethod) else choice[1]
+        given = {} if isinstance(choice, str | Method | ChosenMethod) else choice[1]
         label = method.name + (":" + ",".join(f"{key}={value}" for key, value in given.items()) if given else "")
         if any(label == other.label for other in methods):
             raise OptionError(f"Expected different methods or options, got {label} twice.")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -31,6 +31,7 @@ from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import is_slow
+from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.progress import watched
 from vitflow.folder.work import explainer_for
@@ -71,7 +72,7 @@ def evaluate(
     seed: int = 0,
     overwrite: bool = False,
     progress: Callable[[RunProgress], None] | None = None,
-    **options: Any,
+    **options: Unpack[MethodOptions],
 ) -> Evaluation:
     """Evaluate the maps of several methods and two baselines on a model and data.
 

@@ -49,8 +49,8 @@ class ChosenMethod:
 
 # Methods with all options.
 Chosen = Sequence[ChosenMethod]
-# A method by name, by name with some options, or with all options.
-MethodChoice = str | tuple[str, Mapping[str, Any]] | ChosenMethod
+# A method by name, a registered method, a name with some options, or a method with all options.
+MethodChoice = str | Method | tuple[str, Mapping[str, Any]] | ChosenMethod
 
 
 def _respelt(name: str, value: Any) -> str:
@@ -102,14 +102,7 @@ def choose_methods(
         methods = [methods]
     if not methods:
         raise OptionError("Expected at least one method, got none.")
-    named = [
-        (choice, {})
-        if isinstance(choice, str)
-        else (choice.name, choice.options)
-        if isinstance(choice, ChosenMethod)
-        else choice
-        for choice in methods
-    ]
+    named = [_named(choice) for choice in methods]
     pairs = [(get_method(name), specific) for name, specific in named]
     for name in options:
         if any(method.accepts(name) for method, _ in pairs):
@@ -136,6 +129,13 @@ def choose_methods(
         chosen.append(ChosenMethod(method.name, method.complete({**shared, **specific}), method.name, requested))
         check_common(chosen[-1].options)
     return chosen
+
+
+def _named(choice: MethodChoice) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the specific options of a choice."""
+    if isinstance(choice, str | Method):
+        return (choice if isinstance(choice, str) else choice.name), {}
+    return (choice.name, choice.options) if isinstance(choice, ChosenMethod) else choice
 
 
 def _refuse_option_of_default(name: str, asks: bool) -> NoReturn:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from vitflow.explaining.choices import MethodChoice, check_methods, left_out
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
+from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of, draw_comparison
@@ -158,7 +159,7 @@ def compare(
     targets: Targets | Contrast | Sequence[Contrast] = None,
     fit: str = "crop",
     device: str | torch.device | None = None,
-    **options: Any,
+    **options: Unpack[MethodOptions],
 ) -> "Comparison":
     """Explain one image or several with many methods, including baselines.
 

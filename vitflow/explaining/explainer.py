@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from vitflow.explaining.applying import (
 )
 from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has_targets
 from vitflow.explaining.image_model import ImageInput, ImageModel, name_of, several
+from vitflow.explaining.method import Method
+from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.refining import explain_shifted
 from vitflow.explaining.saliency import Saliency, contrasted
@@ -40,12 +42,38 @@ from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 
 
-@takes_method_options
+@overload
 def explain(
     image: ImageSource | Tensor,
     *,
     model: str | Path | nn.Module,
     method: str | None = None,
+    target: Target | Contrast = None,
+    fit: str = "crop",
+    device: str | torch.device | None = None,
+    data_config: Any = None,
+    readout: Tensor | NDArray[Any] | None = None,
+    **options: Unpack[MethodOptions],
+) -> Saliency: ...
+@overload
+def explain(
+    image: ImageSource | Tensor,
+    *,
+    model: str | Path | nn.Module,
+    method: Method,
+    target: Target | Contrast = None,
+    fit: str = "crop",
+    device: str | torch.device | None = None,
+    data_config: Any = None,
+    readout: Tensor | NDArray[Any] | None = None,
+    **options: Any,
+) -> Saliency: ...
+@takes_method_options
+def explain(
+    image: ImageSource | Tensor,
+    *,
+    model: str | Path | nn.Module,
+    method: str | Method | None = None,
     target: Target | Contrast = None,
     fit: str = "crop",
     device: str | torch.device | None = None,
@@ -59,7 +87,8 @@ def explain(
         image: a path, bytes, a PIL image, an RGB array, or the input of the model: a normalised float tensor
             [3, height, width] or [1, 3, height, width], on which the map is drawn.
         model: a model id (see `load_model`), or a module.
-        method: a name from `list_methods()`; by default gae with a target, and rollout without one.
+        method: a name from `list_methods()`, or a registered `Method`; by default gae with a target, and rollout
+            without one.
         target: class index or name, or `Contrast(one, against=another)`; by default the predicted class.
         fit: "crop" (the model's preprocessing), "squash", "pad" or "native".
         device: device to run on; by default the module's device, or a GPU for a model id if available.
@@ -119,12 +148,36 @@ class Explainer(ImageModel):
         """Return True if there are targets, or outputs other than the model's classes."""
         return has_targets(targets) or self.outputs.function is not None
 
-    @takes_method_options
+    @overload
     def explain(
         self,
         image: ImageSource | Tensor,
         *,
         method: str | None = None,
+        target: Target | Contrast = None,
+        readout: Tensor | NDArray[Any] | None = None,
+        original: ImageSource | None = None,
+        **options: Unpack[MethodOptions],
+    ) -> Saliency: ...
+
+    @overload
+    def explain(
+        self,
+        image: ImageSource | Tensor,
+        *,
+        method: Method,
+        target: Target | Contrast = None,
+        readout: Tensor | NDArray[Any] | None = None,
+        original: ImageSource | None = None,
+        **options: Any,
+    ) -> Saliency: ...
+
+    @takes_method_options
+    def explain(
+        self,
+        image: ImageSource | Tensor,
+        *,
+        method: str | Method | None = None,
         target: Target | Contrast = None,
         readout: Tensor | NDArray[Any] | None = None,
         original: ImageSource | None = None,
@@ -155,7 +208,7 @@ class Explainer(ImageModel):
         names: Sequence[str] | None = None,
         readout: Tensor | NDArray[Any] | None = None,
         originals: Sequence[ImageSource] | None = None,
-        **options: Any,
+        **options: Unpack[MethodOptions],
     ) -> list[Saliency]:
         """Explain several images with several methods: one forward pass, at most one backward pass per target.
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from matplotlib.figure import Figure
 from torch import nn
@@ -15,6 +15,7 @@ from vitflow.explaining.choices import choose_methods, default_method, has_targe
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.image_model import ImageInput
 from vitflow.explaining.method_table import get_method, list_methods
+from vitflow.explaining.option_types import LayerMapOptions
 from vitflow.explaining.options import OPTIONS, takes_method_options
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import bars_of, in_rows, map_cell
@@ -135,7 +136,7 @@ def layer_maps(
     method: str | None = None,
     layer: int = -1,
     target: Target | Contrast = None,
-    **options: Any,
+    **options: Unpack[LayerMapOptions],
 ) -> LayerMaps:
     """Compute the maps of single layers, the map accumulated over layers, and the heads of one layer.
 

@@ -37,6 +37,32 @@ class MethodOptions(TypedDict, total=False):
     preset: Literal["paper"] | None
 
 
+class LayerMapOptions(TypedDict, total=False):
+    """Options of `layer_maps`, which selects layers and heads itself."""
+
+    head_fusion: Literal["mean", "max", "min", "signed_mean"] | None
+    discard_ratio: float | None
+    residual: float | None
+    value_weighted: bool | Literal["output"] | None
+    patch: tuple[int, int] | None
+    box: tuple[float, float, float, float] | None
+    patch_size: int | None
+    occlusion_batch: int | None
+    score: Literal["log-odds", "probability"] | None
+    pooled: Literal["mean", "own"] | None
+    masks: int | None
+    keep: float | None
+    cells: int | None
+    random_seed: int | None
+    sigma: float | None
+    layers: int | str | Sequence[int] | None
+    below: Literal["rollout", "none"] | None
+    refine: int | None
+    affinity: Literal["attention", "keys", "both"] | None
+    shifts: int | None
+    preset: Literal["paper"] | None
+
+
 class TextOptions(TypedDict, total=False):
     """Options of the methods for texts."""
 

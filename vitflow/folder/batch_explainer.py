@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import Decoded, decode_file, failed
 from vitflow.folder.work import InputImage, auto_batch, check_target, compute_maps, describe, make_job
@@ -66,7 +67,7 @@ class BatchExplainer:
         fit: str = "crop",
         batch_size: int | None = None,
         max_pixels: int = MAX_PIXELS,
-        **options: Any,
+        **options: Unpack[MethodOptions],
     ) -> None:
         if isinstance(model, nn.Module | Explainer):
             raise OptionError(

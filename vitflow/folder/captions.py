@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from torch import nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.explaining.option_types import TextOptions
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import draw_words
 from vitflow.folder.decoders import DecoderPool
@@ -56,7 +57,7 @@ def caption_folder(
     trust_remote_code: bool = False,
     progress: Callable[[RunProgress], None] | None = None,
     command: Sequence[str] | None = None,
-    **options: Any,
+    **options: Unpack[TextOptions],
 ) -> FolderSummary:
     """Caption every image of a folder, with a map for each content word.
 
@@ -109,7 +110,13 @@ def caption_folder(
             processor = load_processor(bundled(model), **loading) if processor is None else processor
             model, _ = load_language_model(bundled(model), **loading)
     name = model_id(model) if name is None else check_name(name)
-    arguments = {"method": method, "name": name, "max_new_tokens": max_new_tokens, "do_sample": False, **options}
+    arguments: dict[str, Any] = {
+        "method": method,
+        "name": name,
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        **options,
+    }
     common = {
         "model": name,
         "weights_sha256": weights_sha256(model),

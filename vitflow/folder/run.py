@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from torch import nn
@@ -19,6 +19,7 @@ from vitflow.errors import OptionError, VitflowWarning
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import is_slow
+from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.files import is_remote, remove_inside
@@ -193,7 +194,7 @@ def explain_folder(
     actors: int | None = None,
     progress: Callable[[RunProgress], None] | None = None,
     command: Sequence[str] | None = None,
-    **options: Any,
+    **options: Unpack[MethodOptions],
 ) -> FolderSummary:
     """Explain every image of a folder; another run with the same options resumes and updates changed images.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import method_record
+from vitflow.explaining.option_types import TextOptions
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.rollout import attention_rollout
 from vitflow.models.anatomy import unwrap
@@ -214,7 +215,7 @@ def explain_text(
     target: str | int | None = None,
     name: str | None = None,
     trust_remote_code: bool = False,
-    **options: Any,
+    **options: Unpack[TextOptions],
 ) -> Reading:
     """Compute the attribution of one token of a text in an encoder or decoder.
 
