@@ -98,7 +98,7 @@ def test_a_failed_image_makes_the_exit_code_1(folder, tmp_path):
     assert result.exit_code == 1
     assert "| gae |" in result.stdout
     assert "error: ImageError: Expected '1.png' to be an image" in result.stderr
-    assert "1 of the images failed" in result.stderr
+    assert "1 image failed" in result.stderr
 
 
 def test_no_masks_are_told(folder):
@@ -114,7 +114,7 @@ def test_no_masks_are_told(folder):
     [
         (["nowhere", *SHORT], 2, "No data at 'nowhere'"),
         (["demo:2", "--metric", "roc"], 2, "Unknown metric 'roc'. Did you mean 'roc_auc'?"),
-        (["demo:2", "--method", "all", "--method", "gae"], 2, "--method all alone"),
+        (["demo:2", "--method", "all", "--method", "gae"], 2, "--method all cannot be combined"),
         (["demo:2", *SHORT, "--sigma", "0"], 2, "sigma > 0"),
     ],
 )
@@ -145,7 +145,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     code, _, errors = process.ended(timeout=60)
     assert code == 130, errors
-    assert "interrupted: what was done is kept; the same command goes on from there" in errors
+    assert "interrupted: finished images are saved; repeat the command to resume" in errors
     assert "Traceback" not in errors
     kept = count_rows(out)
     assert 2 <= kept < 400

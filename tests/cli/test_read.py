@@ -114,10 +114,10 @@ def test_words_of_a_command_line_that_fit_nowhere_are_shown_as_text(monkeypatch,
 
 def test_a_text_or_an_order_that_the_model_cannot_take_is_an_error_in_one_line(encoder, decoder):
     for words, arguments in (
-        ("positions, 512 at most", ("the " * 600, "--model", encoder)),
-        ("positions, 64 at most", ("the " * 100, "--model", decoder)),
+        ("at most 512 tokens", ("the " * 600, "--model", encoder)),
+        ("at most 64 tokens", ("the " * 100, "--model", decoder)),
         (
-            "at most 62 tokens to write after a prompt of 3",
+            "at most 62",
             ("--prompt", "the key", "--generate", 10**9, "--model", decoder),
         ),
         ("from 0 to 15, got 99999", (TEXT, "--method", "gae", "--target", 99999, "--model", decoder)),
@@ -225,7 +225,7 @@ def test_what_does_not_go_together_is_said_before_anything_is_loaded(arguments, 
 
 def test_an_unknown_word_lists_the_tokens_and_a_repeated_one_asks_which(encoder):
     unknown = read(TEXT, "--model", encoder, "--token", "door")
-    assert unknown.exit_code == 2 and "got 'door': choose one of 0 '[CLS]', 1 'the', 2 'key'" in unknown.stderr
+    assert unknown.exit_code == 2 and "'door' is not a word of the text: choose one of 0 '[CLS]', 1 'the', 2 'key'" in unknown.stderr
     twice = read(TEXT, "--model", encoder, "--token", "the")
     assert twice.exit_code == 2 and "more than once, at tokens 1, 4" in twice.stderr
 
@@ -303,8 +303,8 @@ DAMAGE = {
     "cut weights": (lambda place: (place / "model.safetensors").write_bytes(b"\0" * 100), "as the model, got"),
     "pickle": (lambda place: torch.save([_Hostile()], _without_weights(place)), "could run code when loaded"),
     "plain pickle": (lambda place: _without_weights(place).write_bytes(pickle.dumps(_Hostile())), "could run code"),
-    "tokenizer": (lambda place: (place / "tokenizer.json").write_text("null"), "Expected a tokenizer beside"),
-    "its settings": (lambda place: (place / "tokenizer_config.json").write_text("[1]"), "Expected a tokenizer beside"),
+    "tokenizer": (lambda place: (place / "tokenizer.json").write_text("null"), "Expected a tokenizer saved"),
+    "its settings": (lambda place: (place / "tokenizer_config.json").write_text("[1]"), "Expected a tokenizer saved"),
 }
 
 
@@ -327,7 +327,7 @@ def test_a_damaged_model_of_a_language_is_told_in_one_line(case, encoder, tmp_pa
 
 def test_a_name_that_no_file_can_have_is_told(encoder):
     done = CliRunner().invoke(cli, ["read", "the key", "--model", "x" * 300])
-    assert done.exit_code == 2 and "Expected an id of the hub" in done.stderr
+    assert done.exit_code == 2 and "Expected a hub id" in done.stderr
     for name in ("", "x" * 300):
         done = CliRunner().invoke(cli, ["read", "the key", "--model", str(encoder), "--html", name])
         assert done.exit_code == 1 and "Cannot write" in done.stderr, done.exception

@@ -116,7 +116,7 @@ def test_what_is_not_defined_is_told_apart_from_what_was_not_measured(open_page,
 def test_the_page_counts_the_methods_that_were_asked_for_and_answers_its_title(open_page, saved):
     found, page = saved[0], open_page("light")
     assert found.main_methods == ["gae", METHOD] and "2 methods," in repr(found)
-    assert "2 methods beside 2 baselines" in page.locator("header .summary").inner_text()
+    assert "2 methods and 2 baselines" in page.locator("header .summary").inner_text()
     assert page.locator("header .verdict").inner_text().startswith("On your 3 images: GAE for ")
 
 

@@ -198,7 +198,7 @@ def test_images_without_regions_leave_localisation_out_and_say_so(folder, explai
     found = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation", "faithfulness"])
     assert found.groups == ["faithfulness"]
     assert any("Skipped localisation" in note for note in found.notes)
-    assert any("the class that the model predicts" in note for note in found.notes)
+    assert any("predicted class" in note for note in found.notes)
     with pytest.raises(OptionError, match=r"None of the metrics can be measured. Skipped localisation"):
         evaluate(folder, model=explainer, metrics=["roc_auc"])
 
@@ -449,7 +449,7 @@ def test_an_output_that_cannot_be_written_is_told(explainer, tmp_path, no_drawin
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(results, "_write", full)
-    with pytest.raises(VitflowError, match=r"is kept, but .* No space left on device"):
+    with pytest.raises(VitflowError, match=r"The results are saved, but .* No space left on device"):
         evaluate("demo:1", output=tmp_path / "out", **options)
     (tmp_path / "out" / ".vitflow-0123.part").write_text("left by a kill")
     monkeypatch.undo()

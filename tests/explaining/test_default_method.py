@@ -49,7 +49,7 @@ def test_reference_images_prompts_and_functions_are_targets(demo):
 
 
 def test_an_option_that_the_chosen_method_has_not_is_refused_with_the_reason(demo):
-    reason = "Method gae has no option 'discard_ratio'. No method was named, and gae .* because there is a target"
+    reason = "Method gae, the default with a target, has no option 'discard_ratio'"
     for explain in (demo.explain, partial(vitflow.layer_maps, model=demo)):
         with pytest.raises(OptionError, match=reason + ".*rollout"):
             explain(IMAGE, target=0, discard_ratio=0.5)
@@ -79,7 +79,7 @@ def test_a_batch_explainer_follows_the_rule_or_asks_for_the_method(demo):
     assert BatchExplainer("demo").labels == ["rollout"] and BatchExplainer("demo", target=0).labels == ["gae"]
     like = Explainer(demo.model, outputs=similarity_to([sample_images()[1]]))
     batch = {"image": [str(IMAGE)], "id": ["one"]}
-    with pytest.raises(OptionError, match=r"Expected methods with an explainer that is asked .*methods=\['gae'\]"):
+    with pytest.raises(OptionError, match=r"An explainer of prompts, .* requires methods .*methods=\['gae'\]"):
         BatchExplainer(lambda: like)(batch)
     assert BatchExplainer(lambda: like, ["gae"])(batch)["status"].tolist() == ["explained"]
 

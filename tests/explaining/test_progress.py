@@ -111,7 +111,7 @@ def test_the_same_note_is_told_once_with_a_count(capsys):
 
 
 def test_ctrl_c_says_how_to_go_on(capsys):
-    for kept, words in ((True, "the same command goes on"), (False, "with -o FOLDER")):
+    for kept, words in ((True, "repeat the command to resume"), (False, "use -o FOLDER")):
         with pytest.raises(SystemExit) as stop, resumable(kept):
             raise KeyboardInterrupt
         assert stop.value.code == 130 and words in capsys.readouterr().err

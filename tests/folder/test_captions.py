@@ -126,9 +126,9 @@ def test_on_the_command_line(images, tmp_path):
     line = ["folder", str(images), "-o", str(tmp_path / "out"), "--caption"]
     for more, told in (
         ([], "--caption requires --model"),
-        (["--model", "demo-caption", "--report", "--batch-size", "2"], "--caption takes no --batch-size, --report"),
+        (["--model", "demo-caption", "--report", "--batch-size", "2"], "--batch-size, --report cannot be used with --caption"),
         (["--model", "demo-caption", "--method", "gradcam"], "Unknown method for texts 'gradcam'"),
-        (["--model", "demo-caption", "--prompt", "a", "--prompt", "b"], "one --prompt with --caption"),
+        (["--model", "demo-caption", "--prompt", "a", "--prompt", "b"], "at most one --method and one --prompt"),
     ):
         done = CliRunner().invoke(cli, [*line, *more])
         assert done.exit_code == 2 and told in done.stderr, done.stderr

@@ -185,7 +185,7 @@ def test_an_output_never_lands_on_an_input(tmp_path):
     source.mkdir()
     for name in ("a.jpg", "a-rollout.jpg"):
         (source / name).write_bytes(image_bytes(1))
-    with pytest.raises(OptionError, match="also read from"):
+    with pytest.raises(OptionError, match="is also a source"):
         run(source, source)
     before = tree(source)
     summary = run([source / "a.jpg", source / "a-rollout.jpg"], tmp_path / "in", limit=1)
@@ -344,7 +344,7 @@ def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
     code, _, errors = process.ended(timeout=30)
     assert code == 130, errors
-    assert "Traceback" not in errors and "interrupted: what was done is kept; the same command" in errors
+    assert "Traceback" not in errors and "interrupted: finished images are saved; repeat the command" in errors
     assert time.monotonic() - began < 20  # a second or two, but the machine may be busy
     done = [row for row, _ in stored(tmp_path / "out")]
     assert 5 <= len(done) < 400

@@ -180,8 +180,8 @@ def test_files_that_a_power_cut_left_empty_are_made_again(tmp_path, explainer):
 
 
 OTHERS = {
-    "text": (lambda path: path.write_text("mine, and longer than a hundred bytes " * 9), "got another file"),
-    "database": (lambda path: sqlite3.connect(path).execute("CREATE TABLE notes (a)").close(), "got another file"),
+    "text": (lambda path: path.write_text("mine, and longer than a hundred bytes " * 9), "is not a run of vitflow"),
+    "database": (lambda path: sqlite3.connect(path).execute("CREATE TABLE notes (a)").close(), "is not a run of vitflow"),
 }
 
 

@@ -339,7 +339,7 @@ def test_an_unreachable_hub_gives_one_line_with_the_remedies(name, tmp_path, mon
 def test_unknown_names_are_told_with_what_was_meant():
     with pytest.raises(ModelError, match="Did you mean vit_base_patch16_224"):
         vitflow.load_model("vit_base_patch16_242")
-    with pytest.raises(ModelError, match=r"Known: .*vit_tiny_patch16_224\.augreg_in21k_ft_in1k"):
+    with pytest.raises(ModelError, match=r"Known tags: .*vit_tiny_patch16_224\.augreg_in21k_ft_in1k"):
         vitflow.load_model("vit_tiny_patch16_224.nonsense")
     with pytest.raises(ModelError, match="cannot be built with these options"):
         vitflow.load_model(ID, checkpoint=None, no_such_option=1)

@@ -138,8 +138,8 @@ def test_prompts_padded_on_the_left_are_each_as_alone_with_a_mask_and_without(na
 
 
 def test_what_does_not_write_from_left_to_right_is_refused():
-    with pytest.raises(UnsupportedModelError, match="in which a later token moves earlier ones"):
+    with pytest.raises(UnsupportedModelError, match="later tokens change earlier ones"):
         explain_generation(of_kind("XLM"), numbers(), max_new_tokens=2)
     for method in ("rollout", "gae"):
-        with pytest.raises(UnsupportedModelError, match="reads 10 tokens where the text has 9"):
+        with pytest.raises(UnsupportedModelError, match="reads 10 tokens, but the text has 9"):
             explain_generation(of_kind("causal XLM"), numbers(), max_new_tokens=2, method=method)

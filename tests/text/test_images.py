@@ -446,7 +446,7 @@ def test_models_that_mix_tokens_otherwise_are_refused_by_name():
     model: nn.Module = transformers.Lfm2ForCausalLM(config).eval()
     options = {"max_new_tokens": 2, "do_sample": False}
     for method in ("rollout", "flow", "gae"):
-        with pytest.raises(UnsupportedModelError, match=f"by convolutions over the text: {method}, a product"):
+        with pytest.raises(UnsupportedModelError, match=f"convolutions over the text, which {method}, a product"):
             explain_generation(model, torch.tensor([[5, 6, 7]]), method=method, **options)
     found = explain_generation(model, torch.tensor([[5, 6, 7]]), method="attention", **options)
     assert found.values.shape[2] == 1
