@@ -24,7 +24,7 @@ from vitflow.demo import sample_images
 
 
 @contextmanager
-def own_gradients(model: nn.Module) -> Iterator[None]:
+def custom_gradients(model: nn.Module) -> Iterator[None]:
     """Let a toolkit call backward() as it likes: the parameters get their own .grad back."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
@@ -43,7 +43,7 @@ def to_patches(pixels: Tensor, trace: vitflow.Trace) -> Tensor:
 def peer_gradcam(trace: vitflow.Trace, *, block: int) -> Tensor:
     """Grad-CAM of the package grad-cam at the first norm of a block, scaled as that package scales it."""
     with (
-        own_gradients(trace.model),
+        custom_gradients(trace.model),
         GradCAM(
             model=trace.model,
             target_layers=[trace.model.blocks[block].norm1],
@@ -51,17 +51,17 @@ def peer_gradcam(trace: vitflow.Trace, *, block: int) -> Tensor:
             reshape_transform=lambda tokens: trace.layout.to_grid(tokens.transpose(1, 2)),
         ) as cam,
     ):
-        found = cam(trace.pixels.detach(), [ClassifierOutputTarget(int(target)) for target in trace.targets])
-    return to_patches(torch.from_numpy(found), trace)
+        actual = cam(trace.pixels.detach(), [ClassifierOutputTarget(int(target)) for target in trace.targets])
+    return to_patches(torch.from_numpy(actual), trace)
 
 
 def integrated_gradients(trace: vitflow.Trace, *, steps: int) -> Tensor:
     """Captum's integrated gradients from the mean image, the evidence for the class summed over channels."""
-    with own_gradients(trace.model):
-        found = IntegratedGradients(trace.model).attribute(
+    with custom_gradients(trace.model):
+        actual = IntegratedGradients(trace.model).attribute(
             trace.pixels.detach(), target=trace.targets, n_steps=steps, internal_batch_size=16
         )
-    return to_patches(found.sum(dim=1).clamp_min(0), trace)
+    return to_patches(actual.sum(dim=1).clamp_min(0), trace)
 
 
 def register_peers() -> list[str]:

@@ -89,7 +89,7 @@ class Scenes:
             return cls(**dict(file))
 
     def __len__(self) -> int:
-        """How many scenes there are."""
+        """Return the number of scenes."""
         return len(self.images)
 
     def batch(self, numbers: NDArray[np.int64], mirrored: int = 0) -> Batch:
@@ -110,9 +110,11 @@ def things_of(kinds: NDArray[np.int8], middles: NDArray[np.float32]) -> list[tup
     """The things of images, from what `Scenes` keeps of them."""
     return [
         tuple(
-            Thing(phrase_of(kind), (float(x), float(y))) for kind, (x, y) in zip(own, places, strict=True) if kind >= 0
+            Thing(phrase_of(kind), (float(x), float(y)))
+            for kind, (x, y) in zip(entry, places, strict=True)
+            if kind >= 0
         )
-        for own, places in zip(kinds, middles, strict=True)
+        for entry, places in zip(kinds, middles, strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What the two scripts that train the image–text models share: options, turns, writing, and the image tower.
+"""Common code of the two scripts that train image–text models: options, schedules, saving, and the image tower.
 
 The tower learns first what each of its patches shows: the colour and the shape of the thing there, or ground. The pair
 of images and sentences, and the captioner, both start from it.
@@ -82,7 +82,7 @@ class Step:
     batch: Batch
     seen: Tensor | None
 
-    def tell(self, what: str, loss: Tensor, how_good: str) -> None:
+    def report_to(self, what: str, loss: Tensor, how_good: str) -> None:
         """Now and then a line about how it goes, of the first worker."""
         if self.worker == 0 and self.number % 100 == 0:
             seen = f"{self.number * BATCH:>7} images a worker"
@@ -164,7 +164,7 @@ def step_down(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def seen_tokens(tower: Module, step: Step) -> Tensor:
-    """What the tower's last block gives for the patches that are seen, [batch, seen, channels]."""
+    """Return the output of the tower's last block for the visible patches, [batch, seen, channels]."""
     tokens = tower.embeddings(step.batch.pixels)
     if step.seen is not None:
         tokens = tokens.gather(1, step.seen[..., None].expand(-1, -1, tokens.shape[-1]))
@@ -188,7 +188,7 @@ def wave(length: int, channels: int, shortest: float) -> Tensor:
 
 
 def waves(channels: int) -> Tensor:
-    """Where each patch lies, [GRID · GRID, channels], as waves along x and along y."""
+    """Return the position encoding of the patches, [GRID · GRID, channels], as waves along x and along y."""
     along = wave(GRID, channels // 2, 3.0)
     columns, rows = along.repeat(GRID, 1), along.repeat_interleave(GRID, dim=0)
     return 0.7 * torch.cat([columns, rows], dim=1)
@@ -221,7 +221,7 @@ def tower_of(options: argparse.Namespace, scenes: Scenes) -> tuple[SiglipVisionM
             pixels = outline(early.pop())
             step_down(optimizer, loss + 2.0 * binary_cross_entropy_with_logits(pixels, covered))
             exact += 0.02 * (((pixels > 0) == (covered > 0)).float().mean().item() - exact)
-            step.tell("tower", loss, f"{right}, pixels {exact:.3f}")
+            step.report_to("tower", loss, f"{right}, pixels {exact:.3f}")
 
     together(learn, [tower, reading, outline], options.workers)
     if path is not None:
@@ -230,7 +230,7 @@ def tower_of(options: argparse.Namespace, scenes: Scenes) -> tuple[SiglipVisionM
 
 
 def patch_loss(answers: Tensor, step: Step) -> tuple[Tensor, str]:
-    """How wrong the colours and shapes read from patches are, and the shares that are right of those of things.
+    """Return the loss of colours and shapes read from patches, and the accuracy on those of objects.
 
     Args:
         answers: [batch, seen, 18], what is read from the patches: nine colours and nine shapes, the first is none.
@@ -279,7 +279,7 @@ def image_processor() -> SiglipImageProcessor:
     )
 
 
-def write(model: Any, processor: Any, told: dict[str, str], output: Path) -> None:
+def write(model: Any, processor: Any, reported: dict[str, str], output: Path) -> None:
     """Write the model in float16, its processor, and what is told of them in the header of its weights.
 
     All is written beside the target, which is exchanged at the end, so that it is always whole.
@@ -292,7 +292,7 @@ def write(model: Any, processor: Any, told: dict[str, str], output: Path) -> Non
         processor.image_processor.save_pretrained(part)  # in a file of its own, as before 5.0
         weights = part / "model.safetensors"
         named = {OLD_TOWER_NAME.sub(r"\1vision_model.", name): value for name, value in load_file(weights).items()}
-        save_file(named, weights, metadata={"format": "pt", "license": "MIT", **told})
+        save_file(named, weights, metadata={"format": "pt", "license": "MIT", **reported})
         for name, old, new in (
             ("config.json", '"float16"', '"float32"'),  # kept in half precision, computed in single
             ("tokenizer_config.json", '"TokenizersBackend"', '"PreTrainedTokenizerFast"'),  # its name before 5.0, too
@@ -318,7 +318,7 @@ def train_and_measure(
     script: str,
     train: Callable[[argparse.Namespace], tuple[Any, Any]],
     measure: Callable[[argparse.Namespace], dict[str, float]],
-    **told: str,
+    **reported: str,
 ) -> None:
     """Train, write, measure what was written as it is read again, and write that in the header, too."""
     torch.set_num_threads(1)
@@ -329,16 +329,16 @@ def train_and_measure(
     words = [f"python examples/{script}.py", f"--images {options.images}", f"--seed {options.seed}"]
     spent = {name: getattr(options, name.replace("-", "_"), None) for name in ("workers", "tower-minutes", "minutes")}
     words += [f"--{name} {value:g}" for name, value in spent.items() if value is not None]
-    told["trained_by"] = " ".join([*words, f"--learning-rate {options.learning_rate:g}"])
+    reported["trained_by"] = " ".join([*words, f"--learning-rate {options.learning_rate:g}"])
     if options.start:
         with safe_open(options.start / "model.safetensors", framework="pt") as file:
-            told["trained_by"] = f"{file.metadata()['trained_by']}, then {told['trained_by']} --start"
+            reported["trained_by"] = f"{file.metadata()['trained_by']}, then {reported['trained_by']} --start"
     model, processor = train(options)
-    write(model, processor, told, options.output)
-    found = measure(options)
-    told["measured_on"] = f"{options.fresh_images} fresh images"
-    write(model, processor, told | {name: f"{value:.5f}" for name, value in found.items()}, options.output)
-    print(*(f"{name}: {value:.4f}" for name, value in found.items()), options.output, sep="\n")
+    write(model, processor, reported, options.output)
+    actual = measure(options)
+    reported["measured_on"] = f"{options.fresh_images} fresh images"
+    write(model, processor, reported | {name: f"{value:.5f}" for name, value in actual.items()}, options.output)
+    print(*(f"{name}: {value:.4f}" for name, value in actual.items()), options.output, sep="\n")
 
 
 def begin(model: Any, options: argparse.Namespace) -> None:

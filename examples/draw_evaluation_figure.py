@@ -19,31 +19,33 @@ from vitflow.images.figures import save_figure
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DRAWN = ["pointing_game", "roc_auc", "deletion_auc", "gap", "randomisation", "class_sensitivity"]
-TOLD = [
+REPORTED = [
     *("pointing_game", "roc_auc", "energy", "mean_iou"),
     *("deletion_auc", "insertion_auc", "randomisation", "class_sensitivity"),
 ]
 
 
-def table(found: Evaluation) -> str:
+def table(actual: Evaluation) -> str:
     """Means ± standard errors, a row per method and baseline."""
-    metrics = {metric.name: metric for metric in found.metrics}
-    head = ["method", *(f"{metrics[name].title} {metrics[name].arrow}" for name in TOLD)]
-    rows = zip(*map(found.table, TOLD), strict=True)
+    metrics = {metric.name: metric for metric in actual.metrics}
+    head = ["method", *(f"{metrics[name].title} {metrics[name].arrow}" for name in REPORTED)]
+    rows = zip(*map(actual.table, REPORTED), strict=True)
     return markdown_table(
         [head, *([row[0].method, *(str(one.estimate) for one in row)] for row in rows if not is_twin(row[0].method))]
     )
 
 
-def blur_table(found: Evaluation) -> str:
-    """What blurring changes: the twin's mean less the method's own, with its interval."""
+def blur_table(actual: Evaluation) -> str:
+    """Effect of blurring: the blurred copy's mean minus the method's, with its interval."""
     head = ["map", "ROC-AUC, blurred − own", "deletion AUC, blurred − own"]
-    rows = [[name, *(_change(found, metric, name) for metric in ("roc_auc", "deletion_auc"))] for name in found.asked]
+    rows = [
+        [name, *(_change(actual, metric, name) for metric in ("roc_auc", "deletion_auc"))] for name in actual.requested
+    ]
     return markdown_table([head, *rows])
 
 
-def _change(found: Evaluation, metric: str, method: str) -> str:
-    pair = next(one for one in found.differences(metric) if (one.first, one.second) == (method, twin_of(method)))
+def _change(actual: Evaluation, metric: str, method: str) -> str:
+    pair = next(one for one in actual.differences(metric) if (one.first, one.second) == (method, twin_of(method)))
     mean, low, high = (-value for value in (pair.estimate.mean, pair.estimate.high, pair.estimate.low))
     return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]".replace("-", "−")
 
@@ -57,7 +59,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--table-only", action="store_true", help="leave the chart as it is")
     given = parser.parse_args()
-    found = evaluate(
+    actual = evaluate(
         given.data,
         model=vitflow.load_model(given.model, checkpoint=given.checkpoint),
         methods="all",
@@ -65,9 +67,9 @@ def main() -> None:
         output=given.output,
         progress=lambda state: print(f"\r{state.done} of {state.total}", end="", file=sys.stderr),
     )
-    print(table(found), blur_table(found), sep="\n\n")
+    print(table(actual), blur_table(actual), sep="\n\n")
     if not given.table_only:
-        print(save_figure(draw_bars(found, DRAWN), ASSETS / "evaluation.png"))
+        print(save_figure(draw_bars(actual, DRAWN), ASSETS / "evaluation.png"))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def gallery(model: nn.Module, desk: Path) -> dict[str, Drawing]:
     five = ["rollout", "flow", "gae", "gradcam", "random"]
     paper = [("rollout", {"preset": "paper"}), "rollout", "gae", "random"]
     same = ["rollout", "gae", "random"]
-    alike = ["rollout", ("similarity", {"patch": (5, 4)}), ("similarity", {"box": (155, 225, 215, 265)})]
+    similar = ["rollout", ("similarity", {"patch": (5, 4)}), ("similarity", {"box": (155, 225, 215, 265)})]
 
     def strip(images: Any, methods: Sequence[Choice], by: vitflow.Explainer = explainer, **options: Any) -> bytes:
         drawing = {"dpi": options.pop("dpi", 125)}
@@ -80,7 +80,7 @@ def gallery(model: nn.Module, desk: Path) -> dict[str, Drawing]:
     return {
         "methods": Drawing(lambda: strip(list(photographs.values()), five, dpi=100), five, 65),
         "contrast": Drawing(lambda: strip(astronaut, ["gae", "gradcam"], targets=helmet), ["gae", "gradcam"]),
-        "no-classes": Drawing(lambda: strip(cat, alike), alike),
+        "no-classes": Drawing(lambda: strip(cat, similar), similar),
         "transformers": Drawing(lambda: of_library(as_transformers), same),
         "torchvision": Drawing(lambda: of_library(as_torchvision), same),
         "folder": Drawing(folder, ["gae"], 85),
@@ -102,9 +102,9 @@ def draw_caption() -> bytes:
     with tempfile.TemporaryDirectory() as desk:
         image = Path(desk) / "drawn.png"
         Image.fromarray(draw_scene(4).image).save(image)
-        found = vitflow.text.explain_generation("demo-caption", "<image> here is", image=image, do_sample=False)
-    words, left_out = found.words()
-    strip = draw_words([found.image(places) for places in words.values()], left_out=left_out)
+        actual = vitflow.text.explain_generation("demo-caption", "<image> here is", image=image, do_sample=False)
+    words, left_out = actual.words()
+    strip = draw_words([actual.image(places) for places in words.values()], left_out=left_out)
     strip.set_dpi(125)
     return figure_bytes(strip, ".png")
 
@@ -129,9 +129,9 @@ def fine_tune() -> vitflow.Explainer:
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        found = nn.functional.cross_entropy(model.head(features), labels) + 0.01 * model.head.weight.square().sum()
-        found.backward()
-        return found
+        actual = nn.functional.cross_entropy(model.head(features), labels) + 0.01 * model.head.weight.square().sum()
+        actual.backward()
+        return actual
 
     optimizer.step(loss)
     return explainer

@@ -27,7 +27,7 @@ MODEL = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 CLASSES = ["orange disc", "yellow star", "pink crescent"]
 # What the two images show.
 ARGUED = ["sampling", "gradcam", "random"]
-ASKED = ["gradient_rollout", "gradcam", "sampling"]
+REQUESTED = ["gradient_rollout", "gradcam", "sampling"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     argument = write_jpeg(figure_bytes(figure, ".png"), given.output / "two-things.jpg")
     print(keep(argument, ARGUED, given.output))
     classes = write_jpeg(draw_classes(), given.output / "classes.jpg", STRIP_QUALITY)
-    print(keep(classes, ASKED, given.output))
+    print(keep(classes, REQUESTED, given.output))
 
 
 def draw_classes() -> bytes:
     """One bundled image, asked for three classes."""
     demo = vitflow.Explainer("demo", device="cpu")
-    return strip_bytes(vitflow.compare(sample_images()[0], model=demo, methods=ASKED, targets=CLASSES))
+    return strip_bytes(vitflow.compare(sample_images()[0], model=demo, methods=REQUESTED, targets=CLASSES))
 
 
 def stacked(first: Path, second: Path, side: int = 448) -> Image.Image:
@@ -85,7 +85,7 @@ def draw_argument(explainer: vitflow.Explainer, image: Image.Image, classes: Seq
 
 
 def parse(description: str | None, arguments: Sequence[str] | None, *, only: bool = False) -> argparse.Namespace:
-    """What the scripts that draw photographs can be told; one of them may draw a single image."""
+    """Parse the options of scripts that draw photographs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=MODEL, help="timm's id of a model that knows ImageNet")
     parser.add_argument("--checkpoint", type=Path, help="its weights")
@@ -103,14 +103,14 @@ def load_photographs(folder: Path) -> dict[str, Path]:
     except ImportError as error:
         raise SystemExit('The photographs come with scikit-image: pip install "vitflow[examples]".') from error
     # CC0 by Stefan van der Walt, CC0 by Rachel Michetti, and public domain by NASA.
-    found = {
+    actual = {
         "cat": data.chelsea(),
         "coffee": data.coffee(),
         "astronaut": data.astronaut(),
     }
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
-    for name, image in found.items():
+    for name, image in actual.items():
         side = min(image.shape[:2])
         top, left = ((length - side) // 2 for length in image.shape[:2])
         files[name] = folder / f"{name}.png"

@@ -1,4 +1,4 @@
-"""What the images of the documentation were drawn by: kept beside them, so that a test notices an old one.
+"""Records of the documentation's images, so that a test notices an outdated one.
 
 Each image is kept with the methods that it shows: every option that they had when it was drawn, and what they gave
 then for one bundled image by the bundled model. Where an option has another default today, or the map or its colours
@@ -38,15 +38,15 @@ def _explainer() -> vitflow.Explainer:
 def _print_of(method: str, options: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", vitflow.VitflowWarning)  # a flow through all layers is saturated
-        found = _explainer().explain(sample_images()[0], method=method, **json.loads(options))
-    means = _means(found.grid)
+        actual = _explainer().explain(sample_images()[0], method=method, **json.loads(options))
+    means = _means(actual.grid)
     low, high = means.min(), means.max()
     return {
         "method": method,
         "options": json.loads(options),
-        "used": json.loads(json.dumps(found.to_dict()["options"])),
+        "used": json.loads(json.dumps(actual.to_dict()["options"])),
         "map": np.round((means - low) / max(high - low, 1e-12), 3).ravel().tolist(),
-        "colours": np.rint(_means(found.overlay())).astype(int).reshape(-1, 3).tolist(),
+        "colours": np.rint(_means(actual.overlay())).astype(int).reshape(-1, 3).tolist(),
     }
 
 
@@ -57,7 +57,7 @@ def _means(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def print_of(choice: Choice) -> dict[str, Any]:
-    """What a method does today: its options, and map and colours for the bundled image, averaged over squares."""
+    """Return a method's current options, and its map and colours for the bundled image, averaged over squares."""
     method, options = (choice, {}) if isinstance(choice, str) else choice
     return _print_of(method, json.dumps(dict(options)))
 
@@ -67,8 +67,8 @@ def keep(image: Path, choices: Sequence[Choice], folder: Path) -> Path:
     kept = kept_in(folder) | {image.relative_to(folder).as_posix(): [print_of(choice) for choice in choices]}
     lines = []
     for name in sorted(kept):
-        own = ",\n".join(f"  {json.dumps(one)}" for one in kept[name])
-        lines.append(f" {json.dumps(name)}: [\n{own}\n ]")
+        entry = ",\n".join(f"  {json.dumps(one)}" for one in kept[name])
+        lines.append(f" {json.dumps(name)}: [\n{entry}\n ]")
     (folder / NAME).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     return image
 
@@ -80,13 +80,13 @@ def kept_in(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def departs(kept: Mapping[str, Any]) -> str:
-    """How a method departs today from what is kept of it, in words; empty where it does not."""
+    """Describe the differences between a method and its record; empty if there are none."""
     today = print_of((kept["method"], kept["options"]))
     if today["used"] != kept["used"]:
         return f"the options of {kept['method']} were {kept['used']}, and are {today['used']}"
     for name, tolerance in (("map", MAP_TOLERANCE), ("colours", COLOUR_TOLERANCE)):
         apart = float(np.abs(np.subtract(today[name], kept[name])).max())
         if apart > tolerance:
-            told = f"{kept['method']} {kept['options'] or ''}".strip()
-            return f"the {name} of {told} lie {apart:.3g} apart; {tolerance} is allowed"
+            reported = f"{kept['method']} {kept['options'] or ''}".strip()
+            return f"the {name} of {reported} lie {apart:.3g} apart; {tolerance} is allowed"
     return ""

@@ -1,4 +1,4 @@
-"""How deep may attention flow go? Saturated share and ROC-AUC against objects, by the number of layers.
+"""Saturation and localisation of attention flow by the number of layers.
 
     python examples/flow_saturation.py                     # the demo model on 100 drawn images with exact masks
     python examples/flow_saturation.py --model ID --checkpoint FILE --boxes FOLDER
@@ -59,8 +59,8 @@ def measure(explainer: vitflow.Explainer, data: Iterator[tuple[np.ndarray, np.nd
     key = ("mean", False)
     rows: list[np.ndarray] = []
     for image, mask in data:
-        found = explainer.explain(image, method="centre")  # for the placement
-        inside = points(mask, found.placement.seen_box) > 0.5
+        actual = explainer.explain(image, method="centre")  # for the placement
+        inside = points(mask, actual.placement.seen_box) > 0.5
         if inside.all() or not inside.any():
             continue
         trace = explainer.record(image, fusions=[key])
@@ -74,7 +74,7 @@ def measure(explainer: vitflow.Explainer, data: Iterator[tuple[np.ndarray, np.nd
             scores = [
                 roc_auc(
                     points(
-                        upsample(trace.layout.to_grid(vector)[0].numpy(), found.placement), found.placement.seen_box
+                        upsample(trace.layout.to_grid(vector)[0].numpy(), actual.placement), actual.placement.seen_box
                     ),
                     inside,
                 )
@@ -86,16 +86,16 @@ def measure(explainer: vitflow.Explainer, data: Iterator[tuple[np.ndarray, np.nd
     return {"saturated": saturated, "flow": plain, "carried": carried, "images": np.array(len(rows))}
 
 
-def draw(found: dict[str, np.ndarray], path: Path, name: str) -> None:
-    depths = np.arange(1, len(found["flow"]) + 1)
+def draw(actual: dict[str, np.ndarray], path: Path, name: str) -> None:
+    depths = np.arange(1, len(actual["flow"]) + 1)
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
-    axes.fill_between(depths, found["saturated"], color="#d9d9d9", label="saturated share of the patches")
-    axes.plot(depths, found["flow"], marker="o", color="#c0392b", label="ROC-AUC of the flow")
-    axes.plot(depths, found["carried"], marker="o", color="#1f6fb2", label="ROC-AUC, carried on by rollout")
+    axes.fill_between(depths, actual["saturated"], color="#d9d9d9", label="saturated share of the patches")
+    axes.plot(depths, actual["flow"], marker="o", color="#c0392b", label="ROC-AUC of the flow")
+    axes.plot(depths, actual["carried"], marker="o", color="#1f6fb2", label="ROC-AUC, carried on by rollout")
     axes.axhline(0.5, color="#888888", linewidth=0.8, linestyle=":")
     axes.set(xlabel="layers that the flow runs through, from the top", ylim=(0, 1.02), xticks=depths)
-    axes.set_title(f"{name}, {found['images']} images", loc="left", fontsize=10)
+    axes.set_title(f"{name}, {actual['images']} images", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="lower left")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,11 +112,11 @@ def main() -> None:
     given = parser.parse_args()
     explainer = vitflow.Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint))
     data = boxed(given.boxes, given.count) if given.boxes else drawn(given.count)
-    found = measure(explainer, data)
+    actual = measure(explainer, data)
     print("| layers | saturated | ROC-AUC, flow | ROC-AUC, flow + rollout |\n|---|---|---|---|")
-    for index, row in enumerate(zip(found["saturated"], found["flow"], found["carried"], strict=True)):
+    for index, row in enumerate(zip(actual["saturated"], actual["flow"], actual["carried"], strict=True)):
         print(f"| last {index + 1} | {row[0]:.2f} | {row[1]:.2f} | {row[2]:.2f} |")
-    draw(found, given.figure, explainer.model_id)
+    draw(actual, given.figure, explainer.model_id)
     print(f"\n{given.figure}")
 
 

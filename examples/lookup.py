@@ -35,10 +35,10 @@ def draw_lookups(count: int, pairs: int, queries: int, generator: torch.Generato
     def draw(most: int, number: int) -> Tensor:
         return torch.rand(count, most, generator=generator).argsort(dim=1)[:, :number]
 
-    keys, values, asked = draw(KEYS, pairs) + 1, draw(VALUES, pairs) + 1 + KEYS, draw(pairs, queries)
-    told = torch.stack([keys, values], dim=-1).flatten(1)
-    again = torch.stack([keys.gather(1, asked), values.gather(1, asked)], dim=-1).flatten(1)
-    return torch.cat([torch.zeros(count, 1, dtype=torch.long), told, again], dim=1), 2 + 2 * asked
+    keys, values, requested = draw(KEYS, pairs) + 1, draw(VALUES, pairs) + 1 + KEYS, draw(pairs, queries)
+    reported = torch.stack([keys, values], dim=-1).flatten(1)
+    again = torch.stack([keys.gather(1, requested), values.gather(1, requested)], dim=-1).flatten(1)
+    return torch.cat([torch.zeros(count, 1, dtype=torch.long), reported, again], dim=1), 2 + 2 * requested
 
 
 def train(model: nn.Module, *, seconds: float = 600, batch: int = 64, rate: float = 2e-3, last: int = 400) -> None:
@@ -48,8 +48,8 @@ def train(model: nn.Module, *, seconds: float = 600, batch: int = 64, rate: floa
     pairs, recent, step, begun = 2, list[float](), 0, time.process_time()
     while last and time.process_time() - begun < seconds:
         ids, _ = draw_lookups(batch, pairs, pairs, generator)
-        asked = 1 + 2 * pairs + 2 * torch.arange(pairs)
-        logits, truth = model(input_ids=ids).logits[:, asked], ids[:, asked + 1]
+        requested = 1 + 2 * pairs + 2 * torch.arange(pairs)
+        logits, truth = model(input_ids=ids).logits[:, requested], ids[:, requested + 1]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), truth.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -116,29 +116,29 @@ def _save_tokenizer(folder: Path) -> None:
 
 
 def rows_of(model: nn.Module, ids: Tensor, truth: Tensor) -> dict[str, Tensor]:
-    """What each method gives for the last token of each text, [texts, tokens], by its name."""
+    """Return each method's map for the last token of each text, [texts, tokens], by name."""
     with vitflow.record_attention(model, values=True, gradients=True) as trace:
         logits = model(input_ids=ids).logits
     last = torch.zeros(ids.shape[1])
     last[-1] = 1.0
     scores = logits[:, -1].gather(1, truth[:, None])
     gradients = trace.gradients_of(scores).attentions
-    found: dict[str, Tensor] = {
+    actual: dict[str, Tensor] = {
         "random": torch.rand(ids.shape, generator=torch.Generator().manual_seed(int(ids.sum())))
     }
-    for weighting, told in ((False, ""), (True, ", weighted by norm"), ("output", ", weighted along the output")):
+    for weighting, reported in ((False, ""), (True, ", weighted by norm"), ("output", ", weighted along the output")):
         fused = [layer.detach() for layer in trace.fused("mean", value_weighted=weighting)]
-        found[f"raw attention, last layer{told}"] = raw_attention(fused, readout=last, num_prefix_tokens=0)
+        actual[f"raw attention, last layer{reported}"] = raw_attention(fused, readout=last, num_prefix_tokens=0)
         for causal in ("raw", "receptive_field"):
-            relative = told + (", receptive field" if causal == "receptive_field" else "")
-            found[f"rollout{relative}"] = vitflow.attention_rollout(fused, causal=causal, readout=last)
+            relative = reported + (", receptive field" if causal == "receptive_field" else "")
+            actual[f"rollout{relative}"] = vitflow.attention_rollout(fused, causal=causal, readout=last)
             for layers in ("all", 3, 2):
                 flow = vitflow.attention_flow(fused, source=ids.shape[1] - 1, causal=causal, layers=layers)
                 window = "all layers" if layers == "all" else f"last {layers} layers"
-                found[f"flow, {window}{relative}"] = flow.normalized
+                actual[f"flow, {window}{relative}"] = flow.normalized
         heads = [one.detach() for one in trace.heads(value_weighted=weighting)]
-        found[f"GAE{told}"] = relevance(for_the_class(heads, gradients, "mean"), readout=last)
-    return found
+        actual[f"GAE{reported}"] = relevance(for_the_class(heads, gradients, "mean"), readout=last)
+    return actual
 
 
 def measure(model: nn.Module, cases: int, batch: int = 50) -> tuple[dict[str, list[float]], float]:
@@ -158,8 +158,8 @@ def measure(model: nn.Module, cases: int, batch: int = 50) -> tuple[dict[str, li
             others = rows.double()[:, :-1]
             others = others / others.sum(1, keepdim=True).clamp_min(1e-300)
             chosen = others.gather(1, place[:, None])[:, 0]
-            told = torch.stack([(others.argmax(1) == place).double(), chosen, others[:, 0]]).sum(1)
-            sums[name] = sums.get(name, torch.zeros(3, dtype=torch.float64)) + told
+            reported = torch.stack([(others.argmax(1) == place).double(), chosen, others[:, 0]]).sum(1)
+            sums[name] = sums.get(name, torch.zeros(3, dtype=torch.float64)) + reported
         done += len(ids)
     return {name: (total / cases).tolist() for name, total in sums.items()}, right / cases
 
@@ -169,8 +169,8 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, default=Path("lookup-model"), help="folder of the model")
     parser.add_argument("--cases", type=int, default=500)
     given = parser.parse_args()
-    found, right = measure(trained(given.model), given.cases)
+    actual, right = measure(trained(given.model), given.cases)
     print(f"\n{given.cases} lookups among {PAIRS} pairs, {right:.1%} answered right\n")
     print("| method | looked-up token first | its share | share of <s> |\n|---|---|---|---|")
-    for name, (first, share, start) in found.items():
+    for name, (first, share, start) in actual.items():
         print(f"| {name} | {first:.1%} | {share:.2f} | {start:.2f} |")

@@ -43,8 +43,8 @@ if __name__ == "__main__":
                 text, model=model, tokenizer=tokenizer, token=gap, method=method, **options
             )
             shares = [float(reading.weights[list(reading.tokens.find(word))].sum()) for word in candidates]
-            told = ", ".join(
+            reported = ", ".join(
                 f"{word} {share / sum(shares):.0%}" for word, share in zip(candidates, shares, strict=True)
             )
-            print(f"  {method}: {told}")
+            print(f"  {method}: {reported}")
         print(f"  {reading.graph(special=False).save(f'pronoun-{number}.png')}")

@@ -15,7 +15,7 @@ from vitflow.folder import BatchExplainer
 
 
 def explain(images: str, output: str, model: str, actors: int = 1) -> None:
-    found = ray.data.read_binary_files(images, include_paths=True).map_batches(
+    actual = ray.data.read_binary_files(images, include_paths=True).map_batches(
         BatchExplainer,  # the class: each actor makes one, and loads the model once
         fn_constructor_args=(model, ["rollout"]),
         fn_constructor_kwargs={"image": "bytes", "id": "path"},
@@ -23,7 +23,7 @@ def explain(images: str, output: str, model: str, actors: int = 1) -> None:
         num_gpus=1 if ray.cluster_resources().get("GPU") else 0,
         batch_size=64,
     )
-    found.write_parquet(output)
+    actual.write_parquet(output)
 
 
 def main() -> None:

@@ -29,14 +29,16 @@ def shaded(model: nn.Module, tokenizer: object, sentence: str, other: str) -> tu
     inputs = tokenizer(sentence, return_tensors="pt")
     with vitflow.record_attention(model, gradients=True) as trace:
         mean = model(**inputs).last_hidden_state.mean(1)
-    likeness = nn.functional.cosine_similarity(mean, goal)
-    layers = for_the_class([heads.detach() for heads in trace.heads()], trace.gradients_of(likeness).attentions, "mean")
+    similarity = nn.functional.cosine_similarity(mean, goal)
+    layers = for_the_class(
+        [heads.detach() for heads in trace.heads()], trace.gradients_of(similarity).attentions, "mean"
+    )
     tokens = inputs["input_ids"].shape[1]
     everywhere = torch.full((tokens,), 1 / tokens)
     weights = relevance(layers, readout=everywhere)[0] - everywhere  # without each token's own part, alike for all
     words = words_of(tokenizer, inputs["input_ids"][0].tolist())
     view = ShadedText(words, weights, hidden=hide(words), caption=f"gae, likeness to “{other}”")
-    return view, float(likeness.detach())
+    return view, float(similarity.detach())
 
 
 if __name__ == "__main__":
@@ -53,8 +55,8 @@ if __name__ == "__main__":
     encoder.requires_grad_(False)
     views = []
     for sentence, other in (given.sentences, given.sentences[::-1]):
-        view, likeness = shaded(encoder, tokenizer, sentence, other)
+        view, similarity = shaded(encoder, tokenizer, sentence, other)
         print(view.text(), end="\n\n")
         views.append(view.html())
-    print(f"likeness (cosine): {likeness:.3f}")
+    print(f"likeness (cosine): {similarity:.3f}")
     Path("similarity.html").write_text('<!doctype html><meta charset="utf-8">' + "".join(views), encoding="utf-8")

@@ -127,20 +127,20 @@ def references(model: nn.Module, ids: Tensor, plural: int) -> dict[str, np.ndarr
 
 def layer_maps(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, int, np.ndarray]]:
     """Raw attention, rollout and flow of [CLS], as if each layer were the last: method, layer, weights of the words."""
-    for weighting, told in ((False, ""), ("output", ", value-weighted")):
+    for weighting, reported in ((False, ""), ("output", ", value-weighted")):
         with vitflow.record_attention(model, head_fusion="mean", value_weighted=weighting) as trace, torch.no_grad():
             model(input_ids=ids)
         layers, first = trace.attentions, torch.eye(ids.shape[1])[0]
         for count in range(1, len(layers) + 1):
-            yield f"raw attention{told}", count, layers[count - 1][0, 0, 1:].numpy()
+            yield f"raw attention{reported}", count, layers[count - 1][0, 0, 1:].numpy()
             rolled = vitflow.attention_rollout(layers[:count], readout=first)
-            yield f"rollout{told}", count, rolled[0, 1:].numpy()
-            yield f"flow{told}", count, vitflow.attention_flow(layers[:count], source=0).values[0, 1:].numpy()
+            yield f"rollout{reported}", count, rolled[0, 1:].numpy()
+            yield f"flow{reported}", count, vitflow.attention_flow(layers[:count], source=0).values[0, 1:].numpy()
 
 
 def measure(model: nn.Module, sentences: int) -> tuple[dict[tuple[str, str], np.ndarray], float]:
     """Spearman per reference and method, [layers, sentences], of rightly answered sentences; share of right answers."""
-    chance, found, drawn, done = random.Random(1), dict[tuple[str, str], list[list[float]]](), 0, 0
+    chance, actual, drawn, done = random.Random(1), dict[tuple[str, str], list[list[float]]](), 0, 0
     while done < sentences:
         words, plural = draw_sentence(chance)
         ids, _ = encode([words])
@@ -152,10 +152,10 @@ def measure(model: nn.Module, sentences: int) -> tuple[dict[tuple[str, str], np.
         held = references(model, ids, plural)
         for method, layer, weights in layer_maps(model, ids):
             for name, reference in held.items():
-                rows = found.setdefault((name, method), [[] for _ in range(6)])
+                rows = actual.setdefault((name, method), [[] for _ in range(6)])
                 rho = spearman(weights, reference)
                 rows[layer - 1].append(np.nan if rho is None else rho)
-    return {key: np.array(rows) for key, rows in found.items()}, done / drawn
+    return {key: np.array(rows) for key, rows in actual.items()}, done / drawn
 
 
 if __name__ == "__main__":
@@ -163,11 +163,11 @@ if __name__ == "__main__":
     parser.add_argument("--sentences", type=int, default=200)
     parser.add_argument("--steps", type=int, default=1600)
     given = parser.parse_args()
-    found, right = measure(train(given.steps), given.sentences)
+    actual, right = measure(train(given.steps), given.sentences)
     print(f"\n{given.sentences} sentences, {right:.1%} answered right\n")
     for reference, paper in PAPER.items():
         print(f"| Spearman with {reference} | L1 | L2 | L3 | L4 | L5 | L6 |\n|---|---|---|---|---|---|---|")
-        for (name, method), rows in found.items():
+        for (name, method), rows in actual.items():
             if name == reference:
                 cells = [f"{np.nanmean(row):.2f} ± {np.nanstd(row):.2f}" for row in rows]
                 print(f"| {method} | {' | '.join(cells)} |")

@@ -131,7 +131,7 @@ def train(options: argparse.Namespace) -> tuple[LlavaForConditionalGeneration, L
         for step in steps(scenes, options.minutes, options, worker, optimizer):
             written = to_tokens(processor.tokenizer, [str(caption(things)) for things in step.batch.things])
             tokens = seen_tokens(tower, step)
-            read, told = patch_loss(reading(tokens), step)
+            read, reported = patch_loss(reading(tokens), step)
             patches = projector(tokens)
             places = torch.arange(GRID * GRID).expand(len(patches), -1) if step.seen is None else step.seen
             answers = model.lm_head(decode(decoder, patches, places, written))[:, patches.shape[1] : -1]
@@ -141,7 +141,7 @@ def train(options: argparse.Namespace) -> tuple[LlavaForConditionalGeneration, L
             step_down(optimizer, loss + PATCHES_SHARE * read)
             whole = ((answers.argmax(-1) == targets) | (targets == IGNORED)).all(dim=1)
             right += 0.02 * (whole.float().mean().item() - right)
-            step.tell("caption", loss, f"captions right {right:.3f}, {told}")
+            step.report_to("caption", loss, f"captions right {right:.3f}, {reported}")
 
     together(learn, [model, reading], options.workers)
     return model.eval(), processor
@@ -181,17 +181,17 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         said = write_captions(model, processor, list(scenes.images[numbers]))
         batch = scenes.batch(numbers)
         right += [(len(things), one == str(caption(things))) for things, one in zip(batch.things, said, strict=True)]
-    found = {"captions_right": float(np.mean([one for _, one in right]))}
+    actual = {"captions_right": float(np.mean([one for _, one in right]))}
     for count, words in ((1, "one_thing"), (2, "two_things"), (3, "three_things")):
         chosen = [one for number, one in right if number == count]
-        found |= {f"captions_right_of_{words}": float(np.mean(chosen))} if chosen else {}
-    return found
+        actual |= {f"captions_right_of_{words}": float(np.mean(chosen))} if chosen else {}
+    return actual
 
 
 def write_captions(
     model: LlavaForConditionalGeneration, processor: LlavaProcessor, images: Sequence[NDArray[np.uint8]]
 ) -> list[str]:
-    """What the captioner writes of images, each RGB uint8 [height, width, 3]."""
+    """Caption images, each RGB uint8 [height, width, 3]."""
     inputs = processor(text=[PROMPT] * len(images), images=list(images), return_tensors="pt")
     written = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
     return processor.batch_decode(written, skip_special_tokens=True)

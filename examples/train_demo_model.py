@@ -111,7 +111,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         self.first_seed, self.count = first_seed, count
 
     def __len__(self) -> int:
-        """How many images there are."""
+        """Return the number of images."""
         return self.count
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,9 @@ OPENINGS = ("a picture of", "a photo of", "a drawing of")
 OPENED_SHARE = 0.15  # of the sentences
 WRONG = ("side", "colour", "shape")
 SHORT_SHARE = 0.6  # of the images of several things whose sentences name colours alone or shapes alone
-ASKED = 16  # images of a step about which sentences are made, and phrases for one thing that are asked of each of them
+REQUESTED = (
+    16  # images of a step about which sentences are made, and phrases for one thing that are asked of each of them
+)
 CHOICES = 10  # sentences among which the right one is to be found
 
 
@@ -162,37 +164,37 @@ def train(options: argparse.Namespace) -> tuple[SiglipModel, SiglipProcessor]:
         random = np.random.default_rng((options.seed, worker, 1))
         optimizer = adam([(module, 1.0) for module in (vision.head, model.text_model, asking, reading)])
         optimizer.add_param_group({"params": [model.logit_scale, model.logit_bias], "weight_decay": 0.0, "share": 3.0})
-        phrases, right, diagonal = all_phrases(), np.full(3, 0.5), torch.arange(ASKED)
+        phrases, right, diagonal = all_phrases(), np.full(3, 0.5), torch.arange(REQUESTED)
         for number, seconds, chosen in turns(len(seen.tokens), IMAGES, options.minutes, options, worker, optimizer):
-            things = seen.things(chosen[:ASKED])
-            about = [sentences_about(own, random) for own in things]
-            parts = [[phrases[place]] for place in random.permutation(len(phrases))[:ASKED]]
+            things = seen.things(chosen[:REQUESTED])
+            about = [sentences_about(entry, random) for entry in things]
+            parts = [[phrases[place]] for place in random.permutation(len(phrases))[:REQUESTED]]
             said = [opening(sentence, random) for several in (*about, *parts) for sentence in several]
-            told = to_tokens(tokenizer, [*(f"{words}{sentence}" for words, sentence in said), ""])
+            reported = to_tokens(tokenizer, [*(f"{words}{sentence}" for words, sentence in said), ""])
             images = normalize(vision.head(seen.tokens[chosen].float()), dim=-1)
-            texts = normalize(model.text_model(input_ids=told).pooler_output, dim=-1)
-            logits = images[:ASKED] @ texts.T * model.logit_scale.exp() + model.logit_bias  # [images, sentences]
-            own = logits[:, : -ASKED - 1].unflatten(1, (ASKED, -1))[diagonal, diagonal]
-            named = logits[:, -ASKED - 1 : -1]
+            texts = normalize(model.text_model(input_ids=reported).pooler_output, dim=-1)
+            logits = images[:REQUESTED] @ texts.T * model.logit_scale.exp() + model.logit_bias  # [images, sentences]
+            entry = logits[:, : -REQUESTED - 1].unflatten(1, (REQUESTED, -1))[diagonal, diagonal]
+            named = logits[:, -REQUESTED - 1 : -1]
             there = torch.tensor([[phrase.holds(shown) for [phrase] in parts] for shown in things])
             meaning = meant([sentence for _, sentence in said])
             by_word, words = of_words(said, meaning), early.pop()[:-1]
             losses = [
-                balanced(own, torch.arange(own.shape[1]).expand_as(own) == 0),
+                balanced(entry, torch.arange(entry.shape[1]).expand_as(entry) == 0),
                 balanced(named, there),
-                cross_entropy(own, torch.zeros(ASKED, dtype=torch.long)),  # the true one is the highest
+                cross_entropy(entry, torch.zeros(REQUESTED, dtype=torch.long)),  # the true one is the highest
                 0.1 * logits[:, -1].square().mean(),  # an empty prompt says nothing of any image
                 asking_loss(asking(width**0.5 * images), *seen.truth(chosen)),
                 asking_loss(asking(width**0.5 * texts[:-1]), *(truth.sum(1).clamp(-1, 1) for truth in meaning)),
                 asking_loss(reading(words)[by_word[0]], *by_word[1:]),
             ]
             step_down(optimizer, torch.stack(losses).sum())
-            good = own.argmax(1) == 0, named[there] > 0, named[~there] < 0
+            good = entry.argmax(1) == 0, named[there] > 0, named[~there] < 0
             right += 0.02 * (np.array([share.float().mean().item() if len(share) else 0.5 for share in good]) - right)
             if worker == 0 and number % 100 == 0:
                 parts_of = " ".join(f"{loss.item():.3f}" for loss in losses)
-                told_right = f"first of four {right[0]:.3f}, phrases {right[1]:.3f} {right[2]:.3f}"
-                print(f"{number:>6} steps, losses {parts_of}, {told_right}, {seconds:.0f} s", flush=True)
+                reported_right = f"first of four {right[0]:.3f}, phrases {right[1]:.3f} {right[2]:.3f}"
+                print(f"{number:>6} steps, losses {parts_of}, {reported_right}, {seconds:.0f} s", flush=True)
 
     together(learn, [model, asking, reading], options.workers)
     return model.eval(), SiglipProcessor(image_processor=image_processor(), tokenizer=tokenizer)
@@ -200,7 +202,7 @@ def train(options: argparse.Namespace) -> tuple[SiglipModel, SiglipProcessor]:
 
 @dataclass
 class Seen:
-    """What the image tower gives of all scenes, as they are and mirrored, and what they show.
+    """Return the image tower's output for all scenes, original and mirrored, and their content.
 
     Attributes:
         tokens: float16 [2 · scenes, patches, channels], the mirrored ones last.
@@ -213,7 +215,7 @@ class Seen:
     middles: NDArray[np.float32]
 
     def things(self, chosen: NDArray[np.int64]) -> list[tuple[Thing, ...]]:
-        """What they show."""
+        """Return their content."""
         return things_of(self.kinds[chosen], self.middles[chosen])
 
     def truth(self, chosen: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
@@ -285,7 +287,7 @@ def balanced(logits: Tensor, truth: Tensor) -> Tensor:
 
 
 def opening(sentence: Sentence, random: np.random.Generator) -> tuple[str, Sentence]:
-    """What stands before a sentence, now and then, and the sentence."""
+    """Return a sentence, sometimes with a prefix."""
     return f"{random.choice(OPENINGS)} " if random.random() < OPENED_SHARE else "", sentence
 
 
@@ -293,21 +295,21 @@ def to_tokens(tokenizer: PreTrainedTokenizerFast, sentences: list[str]) -> Tenso
     return tokenizer(sentences, padding="max_length", return_tensors="pt").input_ids
 
 
-def asking_loss(told: Tensor, there: Tensor, where: Tensor) -> Tensor:
-    """How far from the truth it is told which kinds of things are there, and where.
+def asking_loss(reported: Tensor, there: Tensor, where: Tensor) -> Tensor:
+    """Return the loss of predicting the kinds of objects and their positions.
 
     Args:
         display: [rows, KINDS · 3], the logits that they are there, then x and y of each.
         there: [rows, KINDS], 1 for those that are.
         where: [rows, KINDS, 2], x and y from -1 to 1, of those that are there.
     """
-    wrong = binary_cross_entropy_with_logits(told[:, :KINDS], there, reduction="none").sum(1).mean()
-    away = (told[:, KINDS:].unflatten(1, (KINDS, 2)) - where).square().sum(2) * there
+    wrong = binary_cross_entropy_with_logits(reported[:, :KINDS], there, reduction="none").sum(1).mean()
+    away = (reported[:, KINDS:].unflatten(1, (KINDS, 2)) - where).square().sum(2) * there
     return wrong + 3.0 * (away.sum(1) / there.sum(1).clamp(min=1.0)).mean()
 
 
 def first_of(given: Any) -> Tensor:
-    """What a block gives: a tensor, or a tuple that begins with it, by the version of transformers."""
+    """Return the output of a block: a tensor, or the first element of a tuple in some versions of transformers."""
     return given if isinstance(given, Tensor) else given[0]
 
 
@@ -319,18 +321,18 @@ def choices(things: tuple[Thing, ...], random: np.random.Generator) -> list[str]
     said = caption(things)
     assert said is not None
     right = turned(said) if random.random() < 0.5 else said
-    found, number = [str(right)], 0
-    while len(found) < CHOICES:
+    actual, number = [str(right)], 0
+    while len(actual) < CHOICES:
         wrong = falsified(right, WRONG[number % 3], things, random)
         number += 1
-        if wrong is not None and str(wrong) not in found:
-            found.append(str(wrong))
-    return found
+        if wrong is not None and str(wrong) not in actual:
+            actual.append(str(wrong))
+    return actual
 
 
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """How often the right one of ten sentences is found, and how true and false prompts for one thing are read."""
+    """Return the accuracy of choosing the right one of ten sentences, and of reading true and false prompts."""
     scenes = Scenes.kept(options.kept, 0, options.fresh_images)
     model = SiglipModel.from_pretrained(options.output, dtype=torch.float32).eval()
     processor = SiglipProcessor.from_pretrained(options.output)
@@ -339,30 +341,30 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     for start in range(0, len(scenes), 50):
         numbers = np.arange(start, min(start + 50, len(scenes)))
         batch = scenes.batch(numbers)
-        asked = []
+        requested = []
         for things in batch.things:
             parts = [Sentence((thing.phrase,)) for thing in things]
             absent = [falsified(part, wrong, things, random) for part in parts for wrong in WRONG[1:]]
-            asked.append((choices(things, random), list(map(str, parts)), list(map(str, absent))))
+            requested.append((choices(things, random), list(map(str, parts)), list(map(str, absent))))
         images = list(scenes.images[numbers])
-        texts = [text for groups in asked for group in groups for text in group]
+        texts = [text for groups in requested for group in groups for text in group]
         inputs = processor(text=texts, images=images, padding="max_length", return_tensors="pt")
         logits = model(**inputs).logits_per_image
         place = 0
-        for row, (several, parts, absent) in enumerate(asked):
-            own = logits[row, place : place + len(several) + len(parts) + len(absent)]
-            place += len(own)
-            retrieved.append(bool(own[: len(several)].argmax() == 0))
+        for row, (several, parts, absent) in enumerate(requested):
+            entry = logits[row, place : place + len(several) + len(parts) + len(absent)]
+            place += len(entry)
+            retrieved.append(bool(entry[: len(several)].argmax() == 0))
             by_count.append(len(parts))
-            high += (own[len(several) : len(several) + len(parts)] > 0).tolist()
-            low += (own[len(several) + len(parts) :] < 0).tolist()
-    found = {"retrieval_among_ten": float(np.mean(retrieved))}
+            high += (entry[len(several) : len(several) + len(parts)] > 0).tolist()
+            low += (entry[len(several) + len(parts) :] < 0).tolist()
+    actual = {"retrieval_among_ten": float(np.mean(retrieved))}
     for count, words in ((1, "one_thing"), (2, "two_things"), (3, "three_things")):
         chosen = [one for one, number in zip(retrieved, by_count, strict=True) if number == count]
-        found |= {f"retrieval_with_{words}": float(np.mean(chosen))} if chosen else {}
-    found["prompts_of_things_there_above_half"] = float(np.mean(high))
-    found["prompts_of_things_not_there_below_half"] = float(np.mean(low))
-    return found
+        actual |= {f"retrieval_with_{words}": float(np.mean(chosen))} if chosen else {}
+    actual["prompts_of_things_there_above_half"] = float(np.mean(high))
+    actual["prompts_of_things_not_there_below_half"] = float(np.mean(low))
+    return actual
 
 
 if __name__ == "__main__":

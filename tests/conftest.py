@@ -1,4 +1,4 @@
-"""What the tests share: the hub stays unasked, and data from outside the project is used only where it is there."""
+"""Common fixtures: the hub is never contacted, and data from outside the project is optional."""
 
 import functools
 import gc

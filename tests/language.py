@@ -1,7 +1,7 @@
 """Check names, docstrings and messages against the language rules: `python -m tests.language [PATH ...]`.
 
-Reports identifiers and messages that contain a discouraged word, and docstrings that begin with What, Whether, How or
-Where. Exits with 1 if there are any. CONTRIBUTING.md explains the rules.
+Reports identifiers that contain a discouraged word, docstrings that begin with What, Whether, How or Where, and, in the
+package, messages with a discouraged word. Exits with 1 if there are any. CONTRIBUTING.md explains the rules.
 """
 
 import ast
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("vitflow",)
+CHECKED = ("vitflow", "tests", "examples")
 
 #: Discouraged words, and what to write instead.
 WORDS = {
@@ -49,7 +49,7 @@ def problems(path: Path) -> Iterator[tuple[int, str]]:
             if name not in _FOREIGN:
                 for word in sorted(words & WORDS.keys()):
                     yield node.lineno, f"name {name!r}: {word!r} -> {WORDS[word]}"  # type: ignore[attr-defined]
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if path.is_relative_to(ROOT / "vitflow") else ():
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             words = {word.lower() for word in re.findall(r"[A-Za-z]+", node.value)}
             for word in sorted(words & (WORDS.keys() - _NAMES_ONLY)):

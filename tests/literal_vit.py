@@ -47,7 +47,7 @@ def timm_model(readout: str = "class token", seed: int = 0, **options) -> nn.Mod
 
 @dataclass
 class Pass:
-    """What one image's forward pass showed; everything is on the path to the logits."""
+    """Recorded tensors of one image's forward pass, all on the path to the logits."""
 
     logits: Tensor
     attention: list[list[Tensor]] = field(default_factory=list)  # [layers][heads] of [tokens, tokens]
@@ -71,7 +71,7 @@ def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool
         scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
         return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
-    found = Pass(torch.empty(0))
+    actual = Pass(torch.empty(0))
     _, height, width = pixels.shape
     tokens = []
     kernel = weights["patch_embed.proj.weight"].flatten(1)
@@ -85,17 +85,17 @@ def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool
     for layer in range(depth):
         block = f"blocks.{layer}"
         y = norm(f"{block}.norm1", x)
-        found.norm1.append(y)
+        actual.norm1.append(y)
         query, key, value = linear(f"{block}.attn.qkv", y).chunk(3, dim=-1)
         size = query.shape[-1] // HEADS
         outputs, matrices, values = [], [], []
         for head in range(HEADS):
-            own = slice(head * size, (head + 1) * size)
-            matrices.append((query[:, own] @ key[:, own].T / size**0.5).softmax(-1))
-            values.append(value[:, own])
-            outputs.append(matrices[-1] @ value[:, own])
-        found.attention.append(matrices)
-        found.values.append(values)
+            entry = slice(head * size, (head + 1) * size)
+            matrices.append((query[:, entry] @ key[:, entry].T / size**0.5).softmax(-1))
+            values.append(value[:, entry])
+            outputs.append(matrices[-1] @ value[:, entry])
+        actual.attention.append(matrices)
+        actual.values.append(values)
         x = x + linear(f"{block}.attn.proj", torch.cat(outputs, dim=-1))
         x = x + linear(f"{block}.mlp.fc2", F.gelu(linear(f"{block}.mlp.fc1", norm(f"{block}.norm2", x))))
     if mean and "cls_token" in weights and model.global_pool == "token":
@@ -105,25 +105,25 @@ def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool
         x = norm("norm", x)
 
     if "head_dist.weight" in weights:
-        found.logits = (linear("head", x[0]) + linear("head_dist", x[1])) / 2
+        actual.logits = (linear("head", x[0]) + linear("head_dist", x[1])) / 2
     elif "attn_pool.latent" in weights:
         query = linear("attn_pool.q", weights["attn_pool.latent"][0])
         key, value = linear("attn_pool.kv", x).chunk(2, dim=-1)
         size = query.shape[-1] // HEADS
         parts = [slice(head * size, (head + 1) * size) for head in range(HEADS)]
-        rows = [(query[:, own] @ key[:, own].T / size**0.5).softmax(-1) for own in parts]
-        pooled = torch.cat([row @ value[:, own] for row, own in zip(rows, parts, strict=True)], dim=-1)
+        rows = [(query[:, entry] @ key[:, entry].T / size**0.5).softmax(-1) for entry in parts]
+        pooled = torch.cat([row @ value[:, entry] for row, entry in zip(rows, parts, strict=True)], dim=-1)
         pooled = linear("attn_pool.proj", pooled)
         hidden = F.gelu(linear("attn_pool.mlp.fc1", norm("attn_pool.norm", pooled)))
         pooled = pooled + linear("attn_pool.mlp.fc2", hidden)
-        found.logits = linear("head", pooled[0])
-        found.pooling = rows
+        actual.logits = linear("head", pooled[0])
+        actual.pooling = rows
     elif model.global_pool == "avg":
         pooled = x[len(x) - len(tokens) :].mean(0)
-        found.logits = linear("head", norm("fc_norm", pooled) if "fc_norm.weight" in weights else pooled)
+        actual.logits = linear("head", norm("fc_norm", pooled) if "fc_norm.weight" in weights else pooled)
     else:
-        found.logits = linear("head", x[0])
-    return found
+        actual.logits = linear("head", x[0])
+    return actual
 
 
 @dataclass(eq=False)
@@ -226,47 +226,48 @@ def weigh(attention: Array, values: Array, projection: Array, how: bool | str) -
     return result
 
 
-def fused_values(found: Explained, how: bool | str, fusion: str) -> list[Array]:
+def fused_values(actual: Explained, how: bool | str, fusion: str) -> list[Array]:
     """Each layer's heads weighted and fused, rows normalised to 1."""
     layers = []
-    for heads in found.weighted(how):
+    for heads in actual.weighted(how):
         fused = references.fuse(heads, fusion)
         layers.append(fused / fused.sum(1, keepdims=True))
     return layers
 
 
-def _for_the_class(found: Explained, how: bool | str) -> list[Array]:
+def _for_the_class(actual: Explained, how: bool | str) -> list[Array]:
     return [
-        np.maximum(heads * gradient, 0.0) for heads, gradient in zip(found.weighted(how), found.gradients, strict=True)
+        np.maximum(heads * gradient, 0.0)
+        for heads, gradient in zip(actual.weighted(how), actual.gradients, strict=True)
     ]
 
 
-def _readout_for_the_class(found: Explained, fusion: str) -> Array:
-    """What the pooling query attends to for the class, where there is one: its sum is 1."""
-    if found.pooling is None:
-        return found.readout
-    fused = {"mean": np.mean, "max": np.max}[fusion](found.pooling, axis=0)
+def _readout_for_the_class(actual: Explained, fusion: str) -> Array:
+    """Return the attention of the pooling query for the class, if there is one; its sum is 1."""
+    if actual.pooling is None:
+        return actual.readout
+    fused = {"mean": np.mean, "max": np.max}[fusion](actual.pooling, axis=0)
     return fused / fused.sum()
 
 
-def gae(found: Explained, how: bool | str = False, fusion: str = "mean", start: int = 1) -> Array:
+def gae(actual: Explained, how: bool | str = False, fusion: str = "mean", start: int = 1) -> Array:
     """R ← R + W R from the first layer on, whole matrices; then the readout's row, patches only."""
-    relevance = np.eye(len(found.readout))
-    for positive in _for_the_class(found, how)[start - 1 :]:
+    relevance = np.eye(len(actual.readout))
+    for positive in _for_the_class(actual, how)[start - 1 :]:
         relevance = relevance + references.fuse(positive, fusion) @ relevance
-    return (_readout_for_the_class(found, fusion) @ relevance)[found.prefix :]
+    return (_readout_for_the_class(actual, fusion) @ relevance)[actual.prefix :]
 
 
-def gradient_rollout(found: Explained, how: bool | str = False, fusion: str = "mean", **options) -> Array:
+def gradient_rollout(actual: Explained, how: bool | str = False, fusion: str = "mean", **options) -> Array:
     """Rollout over (A ⊙ ∇A)⁺; then the readout's row, patches only."""
-    layers = _for_the_class(found, how)
-    rolled = references.rollout(layers, how=fusion, prefix=found.prefix, **options)
-    return (_readout_for_the_class(found, fusion) @ rolled)[found.prefix :]
+    layers = _for_the_class(actual, how)
+    rolled = references.rollout(layers, how=fusion, prefix=actual.prefix, **options)
+    return (_readout_for_the_class(actual, fusion) @ rolled)[actual.prefix :]
 
 
-def grad_cam(found: Explained, layer: int = -1) -> Array:
+def grad_cam(actual: Explained, layer: int = -1) -> Array:
     """Channel weights from the patches' gradients, one channel after the other; patches only."""
-    features, gradients = found.norm1[layer][found.prefix :], found.norm1_gradients[layer][found.prefix :]
+    features, gradients = actual.norm1[layer][actual.prefix :], actual.norm1_gradients[layer][actual.prefix :]
     total = np.zeros(len(features))
     for channel in range(features.shape[1]):
         total += gradients[:, channel].mean() * features[:, channel]

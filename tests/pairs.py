@@ -46,9 +46,9 @@ def pair(kind: str) -> torch.nn.Module:
         )
         model = transformers.CLIPModel(config)
     else:
-        name, own = ("Siglip", {"image_size": 32}) if kind == "siglip" else ("Siglip2", {"num_patches": 16})
+        name, entry = ("Siglip", {"image_size": 32}) if kind == "siglip" else ("Siglip2", {"num_patches": 16})
         config = getattr(transformers, f"{name}Config")(
-            vision_config=VISION | own, text_config={**TEXT, "projection_size": 32}
+            vision_config=VISION | entry, text_config={**TEXT, "projection_size": 32}
         )
         model = getattr(transformers, f"{name}Model")(config)
     return model.eval()

@@ -125,11 +125,11 @@ def among_visible(layers: list[Array], visible: NDArray[np.bool_], ratio: float,
     return product
 
 
-def relative(found: Array, reference: Array, own: list[int] | None = None) -> Array:
+def relative(actual: Array, reference: Array, entry: list[int] | None = None) -> Array:
     """Quotients row by row, 0/0 = 0, the row's own token left out, divided by their sum."""
-    result = np.zeros_like(found)
-    for i, row in enumerate(found):
-        mine = i if own is None else own[i]
+    result = np.zeros_like(actual)
+    for i, row in enumerate(actual):
+        mine = i if entry is None else entry[i]
         for j in range(len(row)):
             result[i, j] = row[j] / reference[i, j] if reference[i, j] > 0 and j != mine else 0.0
         total = sum(result[i])
@@ -138,7 +138,7 @@ def relative(found: Array, reference: Array, own: list[int] | None = None) -> Ar
 
 
 def logit_rounding(explainer: Explainer, image: NDArray[np.uint8]) -> float:
-    """How far differences of an image's float32 logits may lie apart where only the order of sums differs."""
+    """Return the tolerance of differences of an image's float32 logits for another order of summation."""
     with torch.no_grad():
         logits = explainer.logits(explainer.pixels(image))
     return 100 * torch.finfo(torch.float32).eps * float(logits.abs().max())

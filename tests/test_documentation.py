@@ -1,4 +1,4 @@
-"""What the documentation shows, a reader can type: docstring examples, Python blocks and command lines."""
+"""Examples of the documentation run: docstring examples, Python blocks and command lines."""
 
 import ast
 import doctest
@@ -36,7 +36,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *SITE]
 
 
 def place(page: Path) -> str:
-    """Where a page lies in the project, as the name of its tests."""
+    """Return the path of a page in the project, as the name of its tests."""
     return page.relative_to(ROOT).as_posix()
 
 
@@ -51,12 +51,12 @@ def test_python_m_vitflow_is_the_command_line():
 
 
 def has_examples(name: str) -> bool:
-    """Whether the source of a module holds a docstring's prompt; asked when tests are collected, it is not parsed."""
+    """Return True if the source of a module has a docstring's prompt, without parsing it."""
     return ">>> " in Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
 
 
 def count_examples(name: str) -> int:
-    """How many examples the docstrings of a module hold, counted in its source."""
+    """Count the examples in the docstrings of a module."""
     source = Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef
     texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
@@ -69,10 +69,10 @@ MODULES = [module.name for module in pkgutil.walk_packages(vitflow.__path__, "vi
 @pytest.mark.parametrize("name", [*filter(has_examples, MODULES)])
 def test_the_examples_of_docstrings_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    runner, told = doctest.DocTestRunner(verbose=False), io.StringIO()
+    runner, reported = doctest.DocTestRunner(verbose=False), io.StringIO()
     for test in doctest.DocTestFinder().find(importlib.import_module(name), name):
-        runner.run(test, out=told.write)
-    assert not runner.failures, told.getvalue()
+        runner.run(test, out=reported.write)
+    assert not runner.failures, reported.getvalue()
     assert runner.tries == count_examples(name) > 0, "an example stands where nobody finds it"
 
 
@@ -82,8 +82,8 @@ def test_the_examples_of_docstrings_run(name, tmp_path, monkeypatch):
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
     """The fenced blocks of a language, each with the line that it begins on."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+    actual = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in actual]
 
 
 def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
@@ -94,9 +94,9 @@ def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
                 yield number, words
 
 
-def by_page(found) -> list:
+def by_page(actual) -> list:
     """A test parameter for each page and line that something stands on."""
-    return [pytest.param(what, id=f"{place(page)}:{number}") for page in PAGES for number, what in found(page)]
+    return [pytest.param(what, id=f"{place(page)}:{number}") for page in PAGES for number, what in actual(page)]
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def hub(monkeypatch) -> None:
     monkeypatch.setattr(
         transformers.AutoImageProcessor,
         "from_pretrained",
-        lambda name, **own: images(name, **own) if Path(name).is_dir() else transformers.ViTImageProcessor(),
+        lambda name, **entry: images(name, **entry) if Path(name).is_dir() else transformers.ViTImageProcessor(),
     )
 
 
@@ -281,8 +281,10 @@ def test_every_public_name_has_its_place_in_the_reference(room):
     made_in = [node for node in ast.parse((ROOT / stub).read_text()).body if isinstance(node, ast.ImportFrom)]
     # `from . import text` is a namespace.
     names = {alias.name for node in made_in if node.module for alias in node.names}
-    told = {text for page in (DOCS / "api").glob("*.md") for text in re.findall(r":: ([\w.]+)", page.read_text())}
-    known = {name for name in names if f"{room}.{name}" in told or (room != "vitflow" and f"vitflow.{name}" in told)}
+    reported = {text for page in (DOCS / "api").glob("*.md") for text in re.findall(r":: ([\w.]+)", page.read_text())}
+    known = {
+        name for name in names if f"{room}.{name}" in reported or (room != "vitflow" and f"vitflow.{name}" in reported)
+    }
     assert len(names) >= 5
     assert names - known == set()
 
@@ -320,12 +322,12 @@ def headings() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def own_texts() -> set[str]:
+def custom_texts() -> set[str]:
     sources = Path(vitflow.__file__).parent.rglob("*.py")
     return {text for file in sources for text in texts(ast.parse(file.read_text(encoding="utf-8")))}
 
 
 @pytest.mark.parametrize("heading", headings())
-def test_the_messages_that_troubleshooting_explains_are_those_of_the_code(heading, own_texts):
+def test_the_messages_that_troubleshooting_explains_are_those_of_the_code(heading, custom_texts):
     pieces = [piece.strip() for piece in heading.split("…") if piece.strip()]
-    assert any(all(piece in text for piece in pieces) for text in own_texts)
+    assert any(all(piece in text for piece in pieces) for text in custom_texts)

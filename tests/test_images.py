@@ -51,8 +51,8 @@ def test_every_image_says_by_what_it_was_drawn():
 
 @pytest.mark.parametrize("name", sorted(kept()))
 def test_its_methods_give_today_what_they_gave_when_it_was_drawn(script, name):
-    told = [departed for one in kept()[name] if (departed := script("drawn").departs(one))]
-    assert not told, f"assets/{name} is of an older version: {'; '.join(told)}. Draw it anew."
+    reported = [departed for one in kept()[name] if (departed := script("drawn").departs(one))]
+    assert not reported, f"assets/{name} is of an older version: {'; '.join(reported)}. Draw it anew."
 
 
 def test_an_older_flow_column_is_noticed(script):
@@ -77,11 +77,11 @@ def agrees(name: str, today: bytes) -> None:
             for image in (old, new)
         ]
     apart = np.abs(np.subtract(*shrunk)).max(axis=-1)
-    found = apart.mean(), np.percentile(apart, 99)
-    assert found[0] <= MEAN and found[1] <= FAR, f"assets/{name} is not what is drawn today, {found}: draw it anew."
+    actual = apart.mean(), np.percentile(apart, 99)
+    assert actual[0] <= MEAN and actual[1] <= FAR, f"assets/{name} is not what is drawn today, {actual}: draw it anew."
 
 
-def test_images_of_the_bundled_model_are_drawn_alike_today(script):
+def test_images_of_the_bundled_model_are_drawn_the_same_today(script):
     agrees("classes.jpg", script("draw_readme_images").draw_classes())
     for name, drawing in script("draw_gallery").BUNDLED.items():  # to draw one anew: draw_gallery.py --only NAME
         agrees(f"gallery/{name}.jpg", drawing.draw())
@@ -93,6 +93,6 @@ def test_images_of_the_bundled_model_are_drawn_alike_today(script):
 @pytest.mark.parametrize(
     "name", ["methods", "contrast", "no-classes", "transformers", "torchvision", "folder", "paper"]
 )
-def test_images_of_photographs_are_drawn_alike_today(script, name, tmp_path):
+def test_images_of_photographs_are_drawn_the_same_today(script, name, tmp_path):
     model = vitflow.load_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", checkpoint=CHECKPOINT)
     agrees(f"gallery/{name}.jpg", script("draw_gallery").gallery(model, tmp_path)[name].draw())

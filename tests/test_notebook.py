@@ -1,4 +1,4 @@
-"""What results show of themselves in a notebook: an image, words, and tables in which nothing is markup but ours."""
+"""Display of results in a notebook: an image, text, and tables with escaped content."""
 
 import base64
 import io
@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> object:
 
 
 def shown(result: object) -> tuple[dict[str, str], tuple[int, int] | None]:
-    """What a result shows, and the size of its image."""
+    """Return the display of a result, and the size of its image."""
     bundle = result._repr_mimebundle_(include=None, exclude=None)
     assert bundle["text/plain"] == repr(result) or bundle["text/plain"].startswith(repr(result))
     assert set(bundle) <= {"text/plain", "text/html", "image/png"}
@@ -83,8 +83,8 @@ def test_a_folder_run_shows_its_first_images_and_what_failed(explainer, folder, 
 
 def test_an_evaluation_shows_its_tables_and_bars(explainer):
     images = [np.asarray(Image.open(path).convert("RGB")) for path in sample_images()[:2]]
-    found = vitflow.evaluate(images, model=explainer, methods=["rollout"], metrics=["deletion_auc"], resamples=50)
-    bundle, size = shown(found)
+    actual = vitflow.evaluate(images, model=explainer, methods=["rollout"], metrics=["deletion_auc"], resamples=50)
+    bundle, size = shown(actual)
     assert size is not None
     assert bundle["text/html"].count("<table>") == 1 and "<th>rollout</th>" in bundle["text/html"]
     assert METRICS["deletion_auc"].title in bundle["text/html"]

@@ -61,7 +61,7 @@ def kept(name) -> nbformat.NotebookNode:
 
 
 def shown(notebook: nbformat.NotebookNode, words: str) -> dict:
-    """What the one cell with these words shows; what it prints is its text."""
+    """Return the output of the cell with these words."""
     [cell] = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
     [data] = [output.get("data") or {"text/plain": output.text} for output in cell.outputs]
     return data
@@ -88,7 +88,7 @@ def test_the_notebook_is_kept_as_a_run_leaves_it(name, executed, kept):
         assert before.keys() == now.keys() and before["text/plain"] == now["text/plain"], words
 
 
-def test_the_kept_notebook_is_small_and_tells_of_no_machine(kept):
+def test_the_kept_notebook_is_small_and_reports_of_no_machine(kept):
     text = nbformat.writes(kept)
     assert len(text) < 1_000_000
     assert "Traceback" not in text and str(Path.home()) not in text and "site-packages" not in text

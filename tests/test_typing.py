@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-ACCEPTED = '''
+ACCEPTED = """
 import vitflow
 from vitflow.explaining.method import Method
 
@@ -14,8 +14,8 @@ vitflow.explain("cat.jpg", model="demo", method=mine, strength=3)
 vitflow.Explainer("demo").explain_batch(["cat.jpg"], methods=["gae", ("rollout", {"residual": 0.3})], refine=1)
 vitflow.layer_maps("cat.jpg", model="demo", layer=2, residual=0.3)
 vitflow.text.explain_text("a text", model="bert-base-uncased", causal="raw")
-'''
-REFUSED = '''
+"""
+REFUSED = """
 import vitflow
 
 vitflow.explain("cat.jpg", model="demo", head_fusoin="max")
@@ -24,7 +24,7 @@ vitflow.Explainer("demo").explain_batch(["cat.jpg"], discard=0.9)
 vitflow.compare(["cat.jpg"], model="demo", maks=8)
 vitflow.layer_maps("cat.jpg", model="demo", end_layer=3)
 vitflow.text.explain_text("a text", model="bert-base-uncased", causl="raw")
-'''
+"""
 
 
 @pytest.mark.slow

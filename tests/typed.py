@@ -1,4 +1,4 @@
-"""What a user types: in this process, or in one of its own to be interrupted or killed, forked from one with torch."""
+"""Commands as a user types them: in this process, or in a separate one that can be interrupted or killed."""
 
 import multiprocessing
 import os
@@ -44,7 +44,7 @@ class Typed:
         return self._process.exitcode
 
     def talk(self) -> str:
-        """What it has told on stderr so far."""
+        """Return its stderr so far."""
         return (self._said / "2").read_text()
 
     def ended(self, timeout: float) -> tuple[int, str, str]:

@@ -64,8 +64,8 @@ def ask(page, tmp_path):
     return call
 
 
-def told(answer: tuple) -> str:
-    """What the page says of an answer, in words."""
+def reported(answer: tuple) -> str:
+    """Return the text of an answer on the page."""
     return html.unescape(re.sub(r"<[^>]+>", "", answer[-1]))
 
 
@@ -80,18 +80,18 @@ def grid_of(files: list[str]) -> np.ndarray:
 
 def test_a_map_is_that_of_the_library_and_its_code_makes_it_again(ask, tmp_path, monkeypatch):
     figure, files, code, *_ = ask("explain", SAMPLE, "demo", "gae", "yellow star", "", "orange disc")
-    own = vitflow.Explainer("demo").explain(
+    entry = vitflow.Explainer("demo").explain(
         SAMPLE, method="gae", target=vitflow.Contrast("yellow star", against="orange disc")
     )
-    np.testing.assert_array_equal(grid_of(files), own.grid)
+    np.testing.assert_array_equal(grid_of(files), entry.grid)
     assert sorted(Path(file).suffix for file in files) == [".npz", ".pdf", ".png"]
     with Image.open(figure) as drawn:
-        np.testing.assert_array_equal(drawn.convert("RGB"), Image.open(save(own, tmp_path)).convert("RGB"))
+        np.testing.assert_array_equal(drawn.convert("RGB"), Image.open(save(entry, tmp_path)).convert("RGB"))
     shutil.copy(SAMPLE, tmp_path)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(code, names)
-    np.testing.assert_array_equal(names["saliency"].grid, own.grid)
+    np.testing.assert_array_equal(names["saliency"].grid, entry.grid)
     assert (tmp_path / f"{SAMPLE.stem}-gae.png").is_file()
 
 
@@ -100,24 +100,24 @@ def save(saliency, folder: Path) -> Path:
     return folder / "own.png"
 
 
-def test_two_visitors_at_once_each_get_their_own_answer(ask):
-    own = vitflow.Explainer("demo")
-    asked = ["yellow star", "orange disc"]
-    right = {target: own.explain(SAMPLE, method="gae", target=target).grid for target in asked}
-    found: dict[str, list[np.ndarray]] = {target: [] for target in asked}
+def test_two_visitors_at_once_each_get_their_answer(ask):
+    entry = vitflow.Explainer("demo")
+    requested = ["yellow star", "orange disc"]
+    right = {target: entry.explain(SAMPLE, method="gae", target=target).grid for target in requested}
+    actual: dict[str, list[np.ndarray]] = {target: [] for target in requested}
 
     def visit(target: str) -> None:
         for _ in range(2):
-            found[target].append(grid_of(ask("explain", SAMPLE, "demo", "gae", target)[1]))
+            actual[target].append(grid_of(ask("explain", SAMPLE, "demo", "gae", target)[1]))
 
-    visitors = [threading.Thread(target=visit, args=(target,)) for target in asked]
+    visitors = [threading.Thread(target=visit, args=(target,)) for target in requested]
     for visitor in visitors:
         visitor.start()
     for visitor in visitors:
         visitor.join()
-    for target in asked:
-        assert len(found[target]) == 2
-        for grid in found[target]:
+    for target in requested:
+        assert len(actual[target]) == 2
+        for grid in actual[target]:
             np.testing.assert_array_equal(grid, right[target])
     assert not np.array_equal(*right.values())
 
@@ -129,12 +129,12 @@ def test_methods_stand_side_by_side_and_the_page_says_how_far_they_agree(ask):
     assert "vitflow.compare" in code and "Agreement of the methods" in notes and len(files) == 2
 
 
-def test_prompts_are_asked_of_a_model_of_images_and_texts(ask, siglip):
+def test_prompts_are_requested_of_a_model_of_images_and_texts(ask, siglip):
     *_, files, code, _, classes, notes = ask("explain", SAMPLE, siglip, "gae", "a dog", "a dog\n a cat \n\n")
-    own = vitflow.Explainer(siglip, outputs=vitflow.prompts(["a dog", "a cat"])).explain(
+    entry = vitflow.Explainer(siglip, outputs=vitflow.prompts(["a dog", "a cat"])).explain(
         SAMPLE, method="gae", target="a dog"
     )
-    np.testing.assert_array_equal(grid_of(files), own.grid)
+    np.testing.assert_array_equal(grid_of(files), entry.grid)
     assert (
         "outputs=vitflow.prompts(['a dog', 'a cat'])" in code and ["a cat", "a cat"] in classes["choices"] and not notes
     )
@@ -155,20 +155,20 @@ def test_prompts_are_asked_of_a_model_of_images_and_texts(ask, siglip):
     ],
 )
 def test_what_is_wrong_stands_in_the_page(ask, fields, expected):
-    assert told(ask("explain", SAMPLE, *fields)).startswith(expected)
+    assert reported(ask("explain", SAMPLE, *fields)).startswith(expected)
 
 
-def test_a_file_that_is_no_image_is_told_as_the_command_line_tells_it(ask, tmp_path):
+def test_a_file_that_is_no_image_is_reported_as_the_command_line_reports_it(ask, tmp_path):
     wrong = tmp_path / "letter.png"
     wrong.write_text("Dear all,")
     by_command = CliRunner().invoke(cli, ["explain", str(wrong), "--model", "demo"])
-    assert told(ask("explain", wrong)) in by_command.stderr
-    assert told(ask("explain", None)).startswith("error: Expected a photograph, got none")
+    assert reported(ask("explain", wrong)) in by_command.stderr
+    assert reported(ask("explain", None)).startswith("error: Expected a photograph, got none")
 
 
 def test_an_image_of_too_many_pixels_is_refused(ask, tmp_path, monkeypatch):
     Image.fromarray(np.zeros((20_000, 10_000), np.uint8)).save(tmp_path / "large.png")
-    assert "to have at most 178,956,970 pixels" in told(ask("explain", tmp_path / "large.png"))
+    assert "to have at most 178,956,970 pixels" in reported(ask("explain", tmp_path / "large.png"))
 
 
 def test_a_file_of_too_many_bytes_is_not_taken(page, tmp_path):
@@ -198,11 +198,11 @@ def test_words_are_read_written_and_said_of_an_image(ask, question):
         assert drawn.width > 500
 
 
-def test_a_text_that_cannot_be_read_is_told(ask):
-    assert told(ask("words", None, "", first=("What is in an image", "demo-caption"))).startswith(
+def test_a_text_that_cannot_be_read_is_reported(ask):
+    assert reported(ask("words", None, "", first=("What is in an image", "demo-caption"))).startswith(
         "error: Expected a pho"
     )
-    assert told(ask("words", None, "a heart", first=("What a word rests on", "demo"))).startswith(
+    assert reported(ask("words", None, "a heart", first=("What a word rests on", "demo"))).startswith(
         "error: Unknown model of"
     )
 
@@ -218,7 +218,7 @@ def test_captions_take_the_method_of_the_command_line_and_texts_theirs(ask):
 
 @pytest.fixture(scope="module")
 def tabs():
-    """What the buttons of both tabs do."""
+    """Return the actions of the buttons of both tabs."""
     pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
     from vitflow.app import images, words
     from vitflow.app.asking import Models
@@ -237,22 +237,22 @@ def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monke
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     wide = tmp_path / "wide.png"
     Image.open(SAMPLE).convert("RGB").resize((300, 190)).save(wide)
-    asked = fields(tabs, image={"path": str(wide)}, method="rollout")
-    _, click, *_ = tabs.images.explain(*asked)
+    requested = fields(tabs, image={"path": str(wide)}, method="rollout")
+    _, click, *_ = tabs.images.explain(*requested)
     (left, top, right, bottom), placement, (rows, cols) = click
     clicked: list[tuple[int, int]] = []
-    monkeypatch.setattr(tabs.images, "_map", lambda asked, patch: clicked.append(patch))
+    monkeypatch.setattr(tabs.images, "_map", lambda requested, patch: clicked.append(patch))
     height, width = (side / count for side, count in zip(placement.input_size, (rows, cols), strict=True))
     for row in range(rows):
         for col in range(cols):
             y, x = placement.to_image((row + 0.5) * height, (col + 0.5) * width)
             at = left + x / 300 * (right - left), top + y / 190 * (bottom - top)
-            tabs.images._patch(SimpleNamespace(index=at), click, *asked)
+            tabs.images._patch(SimpleNamespace(index=at), click, *requested)
     assert clicked == [(row, col) for row in range(rows) for col in range(cols)]
     middle = (top + bottom) / 2
     for at, words in {(left - 5, middle): "got one outside", (left + 3, middle): "did not see"}.items():
         with pytest.raises(OptionError, match=words):
-            tabs.images._patch(SimpleNamespace(index=at), click, *asked)
+            tabs.images._patch(SimpleNamespace(index=at), click, *requested)
 
 
 def test_a_patch_is_answered_by_rollout_where_the_method_has_none(tabs, tmp_path, monkeypatch):
@@ -261,16 +261,16 @@ def test_a_patch_is_answered_by_rollout_where_the_method_has_none(tabs, tmp_path
     (left, top, right, bottom), *_ = click
     event = SimpleNamespace(index=((left + right) / 2, (top + bottom) / 2))
     _, _, files, code, method, *_ = tabs.images._patch(event, click, *fields(tabs))
-    own = vitflow.Explainer("demo").explain(SAMPLE, method="rollout", patch=(6, 6))
-    np.testing.assert_array_equal(grid_of(files), own.grid)
+    entry = vitflow.Explainer("demo").explain(SAMPLE, method="rollout", patch=(6, 6))
+    np.testing.assert_array_equal(grid_of(files), entry.grid)
     assert method == "rollout" and "patch=(6, 6)" in code
 
 
 def test_a_click_on_a_word_is_that_word(tabs, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
 
-    def clicked(asked: tuple, index: int) -> tuple:
-        words, _, click, *_ = asked
+    def clicked(requested: tuple, index: int) -> tuple:
+        words, _, click, *_ = requested
         again = tabs.words._word(SimpleNamespace(index=index), click)
         assert [text for text, _ in again[0]] == [text for text, _ in words]
         return again
@@ -330,8 +330,8 @@ def visit(page, browser):
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}))
         tab = contexts[-1].new_page()
         tab.set_default_timeout(120_000)  # the machine may be busy
-        tab.asked, tab.complaints = [], []
-        tab.on("request", lambda request: tab.asked.append(request.url))
+        tab.requested, tab.complaints = [], []
+        tab.on("request", lambda request: tab.requested.append(request.url))
         tab.on("pageerror", lambda error: tab.complaints.append(str(error)))
         tab.goto(page.local_url)
         tab.get_by_role("button", name="Explain").first.wait_for()
@@ -343,8 +343,8 @@ def visit(page, browser):
 
 
 def other_hosts(tab, page) -> list[str]:
-    own = ("data:", "blob:", page.local_url)
-    return [url for url in tab.asked if not url.startswith(own)]
+    entry = ("data:", "blob:", page.local_url)
+    return [url for url in tab.requested if not url.startswith(entry)]
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -365,7 +365,7 @@ def test_a_photograph_a_patch_and_a_comparison_in_a_browser(visit, page, width):
     tab.locator("img[src*='-compare.png']").wait_for()
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.complaints == [] and other_hosts(tab, page) == []
-    assert len(tab.asked) > 10
+    assert len(tab.requested) > 10
 
 
 def test_a_class_and_a_wrong_file_in_a_browser(visit, page, tmp_path):
@@ -406,7 +406,7 @@ def test_words_in_a_browser(visit, page):
     assert tab.complaints == [] and other_hosts(tab, page) == []
 
 
-def test_this_machine_asked_no_other(page, ask):
+def test_this_machine_requested_no_other(page, ask):
     ask("explain", SAMPLE)
     assert set(page.heard.read_text().split()) == {"127.0.0.1"}
 
@@ -415,7 +415,7 @@ def test_this_machine_asked_no_other(page, ask):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Gradio leaves a socket open then
-def test_a_port_that_is_taken_is_told(page):
+def test_a_port_that_is_taken_is_reported(page):
     with pytest.raises(OptionError, match=f"Expected a free port, got {page.server_port}"):
         serve(["demo"], port=page.server_port, wait=False)
     gc.collect()
@@ -431,13 +431,13 @@ def test_without_gradio_it_says_what_to_install(monkeypatch):
     assert done.exit_code == 2 and "pip install 'vitflow[app]'" in done.stderr
 
 
-def test_the_command_serves_what_it_was_told(monkeypatch):
+def test_the_command_serves_what_it_was_reported(monkeypatch):
     from vitflow.cli.commands import app
 
-    told: dict = {}
+    reported: dict = {}
 
     def instead(**given):
-        told.update(given)
+        reported.update(given)
         return SimpleNamespace(local_url="http://127.0.0.1:7860/", block_thread=lambda: None)
 
     monkeypatch.setattr(app, "serve", instead)
@@ -445,20 +445,20 @@ def test_the_command_serves_what_it_was_told(monkeypatch):
     line += ["--checkpoint", str(SAMPLE), "--class-names", str(SAMPLE), "--allowed-host", "a", "--allowed-host", "*.b"]
     done = CliRunner().invoke(cli, line)
     assert done.exit_code == 0 and "http://127.0.0.1:7860/" in done.stderr
-    assert told["samples"] == (SAMPLE,) and told["models"] == ("demo",) and told["host"] == "127.0.0.1"
-    assert told["checkpoint"] == told["class_names"] == SAMPLE and told["allowed_hosts"] == ("a", "*.b")
-    assert told["time_limit"] == 5
-    assert not told["browser"] and told["port"] == 8000 and told["language_models"] == ("demo-caption",)
+    assert reported["samples"] == (SAMPLE,) and reported["models"] == ("demo",) and reported["host"] == "127.0.0.1"
+    assert reported["checkpoint"] == reported["class_names"] == SAMPLE and reported["allowed_hosts"] == ("a", "*.b")
+    assert reported["time_limit"] == 5
+    assert not reported["browser"] and reported["port"] == 8000 and reported["language_models"] == ("demo-caption",)
 
 
 def test_the_space_serves_the_same_page_by_the_gradio_that_the_package_asks_for(monkeypatch):
-    space, told = ROOT / "examples" / "space", {}
-    monkeypatch.setattr("vitflow.app.serve", lambda *models, **given: told.update(given, models=models))
+    space, reported = ROOT / "examples" / "space", {}
+    monkeypatch.setattr("vitflow.app.serve", lambda *models, **given: reported.update(given, models=models))
     runpy.run_path(str(space / "app.py"), run_name="__main__")
-    assert told["models"] == (["vit_small_patch16_224.augreg_in21k_ft_in1k", "demo"], ["demo-caption"])
-    assert told["host"] == "0.0.0.0" and told["allowed_hosts"] == ["*"]  # behind a proxy, and in a frame
+    assert reported["models"] == (["vit_small_patch16_224.augreg_in21k_ft_in1k", "demo"], ["demo-caption"])
+    assert reported["host"] == "0.0.0.0" and reported["allowed_hosts"] == ["*"]  # behind a proxy, and in a frame
     assert (space / "requirements.txt").read_text() == "vitflow[app]\n"
     front = dict(re.findall(r"^(\w+): (.*)$", (space / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
     assert front["sdk"] == "gradio" and front["app_file"] == "app.py"
-    [asked] = re.findall(r'"gradio>=([\d.]+)", "transformers', (ROOT / "pyproject.toml").read_text())
-    assert front["sdk_version"].startswith(asked)
+    [requested] = re.findall(r'"gradio>=([\d.]+)", "transformers', (ROOT / "pyproject.toml").read_text())
+    assert front["sdk_version"].startswith(requested)

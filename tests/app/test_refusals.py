@@ -1,4 +1,4 @@
-"""What the page refuses: files that nobody uploaded, foreign names and pages, and what keeps other visitors waiting."""
+"""Refusals of the app: files that nobody uploaded, foreign names and pages, and requests that block other visitors."""
 
 import json
 import time
@@ -43,8 +43,8 @@ def answer(web, function: str, data: list, **headers: str) -> tuple[int, str]:
     joined = web.post(f"/gradio_api/call/{function}", json={"data": data}, headers=headers)
     if joined.status_code != 200:
         return joined.status_code, joined.text
-    found = web.get(f"/gradio_api/call/{function}/{joined.json()['event_id']}", headers=headers)
-    return found.status_code, found.text.replace("event: heartbeat\ndata: null\n\n", "")
+    actual = web.get(f"/gradio_api/call/{function}/{joined.json()['event_id']}", headers=headers)
+    return actual.status_code, actual.text.replace("event: heartbeat\ndata: null\n\n", "")
 
 
 def image_fields(image: object, **given: object) -> list:
@@ -64,7 +64,7 @@ def worded(**given: object) -> list:
 
 
 def said(text: str) -> str:
-    """What the page says is wrong: in words, as an error of its own or in the notes."""
+    """Return the error that the page shows."""
     data = json.loads(text.rpartition("data: ")[2])
     words = data["error"] if isinstance(data, dict) else data[-1]
     assert isinstance(words, str) and words and "Traceback" not in text, text
@@ -162,10 +162,17 @@ def test_a_foreign_name_is_refused(web, page, uploaded):
 
 
 def test_a_foreign_page_is_refused(web, page, uploaded):
-    own = page.local_url.strip("/")
-    for origin in ("http://evil.example", "null", "http://localhost:3000", f"{own}.evil.example", "file://", "http://"):
+    entry = page.local_url.strip("/")
+    for origin in (
+        "http://evil.example",
+        "null",
+        "http://localhost:3000",
+        f"{entry}.evil.example",
+        "file://",
+        "http://",
+    ):
         assert answer(web, "explain", image_fields(uploaded), Origin=origin)[0] == 403, origin
-    for origin in (own, "https://photos.example"):  # itself, and behind a proxy by the name that was allowed
+    for origin in (entry, "https://photos.example"):  # itself, and behind a proxy by the name that was allowed
         assert answer(web, "explain", image_fields(uploaded), Origin=origin)[0] == 200, origin
 
 
@@ -212,12 +219,12 @@ def test_which_names_a_page_has_follows_from_where_it_is_served():
         ({"contours": float("1e400")}, "contours: expected"),
     ],
 )
-def test_what_is_asked_of_a_photograph_has_bounds(web, uploaded, given, expected):
+def test_what_is_requested_of_a_photograph_has_bounds(web, uploaded, given, expected):
     body = json.dumps({"data": image_fields(uploaded, **given)})
     started = time.monotonic()
     joined = web.post("/gradio_api/call/explain", content=body, headers={"Content-Type": "application/json"})
-    found = web.get(f"/gradio_api/call/explain/{joined.json()['event_id']}")
-    assert expected in said(found.text) and time.monotonic() - started < 4 * LIMIT
+    actual = web.get(f"/gradio_api/call/explain/{joined.json()['event_id']}")
+    assert expected in said(actual.text) and time.monotonic() - started < 4 * LIMIT
 
 
 @pytest.mark.parametrize(
@@ -233,13 +240,13 @@ def test_what_is_asked_of_a_photograph_has_bounds(web, uploaded, given, expected
         ({"method": "gradcam"}, "Unknown method of this page"),
     ],
 )
-def test_what_is_asked_of_words_has_bounds(web, given, expected):
+def test_what_is_requested_of_words_has_bounds(web, given, expected):
     assert expected in said(answer(web, "words", worded(**given))[1])
 
 
 def test_a_prompt_that_cannot_be_joined_with_an_image_is_an_error_in_words(web, uploaded):
-    asked = worded(question="What is in an image", image=uploaded, text="<image><image>")
-    assert "cannot join the prompt" in said(answer(web, "words", asked)[1])
+    requested = worded(question="What is in an image", image=uploaded, text="<image><image>")
+    assert "cannot join the prompt" in said(answer(web, "words", requested)[1])
 
 
 def test_malformed_requests_are_answered_in_words(web, uploaded):
@@ -293,15 +300,15 @@ def test_the_queue_says_who_waits_and_a_slow_question_ends(web, uploaded):
     started = time.monotonic()
     join("slow", method="occlusion", patch_size="1", shifts="4")
     join("next")
-    told = []
+    reported = []
     for one in events(web, "next"):
-        told.append(one["msg"])
+        reported.append(one["msg"])
         if one["msg"] == "estimation":
             assert one["rank"] == 0 and one["queue_size"] == 1
         if one["msg"] == "process_completed":
             assert one["success"] and "-gae.npz" in json.dumps(one["output"])
             break
-    assert "estimation" in told and time.monotonic() - started < 6 * LIMIT
+    assert "estimation" in reported and time.monotonic() - started < 6 * LIMIT
 
 
 def test_no_bad_request_leaves_a_traceback_in_the_console(page, web):

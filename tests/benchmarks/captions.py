@@ -1,4 +1,4 @@
-"""Whether the map of a written word lies on the thing that the word tells of, and which map captions have by default.
+"""Measure if the map of a generated word is on the object that it names, and compare default methods for captions.
 
     python -m tests.benchmarks.captions [--choosing 200] [--telling 500]
 
@@ -80,27 +80,27 @@ LABELS = [(row, way) for way in WAYS for row in ROWS] + [(row, "") for row in CO
 
 
 def rows_of(
-    model: torch.nn.Module, found: Generation, inputs: dict, asked: set[int]
+    model: torch.nn.Module, actual: Generation, inputs: dict, requested: set[int]
 ) -> Iterator[tuple[str, Generation]]:
-    """What was written once, with the rows of each line of the table, by one pass over the finished text.
+    """Return one generation, with the rows of each line of the table, from one pass over the finished text.
 
     Flow and GAE, which take most of the time, give the rows of the asked tokens alone, and the first one's.
     """
     made: dict[str, Generation] = {}
-    m, n = found.prompt_tokens.length, found.generated_tokens.length
-    ids = torch.tensor([(found.prompt_tokens + found.generated_tokens).ids[:-1]])
+    m, n = actual.prompt_tokens.length, actual.generated_tokens.length
+    ids = torch.tensor([(actual.prompt_tokens + actual.generated_tokens).ids[:-1]])
     text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": inputs["pixel_values"]}
     readout = torch.eye(m + n - 1)[m - 1 :]
-    targets = list(enumerate(found.generated_tokens.ids, start=m - 1))
-    few, within = sorted({0} | asked), decoder_path(model)
+    targets = list(enumerate(actual.generated_tokens.ids, start=m - 1))
+    few, within = sorted({0} | requested), decoder_path(model)
     fusions = [("mean", False), ("mean", "output")]
     with torch.no_grad(), record_attention(model, visible=True, fusions=fusions, within=within) as trace:
         hidden = model(**text, output_hidden_states=True).hidden_states[1:]
     visible = [layer.visible[0] for layer in trace.layers]
-    for label, (name, own) in ROWS.items():
-        key = f"{name}{own}"
+    for label, (name, entry) in ROWS.items():
+        key = f"{name}{entry}"
         if key not in made:
-            method, options = text_method(name, own)
+            method, options = text_method(name, entry)
             options = for_kind(options, decoder=True)
             numbers = few if name in ("flow", "gae") else list(range(n))
             mine = [targets[number] for number in numbers]
@@ -110,14 +110,14 @@ def rows_of(
                 rows, _ = method.load()(ReadText(trace, visible, readout[numbers], mine, hidden), **options)
             whole = np.zeros((n, m + n - 1, len(rows)), np.float32)
             whole[numbers] = array_of(rows.permute(1, 2, 0))
-            neutral = tuple(whole[0, list(part.positions)] for part in found.images.parts)
+            neutral = tuple(whole[0, list(part.positions)] for part in actual.images.parts)
             made[key] = replace(
-                found,
+                actual,
                 values=whole[:, :m],
                 among_generated=np.pad(whole[:, m:], ((0, 0), (0, 1), (0, 0))),
                 method=name,
                 options=options,
-                images=replace(found.images, neutral=neutral),
+                images=replace(actual.images, neutral=neutral),
             )
         one = made[key]
         if "mean of layers" in label:
@@ -132,9 +132,9 @@ def scene_values(
 ) -> np.ndarray | None:
     """[words, maps, pointing and energy]; None where the caption is wrong."""
     write = partial(explain_generation, model, PROMPT, image=scene.image, processor=processor)
-    found = write(method="attention", through_tower=True, max_new_tokens=30, do_sample=False)
-    words = {word: places for word, places in found.words(())[0].items() if word.split()[0] in (*COLOURS, *SHAPES)}
-    if text_of(found.generated_tokens).removesuffix("</s>").strip() != scene.caption:
+    actual = write(method="attention", through_tower=True, max_new_tokens=30, do_sample=False)
+    words = {word: places for word, places in actual.words(())[0].items() if word.split()[0] in (*COLOURS, *SHAPES)}
+    if text_of(actual.generated_tokens).removesuffix("</s>").strip() != scene.caption:
         return None
     # The sentence names colour and shape of each thing in turn.
     phrases = [(word.split()[0], places) for word, places in words.items()]
@@ -151,15 +151,15 @@ def scene_values(
         heatmap = saliency.heatmap
         values[index, LABELS.index(label)] = pointing_game(heatmap, mask), energy_in_region(heatmap, mask)
 
-    asked = {place for places, _ in regions for place in places}
-    for label, one in rows_of(model, found, given, asked):
+    requested = {place for places, _ in regions for place in places}
+    for label, one in rows_of(model, actual, given, requested):
         less = "less earlier" in label
         for index, (places, mask) in enumerate(regions):
             for way, options in WAYS.items():
                 options = {"through_tower": False, **options, "without_earlier": less}
                 measure(index, (label, way), one.image(places, **options), mask)
     for index, (places, mask) in enumerate(regions):
-        plain = found.image(places, through_tower=False)
+        plain = actual.image(places, through_tower=False)
         grids = {"random": random.random(plain.grid.shape), "centre": centre_prior(*plain.grid.shape)}
         for name, grid in grids.items():
             measure(index, (name, ""), replace(plain, grid=np.asarray(grid, np.float32)), mask)
@@ -168,18 +168,18 @@ def scene_values(
 
 def measured(model: torch.nn.Module, processor: object, first: int, count: int, name: str) -> np.ndarray:
     """[scenes whose caption is right, maps, pointing and energy]."""
-    found, words, started = [], 0, time.perf_counter()
+    actual, words, started = [], 0, time.perf_counter()
     random = np.random.default_rng(first)
     for number in range(count):
         values = scene_values(model, processor, draw_scene(first + number), random)
         if values is not None:
             words += len(values)
-            found.append(values.mean(axis=0))
+            actual.append(values.mean(axis=0))
         took = (time.perf_counter() - started) / (number + 1)
         print(f"\r{name}: {number + 1} of {count}, {took:.2f} s each", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print(f"{name}: {len(found)} right captions of {count}, with {words} colours and shapes.\n", flush=True)
-    return np.stack(found)
+    print(f"{name}: {len(actual)} right captions of {count}, with {words} colours and shapes.\n", flush=True)
+    return np.stack(actual)
 
 
 def score(values: np.ndarray, label: tuple[str, str]) -> np.ndarray:
@@ -200,11 +200,12 @@ def choose(choosing: np.ndarray, telling: np.ndarray) -> None:
     gain = estimate_means((score(telling, chosen) - score(telling, (TODAY, "")))[:, None])[0]
     print(f"best on the choosing scenes: {best}, score {scores[best]:.3f}; chosen: {chosen}, {scores[chosen]:.3f}")
     print(
-        f"over today's on the telling scenes: {told(gain, '+.3f')}: {'it holds' if gain.high >= 0 else 'today stays'}"
+        f"over today's on the telling scenes: {reported(gain, '+.3f')}: "
+        f"{'it holds' if gain.high >= 0 else 'today stays'}"
     )
 
 
-def told(one: Estimate, form: str = ".3f") -> str:
+def reported(one: Estimate, form: str = ".3f") -> str:
     return f"{one.mean:{form}} [{one.low:{form}}, {one.high:{form}}]"
 
 
@@ -215,7 +216,7 @@ def table(values: np.ndarray) -> None:
         print(f"| {name} | on the tokens | through the tower | relative | relative, through the tower |")
         print("|---" * (len(WAYS) + 1) + "|")
         for row in (*ROWS, *CONTROLS):
-            cells = (told(estimates[row, way]) if (row, way) in estimates else "" for way in WAYS)
+            cells = (reported(estimates[row, way]) if (row, way) in estimates else "" for way in WAYS)
             print(f"| {row} | {' | '.join(cells)} |")
         print(flush=True)
 

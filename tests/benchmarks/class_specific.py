@@ -1,4 +1,4 @@
-"""Whether class-specific maps light up the object that was asked for, on freshly drawn images with exact masks.
+"""Measure class-specific methods on newly drawn images with exact masks.
 
     python -m tests.benchmarks.class_specific [--images 500] [--occlusion] [--refine 0 | --affinity keys]
 
@@ -25,9 +25,9 @@ FIRST_SEED = 500_000  # far from the images of other tests, and below those that
 
 def several_objects(count: int, seed: int = FIRST_SEED) -> Iterator[DemoImage]:
     """Images with at least two objects."""
-    found = (image for image in draw_images(20 * count, seed) if len(image.labels) > 1)
+    actual = (image for image in draw_images(20 * count, seed) if len(image.labels) > 1)
     for _ in range(count):
-        yield next(found)
+        yield next(actual)
 
 
 def share(values: np.ndarray, mask: np.ndarray) -> float:
@@ -52,15 +52,15 @@ def localise(
     }
     while batch := list(islice(photos, BATCH)):
         images = [image.image for image in batch]
-        found = []
+        actual = []
         for which in (0, 1):  # one class after the other, also where the method does not care
             targets = np.array([image.labels[which] for image in batch])
             heatmaps = [s.heatmap for s in explainer.explain_batch(images, methods=methods, targets=targets, **options)]
-            found.append([heatmaps[start : start + len(methods)] for start in range(0, len(heatmaps), len(methods))])
+            actual.append([heatmaps[start : start + len(methods)] for start in range(0, len(heatmaps), len(methods))])
         for number, image in enumerate(batch):
             masks = [image.mask_of(label) for label in image.labels[:2]]
             for place, name in enumerate(methods):
-                maps, row = [found[which][number][place] for which in (0, 1)], rows[name]
+                maps, row = [actual[which][number][place] for which in (0, 1)], rows[name]
                 row["own"].append([share(maps[k], masks[k]) for k in (0, 1)])
                 row["other"].append([share(maps[k], masks[1 - k]) for k in (0, 1)])
                 row["pointing"].append([float(masks[k].flat[maps[k].argmax()]) for k in (0, 1)])
@@ -77,14 +77,14 @@ def main() -> None:
     given = parser.parse_args()
     options = {"refine": given.refine, "affinity": given.affinity}
     names = [method.name for method in list_methods() if given.occlusion or method.name != "occlusion"]
-    found = localise(given.images, names, **options)
+    actual = localise(given.images, names, **options)
     print(f"{given.images} fresh images with two or three objects, two classes asked of each.\n")
     print("| method | class-specific | energy in the asked object | in the other | pointing | change with the class |")
     print("|---|---|---|---|---|---|")
     for name in names:
         columns = []
         for key in ("own", "other", "pointing", "change"):
-            values = found[name][key].reshape(given.images, -1).mean(1)
+            values = actual[name][key].reshape(given.images, -1).mean(1)
             columns.append(f"{values.mean():.3f} ± {values.std(ddof=1) / len(values) ** 0.5:.3f}")
         print(f"| {name} | {'yes' if get_method(name).class_specific else 'no'} | {' | '.join(columns)} |")
 

@@ -47,16 +47,16 @@ CHECKPOINT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
 
 def choosing(name: str) -> bool:
-    """Whether an image belongs to the half that is chosen on."""
+    """Return True for images of the half on which defaults are chosen."""
     return hashlib.sha256(Path(name).name.encode()).digest()[0] % 2 == 0
 
 
-def label(method: str, own: dict) -> str:
-    return f"{method}:{told(own)}"
+def label(method: str, entry: dict) -> str:
+    return f"{method}:{reported(entry)}"
 
 
-def told(own: dict) -> str:
-    return ",".join(f"{name}={value}" for name, value in own.items())
+def reported(entry: dict) -> str:
+    return ",".join(f"{name}={value}" for name, value in entry.items())
 
 
 def measured(data: str, model: object, methods: list, output: Path) -> Evaluation:
@@ -72,50 +72,50 @@ def measured(data: str, model: object, methods: list, output: Path) -> Evaluatio
     )
 
 
-def gains(found: Evaluation, first: str, base: str, half: bool) -> dict[str, object]:
+def gains(actual: Evaluation, first: str, base: str, half: bool) -> dict[str, object]:
     """The gain of one label over another in each measure, on one half of the images."""
-    rows = [number for number, image in enumerate(found.images) if choosing(image["input"]) is half]
-    one, other = found.methods.index(first), found.methods.index(base)
+    rows = [number for number, image in enumerate(actual.images) if choosing(image["input"]) is half]
+    one, other = actual.methods.index(first), actual.methods.index(base)
     return {
-        name: estimate_means((sign * (found.values[name][rows, one] - found.values[name][rows, other]))[:, None])[0]
+        name: estimate_means((sign * (actual.values[name][rows, one] - actual.values[name][rows, other]))[:, None])[0]
         for name, sign in MEASURES.items()
     }
 
 
-def words(found: dict) -> str:
-    return " | ".join(f"{e.mean:+.3f} [{e.low:+.3f}, {e.high:+.3f}]" for e in found.values())
+def words(actual: dict) -> str:
+    return " | ".join(f"{e.mean:+.3f} [{e.low:+.3f}, {e.high:+.3f}]" for e in actual.values())
 
 
 def choose(runs: dict[str, Evaluation], methods: list[str], base: dict, candidates: list[dict]) -> None:
     """Apply the rule and print what it finds."""
     totals = []
     for candidate in candidates:
-        own = [
-            gains(found, label(method, candidate), label(method, base), True)
-            for found in runs.values()
+        entry = [
+            gains(actual, label(method, candidate), label(method, base), True)
+            for actual in runs.values()
             for method in methods
         ]
-        totals.append(sum(one.mean for each in own for one in each.values()))
-        print(f"{told(candidate)}: summed gain {totals[-1]:+.3f}")
+        totals.append(sum(one.mean for each in entry for one in each.values()))
+        print(f"{reported(candidate)}: summed gain {totals[-1]:+.3f}")
     best = candidates[int(np.argmax(totals))]
-    print(f"\nchosen: {told(best)}; gains over {told(base)}\n")
+    print(f"\nchosen: {reported(best)}; gains over {reported(base)}\n")
     print("| method | data | half | gain in ROC-AUC | gain in deletion AUC |\n|---|---|---|---|---|")
     for method in methods:
         held = True
-        for name, found in runs.items():
-            chosen, other = (gains(found, label(method, best), label(method, base), half) for half in (True, False))
+        for name, actual in runs.items():
+            chosen, other = (gains(actual, label(method, best), label(method, base), half) for half in (True, False))
             held &= all(one.mean > 0 for one in chosen.values()) and any(one.low > 0 for one in chosen.values())
             held &= all(one.high >= 0 for one in other.values())
-            for half, own in (("chosen on", chosen), ("other", other)):
-                print(f"| {method} | {name} | {half} | {words(own)} |")
-        print(f"| **{method}** | default {told(best if held else base)} | | | |", flush=True)
+            for half, entry in (("chosen on", chosen), ("other", other)):
+                print(f"| {method} | {name} | {half} | {words(entry)} |")
+        print(f"| **{method}** | default {reported(best if held else base)} | | | |", flush=True)
 
 
-def means(found: Evaluation) -> None:
+def means(actual: Evaluation) -> None:
     """All labels on all images."""
     print("| map | ROC-AUC ↑ | deletion AUC ↓ |\n|---|---|---|")
-    for number, name in enumerate(found.methods):
-        print(f"| {name} | " + " | ".join(f"{np.nanmean(found.values[m][:, number]):.3f}" for m in MEASURES) + " |")
+    for number, name in enumerate(actual.methods):
+        print(f"| {name} | " + " | ".join(f"{np.nanmean(actual.values[m][:, number]):.3f}" for m in MEASURES) + " |")
     print(flush=True)
 
 
@@ -139,17 +139,17 @@ def main() -> None:
     warnings.simplefilter("ignore", vitflow.VitflowWarning)
     base, candidates = QUESTIONS[given.of]
     methods = [name for name in given.methods if "preset" not in base or get_method(name).presets]
-    asked = [(name, own) for name in methods for own in (base, *candidates)]
+    requested = [(name, entry) for name in methods for entry in (base, *candidates)]
     kind = "-".join([given.of, *methods])
     photographs = vitflow.load_model(CHECKPOINT, checkpoint=given.checkpoint)
     runs = {
-        "drawn": measured(given.drawn, "demo", asked, given.output / f"{kind}-drawn"),
-        "photographs": measured(given.boxes, photographs, asked, given.output / f"{kind}-photographs"),
+        "drawn": measured(given.drawn, "demo", requested, given.output / f"{kind}-drawn"),
+        "photographs": measured(given.boxes, photographs, requested, given.output / f"{kind}-photographs"),
     }
     choose(runs, methods, base, candidates)
-    for name, found in runs.items():
+    for name, actual in runs.items():
         print(f"\nAll images, {name}:\n")
-        means(found)
+        means(actual)
 
 
 if __name__ == "__main__":

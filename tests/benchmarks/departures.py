@@ -1,4 +1,4 @@
-"""How like the map of a method by its defaults is to that of its publication: nobody may cite one for the other.
+"""Similarity of each method's default map and its published definition.
 
     python -m tests.benchmarks.departures PHOTOS --model ID --checkpoint FILE [--limit 20]
 
@@ -38,21 +38,21 @@ def main() -> None:
     explainer = vitflow.Explainer(vitflow.load_model(given.model, checkpoint=given.checkpoint))
     images = find_images(given.photos)[: given.limit]
     names = [one.name for one in list_methods() if one.presets and "predict" not in one.needs]
-    pairs = [(name, {}) for name in names] + [(name, own) for name, own in _IMPROVED.items() if name in names]
-    found: list[list[float | None]] = [[] for _ in pairs]
+    pairs = [(name, {}) for name in names] + [(name, entry) for name, entry in _IMPROVED.items() if name in names]
+    actual: list[list[float | None]] = [[] for _ in pairs]
     for image in images:
-        both = chain.from_iterable(((name, own), (name, {"preset": "paper"})) for name, own in pairs)
+        both = chain.from_iterable(((name, entry), (name, {"preset": "paper"})) for name, entry in pairs)
         grids = [one.grid for one in explainer.explain_batch([image], methods=list(both))]
-        for values, shown, published in zip(found, grids[::2], grids[1::2], strict=True):
+        for values, shown, published in zip(actual, grids[::2], grids[1::2], strict=True):
             values.append(spearman(shown, published))
     print(f"| method | departs from the publication by | median of {len(images)} | lowest | highest |")
     print("|---|---|---|---|---|")
-    for (name, own), values in zip(pairs, found, strict=True):
+    for (name, entry), values in zip(pairs, actual, strict=True):
         method = get_method(name)
-        told = departures(method, method.complete(own)) or "nothing"
+        reported = departures(method, method.complete(entry)) or "nothing"
         defined = np.array([value for value in values if value is not None])
         numbers = " | ".join(f"{value:.2f}" for value in (np.median(defined), defined.min(), defined.max()))
-        print(f"| {name} | {told} | {numbers} |", flush=True)
+        print(f"| {name} | {reported} | {numbers} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -58,10 +58,12 @@ def measure(browser: Browser, name: str, model: Any, **options: Any) -> None:
         shown.evaluate("async () => { await begin({}); drawn++; }")
         grid = shown.evaluate("gridOf(images[0])")
         patches = [[(5 * k) % grid[0], (3 * k + 2) % grid[1]] for k in range(9)]
-        found = {ratio: sorted(shown.evaluate(CLICKS, [patches, ratio])) for ratio in (0.0, 0.9)}
+        actual = {ratio: sorted(shown.evaluate(CLICKS, [patches, ratio])) for ratio in (0.0, 0.9)}
         slider = shown.evaluate(SLIDER)
         shown.close()
-    clicks = "; ".join(f"discard {ratio:g}: {own[4]:.0f} ms, at most {own[-1]:.0f}" for ratio, own in found.items())
+    clicks = "; ".join(
+        f"discard {ratio:g}: {entry[4]:.0f} ms, at most {entry[-1]:.0f}" for ratio, entry in actual.items()
+    )
     print(
         f"{name}: {len(page.html) / 1e6:.1f} MB, made in {made:.0f} s; a click, {clicks}; another ratio {slider:.0f} ms"
     )

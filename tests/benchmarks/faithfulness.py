@@ -89,7 +89,7 @@ def print_gaps(gaps: np.ndarray, methods: Sequence[str]) -> None:
 
 
 def print_parts(explainer: Explainer, images: Sequence[object], methods: Sequence[str], points: int) -> None:
-    """Where the time of an evaluation goes: maps, faithfulness, sanity, and what is written."""
+    """Time of the parts of an evaluation: maps, faithfulness, sanity, and writing."""
 
     def clocked(work: Callable[[], object]) -> np.ndarray:
         """Seconds on the clock and of the processor."""

@@ -1,4 +1,4 @@
-"""What the first map costs: `vitflow explain` beside a script that runs the same model on the same image.
+"""Time of the first map: `vitflow explain` and a script that runs the same model on the same image.
 
     python -m tests.benchmarks.first_map [--image FILE --model ID --checkpoint FILE --rounds 5]
 

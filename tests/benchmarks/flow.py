@@ -1,4 +1,4 @@
-"""What exact attention flow costs: all sinks beside a forward pass of the same size, and beside other solvers.
+"""Time of exact attention flow: all sinks, a forward pass of the same size, and other solvers.
 
     python -m tests.benchmarks.flow [--default] [--rounds 5] [--networkx-tokens 197] [--scipy-tokens 577]
 
@@ -134,18 +134,18 @@ def cases() -> Iterator[Case]:
 
 
 def default_cases() -> Iterator[Case]:
-    """What the default options make of attention: the last 4 layers, 0.9 discarded."""
-    own: dict[str, Any] = {"layers": 4, "options": {"discard_ratio": 0.9}, "peers": False}
+    """Return the capacities of the default options: the last 4 layers, discard ratio 0.9."""
+    entry: dict[str, Any] = {"layers": 4, "options": {"discard_ratio": 0.9}, "peers": False}
     demo = [fused(load_demo_model(), image, "mean", True) for image in list(sample_images())[:2]]
     for number, attention in enumerate(demo, start=1):
-        yield Case(f"demo model, image {number}", attention, **own)
+        yield Case(f"demo model, image {number}", attention, **entry)
     for pixels, tokens in ((224, 197), (384, 577), (592, 1370)):
         name, _, images = recorder(pixels)
         for image in range(len(images) if name != "real demo model" else 0):
             attention = recorded("mean", pixels=pixels, image=image, weighted=True)[1]
-            yield Case(f"{name}, photograph {image + 1}", attention, **own)
+            yield Case(f"{name}, photograph {image + 1}", attention, **entry)
         for sharpness, heads in ((1, 4), (4, 4), (4, 1), (8, 1)):
-            yield Case(f"random {sharpness}, {heads} heads", drawn(tokens, sharpness, heads), **own)
+            yield Case(f"random {sharpness}, {heads} heads", drawn(tokens, sharpness, heads), **entry)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -200,16 +200,16 @@ def by_igraph(capacities: NDArray[np.float64], sink: int) -> tuple[float, float]
 def peer_times(case: Case, expected: Tensor, limits: dict[str, int]) -> dict[str, float]:
     """Seconds of one pair by each solver; AssertionError where one finds another value."""
     solvers = {"networkx": by_networkx, "scipy": by_scipy, "igraph": by_igraph}
-    found: dict[str, float] = {}
+    actual: dict[str, float] = {}
     if not case.peers:
-        return found
+        return actual
     capacities, sink = np.ascontiguousarray(case.capacities()), case.tokens // 2
     for name, solve in solvers.items():
         if case.tokens <= limits[name]:
-            value, found[name] = solve(capacities, sink)
+            value, actual[name] = solve(capacities, sink)
             tolerance = 1e-9 if name != "scipy" else capacities.size / SCALE  # it rounds each edge down
             assert abs(value - expected[sink].item()) <= tolerance, (name, value, expected[sink].item())
-    return found
+    return actual
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a folder run costs beside the bare model, in one run, and whether its memory grows with the folder.
+"""Throughput of a folder run and of the bare model, and memory by number of images.
 
     python -m tests.benchmarks.folder [--images 500] [--models …] [--skip-memory] [--fuzz 3000] [--large 10000]
     python -m tests.benchmarks.folder --brief
@@ -79,22 +79,22 @@ def draw_photographs(folder: Path, count: int) -> int:
 @contextmanager
 def measured(images: int) -> Iterator[list[float]]:
     """Fills in images per second, and CPU milliseconds per image of this process and its ended children."""
-    found: list[float] = []
+    actual: list[float] = []
     before = os.times()
-    yield found
+    yield actual
     after = os.times()
     cpu = sum(after[:4]) - sum(before[:4])
-    found += [images / (after.elapsed - before.elapsed), 1000 * cpu / images]
+    actual += [images / (after.elapsed - before.elapsed), 1000 * cpu / images]
 
 
 def bare(model: torch.nn.Module, batches: int) -> list[float]:
     pixels = torch.randn(BATCH, *model.pretrained_cfg["input_size"])
     with torch.inference_mode():
         model(pixels)
-        with measured(batches * BATCH) as found:
+        with measured(batches * BATCH) as actual:
             for _ in range(batches):
                 model(pixels)
-    return found
+    return actual
 
 
 class Parts:
@@ -118,11 +118,11 @@ class Parts:
                 return work(*args, **kwargs)
             finally:
                 taken = time.thread_time() - started
-                own = taken - inside.pop()
+                entry = taken - inside.pop()
                 if inside:
                     inside[-1] += taken
                 with self._lock:
-                    self.seconds[name] = self.seconds.get(name, 0.0) + own
+                    self.seconds[name] = self.seconds.get(name, 0.0) + entry
 
         return run
 
@@ -150,21 +150,21 @@ def print_parts(name: str, source: Path, images: int) -> None:
     parts = Parts()
     with ExitStack() as stack, tempfile.TemporaryDirectory() as output:
         for owner, attribute, label in PARTS:
-            own = parts.timed(label, getattr(owner, attribute))
-            stack.enter_context(mock.patch.object(owner, attribute, own))
+            entry = parts.timed(label, getattr(owner, attribute))
+            stack.enter_context(mock.patch.object(owner, attribute, entry))
         torch_before, before = torch_seconds(), os.times()
         run.explain_folder(source, Path(output) / "out", model=model, batch_size=BATCH, limit=images)
         after, torch_after = os.times(), torch_seconds()
     parts.seconds["forward pass and recording, torch's other threads"] = torch_after - torch_before
     parts.seconds["decode, in processes of its own"] = sum(after[2:4]) - sum(before[2:4])
     total = sum(after[:4]) - sum(before[:4])
-    told = sum(parts.seconds.values())
+    reported = sum(parts.seconds.values())
     # Rollout and refinement work image by image in threads that end with them.
-    parts.seconds["rollout and refinement, threads of their own (the remainder)"] = total - told
+    parts.seconds["rollout and refinement, threads of their own (the remainder)"] = total - reported
     print(f"\n{name}, default rollout: {1000 * total / images:.1f} ms of CPU an image")
     for part, seconds in sorted(parts.seconds.items(), key=lambda pair: -pair[1]):
         print(f"  {1000 * seconds / images:6.2f}  {part}")
-    print(f"  {told / total:6.0%}  of it measured part by part")
+    print(f"  {reported / total:6.0%}  of it measured part by part")
 
 
 def torch_seconds() -> float:
@@ -181,12 +181,12 @@ def torch_seconds() -> float:
 def ours(model: torch.nn.Module, source: Path, limit: int, options: dict[str, Any]) -> list[float]:
     methods = [("rollout", options)]
     with tempfile.TemporaryDirectory() as output:
-        with measured(limit) as found:
+        with measured(limit) as actual:
             summary = explain_folder(
                 source, Path(output) / "out", model=model, methods=methods, batch_size=BATCH, limit=limit
             )
     assert summary.explained == limit, summary
-    return found
+    return actual
 
 
 def compare_rates(source: Path, counts: dict[str, int], rounds: int) -> None:

@@ -1,4 +1,4 @@
-"""What following a generation costs: plain `generate` beside `explain_generation`, in one run.
+"""Time of plain `generate` and of `explain_generation`, in one run.
 
     python -m tests.benchmarks.generation [--what paper rollout weighted] [--prompt 512] [--new 64] [--repeats 3]
     python -m tests.benchmarks.generation --captioner
@@ -148,7 +148,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     plain = peak_mib("plain")
     for name in chosen:
-        ratios = [own[0] / other[0] for own, other in zip(rounds[name], rounds["plain"], strict=True)]
+        ratios = [entry[0] / other[0] for entry, other in zip(rounds[name], rounds["plain"], strict=True)]
         (clock, processor), (clock_of_plain, processor_of_plain) = (
             [min(took[which] for took in rounds[one]) for which in (0, 1)] for one in (name, "plain")
         )

@@ -28,7 +28,7 @@ from vitflow import Explainer, explain_folder
 
 METHODS = ("rollout", "flow", "gae", "gradient_rollout", "gradcam", "sampling", "consensus", "occlusion")
 DTYPES = ("float32", "bfloat16")
-ASKED = 1e-3
+REQUESTED = 1e-3
 
 
 def settled(device: str, work: Callable[[], object]) -> float:
@@ -73,7 +73,7 @@ def forward_passes(name: str, batch: int, dtype: str, device: str, repeats: int)
     print(f"| {name} | {batch} | {dtype} | {batch / base:.0f} | {ratios} | {memory} |", flush=True)
 
 
-def methods_beside_the_processor(name: str, device: str) -> None:
+def methods_next_to_the_processor(name: str, device: str) -> None:
     """Seconds an image of each method, and the distance of its map from the processor's."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10).eval()
@@ -96,7 +96,7 @@ def methods_beside_the_processor(name: str, device: str) -> None:
             float(np.abs(a.grid - b.grid).max() / max(np.abs(a.grid).max(), 1e-30))
             for a, b in zip(ours, theirs, strict=True)
         )
-        verdict = "" if apart <= ASKED else f", more than the {ASKED:g} that is asked for"
+        verdict = "" if apart <= REQUESTED else f", more than the {REQUESTED:g} that is asked for"
         print(f"| {method} | {1000 * seconds / len(images):.1f} | {apart:.1e}{verdict} |", flush=True)
 
 
@@ -148,7 +148,7 @@ def main() -> None:
             for dtype in DTYPES:
                 forward_passes(name, batch, dtype, given.device, given.repeats)
     for name in given.models:
-        methods_beside_the_processor(name, given.device)
+        methods_next_to_the_processor(name, given.device)
     if given.images:
         for name in given.models:
             folder_runs(name, given.device, given.images, max(given.batch_sizes))

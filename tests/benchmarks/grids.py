@@ -1,4 +1,4 @@
-"""What grids cost: reading the maps of a run back, and drawing some of them on demand.
+"""Time of reading the maps of a run, and of drawing some of them.
 
     python -m tests.benchmarks.grids [--grids 10000] [--draw 100]
 
@@ -31,7 +31,7 @@ from vitflow.runs.store import Run
 
 
 def make_run(source: Path, output: Path, count: int, drawn: int) -> None:
-    """What a run with --no-overlays leaves."""
+    """Return the output of a run with --no-overlays."""
     job, dice = make_job(["rollout"], {}, overlays=False), np.random.default_rng(0)
     run = {"root": str(source), "model": "m", "weights_sha256": "", "fit": "crop", "methods": {"rollout": "rollout"}}
     run |= {"options": {"rollout": {}}, "drawing": {}, "format": "jpg", "kind": "folder"}
@@ -62,7 +62,7 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def parts_of(source: Path, output: Path, drawn: int) -> dict[str, tuple[float, float]]:
-    """What drawing consists of, each part alone over all the images."""
+    """Return the time of each part of drawing, over all images."""
     every = list(islice(read_grids(output), drawn))
     decoded: list = []
     overlays: list = []
@@ -70,9 +70,9 @@ def parts_of(source: Path, output: Path, drawn: int) -> dict[str, tuple[float, f
     target = output.parent / "written"
 
     def overlay() -> None:
-        for (row, maps), own in zip(every, decoded, strict=True):
-            placement = place(own.image.shape[:2], (224, 224), crop_pct=0.875)
-            saliency = Saliency(maps["rollout"], placement, own.image, row["input"], "m", "rollout", {})
+        for (row, maps), entry in zip(every, decoded, strict=True):
+            placement = place(entry.image.shape[:2], (224, 224), crop_pct=0.875)
+            saliency = Saliency(maps["rollout"], placement, entry.image, row["input"], "m", "rollout", {})
             overlays.append(saliency.overlay())
 
     return {
@@ -101,13 +101,13 @@ def main() -> None:
             draw_run(output, Path(place_) / f"drawn-{number}", limit=given.draw)
         parts = {"read the rows and the grids": timed(lambda: list(islice(read_grids(output), given.draw)))}
         parts |= parts_of(source, output, given.draw)
-        told = ", ".join(
+        reported = ", ".join(
             f"{name} {1000 * wall:.0f} ms ({1000 * cpu:.0f} of CPU)" for name, (wall, cpu) in parts.items()
         )
         walls, cpus = (sum(one[index] for one in parts.values()) for index in (0, 1))
         wall, cpu = timed(lambda: draw_run(output, Path(place_) / "drawn", limit=given.draw))
         print(f"{given.draw} drawn: {1000 * wall:.0f} ms ({1000 * cpu:.0f} of CPU) on {os.cpu_count()} cores")
-        print(f"their parts, one after the other: {1000 * walls:.0f} ms ({1000 * cpus:.0f} of CPU): {told}")
+        print(f"their parts, one after the other: {1000 * walls:.0f} ms ({1000 * cpus:.0f} of CPU): {reported}")
         print(f"ratio: {wall / walls:.2f}, of CPU {cpu / cpus:.2f}")
 
 

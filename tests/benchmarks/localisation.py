@@ -1,4 +1,4 @@
-"""Where the maps of every method lie, by its default options and by the published ones, against boxes or masks.
+"""Localisation of every method with default and published options, against boxes or masks.
 
     python -m tests.benchmarks.localisation --model ID --checkpoint FILE --boxes DATA [--methods NAME[:paper] …]
 
@@ -27,14 +27,14 @@ def main() -> None:
     warnings.simplefilter("ignore", vitflow.VitflowWarning)  # saturation has a table of its own
     every = [m.name + suffix for m in list_methods() for suffix in ("", ":paper") if not suffix or m.presets]
     names = [name.partition(":") for name in given.methods or every]
-    found = evaluate(
+    actual = evaluate(
         given.boxes,
         model=vitflow.load_model(given.model, checkpoint=given.checkpoint),
         methods=[(name, {"preset": preset}) if preset else name for name, _, preset in names],
         metrics=["localisation"],
         progress=lambda state: print(f"\r{state.done} of {state.total}", end="", file=sys.stderr),
     )
-    print(found.to_markdown())
+    print(actual.to_markdown())
 
 
 if __name__ == "__main__":

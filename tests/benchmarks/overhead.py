@@ -1,4 +1,4 @@
-"""What recording costs: the plain fused forward pass beside the forward pass with rollout, in one run.
+"""Time of recording: the plain fused forward pass, and the forward pass with rollout, in one run.
 
     python -m tests.benchmarks.overhead [--models …] [--batch-sizes 1 8] [--repeats 15] [--preset paper|default]
     python -m tests.benchmarks.overhead --refinement [--models …] [--batch-sizes 8]
@@ -69,7 +69,7 @@ def refinement_share(name: str, batch: int, repeats: int) -> float:
 
 
 class WrittenOut:
-    """What recording has torch compute instead of fused attention for the paper's rollout, and nothing around it."""
+    """Run the attention that recording requires for the paper's rollout, without anything else."""
 
     def __init__(self) -> None:
         self.products: list[torch.Tensor] = []
@@ -221,16 +221,16 @@ def main() -> None:
                 print(f"{name}, batch {batch}: {refinement_share(name, batch, given.repeats):.1%}", flush=True)
         return
     if given.python:
-        found = python_cost(max(given.repeats, 20))
-        attention, python = found.pop("attention"), ", ".join(f"{name} {cost:.2f}" for name, cost in found.items())
-        print(f"Python: {python}: {sum(found.values()):.2f} ms; torch's functions of attention: {attention:.2f} ms")
+        actual = python_cost(max(given.repeats, 20))
+        attention, python = actual.pop("attention"), ", ".join(f"{name} {cost:.2f}" for name, cost in actual.items())
+        print(f"Python: {python}: {sum(actual.values()):.2f} ms; torch's functions of attention: {attention:.2f} ms")
         return
     if given.sampling:
         for name in given.models:
             for masks in given.sampling:
                 passes, classes = sampling_cost(name, masks, given.repeats)
-                told = f"{name}: {masks} masks in {passes:.1f} forward passes, ten classes in {classes:.2f} × one"
-                print(told, flush=True)
+                reported = f"{name}: {masks} masks in {passes:.1f} forward passes, ten classes in {classes:.2f} × one"
+                print(reported, flush=True)
         return
     print(f"torch {torch.__version__}, timm {timm.__version__}, {torch.get_num_threads()} threads, float32\n")
     print(

@@ -1,4 +1,4 @@
-"""How much of an overlay's colours comes from the map, on photographs: as overlays were drawn before, and as they are.
+"""Share of an overlay's colours that comes from the map, on photographs, before and now.
 
     python -m tests.benchmarks.overlay PHOTOS --model ID --checkpoint FILE [--count N] [--methods …] [--sheet FILE]
 
@@ -137,12 +137,12 @@ def judge(saliency: Saliency, way: tuple[Drawing, str], paired: int = PAIRED) ->
     every = np.repeat(pixels[:, None], paired, axis=1)
     colors = draw(every, np.tile(values, (paired, 1)), low, high)
     bare = draw(every[:, :1], np.full((paired, 1), 0.0 if has_two_sides(low, high) else low, np.float32), low, high)
-    lab, own = to_lab(colors), to_lab(pixels)[:, 0].std()
+    lab, entry = to_lab(colors), to_lab(pixels)[:, 0].std()
     away = np.linalg.norm(lab - to_lab(bare), axis=-1).mean(axis=0)
     drawn = draw(np.zeros_like(photograph), heatmap, low, high).reshape(-1, 3)
     return {name: share_of_map(to_lab(colors, name)) for name in SIGHT} | {
-        "contrast kept": lab[..., 0].mean(axis=1).std() / own,
-        "at the top": lab[:, -(paired // 10) :, 0].mean(axis=1).std() / own,
+        "contrast kept": lab[..., 0].mean(axis=1).std() / entry,
+        "at the top": lab[:, -(paired // 10) :, 0].mean(axis=1).std() / entry,
         "largest fall": max(0.0, -np.diff([part.mean() for part in np.array_split(away, 20)]).min()),
         "flat": float((drawn == drawn[np.abs(heatmap).argmax()]).all(axis=1).mean()),
     }
@@ -151,10 +151,10 @@ def judge(saliency: Saliency, way: tuple[Drawing, str], paired: int = PAIRED) ->
 def print_table(title: str, maps: Sequence[Saliency], ways: Sequence[str]) -> None:
     """Means over maps: a row for each way to draw."""
     print(f"{title}: means over {len(maps)} maps\n")
-    found = {way: [judge(one, WAYS[way]) for one in maps] for way in ways}
-    columns = list(found["before"][0])
+    actual = {way: [judge(one, WAYS[way]) for one in maps] for way in ways}
+    columns = list(actual["before"][0])
     print(f"| drawn | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
-    for way, rows in found.items():
+    for way, rows in actual.items():
         print(f"| {way} | {' | '.join(f'{np.mean([row[name] for row in rows]):.3f}' for name in columns)} |")
     print(flush=True)
 

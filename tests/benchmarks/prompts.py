@@ -1,4 +1,4 @@
-"""Whether the map of a prompt lies on the thing that it names, on freshly drawn images of two or three things.
+"""Measure if the map of a prompt is on the object that it names, on newly drawn images of two or three objects.
 
     python -m tests.benchmarks.prompts [--images 500] [--model demo-text] [--methods gae sampling …]
 
@@ -52,22 +52,22 @@ def measure(images: int, name: str, methods: list[str]) -> None:
         ]
         for alone in (False, True):
             explainer = Explainer(model, outputs=vitflow.prompts(prompts, raw=alone))
-            found = explainer.explain_batch([scene.image], methods=methods, targets=list(range(len(prompts))))
+            actual = explainer.explain_batch([scene.image], methods=methods, targets=list(range(len(prompts))))
             for method in methods:
-                maps = [saliency for saliency in found if saliency.method == method]
+                maps = [saliency for saliency in actual if saliency.method == method]
                 by_thing = maps * (len(prompts) if len(maps) == 1 else 1)  # of rollout there is one for all
                 scores[method, alone].append(scored([one.heatmap for one in by_thing], scene.masks))
             if alone:
                 read(explainer, scene, there)
-                shares = [blocks(mask, found[0].grid.shape).mean(axis=(1, 3)) for mask in scene.masks]
-                exact = [replace(found[0], grid=share.astype(np.float32)).heatmap for share in shares]
+                shares = [blocks(mask, actual[0].grid.shape).mean(axis=(1, 3)) for mask in scene.masks]
+                exact = [replace(actual[0], grid=share.astype(np.float32)).heatmap for share in shares]
                 scores["exact", alone].append(scored(exact, scene.masks))
         read(Explainer(model, outputs=vitflow.prompts(list(dict.fromkeys(wrong)), raw=True)), scene, absent)
         print(f"\r{number + 1} of {images}", end="", flush=True)
     print("\n\n| map | of | in the named thing | of what lies in things | named thing wins |\n|---|---|---:|---:|---:|")
     for (method, alone), rows in scores.items():
-        told = (f"{one.mean:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in estimate_means(np.array(rows)))
-        print(f"| {method} | {'the prompt alone' if alone else 'against the others'} | {' | '.join(told)} |")
+        reported = (f"{one.mean:.3f} [{one.low:.3f}, {one.high:.3f}]" for one in estimate_means(np.array(rows)))
+        print(f"| {method} | {'the prompt alone' if alone else 'against the others'} | {' | '.join(reported)} |")
     for words, read_as in (("there", there), ("not there", absent)):
         values = np.array(read_as)
         print(
@@ -78,11 +78,11 @@ def measure(images: int, name: str, methods: list[str]) -> None:
 
 def scored(heatmaps: Sequence[np.ndarray], masks: np.ndarray) -> np.ndarray:
     """Means over the things of an image, each by its own map: the three numbers of the table."""
-    own = [
-        (energy_in_region(one, mask), *score_object(one, list(masks), asked))
-        for asked, (one, mask) in enumerate(zip(heatmaps, masks, strict=True))
+    entry = [
+        (energy_in_region(one, mask), *score_object(one, list(masks), requested))
+        for requested, (one, mask) in enumerate(zip(heatmaps, masks, strict=True))
     ]
-    return np.mean(own, axis=0)
+    return np.mean(entry, axis=0)
 
 
 def blocks(mask: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
@@ -92,8 +92,8 @@ def blocks(mask: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
 
 def read(explainer: Explainer, scene: Scene, outputs: list[float]) -> None:
     """Add the probabilities of all prompts."""
-    asked = list(range(len(explainer.outputs.names)))
-    outputs += [one.probability for one in explainer.explain_batch([scene.image], methods=["gae"], targets=asked)]
+    requested = list(range(len(explainer.outputs.names)))
+    outputs += [one.probability for one in explainer.explain_batch([scene.image], methods=["gae"], targets=requested)]
 
 
 def main() -> None:

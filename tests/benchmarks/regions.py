@@ -89,10 +89,10 @@ def main() -> None:
     given = parser.parse_args()
     files = [] if given.photographs is None else sorted(given.photographs.glob("*.*g"))[: given.images]
     images = files or [draw_image(FIRST_SEED + number).image for number in range(given.images)]
-    found = measure(explainer_of(given.model, given.checkpoint), images)
+    actual = measure(explainer_of(given.model, given.checkpoint), images)
     print(f"{given.model}, {len(images)} images, {4 * len(images)} questions\n")
     print("| method | options | readout | wins | ROC-AUC |\n|---|---|---|---|---|")
-    for (method, preset, readout), rows in found.items():
+    for (method, preset, readout), rows in actual.items():
         print(f"| {method} | {preset} | {readout} | {rows[:, 0].mean():.1%} | {rows[:, 1].mean():.3f} |")
 
 

@@ -1,4 +1,4 @@
-"""Whether two versions of vitflow draw the same maps, bit for bit: run this in both, and compare what it prints.
+"""Digests of maps: run this in two versions of vitflow, and compare the output to see if maps are equal, bit for bit.
 
     python -m tests.benchmarks.same_maps [--model ID --checkpoint FILE --images FOLDER]
 

@@ -85,8 +85,8 @@ SHOWN = {
 }
 
 
-def name_of(method: str, own: dict) -> str:
-    return label(method, own) if own else method
+def name_of(method: str, entry: dict) -> str:
+    return label(method, entry) if entry else method
 
 
 def measured(kind: str, data: str, model: object, methods: list, output: Path) -> Evaluation:
@@ -102,12 +102,12 @@ def measured(kind: str, data: str, model: object, methods: list, output: Path) -
     )
 
 
-def mean(found: Evaluation, metric: str, first: str, half: bool, base: str | None = None) -> float:
+def mean(actual: Evaluation, metric: str, first: str, half: bool, base: str | None = None) -> float:
     """The mean of a metric over one half of the images, less that of the base on the same."""
-    rows = [number for number, image in enumerate(found.images) if choosing(image["input"]) is half]
-    values = found.values[metric][rows, found.methods.index(first)]
+    rows = [number for number, image in enumerate(actual.images) if choosing(image["input"]) is half]
+    values = actual.values[metric][rows, actual.methods.index(first)]
     if base is not None:
-        values = values - found.values[metric][rows, found.methods.index(base)]
+        values = values - actual.values[metric][rows, actual.methods.index(base)]
     return float(np.nanmean(values))
 
 
@@ -125,7 +125,7 @@ def seats(runs: dict[str, Evaluation], first: str, base: str, half: bool) -> lis
 
 def loss(runs: dict[str, Evaluation], first: str, base: str, half: bool) -> float:
     """The larger loss of ROC-AUC on either model."""
-    return max(-mean(found, "roc_auc", first, half, base) for found in runs.values())
+    return max(-mean(actual, "roc_auc", first, half, base) for actual in runs.values())
 
 
 def choose(runs: dict[str, Evaluation], method: str, candidates: list[dict]) -> None:
@@ -133,26 +133,26 @@ def choose(runs: dict[str, Evaluation], method: str, candidates: list[dict]) -> 
     base = name_of(method, candidates[0])
     allowed = []
     print("| candidate | half | single | grids | objects | sum | |\n|---|---|---|---|---|---|---|")
-    for own in candidates:
-        first, plain = name_of(method, own), name_of(method, {**own, "refine": 0})
+    for entry in candidates:
+        first, plain = name_of(method, entry), name_of(method, {**entry, "refine": 0})
         lost = loss(runs, first, base, True)
         spread = mean(runs["drawn"], "energy", first, True, plain) if plain in runs["drawn"].methods else 0.0
         verdict = "out" if lost > 0.01 or spread < -0.1 else ""
         if not verdict:
-            allowed.append(own)
+            allowed.append(entry)
         for half in (True, False):
             gains = seats(runs, first, base, half)
             words = f"ROC-AUC {-lost:+.3f}, energy {spread:+.3f} from unrefined; {verdict}" if half else ""
             numbers = " | ".join(f"{gain:+.3f}" for gain in (*gains, sum(gains)))
             print(f"| {first} | {'chosen on' if half else 'other'} | {numbers} | {words} |")
     chosen = ""
-    sums = {name_of(method, own): sum(seats(runs, name_of(method, own), base, True)) for own in allowed}
-    for best in sorted(allowed, key=lambda own: -sums[name_of(method, own)]):
-        alike = [own for own in allowed if "masks" in own and {**own, "masks": 0} == {**best, "masks": 0}]
-        if alike:
-            most = max(alike, key=lambda own: own["masks"])
-            enough = [own for own in alike if sums[name_of(method, own)] >= sums[name_of(method, most)] - 0.01]
-            best = min(enough, key=lambda own: own["masks"])
+    sums = {name_of(method, entry): sum(seats(runs, name_of(method, entry), base, True)) for entry in allowed}
+    for best in sorted(allowed, key=lambda entry: -sums[name_of(method, entry)]):
+        similar = [entry for entry in allowed if "masks" in entry and {**entry, "masks": 0} == {**best, "masks": 0}]
+        if similar:
+            most = max(similar, key=lambda entry: entry["masks"])
+            enough = [entry for entry in similar if sums[name_of(method, entry)] >= sums[name_of(method, most)] - 0.01]
+            best = min(enough, key=lambda entry: entry["masks"])
         chosen = name_of(method, best)
         lost = loss(runs, chosen, base, False)
         apart = sum(seats(runs, chosen, base, False)[1:])
@@ -167,26 +167,26 @@ def choose(runs: dict[str, Evaluation], method: str, candidates: list[dict]) -> 
 
 def table(runs: dict[str, Evaluation]) -> None:
     """All labels on all images."""
-    for name, found in runs.items():
-        metrics = [metric for metric in SHOWN[name] if metric in found.values]
-        print(f"{name}: {len(found.images)} images\n\n| map | {' | '.join(metrics)} | seconds |")
+    for name, actual in runs.items():
+        metrics = [metric for metric in SHOWN[name] if metric in actual.values]
+        print(f"{name}: {len(actual.images)} images\n\n| map | {' | '.join(metrics)} | seconds |")
         print("|---" * (len(metrics) + 2) + "|")
-        for number, one in enumerate(found.methods):
-            values = [f"{np.nanmean(found.values[metric][:, number]):.3f}" for metric in metrics]
-            seconds = np.mean([image["seconds"][one] for image in found.images])
+        for number, one in enumerate(actual.methods):
+            values = [f"{np.nanmean(actual.values[metric][:, number]):.3f}" for metric in metrics]
+            seconds = np.mean([image["seconds"][one] for image in actual.images])
             print(f"| {one} | {' | '.join(values)} | {seconds:.2f} |")
         print(flush=True)
 
 
-def halves_table(found: Evaluation, metrics: list[str]) -> None:
+def halves_table(actual: Evaluation, metrics: list[str]) -> None:
     """Means with intervals, of all images and of both halves."""
-    halves = np.array([choosing(image["input"]) for image in found.images])
+    halves = np.array([choosing(image["input"]) for image in actual.images])
     print(f"| map | images | {' | '.join(metrics)} |\n" + "|---" * (len(metrics) + 2) + "|")
-    for number, one in enumerate(found.methods):
+    for number, one in enumerate(actual.methods):
         for words, rows in (("all", halves | True), ("chosen on", halves), ("other", ~halves)):
-            values = np.stack([found.values[metric][rows, number] for metric in metrics], axis=1)
-            told = (f"{own.mean:.3f} [{own.low:.3f}, {own.high:.3f}]" for own in estimate_means(values))
-            print(f"| {one} | {words} | {' | '.join(told)} |")
+            values = np.stack([actual.values[metric][rows, number] for metric in metrics], axis=1)
+            reported = (f"{entry.mean:.3f} [{entry.low:.3f}, {entry.high:.3f}]" for entry in estimate_means(values))
+            print(f"| {one} | {words} | {' | '.join(reported)} |")
     print(flush=True)
 
 
@@ -197,24 +197,26 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore", vitflow.VitflowWarning)
     chosen = {method: [{}] if given.as_they_are else CANDIDATES[method] for method in given.methods}
-    asked = []
+    requested = []
     for method, candidates in chosen.items():
-        for own in candidates:
-            asked.append((method, own))
-            if not given.as_they_are and method != "consensus" and own.get("masks", 128) == 128:
-                asked.append((method, {**own, "refine": 0}))
-    asked = [pair for number, pair in enumerate(asked) if pair not in asked[:number]]
+        for entry in candidates:
+            requested.append((method, entry))
+            if not given.as_they_are and method != "consensus" and entry.get("masks", 128) == 128:
+                requested.append((method, {**entry, "refine": 0}))
+    requested = [pair for number, pair in enumerate(requested) if pair not in requested[:number]]
     kind = "-".join(given.methods)
     photographs = vitflow.load_model(CHECKPOINT, checkpoint=given.checkpoint)
     runs = {
-        "drawn": measured("drawn", given.drawn, "demo", asked, given.output / f"{kind}-drawn"),
-        "photographs": measured("photographs", given.boxes, photographs, asked, given.output / f"{kind}-photographs"),
+        "drawn": measured("drawn", given.drawn, "demo", requested, given.output / f"{kind}-drawn"),
+        "photographs": measured(
+            "photographs", given.boxes, photographs, requested, given.output / f"{kind}-photographs"
+        ),
     }
     print()
     table(runs)
     if given.as_they_are:
-        for name, found in runs.items():
-            halves_table(found, [metric for metric in SHOWN[name] if metric in found.values])
+        for name, actual in runs.items():
+            halves_table(actual, [metric for metric in SHOWN[name] if metric in actual.values])
         return
     for method, candidates in chosen.items():
         choose(runs, method, candidates)

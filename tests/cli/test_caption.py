@@ -33,9 +33,9 @@ def run(tmp_path, monkeypatch, captioner):
 
     def written(self, input_ids, **options):
         options = {name: value for name, value in options.items() if name != "max_new_tokens"}
-        start, own = input_ids.shape[1], super(LlavaForConditionalGeneration, self).generate
+        start, entry = input_ids.shape[1], super(LlavaForConditionalGeneration, self).generate
         say = lambda _batch, ids: [numbers[len(ids) - start]]  # noqa: E731
-        return own(input_ids=input_ids, prefix_allowed_tokens_fn=say, max_new_tokens=len(numbers), **options)
+        return entry(input_ids=input_ids, prefix_allowed_tokens_fn=say, max_new_tokens=len(numbers), **options)
 
     monkeypatch.setattr(LlavaForConditionalGeneration, "generate", written, raising=False)
 
@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch, captioner):
     return call
 
 
-def test_the_answer_is_told_with_a_strip_of_its_words(run, tmp_path):
+def test_the_answer_is_reported_with_a_strip_of_its_words(run, tmp_path):
     done = run()
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
@@ -62,9 +62,9 @@ def test_the_page_shows_the_image_and_the_maps_of_the_strip(run, tmp_path, capti
     assert done.exit_code == 0 and "written: words.html" in done.stderr, done.output
     page = (tmp_path / "words.html").read_text()
     assert page.count('class="stage"') == 1 and '"name": "photo.png"' in page
-    told = json.loads(done.stdout)
-    assert told["words"][0]["options"]["relative"]
-    assert told["words"][0]["model"] == captioner.name  # a folder by its name, whatever it lies in
+    reported = json.loads(done.stdout)
+    assert reported["words"][0]["options"]["relative"]
+    assert reported["words"][0]["model"] == captioner.name  # a folder by its name, whatever it lies in
     assert str(captioner.parent) not in page
     over = run("--html", "photo.png")
     assert over.exit_code != 0 and "overwrite the image" in over.stderr
@@ -73,14 +73,14 @@ def test_the_page_shows_the_image_and_the_maps_of_the_strip(run, tmp_path, capti
 def test_json_holds_the_map_of_each_word(run, tmp_path):
     done = run("--json", "--method", "attention", "--neutral", "the square", "--through-tower", "-o", "maps/")
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["answer"] == "a red heart left of heart ." and told["left_out"] == ["a", "of", "."]
-    assert [one["word"] for one in told["words"]] == ["red", "heart", "left", "heart (2)"]
-    assert np.shape(told["words"][0]["map"]) == (6, 6) and told["words"][0]["options"]["relative"]
-    assert (tmp_path / told["output"]).is_file()
+    reported = json.loads(done.stdout)
+    assert reported["answer"] == "a red heart left of heart ." and reported["left_out"] == ["a", "of", "."]
+    assert [one["word"] for one in reported["words"]] == ["red", "heart", "left", "heart (2)"]
+    assert np.shape(reported["words"][0]["map"]) == (6, 6) and reported["words"][0]["options"]["relative"]
+    assert (tmp_path / reported["output"]).is_file()
 
 
-def test_what_is_wrong_is_told(run, tmp_path):
+def test_what_is_wrong_is_reported(run, tmp_path):
     missing = CliRunner().invoke(cli, ["caption", "nothing.png", "--model", str(tmp_path)])
     assert missing.exit_code != 0
     unknown = run("--layers", "2")
@@ -94,9 +94,9 @@ def test_the_bundled_captioner_finds_each_drawn_thing(tmp_path, monkeypatch):
     image = next(one for one in sample_images() if "ring_heart_and_star" in one.name)
     done = CliRunner().invoke(cli, ["caption", str(image), "--model", "demo-caption", "--json"])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert {"yellow", "star", "purple", "ring", "red", "heart"} <= set(told["answer"].split())
-    assert "</s>" not in told["answer"] and told["words"][0]["model"] == "demo-caption"
+    reported = json.loads(done.stdout)
+    assert {"yellow", "star", "purple", "ring", "red", "heart"} <= set(reported["answer"].split())
+    assert "</s>" not in reported["answer"] and reported["words"][0]["model"] == "demo-caption"
 
 
 def test_the_bundled_captioner_says_what_it_knows_and_others_say_nothing(run, tmp_path):

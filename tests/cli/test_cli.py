@@ -18,8 +18,8 @@ from tests.typed import typed_here
 from vitflow.demo import sample_images
 
 
-def in_a_process_of_its_own(*arguments: str | bytes) -> subprocess.CompletedProcess[bytes]:
-    """What the command does where nothing but it runs; elsewhere `here` asks the same in a hundredth of the time."""
+def in_a_separate_process(*arguments: str | bytes) -> subprocess.CompletedProcess[bytes]:
+    """Run the command in a separate process; `here` runs it in this process in a hundredth of the time."""
     return subprocess.run(
         [sys.executable, "-c", "from vitflow.cli import main; main()", *arguments],
         capture_output=True,
@@ -89,10 +89,10 @@ def test_every_public_name_exists():
 
 
 def test_explaining_two_images(images, tmp_path):
-    asked = ["explain", "--model", "demo", *map(str, images), "-o", str(tmp_path / "out"), "--save-map"]
-    done = in_a_process_of_its_own(*asked)
-    told = done.stderr.decode()
-    assert done.returncode == 0, told
+    requested = ["explain", "--model", "demo", *map(str, images), "-o", str(tmp_path / "out"), "--save-map"]
+    done = in_a_separate_process(*requested)
+    reported = done.stderr.decode()
+    assert done.returncode == 0, reported
     files = done.stdout.decode().splitlines()
     assert len(files) == 4
     for photo, overlay, saved in zip(images, files[::2], files[1::2], strict=True):
@@ -101,8 +101,8 @@ def test_explaining_two_images(images, tmp_path):
         with np.load(saved) as arrays:
             assert arrays["grid"].shape == (12, 12)
             assert json.loads(str(arrays["metadata"]))["method"] == "rollout"
-        assert f"{photo}: " in told
-        assert "%" in told
+        assert f"{photo}: " in reported
+        assert "%" in reported
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f.split("/")[-1] for f in files)
 
 
@@ -121,7 +121,7 @@ def test_json_is_data_on_stdout(run, images, tmp_path):
     assert {"class_index", "class_name", "probability", "method"} <= record.keys()
 
 
-def test_a_class_that_was_asked_for_is_reported(run, images, tmp_path):
+def test_a_class_that_was_requested_is_reported(run, images, tmp_path):
     done = run("explain", "--model", "demo", images[0], "--class", "0", "-o", tmp_path, "--json")
     assert json.loads(done.stdout)["class_index"] == 0
     wrong = run("explain", "--model", "demo", images[0], "--class", "zebra", "-o", tmp_path)
@@ -130,10 +130,10 @@ def test_a_class_that_was_asked_for_is_reported(run, images, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "classes"), [(["--class", "0", "--class", "orange disc"], {0, 1}), (["--class", "top3"], {1, 2, 7})]
+    ("requested", "classes"), [(["--class", "0", "--class", "orange disc"], {0, 1}), (["--class", "top3"], {1, 2, 7})]
 )
-def test_several_classes_make_a_strip_of_one_map_each(here, images, asked, classes):
-    given = ["explain", images[0], "--model", "demo", "--method", "gae", *asked]
+def test_several_classes_make_a_strip_of_one_map_each(here, images, requested, classes):
+    given = ["explain", images[0], "--model", "demo", "--method", "gae", *requested]
     code, out, err = here(*given, "--save-map", "-o", "maps/")
     strip, *maps = out.splitlines()
     assert code == 0 and strip == str(Path("maps") / f"{images[0].stem}-gae.png"), err
@@ -158,7 +158,7 @@ def test_several_classes_of_a_map_that_knows_none_make_one(here, images):
 
 
 @pytest.mark.parametrize(
-    ("asked", "method"),
+    ("requested", "method"),
     [
         ([], "rollout"),
         (["--class", "0"], "gae"),
@@ -166,9 +166,9 @@ def test_several_classes_of_a_map_that_knows_none_make_one(here, images):
         (["--like", "REFERENCE"], "gae"),
     ],
 )
-def test_the_default_method_follows_what_is_asked_and_is_told(here, images, asked, method):
-    asked = [str(images[1]) if word == "REFERENCE" else word for word in asked]
-    given = ["explain", images[0], "--model", "demo", *asked]
+def test_the_default_method_follows_what_is_requested_and_is_reported(here, images, requested, method):
+    requested = [str(images[1]) if word == "REFERENCE" else word for word in requested]
+    given = ["explain", images[0], "--model", "demo", *requested]
     code, out, err = here(*given, "--json")
     record = json.loads(out)
     assert code == 0 and {one["method"] for one in record.get("maps", [record])} == {method}
@@ -176,7 +176,7 @@ def test_the_default_method_follows_what_is_asked_and_is_told(here, images, aske
     _, _, err = here(*given, "--method", "gae")
     assert "method: " not in err
     for _ in range(2):  # the second resumes the first
-        code, _, err = here("folder", images[0], "--model", "demo", *asked, "-o", "all")
+        code, _, err = here("folder", images[0], "--model", "demo", *requested, "-o", "all")
         assert code == 0 and f"method: {method} (change with --method)" in err
     assert "1 by an earlier run" in err and list(Path("all").rglob(f"*-{method}.jpg"))
 
@@ -255,13 +255,13 @@ def test_usage_errors_are_one_line_and_exit_2(run, images, tmp_path, arguments, 
 
 
 @pytest.mark.parametrize(("command", "flag"), [("explain", "--method"), ("layers", "--method"), ("layers", "--class")])
-def test_what_is_shown_once_is_asked_for_once(command, flag, here):
+def test_what_is_shown_once_is_requested_once(command, flag, here):
     code, out, err = here(command, "my cat.png", "--model", "demo", flag, "rollout", flag, "gae")
     assert (code, out) == (2, "")
     assert f"{flag} was given 2 times, expected once: vitflow compare takes several." in err
 
 
-def test_folder_is_asked_for_one_class(here):
+def test_folder_is_requested_one_class(here):
     code, _, err = here("folder", "cats", "-o", "out", "--class", "1", "--class", "2")
     assert code == 2 and "--class was given 2 times, expected once: run vitflow folder once for each, with" in err
 
@@ -294,7 +294,7 @@ def test_a_folder_among_the_images_names_the_command_for_folders(command, here, 
     assert err.startswith("error: Expected images, got the folder cats: use vitflow folder cats -o OUTPUT for every")
 
 
-def test_layers_are_told_in_the_words_of_the_command_line(here, images):
+def test_layers_are_reported_in_the_words_of_the_command_line(here, images):
     for layers in ("99", "3:x", "0", "5:2", "most"):
         code, _, err = here("explain", "--model", "demo", images[0], "--method", "flow", "--layers", layers)
         expected = "all, a number from 1 to 6 (the last ones), or FIRST:LAST from 1 to 6, such as 3:6"
@@ -326,7 +326,7 @@ def test_an_output_into_a_folder_that_is_not_there_yet(command, here, images, tm
 
 
 @pytest.mark.parametrize("command", ["explain", "compare"])
-def test_an_output_that_cannot_be_written_is_told_in_one_line_with_its_own_name_and_size(
+def test_an_output_that_cannot_be_written_is_reported_in_one_line_with_its_name_and_size(
     command, here, tmp_path, monkeypatch
 ):
     Image.fromarray(np.zeros((20, 50, 3), dtype=np.uint8)).save(tmp_path / "wide.png")
@@ -403,22 +403,22 @@ def test_the_help_says_how_layers_heads_and_patches_count(here):
 
 
 @pytest.mark.parametrize("command", ["explain", "compare", "layers", "explore", "evaluate", "folder"])
-def test_names_that_no_file_can_have_are_told_in_one_line(command, here, images):
-    long, own = "x" * 300, ["--method", "rollout", "--model", "demo"]
-    own += {"folder": ["-o", "out"], "evaluate": ["--metric", "faithfulness"]}.get(command, [])
-    code, _, told = here(command, long, *own)
-    assert code in (1, 2) and "error: " in told and long in told
+def test_names_that_no_file_can_have_are_reported_in_one_line(command, here, images):
+    long, entry = "x" * 300, ["--method", "rollout", "--model", "demo"]
+    entry += {"folder": ["-o", "out"], "evaluate": ["--metric", "faithfulness"]}.get(command, [])
+    code, _, reported = here(command, long, *entry)
+    assert code in (1, 2) and "error: " in reported and long in reported
     suffix = {"explore": ".html", "evaluate": "", "folder": ""}.get(command, ".png")
-    own = own[: own.index("-o")] if "-o" in own else own
-    code, _, told = here(command, images[0], *own, "-o", long + suffix)
-    assert code in (1, 2) and "File name too long" in told
+    entry = entry[: entry.index("-o")] if "-o" in entry else entry
+    code, _, reported = here(command, images[0], *entry, "-o", long + suffix)
+    assert code in (1, 2) and "File name too long" in reported
 
 
-def test_an_image_with_the_longest_name_is_told_to_need_an_output(here, images, tmp_path):
+def test_an_image_with_the_longest_name_is_reported_to_need_an_output(here, images, tmp_path):
     longest = tmp_path / f"{'x' * 251}.png"
     longest.write_bytes(images[0].read_bytes())
-    code, _, told = here("explain", longest, "--model", "demo")
-    assert code == 1 and "File name too long. Choose another place" in told
+    code, _, reported = here("explain", longest, "--model", "demo")
+    assert code == 1 and "File name too long. Choose another place" in reported
     assert here("explain", longest, "--model", "demo", "-o", "own.png")[0] == 0
     code, _, _ = here("folder", longest, "-o", "out", "--model", "demo", "--method", "centre", "--workers", 0)
     assert code == 0 and len([*(tmp_path / "out").glob("*xxx*")]) == 1, [*(tmp_path / "out").iterdir()]
@@ -442,8 +442,8 @@ def test_json_names_what_is_no_text_by_escapes(here, images, tmp_path):
 )
 @pytest.mark.parametrize("command", ["explain", "folder"])
 def test_values_that_nothing_can_be_made_with_are_usage_errors(command, arguments, message, here, images):
-    code, out, told = here(command, images[0], "-o", "out", "--model", "demo", *arguments)
-    assert (code, out) == (2, "") and message in told
+    code, out, reported = here(command, images[0], "-o", "out", "--model", "demo", *arguments)
+    assert (code, out) == (2, "") and message in reported
 
 
 @pytest.mark.parametrize(
@@ -455,15 +455,15 @@ def test_values_that_nothing_can_be_made_with_are_usage_errors(command, argument
     ],
 )
 def test_a_folder_run_refuses_numbers_that_are_none(arguments, message, here, images):
-    code, out, told = here("folder", images[0], "-o", "out", "--model", "demo", "--workers", 0, *arguments)
-    assert (code, out) == (2, "") and message in told
+    code, out, reported = here("folder", images[0], "-o", "out", "--model", "demo", "--workers", 0, *arguments)
+    assert (code, out) == (2, "") and message in reported
 
 
 def test_names_that_terminals_cannot_print(images, tmp_path):
     odd = os.fsencode(tmp_path) + b"/new\nline \xff.png"
     with open(odd, "wb") as file:  # noqa: PTH123 - a name that is not text
         file.write(images[0].read_bytes())
-    done = in_a_process_of_its_own("explain", odd, "--model", "demo", "-o", str(tmp_path / "out"))
+    done = in_a_separate_process("explain", odd, "--model", "demo", "-o", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
 

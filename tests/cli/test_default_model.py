@@ -43,10 +43,10 @@ def away(monkeypatch, tmp_path):
 @pytest.fixture
 def there(monkeypatch):
     """The hub hands out every model: a small one under the name that was asked for."""
-    asked, build = [], timm.create_model
+    requested, build = [], timm.create_model
 
     def create(name: str, *, pretrained: bool, **options: object) -> torch.nn.Module:
-        asked.append((name, pretrained))
+        requested.append((name, pretrained))
         torch.manual_seed(0)
         model = build("vit_tiny_patch16_224", depth=2, img_size=64, num_classes=5)
         architecture, _, tag = name.partition(".")
@@ -54,7 +54,7 @@ def there(monkeypatch):
         return model
 
     monkeypatch.setattr(hub.timm, "create_model", create)
-    return asked
+    return requested
 
 
 def test_without_a_hub_the_demo_model_is_offered_and_not_taken(here, away, tmp_path):
@@ -67,7 +67,7 @@ def test_without_a_hub_the_demo_model_is_offered_and_not_taken(here, away, tmp_p
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_by_default_the_model_knows_photographs_and_its_name_is_told(verb, here, there):
+def test_by_default_the_model_knows_photographs_and_its_name_is_reported(verb, here, there):
     code, _, err = here(verb)
     assert code == 0, err
     assert there == [(DEFAULT_MODEL, True)]
@@ -82,12 +82,12 @@ def test_the_demo_model_says_what_it_knows_once(verb, here):
 
 
 def test_strip_and_report_say_what_the_demo_model_knows(here, there, tmp_path):
-    for options, told in ((["--model", "demo"], True), ([], False)):
+    for options, reported in ((["--model", "demo"], True), ([], False)):
         assert here("compare", "-o", "strip.svg", *options)[0] == 0
         assert here("folder", "--report", "--overwrite", *options)[0] == 0
         for file in ("strip.svg", "out/report.html"):
             text = (tmp_path / file).read_text()
-            assert ("knows eight drawn shapes only" in text) == told, file
+            assert ("knows eight drawn shapes only" in text) == reported, file
 
 
 def test_a_model_of_the_users_carries_a_note_into_figures_and_runs(tmp_path):
@@ -139,28 +139,28 @@ def test_weights_without_a_model_are_those_of_the_default_one(here, monkeypatch,
     assert code == 2 and f"error: mine.pth into {DEFAULT_MODEL}" in err
 
 
-def test_the_hub_is_asked_only_for_what_it_has_and_its_silence_costs_seconds(monkeypatch, tmp_path):
+def test_the_hub_is_requested_only_for_what_it_has_and_its_silence_costs_seconds(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    asked, states = [], []
-    monkeypatch.setattr(hub, "hub_answers", lambda: bool(asked.append(1)))
+    requested, states = [], []
+    monkeypatch.setattr(hub, "hub_answers", lambda: bool(requested.append(1)))
     monkeypatch.setattr(hub.timm, "create_model", lambda *_, **__: states.append(constants.HF_HUB_OFFLINE))
     hub.create_model("vit_tiny_patch16_224", pretrained=False)
     (tmp_path / "config.json").write_text('{"architecture": "test_vit"}')
     hub.create_model(f"local-dir:{tmp_path}", pretrained=True)
-    assert (asked, states) == ([], [False, False])
+    assert (requested, states) == ([], [False, False])
     hub.create_model("vit_tiny_patch16_224", pretrained=True)
     hub.create_model("hf-hub:somebody/a-model", pretrained=False)
-    assert (len(asked), states[2:], constants.HF_HUB_OFFLINE) == (2, [True, True], False)
+    assert (len(requested), states[2:], constants.HF_HUB_OFFLINE) == (2, [True, True], False)
 
 
-def test_the_hub_is_asked_once_for_all_that_one_model_needs(monkeypatch):
-    asked: list[int] = []
-    monkeypatch.setattr(hub, "hub_answers", lambda: not asked.append(1))
+def test_the_hub_is_requested_once_for_all_that_one_model_needs(monkeypatch):
+    requested: list[int] = []
+    monkeypatch.setattr(hub, "hub_answers", lambda: not requested.append(1))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for times in (1, 2):
         with hub.hub_for("owner/model"), hub.hub_for("owner/model"), hub.hub_for("owner/model"):
             assert not constants.HF_HUB_OFFLINE
-        assert len(asked) == times
+        assert len(requested) == times
 
 
 @pytest.mark.parametrize("does", ["answers", "fails", "hangs"])

@@ -15,8 +15,8 @@ from vitflow.explaining.explainer import Explainer
 
 
 @pytest.fixture
-def told():
-    """What it found, in JSON, and the exit code."""
+def reported():
+    """Return its checks as JSON, and the exit code."""
 
     def run(code: int = 0) -> dict[str, str]:
         result = CliRunner().invoke(cli, ["doctor", "--json"])
@@ -26,35 +26,35 @@ def told():
     return run
 
 
-def test_it_tells_versions_the_device_and_that_a_model_runs(told):
-    found = told()
-    assert found["torch"] == version("torch")
-    assert found["device"].startswith(("cpu", "cuda", "mps"))
-    assert found["demo model"].startswith("works: orange disc")
-    assert not any(name.startswith("extra test") for name in found)
+def test_it_reports_versions_the_device_and_that_a_model_runs(reported):
+    actual = reported()
+    assert actual["torch"] == version("torch")
+    assert actual["device"].startswith(("cpu", "cuda", "mps"))
+    assert actual["demo model"].startswith("works: orange disc")
+    assert not any(name.startswith("extra test") for name in actual)
 
 
-def test_an_extra_that_is_not_there_is_told_with_the_line_that_installs_it(told, monkeypatch):
+def test_an_extra_that_is_not_there_is_reported_with_the_line_that_installs_it(reported, monkeypatch):
     def without_pyarrow(name: str) -> str:
         if name == "pyarrow":
             raise PackageNotFoundError(name)
         return "1.0"
 
     monkeypatch.setattr(doctor, "version", without_pyarrow)
-    found = told()
-    assert found["extra parquet"] == "not installed (pip install 'vitflow[parquet]')"
-    assert found["extra remote"] == "fsspec 1.0"
+    actual = reported()
+    assert actual["extra parquet"] == "not installed (pip install 'vitflow[parquet]')"
+    assert actual["extra remote"] == "fsspec 1.0"
 
 
-def test_a_model_that_does_not_run_is_told_and_the_exit_code_is_1(told, monkeypatch):
+def test_a_model_that_does_not_run_is_reported_and_the_exit_code_is_1(reported, monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel image is available")
 
     monkeypatch.setattr(Explainer, "explain", broken)
-    assert told(code=1)["demo model"] == "FAILS: RuntimeError: no kernel image is available"
+    assert reported(code=1)["demo model"] == "FAILS: RuntimeError: no kernel image is available"
 
 
-def test_a_hub_that_is_silent_costs_two_seconds_and_offline_it_is_not_asked(monkeypatch):
+def test_a_hub_that_is_silent_costs_two_seconds_and_offline_it_is_not_requested(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:  # takes the call, and never answers
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

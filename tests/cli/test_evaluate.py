@@ -62,7 +62,7 @@ def test_json_is_one_object():
     }
 
 
-def test_methods_have_options_of_their_own_and_in_common():
+def test_methods_have_options_of_their_and_in_common():
     result = invoke(
         *("demo:2", "--metric", "energy", "--method", "rollout", "--method", "rollout:preset=paper,start_layer=2"),
         *("--residual", "0.3", "--json", "--no-blurred-twin"),
@@ -101,7 +101,7 @@ def test_a_failed_image_makes_the_exit_code_1(folder, tmp_path):
     assert "1 image failed" in result.stderr
 
 
-def test_no_masks_are_told(folder):
+def test_no_masks_are_reported(folder):
     for mask in folder.glob("*-mask.png"):
         mask.unlink()
     result = invoke(folder, "--model", "demo", *SHORT)

@@ -21,8 +21,8 @@ SECTIONED = [name for name, command in cli.commands.items() if "model" in {param
 WITH_OPTIONS = [name for name in SECTIONED if "head_fusion" in {param.name for param in cli.commands[name].params}]
 
 
-def told(*arguments: str, columns: int = 80) -> str:
-    """What the command line prints on a terminal of that width."""
+def reported(*arguments: str, columns: int = 80) -> str:
+    """Return the output of the command line on a terminal of this width."""
     result = CliRunner().invoke(cli, arguments, env={"COLUMNS": str(columns)}, terminal_width=columns)
     assert result.exit_code == 0, result.output
     return result.output
@@ -30,23 +30,23 @@ def told(*arguments: str, columns: int = 80) -> str:
 
 def sections(text: str) -> dict[str, str]:
     """The panels of a help text by their titles, without the paragraphs before them."""
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
     title = None
     for line in text.splitlines():
         if line.rstrip().endswith(":") and not line.startswith(" "):
             title = line.rstrip()[:-1]
         elif title is not None:
-            found[title] = found.get(title, "") + f"{line}\n"
-    return found
+            actual[title] = actual.get(title, "") + f"{line}\n"
+    return actual
 
 
 @pytest.mark.parametrize("name", SECTIONED)
 def test_every_option_is_in_a_panel(name):
-    found = sections(told(name, "--help", columns=120))
-    assert "Model" in found and list(found)[-1] == "Options"
+    actual = sections(reported(name, "--help", columns=120))
+    assert "Model" in actual and list(actual)[-1] == "Options"
     # click keeps the help option of a command's first use, which has no -h unless that was through the group
-    assert found["Options"].split()[-6:] == ["--help", "Show", "this", "message", "and", "exit."]
-    listed = "\n".join(found.values()).replace("/", " ")
+    assert actual["Options"].split()[-6:] == ["--help", "Show", "this", "message", "and", "exit."]
+    listed = "\n".join(actual.values()).replace("/", " ")
     flags = [flag for param in cli.commands[name].params for flag in param.opts if flag.startswith("--")]
     assert [flag for flag in flags if listed.count(f" {flag} ") == 0] == []
 
@@ -62,7 +62,7 @@ def test_completion_in_a_shell_knows_every_option(name):
 def test_a_methods_options_stand_under_the_methods_that_have_them(name):
     table = TEXT_METHODS if name in ("read", "caption") else {method.name: method for method in list_methods()}
     seen = []
-    for title, body in sections(told(name, "--help", columns=200)).items():
+    for title, body in sections(reported(name, "--help", columns=200)).items():
         if not title.startswith("Options of "):
             continue
         named = title.removeprefix("Options of ").removeprefix("all methods").removeprefix(" but ").split(", ")
@@ -84,28 +84,28 @@ def test_a_methods_options_stand_under_the_methods_that_have_them(name):
     ],
 )
 def test_no_line_of_a_help_is_wider_than_the_terminal(arguments, columns):
-    text = told(*arguments, columns=columns)
+    text = reported(*arguments, columns=columns)
     assert [line for line in text.splitlines() if len(line) > columns and "vit_base" not in line] == []
     assert "..." not in text.partition("Images:")[2]  # no summary is cut off
 
 
-def test_a_method_tells_its_question_its_options_and_their_source():
-    text = told("methods", "rollout", columns=110)
+def test_a_method_reports_its_question_its_options_and_their_source():
+    text = reported("methods", "rollout", columns=110)
     assert get_method("rollout").question in " ".join(text.split()) and "Abnar & Zuidema" in text
     for name in get_method("rollout").defaults:
         assert f"--{name.replace('_', '-')} " in text
         assert (
             METHOD_OPTIONS[name].values.removesuffix("|signed_mean") in text
         )  # which attention by itself does not take
-    assert "|signed_mean" not in text and "|signed_mean" in told("methods", "gae", columns=110)
+    assert "|signed_mean" not in text and "|signed_mean" in reported("methods", "gae", columns=110)
     assert "--preset paper" in text and "--value-weighted off" in text
-    record, of_texts = json.loads(told("methods", "rollout", "--json"))
+    record, of_texts = json.loads(reported("methods", "rollout", "--json"))
     assert (record["input"], of_texts["input"]) == ("image", "text")
     assert record["values"]["head_fusion"] == "mean|max|min" and record["presets"]["paper"]["discard_ratio"] == 0.0
     assert all(method.question.endswith("?") for method in list_methods())
 
 
-def test_an_unknown_method_is_told_in_one_line():
+def test_an_unknown_method_is_reported_in_one_line():
     result = CliRunner().invoke(cli, ["methods", "rolout"])
     assert result.exit_code == 2 and "Did you mean 'rollout'" in result.output
 
@@ -152,7 +152,7 @@ def test_completion_offers_public_names_attributes_and_options(use_jedi):
 
     def offered(text: str) -> set[str]:
         with provisionalcompleter():
-            return {found.text.lstrip(".") for found in shell.Completer.completions(text, len(text))}
+            return {actual.text.lstrip(".") for actual in shell.Completer.completions(text, len(text))}
 
     assert offered("vitflow.") == set(vitflow.__all__)
     assert {"explain", "explain_batch", "class_names", "fit"} <= offered("explainer.")

@@ -91,8 +91,8 @@ def test_a_crafted_tokenizer_sends_nothing_but_words_to_a_terminal(decoder, tmp_
         record = read(*arguments, "--model", folder, "--json")
         assert printable(record.stdout, lines=True) == record.stdout
         if record.exit_code == 0:
-            found = json.loads(record.stdout)
-            assert text in (found.get("text"), "".join(found.get("prompt_tokens", ["", text])[1:]).strip())
+            actual = json.loads(record.stdout)
+            assert text in (actual.get("text"), "".join(actual.get("prompt_tokens", ["", text])[1:]).strip())
     page = tmp_path / "page.html"
     assert read(text, "--method", "gae", "--model", folder, "--html", page).exit_code == 0
     assert printable(page.read_text(encoding="utf-8"), lines=True) == page.read_text(encoding="utf-8")
@@ -108,8 +108,8 @@ def test_words_of_a_command_line_that_fit_nowhere_are_shown_as_text(monkeypatch,
         monkeypatch.setattr(sys, "argv", ["vitflow", *words])
         with pytest.raises(SystemExit):
             main()
-        told = capsys.readouterr().err
-        assert printable(told, lines=True) == told and "Error" in told
+        reported = capsys.readouterr().err
+        assert printable(reported, lines=True) == reported and "Error" in reported
 
 
 def test_a_text_or_an_order_that_the_model_cannot_take_is_an_error_in_one_line(encoder, decoder):
@@ -154,15 +154,15 @@ def test_a_page_answers_for_each_word(encoder, tmp_path):
 
 def test_numbers_come_as_json(encoder):
     done = read(TEXT, "--model", encoder, "--token", 6, "--method", "attention", "--json")
-    found = json.loads(done.stdout)
-    assert found["tokens"][6].strip() == "is" and found["selected"] == [6]
-    assert found["method"] == "attention" and len(found["weights"]) == 9
-    assert sum(found["weights"]) == pytest.approx(1, abs=1e-5)
-    assert found["trust"]["special"] == pytest.approx(found["weights"][0] + found["weights"][-1], abs=1e-5)
+    actual = json.loads(done.stdout)
+    assert actual["tokens"][6].strip() == "is" and actual["selected"] == [6]
+    assert actual["method"] == "attention" and len(actual["weights"]) == 9
+    assert sum(actual["weights"]) == pytest.approx(1, abs=1e-5)
+    assert actual["trust"]["special"] == pytest.approx(actual["weights"][0] + actual["weights"][-1], abs=1e-5)
 
 
 @pytest.mark.parametrize(("view", "sign"), [("layers", "layer 2"), ("graph", "attention flow"), ("text", "%  (")])
-def test_each_view_can_be_asked_for(view, sign, encoder):
+def test_each_view_can_be_requested(view, sign, encoder):
     done = read(TEXT, "--model", encoder, "--token", "is", "--view", view)
     assert done.exit_code == 0 and sign in done.stdout
 
@@ -196,11 +196,11 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
     assert done.stdout.startswith("[CLS] the key to the")
     assert "Attribution of each generated token" in done.stdout and "; generated " in done.stdout
     assert re.search(r'"written": \d+\}', (tmp_path / "o.html").read_text())
-    found = json.loads(
+    actual = json.loads(
         read("--prompt", "the key", "--generate", 2, "--model", decoder, "--causal", "raw", "--json").stdout
     )
-    assert len(found["values"]) == len(found["generated_tokens"]) == 2
-    rows = [sum(layer[-1] for layer in row) for row in found["values"]]
+    assert len(actual["values"]) == len(actual["generated_tokens"]) == 2
+    rows = [sum(layer[-1] for layer in row) for row in actual["values"]]
     assert rows[0] == pytest.approx(1, abs=1e-5) and rows[1] < 1
 
 
@@ -225,7 +225,10 @@ def test_what_does_not_go_together_is_said_before_anything_is_loaded(arguments, 
 
 def test_an_unknown_word_lists_the_tokens_and_a_repeated_one_asks_which(encoder):
     unknown = read(TEXT, "--model", encoder, "--token", "door")
-    assert unknown.exit_code == 2 and "'door' is not a word of the text: choose one of 0 '[CLS]', 1 'the', 2 'key'" in unknown.stderr
+    assert (
+        unknown.exit_code == 2
+        and "'door' is not a word of the text: choose one of 0 '[CLS]', 1 'the', 2 'key'" in unknown.stderr
+    )
     twice = read(TEXT, "--model", encoder, "--token", "the")
     assert twice.exit_code == 2 and "more than once, at tokens 1, 4" in twice.stderr
 
@@ -255,8 +258,8 @@ def test_help_and_usage_errors_of_read_load_no_torch():
 def with_code(folder, place):
     """Make a saved model one that brings code, which leaves a file when it runs."""
     config = json.loads((folder / "config.json").read_text())
-    own = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
-    config |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": own}
+    entry = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    config |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": entry}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(
         "from pathlib import Path\n"
@@ -268,7 +271,7 @@ def with_code(folder, place):
     return folder
 
 
-def test_code_of_a_model_runs_when_its_own_option_says_so_and_never_by_stdin(tmp_path, monkeypatch):
+def test_code_of_a_model_runs_when_its_option_says_so_and_never_by_stdin(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))  # to which transformers adds that folder
     config = BertConfig(
@@ -314,7 +317,7 @@ def _set(folder, **values):
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_model_of_a_language_is_told_in_one_line(case, encoder, tmp_path):
+def test_a_damaged_model_of_a_language_is_reported_in_one_line(case, encoder, tmp_path):
     place = shutil.copytree(encoder, tmp_path / "model")
     if "pickle" in case and not hasattr(torch.compiler, "set_stance"):
         pytest.skip("transformers reads no pickles with torch before 2.6")
@@ -325,7 +328,7 @@ def test_a_damaged_model_of_a_language_is_told_in_one_line(case, encoder, tmp_pa
     assert message in done.stderr.splitlines()[-1] and done.stdout == "" and "code of a file ran" not in done.output
 
 
-def test_a_name_that_no_file_can_have_is_told(encoder):
+def test_a_name_that_no_file_can_have_is_reported(encoder):
     done = CliRunner().invoke(cli, ["read", "the key", "--model", "x" * 300])
     assert done.exit_code == 2 and "Expected a hub id" in done.stderr
     for name in ("", "x" * 300):
@@ -333,8 +336,8 @@ def test_a_name_that_no_file_can_have_is_told(encoder):
         assert done.exit_code == 1 and "Cannot write" in done.stderr, done.exception
 
 
-def test_a_target_that_is_none_is_told(decoder):
+def test_a_target_that_is_none_is_reported(decoder):
     for target, message in (("caf\udce9", "Expected a text in UTF-8"), ("99999", "from 0 to 15, got 99999")):
-        asked = ["--method", "gae", "--target", target, "--model", str(decoder)]
-        done = CliRunner().invoke(cli, ["read", "the key", *asked])
+        requested = ["--method", "gae", "--target", target, "--model", str(decoder)]
+        done = CliRunner().invoke(cli, ["read", "the key", *requested])
         assert done.exit_code == 2 and message in done.stderr, done.exception

@@ -43,9 +43,9 @@ def test_a_bundled_model_is_small_half_precision_and_says_what_it_is(name: str) 
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 3_000_000
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float16}  # noqa: SIM118
-    told = header(folder)
-    assert told["trained_by"].startswith(f"python examples/train_demo_{name}.py --images ")
-    assert told["measured_on"] == "2000 fresh images" and told["license"] == "MIT"
+    reported = header(folder)
+    assert reported["trained_by"].startswith(f"python examples/train_demo_{name}.py --images ")
+    assert reported["measured_on"] == "2000 fresh images" and reported["license"] == "MIT"
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_a_bundled_model_is_small_half_precision_and_says_what_it_is(name: str) 
         (DEMO_TEXT, "AutoModel", "SiglipModel"),
     ],
 )
-def test_every_weight_is_found_and_computed_in_single_precision(folder: Path, kind: str, name: str) -> None:
+def test_every_weight_is_detected_and_computed_in_single_precision(folder: Path, kind: str, name: str) -> None:
     load = getattr(transformers, kind).from_pretrained
-    model, found = load(folder, local_files_only=True, output_loading_info=True)
-    assert not any(found.values())
+    model, actual = load(folder, local_files_only=True, output_loading_info=True)
+    assert not any(actual.values())
     assert {value.dtype for value in model.parameters()} == {torch.float32}
     assert type(model).__name__ == name
 
@@ -66,19 +66,19 @@ def test_every_weight_is_found_and_computed_in_single_precision(folder: Path, ki
 def test_captions_are_right(scenes: list[Scene]) -> None:
     model = transformers.AutoModelForImageTextToText.from_pretrained(DEMO_CAPTION, local_files_only=True).eval()
     processor = transformers.AutoProcessor.from_pretrained(DEMO_CAPTION, local_files_only=True)
-    told = header(DEMO_CAPTION)
-    inputs = processor(text=[told["prompt"]] * 64, images=[scene.image for scene in scenes], return_tensors="pt")
+    reported = header(DEMO_CAPTION)
+    inputs = processor(text=[reported["prompt"]] * 64, images=[scene.image for scene in scenes], return_tensors="pt")
     assert (inputs["input_ids"] == model.config.image_token_index).sum() == 64 * 64  # images × patches
     written = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
     said = processor.batch_decode(written, skip_special_tokens=True)
     right = np.mean([one == scene.caption for one, scene in zip(said, scenes, strict=True)])
-    assert right >= float(told["captions_right"]) - 0.1
+    assert right >= float(reported["captions_right"]) - 0.1
 
 
-def test_of_ten_sentences_the_right_one_is_found_and_what_is_not_there_reads_low(
+def test_of_ten_sentences_the_right_one_is_detected_and_what_is_not_there_reads_low(
     scenes: list[Scene], script: Callable[[str], ModuleType]
 ) -> None:
-    module, told = script("train_demo_text"), header(DEMO_TEXT)
+    module, reported = script("train_demo_text"), header(DEMO_TEXT)
     random, right, there, absent = np.random.default_rng(0), [], [], []
     model = transformers.AutoModel.from_pretrained(DEMO_TEXT, local_files_only=True).eval()
     processor = transformers.AutoProcessor.from_pretrained(DEMO_TEXT, local_files_only=True)
@@ -91,11 +91,11 @@ def test_of_ten_sentences_the_right_one_is_found_and_what_is_not_there_reads_low
         right.append(int(logits[:10].argmax()) == 0)
         there.append(logits[10].item())
         absent += logits[1:10].tolist()
-    assert np.mean(right) >= float(told["retrieval_among_ten"]) - 0.1
+    assert np.mean(right) >= float(reported["retrieval_among_ten"]) - 0.1
     assert np.mean(np.array(there) > 0) > 0.9 and np.mean(np.array(absent) < 0) > 0.8
 
 
-def test_the_pair_is_asked_by_its_name(scenes: list[Scene]) -> None:
+def test_the_pair_is_requested_by_its_name(scenes: list[Scene]) -> None:
     scene = next(scene for scene in scenes if len(scene.things) == 2)
     absent = next(str(other.things[0].phrase) for other in scenes if not scene.holds(str(other.things[0].phrase)))
     texts = [*(str(thing.phrase) for thing in scene.things), absent]
@@ -105,7 +105,7 @@ def test_the_pair_is_asked_by_its_name(scenes: list[Scene]) -> None:
     assert min(one.probability for one in read[:2]) > 0.5 > read[2].probability
 
 
-def test_words_that_it_does_not_know_are_told() -> None:
+def test_words_that_it_does_not_know_are_reported() -> None:
     with pytest.warns(VitflowWarning, match="does not know the words 'grey', 'circle'.*It knows: .*disc.*heart"):
         Explainer("demo-text", outputs=prompts(["a red heart", "a grey circle"]))
 
@@ -126,7 +126,7 @@ def test_training_writes_a_folder_that_loads_and_says_how_it_was_trained(
     assert str(tmp_path / "out") in capfd.readouterr().out
 
 
-def test_mirrored_scenes_are_told_as_they_are_seen(script: Callable[[str], ModuleType]) -> None:
+def test_mirrored_scenes_are_reported_as_they_are_seen(script: Callable[[str], ModuleType]) -> None:
     loaded = script("demo_scenes").Scenes.drawn(0, 8)
     plain, mirrored = loaded.batch(np.arange(8)), loaded.batch(np.arange(8), mirrored=8)
     torch.testing.assert_close(mirrored.pixels, plain.pixels.flip(3))

@@ -120,7 +120,7 @@ def test_mask_of_a_class() -> None:
     assert image.mask_of(absent).shape == (96, 96)
 
 
-def test_bad_seed_and_size_are_told() -> None:
+def test_bad_seed_and_size_are_reported() -> None:
     with pytest.raises(OptionError, match="seed of at least 0, got -1"):
         draw_image(-1)
     with pytest.raises(OptionError, match="at least 16 x 16 pixels, got 8 x 40"):
@@ -166,7 +166,7 @@ def test_fresh_images_are_read_right(model: VisionTransformer) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_sample_images_are_read_right_through_timms_own_preprocessing(dynamic: bool) -> None:
+def test_sample_images_are_read_right_through_timms_custom_preprocessing(dynamic: bool) -> None:
     model = demo.load_demo_model(dynamic_img_size=dynamic)
     config = resolve_model_data_config(model)
     transform = create_transform(**config)
@@ -191,7 +191,7 @@ def test_dynamic_size_changes_nothing_at_the_native_size(model: VisionTransforme
         assert dynamic(torch.zeros(1, 3, 96, 128)).shape == (1, len(CLASS_NAMES))
 
 
-def test_a_missing_or_foreign_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_or_foreign_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"got no such file.*train_demo_model\.py"):
         demo.load_demo_model(weights=tmp_path / "absent.safetensors")
     save_file({"weight": torch.zeros(1)}, tmp_path / "foreign.safetensors")

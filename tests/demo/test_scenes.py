@@ -108,7 +108,7 @@ def test_mask_of_a_sentence_is_that_of_all_things_that_it_names() -> None:
     assert not scene.mask_of(f"something {absent}").any()
 
 
-def test_bad_seeds_and_sizes_are_told_as_for_other_drawn_images() -> None:
+def test_bad_seeds_and_sizes_are_reported_as_for_other_drawn_images() -> None:
     for draw in (draw_scene, draw_image):
         with pytest.raises(OptionError, match="seed of at least 0, got -1"):
             draw(-1)
@@ -195,7 +195,7 @@ def test_what_sentences_mean(text: str, holds: bool) -> None:
 @pytest.mark.parametrize(
     "text", ["", "a", "red heart", "a heart red", "a dog", "an red heart", "a heart near a star", "a heart left of"]
 )
-def test_what_is_no_sentence_is_told(text: str) -> None:
+def test_what_is_no_sentence_is_reported(text: str) -> None:
     with pytest.raises(OptionError, match="Expected a sentence such as 'a red heart left of a blue square'"):
         Sentence.parse(text)
 

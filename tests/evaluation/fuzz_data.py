@@ -154,31 +154,31 @@ def keys_of(value) -> list:
 
 def mutate_bytes(chance: random.Random, data: bytes, out: list[str]) -> bytes:
     """Bytes flipped, cut out, doubled, overwritten or cut off; numbers and words replaced."""
-    found = bytearray(data)
+    actual = bytearray(data)
     for _ in range(chance.choice([1, 1, 2, 8])):
-        if not found:
+        if not actual:
             break
-        start, length = chance.randrange(len(found)), chance.choice([1, 1, 4, 40])
+        start, length = chance.randrange(len(actual)), chance.choice([1, 1, 4, 40])
         kind = chance.choice(["flip", "flip", "cut", "repeat", "random", "end", "token", "token", "token"])
         if kind == "flip":
-            found[start] ^= 1 << chance.randrange(8)
+            actual[start] ^= 1 << chance.randrange(8)
         elif kind == "cut":
-            del found[start : start + length]
+            del actual[start : start + length]
         elif kind == "repeat":
-            found[start:start] = found[start : start + length] * chance.choice([1, 1, 2000])
+            actual[start:start] = actual[start : start + length] * chance.choice([1, 1, 2000])
         elif kind == "random":
-            found[start : start + length] = chance.randbytes(length)
+            actual[start : start + length] = chance.randbytes(length)
         elif kind == "end":
-            del found[start:]
+            del actual[start:]
         else:
             end = start + 1
-            while end < len(found) and found[end : end + 1].isalnum():
+            while end < len(actual) and actual[end : end + 1].isalnum():
                 end += 1
             token = chance.choice(
                 [*NUMBERS, *TEXTS, *out, "<a>" * 20_000, "<!DOCTYPE a [<!ENTITY b 'c'>]>", "&b;", nested(chance)]
             )
-            found[start:end] = token.encode("utf-8", "surrogateescape")
-    return bytes(found)
+            actual[start:end] = token.encode("utf-8", "surrogateescape")
+    return bytes(actual)
 
 
 def mutate(chance: random.Random, content, out: list[str]) -> bytes:
@@ -212,11 +212,11 @@ def mask(chance: random.Random, out: list[str]) -> bytes:
 
 
 class Watch:
-    """What is opened, listed or started outside of the data and of Python itself."""
+    """Record what is opened, listed or started outside of the data and of Python."""
 
     def __init__(self, inside: list[Path]) -> None:
         self.roots = (*map(os.path.realpath, inside), "/proc/self", "/dev/null", "/sys/devices")
-        self.found: set[str] = set()
+        self.actual: set[str] = set()
         self.active = False
         sys.addaudithook(self._hear)
 
@@ -224,13 +224,13 @@ class Watch:
         if not self.active:
             return
         if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork"):
-            self.found.add(f"{event} {arguments[0]}")
+            self.actual.add(f"{event} {arguments[0]}")
         elif event in ("open", "os.listdir", "os.scandir") and isinstance(arguments[0], str | bytes):
             self.active = False
             path = os.path.realpath(os.fsdecode(arguments[0]))
             self.active = True
             if not path.startswith(self.roots):
-                self.found.add(f"{event} {path}")
+                self.actual.add(f"{event} {path}")
 
 
 class Counts(dict):
@@ -314,7 +314,7 @@ def run(place: Path, annotations: int, masks: int, class_names: int) -> dict:
     return {
         **totals,
         "failures": failures,
-        "outside": sorted(watch.found),
+        "outside": sorted(watch.actual),
         "memory before, MiB": before,
         "peak, MiB": peak(),
         "seconds": round(time.perf_counter() - started, 1),

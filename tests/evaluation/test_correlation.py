@@ -18,13 +18,13 @@ from vitflow.evaluation import RankCorrelation, rank_correlation
 from vitflow.images import FIGURE_FORMATS
 from vitflow.images.reading import write_image
 
-OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
+CUSTOM = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
 
 
-def own_model(**options) -> nn.Module:
+def custom_model(**options) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.models.vision_transformer.VisionTransformer(**{**OWN, **options}).eval()
+    model = timm.models.vision_transformer.VisionTransformer(**{**CUSTOM, **options}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -33,7 +33,7 @@ def own_model(**options) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def explainer() -> Explainer:
-    return Explainer(own_model(), data_config=DATA)
+    return Explainer(custom_model(), data_config=DATA)
 
 
 IMAGES = [np.random.default_rng(seed).integers(0, 256, (40, 50, 3), dtype=np.uint8) for seed in range(3)]
@@ -72,14 +72,14 @@ def literal_map(
     ],
 )
 def test_each_value_is_spearman_of_literal_maps(model, options):
-    explaining = Explainer(own_model(**model), data_config=DATA)
+    explaining = Explainer(custom_model(**model), data_config=DATA)
     held = ["input_gradient", "occlusion"]
-    found = rank_correlation(IMAGES[:2], model=explaining, references=held, **options)
+    actual = rank_correlation(IMAGES[:2], model=explaining, references=held, **options)
     how, ratio, start = (
         options.get(k, d) for k, d in [("head_fusion", "mean"), ("discard_ratio", 0.0), ("start_layer", 1)]
     )
-    assert found.layers == tuple(range(start, 4))
-    assert found.values.shape == (2, len(found.methods), 4 - start, 2)
+    assert actual.layers == tuple(range(start, 4))
+    assert actual.values.shape == (2, len(actual.methods), 4 - start, 2)
     for number, image in enumerate(IMAGES[:2]):
         with record_attention(explaining.model) as trace, torch.no_grad():
             explaining.model(explaining.pixels(image))
@@ -87,16 +87,16 @@ def test_each_value_is_spearman_of_literal_maps(model, options):
         readout, prefix = trace.readout[0].double().numpy(), trace.layout.num_prefix_tokens
         for r, name in enumerate(held):
             reference = explaining.explain(image, method=name).grid.ravel()
-            for m, method in enumerate(found.methods):
-                for n, layer in enumerate(found.layers):
+            for m, method in enumerate(actual.methods):
+                for n, layer in enumerate(actual.layers):
                     expected = literal_map(method, heads[:layer], readout, prefix, how, ratio, start)
                     # float32 maps may swap the ranks of two patches that are equal to rounding.
                     rho = spearmanr(expected, reference).statistic
-                    assert found.values[r, m, n, number] == pytest.approx(rho, abs=0.02), (name, method, layer)
+                    assert actual.values[r, m, n, number] == pytest.approx(rho, abs=0.02), (name, method, layer)
 
 
-def test_layers_and_methods_can_be_chosen_and_progress_is_told(explainer):
-    told = []
+def test_layers_and_methods_can_be_chosen_and_progress_is_reported(explainer):
+    reported = []
     everything = rank_correlation(IMAGES, model=explainer, references=["input_gradient"], target=2)
     some = rank_correlation(
         IMAGES,
@@ -105,11 +105,11 @@ def test_layers_and_methods_can_be_chosen_and_progress_is_told(explainer):
         methods=["rollout"],
         references=[("input_gradient", {})],
         target=2,
-        progress=lambda done, total: told.append((done, total)),
+        progress=lambda done, total: reported.append((done, total)),
     )
     assert some.layers == (3, 1, 2) and some.methods == ("rollout",)
     np.testing.assert_array_equal(some.values[0, 0], everything.values[0, 1][[2, 0, 1]])
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert reported == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_the_class_of_the_references_can_be_chosen(explainer):
@@ -117,7 +117,7 @@ def test_the_class_of_the_references_can_be_chosen(explainer):
         rank_correlation(IMAGES[0], model=explainer, methods=["rollout"], references=["input_gradient"], target=target)
         for target in (0, 1, 2, 3, 4)
     ]
-    assert len({float(found.values[0, 0, -1, 0]) for found in by_class}) > 1
+    assert len({float(actual.values[0, 0, -1, 0]) for actual in by_class}) > 1
 
 
 def test_a_folder_is_taken_whole(explainer, tmp_path):
@@ -161,13 +161,13 @@ def result() -> RankCorrelation:
 
 
 def test_mean_and_standard_deviation_leave_undefined_images_out():
-    found = result()
-    assert found.images == 3
-    assert found.mean("occlusion", "attention", 1) == pytest.approx(0.4)
-    assert found.spread("occlusion", "attention", 1) == pytest.approx(np.std([0.1, 0.3, 0.8], ddof=1))
-    assert found.mean("occlusion", "attention", 2) == pytest.approx(-0.1)
-    assert found.mean("occlusion", "flow", 1) is None and found.spread("occlusion", "flow", 1) is None
-    assert found.mean("occlusion", "flow", 2) == 0.5 and found.spread("occlusion", "flow", 2) is None
+    actual = result()
+    assert actual.images == 3
+    assert actual.mean("occlusion", "attention", 1) == pytest.approx(0.4)
+    assert actual.spread("occlusion", "attention", 1) == pytest.approx(np.std([0.1, 0.3, 0.8], ddof=1))
+    assert actual.mean("occlusion", "attention", 2) == pytest.approx(-0.1)
+    assert actual.mean("occlusion", "flow", 1) is None and actual.spread("occlusion", "flow", 1) is None
+    assert actual.mean("occlusion", "flow", 2) == 0.5 and actual.spread("occlusion", "flow", 2) is None
 
 
 def test_the_table_is_that_of_the_paper():
@@ -182,41 +182,41 @@ def test_the_table_is_that_of_the_paper():
 
 
 def test_it_is_saved_as_chart_table_and_numbers(tmp_path):
-    found = result()
+    actual = result()
     for suffix in FIGURE_FORMATS:
-        assert found.save(tmp_path / f"chart{suffix}").stat().st_size > 1000
-    assert found.save(tmp_path / "table.md").read_text(encoding="utf-8") == found.to_markdown()
-    text = found.save(tmp_path / "values.json").read_text(encoding="utf-8")
+        assert actual.save(tmp_path / f"chart{suffix}").stat().st_size > 1000
+    assert actual.save(tmp_path / "table.md").read_text(encoding="utf-8") == actual.to_markdown()
+    text = actual.save(tmp_path / "values.json").read_text(encoding="utf-8")
     read = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert read["spearman"][0]["values"] == [0.1, 0.3, 0.8]
     assert read["spearman"][1]["values"] == [-0.2, None, 0.0]
     assert read["spearman"][2]["mean"] is None
     with pytest.raises(OptionError, match="Unknown file type"):
-        found.save(tmp_path / "values.txt")
+        actual.save(tmp_path / "values.txt")
 
 
 def test_the_chart_has_a_line_per_method_and_a_panel_per_reference(explainer):
-    found = rank_correlation(
+    actual = rank_correlation(
         IMAGES, model=explainer, methods=["attention", "rollout"], references=["input_gradient", "occlusion"]
     )
-    figure = found.figure()
+    figure = actual.figure()
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["with input gradient", "with occlusion"]
-    for axes, reference in zip(figure.axes, found.references, strict=True):
+    for axes, reference in zip(figure.axes, actual.references, strict=True):
         lines = [line for line in axes.get_lines() if line.get_marker() != "None"]
-        for line, method in zip(lines, found.methods, strict=True):
+        for line, method in zip(lines, actual.methods, strict=True):
             np.testing.assert_allclose(
-                line.get_ydata(), [found.mean(reference, method, layer) for layer in found.layers]
+                line.get_ydata(), [actual.mean(reference, method, layer) for layer in actual.layers]
             )
 
 
-def test_a_model_in_training_mode_is_asked_in_eval_mode_and_left_as_it_was():
-    model = own_model(proj_drop_rate=0.5).train()
+def test_a_model_in_training_mode_is_requested_in_eval_mode_and_left_as_it_was():
+    model = custom_model(proj_drop_rate=0.5).train()
     image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
     before = state_of(model), generators()
-    found = [
+    actual = [
         rank_correlation([image], model=Explainer(model.train(training), data_config=DATA)).values
         for training in (True, True, False)
     ]
-    assert np.array_equal(found[0], found[1])
-    assert np.array_equal(found[0], found[2])
+    assert np.array_equal(actual[0], actual[1])
+    assert np.array_equal(actual[0], actual[2])
     assert (state_of(model.train()), generators()) == before

@@ -47,10 +47,10 @@ def test_drawn_images_have_their_exact_masks():
     dataset = open_dataset("demo:3:7")
     assert (len(dataset), dataset.has_regions) == (3, True)
     for sample, seed in zip(dataset.samples, (7, 8, 9), strict=True):
-        found, truth = sample.read(), draw_image(seed)
-        assert (found.image == truth.image).all()
-        assert [region.label for region in found.regions] == [CLASS_NAMES[label] for label in truth.labels]
-        assert all((r.mask(truth.image.shape[:2]) == m).all() for r, m in zip(found.regions, truth.masks, strict=True))
+        actual, truth = sample.read(), draw_image(seed)
+        assert (actual.image == truth.image).all()
+        assert [region.label for region in actual.regions] == [CLASS_NAMES[label] for label in truth.labels]
+        assert all((r.mask(truth.image.shape[:2]) == m).all() for r, m in zip(actual.regions, truth.masks, strict=True))
 
 
 def test_a_folder_called_demo_is_a_folder(tmp_path, monkeypatch):
@@ -70,7 +70,7 @@ def test_the_demo_models_training_images_are_refused(data):
 
 
 @pytest.mark.parametrize("place", ["cat_mask.png", "cat-mask.png", "cat.mask.png", "masks/cat.png"])
-def test_masks_stand_beside_their_images(folder, place):
+def test_masks_stand_next_to_their_images(folder, place):
     mask = painted((5, 4, 20, 12))
     (folder / "masks").mkdir()
     Image.fromarray(mask.astype(np.uint8) * 255).save(folder / place)
@@ -104,20 +104,20 @@ def test_masks_with_classes(folder):
     assert (question.unknown == (values == 255)).all()
 
 
-def test_a_mask_value_without_a_class_is_told(folder):
+def test_a_mask_value_without_a_class_is_reported(folder):
     Image.fromarray(np.full(SIZE, 7, np.uint8)).save(folder / "cat_mask.png")
     (folder / "classes.txt").write_text("tabby\n")
     with pytest.raises(ShapeError, match=r"value 7, and classes.txt has 1 lines"):
         by_name(open_dataset(folder))
 
 
-def test_a_mask_of_another_size_is_told(folder):
+def test_a_mask_of_another_size_is_reported(folder):
     Image.fromarray(np.ones((10, 10), np.uint8)).save(folder / "cat_mask.png")
     with pytest.raises(ShapeError, match=r"30 × 40 pixels .* got 10 × 10"):
         ask(by_name(open_dataset(folder))["cat.jpg"], 0, None)
 
 
-def test_a_broken_mask_is_told(folder):
+def test_a_broken_mask_is_reported(folder):
     (folder / "cat_mask.png").write_bytes(b"no image")
     with pytest.raises(ImageError, match="the mask 'cat_mask.png'"):
         by_name(open_dataset(folder))
@@ -168,7 +168,7 @@ def test_json_of_boxes(folder, key):
         assert images["cat.jpg"].label == 281
 
 
-def test_annotations_for_an_image_of_another_size_are_told(folder):
+def test_annotations_for_an_image_of_another_size_are_reported(folder):
     (folder / "boxes.json").write_text(json.dumps([{"file": "cat.jpg", "size": [30, 40], "boxes": []}]))
     with pytest.raises(OptionError, match=r"expected an image of 40 × 30 .* got 30 × 40"):
         by_name(open_dataset(folder))
@@ -244,12 +244,12 @@ def test_polygons_agree_with_pillow_but_for_their_edges():
     corners = [(3, 2), (35, 8), (28, 27), (10, 22)]
     canvas = Image.new("1", SIZE[::-1])
     ImageDraw.Draw(canvas).polygon(corners, fill=1)
-    found = Region(None, [[c for corner in corners for c in corner]]).mask(SIZE)
-    assert (found ^ np.asarray(canvas)).mean() < 0.06
-    assert found[15, 20]
+    actual = Region(None, [[c for corner in corners for c in corner]]).mask(SIZE)
+    assert (actual ^ np.asarray(canvas)).mean() < 0.06
+    assert actual[15, 20]
 
 
-def test_broken_runs_are_told():
+def test_broken_runs_are_reported():
     with pytest.raises(ShapeError, match="sum to 4 pixels"):
         Region("x", {"counts": [1, 2]}).mask((2, 2))
     with pytest.raises(ShapeError, match="in COCO's form"):
@@ -269,21 +269,21 @@ def test_broken_runs_are_told():
         ("a.json", '{"images": [{"id": 1}], "annotations": []}'),
     ],
 )
-def test_annotations_that_cannot_be_read_are_told(folder, name, text):
+def test_annotations_that_cannot_be_read_are_reported(folder, name, text):
     (folder / name).write_text(text)
     with pytest.raises(OptionError, match=r"Could not read the annotations 'a\.") as caught:
         open_dataset(folder / name)
     assert "Expected" in str(caught.value) or "list no images" in str(caught.value)
 
 
-def test_images_that_are_nowhere_are_told(folder, tmp_path_factory):
+def test_images_that_are_nowhere_are_reported(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("elsewhere") / "boxes.json"
     path.write_text(json.dumps([{"file": "cow.jpg", "boxes": []}]))
     with pytest.raises(OptionError, match=r"None of the 1 images .* --images"):
         open_dataset(path)
     path.write_text(json.dumps([{"file": "cat.jpg", "boxes": []}, {"file": "cow.jpg", "boxes": []}]))
-    found, missing = open_dataset(path, images=folder).samples
-    assert found.read().regions == ()
+    actual, missing = open_dataset(path, images=folder).samples
+    assert actual.read().regions == ()
     with pytest.raises(ImageError, match="no such file"):
         missing.read()
 
@@ -329,7 +329,7 @@ def photo(*regions: Region, label=None) -> Labelled:
 NAMES = ["tabby", "pug", "hen"]
 
 
-def test_the_class_that_covers_most_is_asked_for_with_all_its_objects():
+def test_the_class_that_covers_most_is_requested_with_all_its_objects():
     regions = [
         Region("pug", (0, 0, 9, 9)),
         Region("tabby", (20, 0, 28, 8)),
@@ -340,7 +340,7 @@ def test_the_class_that_covers_most_is_asked_for_with_all_its_objects():
     assert (question.region == painted((20, 0, 28, 8), (20, 10, 28, 18))).all()
 
 
-def test_the_images_own_class_goes_first():
+def test_the_images_class_goes_first():
     regions = [Region("pug", (0, 0, 9, 9)), Region("tabby", (20, 0, 23, 3))]
     question = ask(photo(*regions, label="tabby"), 3, NAMES)
     assert question.target == 0
@@ -358,17 +358,17 @@ def test_classes_that_the_model_does_not_have_leave_the_question_to_its_answer()
     assert ask(photo(*regions), 0, None).target is None
 
 
-def test_of_some_known_classes_one_is_asked_for():
+def test_of_some_known_classes_one_is_requested():
     regions = [Region("zebra", (0, 0, 20, 20)), Region("HEN", (30, 0, 33, 3))]
     question = ask(photo(*regions), 3, NAMES)
     assert (question.target, int(question.region.sum())) == (2, 9)
 
 
 def test_unknown_pixels_are_those_that_no_object_claims():
-    own, crowd = np.zeros(SIZE, bool), np.zeros(SIZE, bool)
-    own[:10], crowd[5:20] = True, True
-    question = ask(photo(Region("hen", own), Region(None, crowd, unknown=True)), 3, NAMES)
-    assert (question.unknown == (crowd & ~own)).all()
+    entry, crowd = np.zeros(SIZE, bool), np.zeros(SIZE, bool)
+    entry[:10], crowd[5:20] = True, True
+    question = ask(photo(Region("hen", entry), Region(None, crowd, unknown=True)), 3, NAMES)
+    assert (question.unknown == (crowd & ~entry)).all()
 
 
 def test_an_image_without_objects_asks_for_the_answer_and_nothing_is_right():

@@ -70,15 +70,15 @@ def literal_logits(model: nn.Module, pixels: Tensor, gone: list[tuple[int, int]]
 
 
 def literal_curves(model, pixels, grid, target, how, points, prefix, activation):
-    found = {"deletion": [], "least_first": [], "insertion": [], "correct_most": [], "correct_least": []}
+    actual = {"deletion": [], "least_first": [], "insertion": [], "correct_most": [], "correct_least": []}
     every = [(r, c) for r in range(grid.shape[0]) for c in range(grid.shape[1])]
 
     def ask(gone, curve, correct=None):
         with torch.no_grad():
             logits = literal_logits(model, pixels, gone, grid.shape, how, prefix)
-        found[curve].append(float(activation(logits)[target]))
+        actual[curve].append(float(activation(logits)[target]))
         if correct:
-            found[correct].append(int(logits.argmax()) == target)
+            actual[correct].append(int(logits.argmax()) == target)
 
     for point in range(points):
         ask(literal_removed(grid, points, point, most=True), "deletion", "correct_most")
@@ -87,7 +87,7 @@ def literal_curves(model, pixels, grid, target, how, points, prefix, activation)
         count = len(every) - removed_counts(len(every), points)[points - 1 - point]
         inserted = literal_removed(grid, len(every) + 1, count, most=True)
         ask([patch for patch in every if patch not in inserted], "insertion")
-    return {name: np.array(values) for name, values in found.items()}
+    return {name: np.array(values) for name, values in actual.items()}
 
 
 @pytest.mark.parametrize("readout", ["class token and registers", "average", "attention pooling"])
@@ -103,7 +103,7 @@ def test_curves_equal_a_loop(readout, how):
         with torch.no_grad():  # everything removed: the prefix tokens alone
             alone = model._pos_embed(model.patch_embed(pixels))[:, :prefix]
             empty = model.forward_head(model.norm(model.blocks(alone)))[0].softmax(-1)
-    for saliency, found in zip(maps, faithfulness_curves(explainer, maps, replace=how, points=points), strict=True):
+    for saliency, actual in zip(maps, faithfulness_curves(explainer, maps, replace=how, points=points), strict=True):
         expected = literal_curves(
             model, pixels, saliency.grid, saliency.target, how, points, prefix, lambda logits: logits.softmax(-1)
         )
@@ -113,22 +113,22 @@ def test_curves_equal_a_loop(readout, how):
             correct = int(empty.argmax()) == saliency.target
             expected["correct_most"][-1] = expected["correct_least"][-1] = correct
         assert expected["deletion"].std() > 1e-3
-        np.testing.assert_allclose(found.fractions, [0, 0.2, 0.4, 0.6, 0.8, 1.0], atol=1e-12)
+        np.testing.assert_allclose(actual.fractions, [0, 0.2, 0.4, 0.6, 0.8, 1.0], atol=1e-12)
         # The blurred image is made in float32.
         atol = 1e-6 if how == "blur" else 1e-12
         for name, values in expected.items():
-            np.testing.assert_allclose(getattr(found, name), values, rtol=0, atol=atol, err_msg=name)
+            np.testing.assert_allclose(getattr(actual, name), values, rtol=0, atol=atol, err_msg=name)
 
 
-def test_sigmoid_models_are_followed_by_their_own_probability():
+def test_sigmoid_models_are_followed_by_their_probability():
     model = literal_vit.timm_model()
     explainer = Explainer(model, data_config=DATA, activation="sigmoid")
     maps = maps_of(explainer, random_grids(1)[0], target=3)
-    (found,) = faithfulness_curves(explainer, maps, replace="blank", points=4)
+    (actual,) = faithfulness_curves(explainer, maps, replace="blank", points=4)
     expected = literal_curves(
         model, explainer.pixels(IMAGE), maps[0].grid, 3, "blank", 4, 1, lambda logits: logits.sigmoid()
     )
-    np.testing.assert_allclose(found.deletion, expected["deletion"], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(actual.deletion, expected["deletion"], rtol=0, atol=1e-12)
 
 
 def test_numbers_of_removed_patches():
@@ -168,10 +168,10 @@ def curves(deletion, least, most_right=None, least_right=None) -> Curves:
 
 
 def test_areas_are_those_of_trapezoids():
-    found = curves([1.0, 0.4, 0.0], [1.0, 0.8, 0.2])
-    assert found.deletion_auc == pytest.approx(0.5 * (1.4 / 2 + 0.4 / 2))
-    assert found.least_auc == found.insertion_auc == pytest.approx(0.5 * (1.8 / 2 + 1.0 / 2))
-    assert found.gap == pytest.approx(0.7 - 0.45)
+    actual = curves([1.0, 0.4, 0.0], [1.0, 0.8, 0.2])
+    assert actual.deletion_auc == pytest.approx(0.5 * (1.4 / 2 + 0.4 / 2))
+    assert actual.least_auc == actual.insertion_auc == pytest.approx(0.5 * (1.8 / 2 + 1.0 / 2))
+    assert actual.gap == pytest.approx(0.7 - 0.45)
 
 
 def test_accuracy_is_summed_up_to_nine_tenths():
@@ -199,7 +199,7 @@ def test_removal_equals_that_of_grad_cam(remove, curve):
     explainer = Explainer(model, data_config=DATA)
     grid = np.random.default_rng(2).permutation(16).reshape(4, 4) / 16 + 1 / 32
     maps = maps_of(explainer, grid, target=1)
-    (found,) = faithfulness_curves(explainer, maps, replace="blank", points=17)
+    (actual,) = faithfulness_curves(explainer, maps, replace="blank", points=17)
     pixels, pixel_map = explainer.pixels(IMAGE), np.kron(grid, np.ones((SIDE, SIDE)))[None]
 
     def imputer(image: Tensor, visible: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def test_removal_equals_that_of_grad_cam(remove, curve):
         percentile = 100 * (16 - point) / 16
         metric = PerturbationConfidenceMetric(remove(percentile, imputer))
         score = metric(pixels, pixel_map, [ClassifierOutputSoftmaxTarget(1)], model, return_diff=False)
-        assert getattr(found, curve)[point] == pytest.approx(float(score[0]), abs=1e-6)
+        assert getattr(actual, curve)[point] == pytest.approx(float(score[0]), abs=1e-6)
 
 
 # --- Maps that are known to be right, and to be wrong ---------------------------------------------------------------
@@ -238,9 +238,9 @@ def test_the_true_map_has_the_least_deletion_and_the_greatest_insertion():
     brightness = nn.functional.avg_pool2d(pixels.mean(0)[None, None], SIDE)[0, 0].numpy()
     truth = weights * (brightness - float(pixels.mean()))  # what the logit loses with each patch
     others = [-truth, *random_grids(20)]
-    found = faithfulness_curves(explainer, maps_of(explainer, truth, *others, target=0), replace="blank", points=17)
-    true, inverted, *rest = found
-    assert all(true.deletion_auc < one.deletion_auc and true.insertion_auc > one.insertion_auc for one in found[1:])
+    actual = faithfulness_curves(explainer, maps_of(explainer, truth, *others, target=0), replace="blank", points=17)
+    true, inverted, *rest = actual
+    assert all(true.deletion_auc < one.deletion_auc and true.insertion_auc > one.insertion_auc for one in actual[1:])
     assert all(inverted.gap < one.gap for one in [true, *rest])
     assert inverted.gap == pytest.approx(-true.gap, abs=1e-6)
     gaps = np.array([one.gap for one in rest])
@@ -257,7 +257,7 @@ def test_the_mask_of_the_object_is_more_faithful_than_chance(how):
         mask = image.mask_of(image.labels[0]).reshape(rows, -1, cols, image.image.shape[1] // cols)
         covered = mask.mean(axis=(1, 3)).astype(np.float32)
         maps = [changed(saliency, grid=grid) for grid in (covered, saliency.grid, -covered)]
-        gaps.append([found.gap for found in faithfulness_curves(explainer, maps, replace=how, points=6)])
+        gaps.append([actual.gap for actual in faithfulness_curves(explainer, maps, replace=how, points=6)])
     mask, random, inverted = np.mean(gaps, axis=0)
     assert len(gaps) >= 5 and mask > 0.5 and abs(random) < 0.3 and inverted < -0.5
 
@@ -269,7 +269,7 @@ def test_on_photographs_class_specific_maps_are_more_faithful_than_chance(shared
     gaps = []
     for path in sorted((shared_data / "photos").glob("*.png"))[:6]:
         maps = explainer.explain_batch([path], methods=["gae", "random"])
-        gaps.append([found.gap for found in faithfulness_curves(explainer, maps, points=6)])
+        gaps.append([actual.gap for actual in faithfulness_curves(explainer, maps, points=6)])
     gae, random = np.mean(gaps, axis=0)
     assert gae > 0.15 > abs(random)
 
@@ -284,39 +284,39 @@ def test_maps_and_batch_sizes_do_not_influence_each_other(how):
     together = faithfulness_curves(explainer, maps, replace=how)
     for size in (1, 7):
         for saliency, expected in zip(maps, together, strict=True):
-            (found,) = faithfulness_curves(explainer, [saliency], replace=how, batch_size=size)
-            np.testing.assert_allclose(found.deletion, expected.deletion, rtol=0, atol=1e-12)
-            np.testing.assert_allclose(found.least_first, expected.least_first, rtol=0, atol=1e-12)
+            (actual,) = faithfulness_curves(explainer, [saliency], replace=how, batch_size=size)
+            np.testing.assert_allclose(actual.deletion, expected.deletion, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(actual.least_first, expected.least_first, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("how", ["drop", "blank"])
-def test_the_ends_are_asked_once_for_all_maps(how):
-    model, asked = literal_vit.timm_model(), []
+def test_the_ends_are_requested_once_for_all_maps(how):
+    model, requested = literal_vit.timm_model(), []
     explainer = Explainer(model, data_config=DATA)
     maps = maps_of(explainer, *random_grids(4))
     faithfulness_curves(explainer, maps, replace=how)  # whether the model can drop tokens is now known
-    model.norm.register_forward_pre_hook(lambda module, args: asked.append(tuple(args[0].shape[:2])))
+    model.norm.register_forward_pre_hook(lambda module, args: requested.append(tuple(args[0].shape[:2])))
     faithfulness_curves(explainer, maps, replace=how, points=5, batch_size=100)
-    assert sum(count for count, _ in asked) == 2 + 4 * 2 * 3
+    assert sum(count for count, _ in requested) == 2 + 4 * 2 * 3
     if how == "drop":  # 4, 8 and 12 patches removed; choices of one length run together
-        assert sorted(asked) == [(1, 1), (1, 17), (8, 5), (8, 9), (8, 13)]
+        assert sorted(requested) == [(1, 1), (1, 17), (8, 5), (8, 9), (8, 13)]
     else:
-        assert asked == [(26, 17)]
+        assert requested == [(26, 17)]
 
 
 def test_two_points_are_the_ends():
     explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
-    (found,) = faithfulness_curves(explainer, maps_of(explainer, random_grids(1)[0]), points=2)
-    np.testing.assert_array_equal(found.deletion, found.least_first)
-    np.testing.assert_array_equal(found.insertion, found.deletion[::-1])
+    (actual,) = faithfulness_curves(explainer, maps_of(explainer, random_grids(1)[0]), points=2)
+    np.testing.assert_array_equal(actual.deletion, actual.least_first)
+    np.testing.assert_array_equal(actual.insertion, actual.deletion[::-1])
 
 
-def test_maps_of_other_grids_hide_their_own_cells():
+def test_maps_of_other_grids_hide_their_cells():
     explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
     coarse, fine = random_grids(1, 2, 4)[0], random_grids(1)[0]
     maps = maps_of(explainer, coarse, fine)
-    found = faithfulness_curves(explainer, maps, replace="blank", points=5)
-    for saliency, one in zip(maps, found, strict=True):
+    actual = faithfulness_curves(explainer, maps, replace="blank", points=5)
+    for saliency, one in zip(maps, actual, strict=True):
         expected = literal_curves(
             explainer.model,
             explainer.pixels(IMAGE),
@@ -332,13 +332,13 @@ def test_maps_of_other_grids_hide_their_own_cells():
         faithfulness_curves(explainer, maps)
 
 
-def test_models_without_tokens_are_asked_in_images():
+def test_models_without_tokens_are_requested_in_images():
     torch.manual_seed(0)
     explainer = Explainer(timm.create_model("test_convnext", num_classes=5).eval(), data_config=DATA)
     maps = [explainer.explain(IMAGE, method="occlusion")]
     for how in ("blank", "blur"):
-        (found,) = faithfulness_curves(explainer, maps, replace=how)
-        assert found.deletion.std() > 0
+        (actual,) = faithfulness_curves(explainer, maps, replace=how)
+        assert actual.deletion.std() > 0
     with pytest.raises(UnsupportedModelError, match='cannot drop patches.*replace="blank"'):
         faithfulness_curves(explainer, maps)
 

@@ -34,10 +34,10 @@ def literal_cell(grid: np.ndarray, cell: int) -> tuple[float, float, float]:
             if (rows % 2 and row == rows // 2) or (cols % 2 and col == cols // 2):
                 continue  # it lies in two cells
             values[2 * (2 * row >= rows) + (2 * col >= cols)].append(float(grid[row, col]))
-    mass = [sum(max(value, 0.0) for value in own) for own in values]
-    others = [value for number, own in enumerate(values) if number != cell for value in own]
+    mass = [sum(max(value, 0.0) for value in entry) for entry in values]
+    others = [value for number, entry in enumerate(values) if number != cell for value in entry]
     pairs = [(mine > other) + 0.5 * (mine == other) for mine in values[cell] for other in others]
-    means = [sum(own) / len(own) for own in values]
+    means = [sum(entry) / len(entry) for entry in values]
     return mass[cell] / sum(mass) if any(mass) else 0.25, sum(pairs) / len(pairs), float(means[cell] == max(means))
 
 
@@ -76,9 +76,9 @@ def test_objects_are_scored_by_their_mass_and_their_mean():
 
 
 def test_cells_of_odd_sizes_fill_the_whole_input():
-    found = tile([np.full((5, 7, 3), 50 * number + 5, np.uint8) for number in range(4)])
-    assert found.shape == (5, 7, 3)
-    assert [int((found[..., 0] == 50 * number + 5).sum()) for number in range(4)] == [8, 6, 12, 9]
+    actual = tile([np.full((5, 7, 3), 50 * number + 5, np.uint8) for number in range(4)])
+    assert actual.shape == (5, 7, 3)
+    assert [int((actual[..., 0] == 50 * number + 5).sum()) for number in range(4)] == [8, 6, 12, 9]
 
 
 def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
@@ -88,12 +88,12 @@ def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
     assert len(grids) >= 4
     for name, grid in grids.items():
         assert name in grid.names and len(set(grid.classes)) == 4
-        for sample, own in zip(grid.samples, grid.classes, strict=True):
+        for sample, entry in zip(grid.samples, grid.classes, strict=True):
             photo = sample.read()
             saliency = demo.explain(photo.image, method="centre")
-            assert saliency.predicted == own and demo.explain(photo.image, target=own).probability > 0.5
+            assert saliency.predicted == entry and demo.explain(photo.image, target=entry).probability > 0.5
             shown = {CLASS_NAMES.index(region.label) for region in photo.regions}
-            assert shown & set(grid.classes) == {own}
+            assert shown & set(grid.classes) == {entry}
         image = grid.image(demo)
         assert image.shape == (*demo.spec.size, 3) and image.dtype == np.uint8
     again = make_grids(dataset.samples[::-1], demo, _questions(demo), 0)
@@ -102,35 +102,35 @@ def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
     assert {name: grid.names for name, grid in other.items()} != {name: grid.names for name, grid in grids.items()}
 
 
-def test_an_evaluation_tells_classes_apart_and_goes_on_where_it_was(demo, tmp_path):
+def test_an_evaluation_distinguishes_classes_and_goes_on_where_it_was(demo, tmp_path):
     options = {"model": demo, "methods": ["gae", "rollout"], "metrics": ["grid"], "output": tmp_path / "out"}
-    found = evaluate("demo:16:3000", **options)
-    assert [metric.name for metric in found.metrics] == [
+    actual = evaluate("demo:16:3000", **options)
+    assert [metric.name for metric in actual.metrics] == [
         *("grid_energy", "grid_auc", "grid_wins", "separation", "separation_wins")
     ]
     means = {
-        metric.name: {row.method: row.estimate.mean for row in found.table(metric.name)} for metric in found.metrics
+        metric.name: {row.method: row.estimate.mean for row in actual.table(metric.name)} for metric in actual.metrics
     }
     for name in ("rollout", "random", "centre"):  # the same for every class
         assert means["grid_energy"][name] == pytest.approx(0.25)
         assert means["grid_wins"][name] == pytest.approx(0.25)
     assert means["grid_wins"]["gae"] > 0.5 and means["separation_wins"]["gae"] > 0.8
     assert means["separation"]["gae"] > means["separation"]["rollout"]
-    grids = {tuple(image["grid"]) for image in found.images if image["grid"]}
-    assert f"in {len(grids)} grids of four images" in " ".join(found.notes)
+    grids = {tuple(image["grid"]) for image in actual.images if image["grid"]}
+    assert f"in {len(grids)} grids of four images" in " ".join(actual.notes)
 
     page = (tmp_path / "out" / "report.html").read_text()
     drawn = sorted(path.name for path in (tmp_path / "out" / "figures").glob("grid-*.png"))
     assert drawn == [f"grid-{number}.png" for number in range(1, min(len(grids), 3) + 1)]
     assert page.count("data:image/png;base64,") == len(drawn)
-    assert (answer := verdict(found)) and f'<p class="verdict">{answer}</p>' in page
+    assert (answer := verdict(actual)) and f'<p class="verdict">{answer}</p>' in page
 
     with closing(sqlite3.connect(tmp_path / "out" / "run.sqlite")) as db:
         db.execute("DELETE FROM rows WHERE position > 10")
         db.commit()
     again = evaluate("demo:16:3000", **options)
     for name in means:
-        np.testing.assert_array_equal(again.values[name], found.values[name])
+        np.testing.assert_array_equal(again.values[name], actual.values[name])
     # Of fewer images other grids are made: what was measured in another one counts no more.
     fewer = evaluate("demo:16:3000", **{**options, "limit": 10})
     fresh = evaluate("demo:16:3000", **{**options, "limit": 10, "output": None})
@@ -140,9 +140,9 @@ def test_an_evaluation_tells_classes_apart_and_goes_on_where_it_was(demo, tmp_pa
 def test_without_labels_there_is_no_grid_and_that_is_said(demo, tmp_path):
     for number in range(3):
         write_image(tmp_path / f"{number}.png", draw_image(number).image)
-    found = evaluate(tmp_path, model=demo, methods=["gae"], metrics=["grid"])
-    assert "No grid was made" in " ".join(found.notes)
-    assert all(row.estimate.mean is None for row in found.table("grid_auc"))
+    actual = evaluate(tmp_path, model=demo, methods=["gae"], metrics=["grid"])
+    assert "No grid was made" in " ".join(actual.notes)
+    assert all(row.estimate.mean is None for row in actual.table("grid_auc"))
 
 
 def test_an_image_that_cannot_be_read_takes_no_grid_along(demo):
@@ -151,9 +151,9 @@ def test_an_image_that_cannot_be_read_takes_no_grid_along(demo):
 
     dataset = open_dataset("demo:16:3000")
     samples = [*dataset.samples, Sample("broken", broken, fixed=True)]
-    found = evaluate(Dataset("mine", "17 images", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
-    assert len(found.failures) == 1 and len(found.images) == 16
-    assert found.table("grid_wins")[0].estimate.count % 4 == 0
+    actual = evaluate(Dataset("mine", "17 images", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
+    assert len(actual.failures) == 1 and len(actual.images) == 16
+    assert actual.table("grid_wins")[0].estimate.count % 4 == 0
 
 
 def test_metrics_of_the_grid_are_listed():

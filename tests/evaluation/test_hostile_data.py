@@ -39,14 +39,14 @@ def folder(tmp_path):
 
 def results(dataset) -> dict[str, str | None]:
     """Of each sample, the error that reading and painting it gave, if any."""
-    found: dict[str, str | None] = {}
+    actual: dict[str, str | None] = {}
     for sample in dataset.samples:
         try:
             ask(sample.read(), 3, ["tabby", "dog", "hen"])
-            found[sample.name] = None
+            actual[sample.name] = None
         except VitflowError as error:
-            found[sample.name] = str(error)
-    return found
+            actual[sample.name] = str(error)
+    return actual
 
 
 def annotate(folder: Path, content, name="boxes.json") -> Path:
@@ -62,7 +62,7 @@ def test_no_image_and_no_mask_starts_a_program(folder, monkeypatch):
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments: started.append(arguments))
     for name in ("cat.jpg", "dog_mask.png"):
         (folder / name).write_bytes(EPS)
-    assert all("to be an image (" in told for told in results(open_dataset(folder)).values())
+    assert all("to be an image (" in reported for reported in results(open_dataset(folder)).values())
     assert "to be an image" in decode_file(str(folder / "cat.jpg")).message
     for source in (EPS, Image.open(io.BytesIO(EPS))):
         with pytest.raises(ImageError, match="to be an image"):
@@ -79,13 +79,13 @@ def png_header(width: int, height: int) -> bytes:
     return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
 
 
-@pytest.mark.parametrize(("side", "told"), [(60_000, "at most 178,956,970 pixels"), (10_000, r"got 10000 × 10000")])
-def test_a_mask_that_is_a_bomb_costs_its_row(folder, side, told, monkeypatch):
+@pytest.mark.parametrize(("side", "reported"), [(60_000, "at most 178,956,970 pixels"), (10_000, r"got 10000 × 10000")])
+def test_a_mask_that_is_a_bomb_costs_its_row(folder, side, reported, monkeypatch):
     (folder / "cat_mask.png").write_bytes(png_header(side, side))
     Image.new("L", (WIDTH, HEIGHT), 255).save(folder / "dog_mask.png")
-    found = results(open_dataset(folder))
-    assert found["dog.jpg"] is None
-    assert told in found["cat.jpg"]
+    actual = results(open_dataset(folder))
+    assert actual["dog.jpg"] is None
+    assert reported in actual["cat.jpg"]
 
 
 def test_a_transparent_mask_marks_what_is_neither_black_nor_transparent(folder):
@@ -111,7 +111,7 @@ def test_a_mask_of_too_many_classes_costs_its_row(folder):
     assert "at most 10000 objects in an image" in results(open_dataset(folder))["cat.jpg"]
 
 
-def test_class_names_beside_masks_that_are_no_text_are_told(folder):
+def test_class_names_next_to_masks_that_are_no_text_are_reported(folder):
     Image.new("L", (WIDTH, HEIGHT), 1).save(folder / "cat_mask.png")
     (folder / "classes.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(OptionError, match=r"class names in 'classes\.txt'"):
@@ -151,7 +151,7 @@ def runs(counts, size=(HEIGHT, WIDTH)):
 
 
 @pytest.mark.parametrize(
-    ("annotation", "told"),
+    ("annotation", "reported"),
     [
         (runs([10**10], (10**5, 10**5)), "of 30 × 40 pixels, got [100000, 100000]"),
         (runs([1200], "big"), "of 30 × 40"),
@@ -181,23 +181,23 @@ def runs(counts, size=(HEIGHT, WIDTH)):
         ({"category_id": [1]}, "unhashable"),
     ],
 )
-def test_a_hostile_object_costs_its_images_row(folder, annotation, told):
-    found = results(open_dataset(annotate(folder, coco_file(annotation))))
-    assert found["dog.jpg"] is None
-    assert told in found["cat.jpg"]
+def test_a_hostile_object_costs_its_images_row(folder, annotation, reported):
+    actual = results(open_dataset(annotate(folder, coco_file(annotation))))
+    assert actual["dog.jpg"] is None
+    assert reported in actual["cat.jpg"]
 
 
 @pytest.mark.parametrize("size", [{"width": 10**6, "height": 10**6}, {"width": -3}, {"width": 1e999}, {"height": [3]}])
 def test_a_hostile_size_costs_its_row(folder, size):
-    found = results(open_dataset(annotate(folder, coco_file(runs([1200]), **size))))
-    assert found["dog.jpg"] is None
-    assert "Could not read the annotations" in found["cat.jpg"]
+    actual = results(open_dataset(annotate(folder, coco_file(runs([1200]), **size))))
+    assert actual["dog.jpg"] is None
+    assert "Could not read the annotations" in actual["cat.jpg"]
 
 
 def test_too_many_objects_cost_their_row(folder):
-    found = results(open_dataset(annotate(folder, coco_file(*[{}] * 10_001))))
-    assert found["dog.jpg"] is None
-    assert "at most 10000 objects" in found["cat.jpg"]
+    actual = results(open_dataset(annotate(folder, coco_file(*[{}] * 10_001))))
+    assert actual["dog.jpg"] is None
+    assert "at most 10000 objects" in actual["cat.jpg"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -247,12 +247,12 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(folder, write, way):
     file, content = write(name)
     path = annotate(folder, content, file)
     dataset = open_dataset(path, images=folder)
-    found = results(dataset)
-    assert [told for told in found.values() if told is not None] == [found[name]]
-    assert "is outside the image folders" in found[name] and "--images" in found[name]
+    actual = results(dataset)
+    assert [reported for reported in actual.values() if reported is not None] == [actual[name]]
+    assert "is outside the image folders" in actual[name] and "--images" in actual[name]
 
 
-def test_names_below_a_linked_folder_and_absolute_ones_inside_are_found(folder, tmp_path):
+def test_names_below_a_linked_folder_and_absolute_ones_inside_are_detected(folder, tmp_path):
     (tmp_path / "linked").symlink_to(folder)
     for images in (folder, tmp_path / "linked"):
         entries = [{"file": name, "boxes": BOX} for name in ("cat.jpg", str(folder / "dog.jpg"))]
@@ -290,14 +290,14 @@ def test_names_below_a_linked_folder_and_absolute_ones_inside_are_found(folder, 
     ],
 )
 def test_a_hostile_entry_costs_its_row(folder, entry):
-    found = results(open_dataset(annotate(folder, [entry, {"file": "dog.jpg", "boxes": BOX}])))
-    assert found.pop("dog.jpg") is None
-    [told] = found.values()
-    assert "Could not read the annotations 'boxes.json'" in told and len(told) < 1000
+    actual = results(open_dataset(annotate(folder, [entry, {"file": "dog.jpg", "boxes": BOX}])))
+    assert actual.pop("dog.jpg") is None
+    [reported] = actual.values()
+    assert "Could not read the annotations 'boxes.json'" in reported and len(reported) < 1000
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "reported"),
     [
         ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.json", "[" * 100_000 + "]" * 100_000, "nested too deeply"),
@@ -307,11 +307,11 @@ def test_a_hostile_entry_costs_its_row(folder, entry):
         ("a.json", '{"images": [], "annotations": [], "categories": 3}', "expected a list"),
     ],
 )
-def test_a_hostile_file_is_refused_in_a_sentence(folder, name, text, told):
+def test_a_hostile_file_is_refused_in_a_sentence(folder, name, text, reported):
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(OptionError, match=r"Could not read the annotations 'a\.") as caught:
         open_dataset(folder / name)
-    assert told in str(caught.value) and len(str(caught.value)) < 1000
+    assert reported in str(caught.value) and len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[[[1]]]", '{"0": {"a": 1}}', '{"a": "b"}', "3", "[null]"])
@@ -327,10 +327,12 @@ def test_an_evaluation_loses_only_the_rows_of_bad_entries(folder, tmp_path):
     bad = [{"file": 5}, {"file": "../secret.png", "boxes": BOX}, {"file": "cat.jpg", "boxes": [[0, 0, 1e999, 1]]}]
     path = annotate(folder, [*bad, {"file": "dog.jpg", "boxes": BOX}])
     output = tmp_path / "out"
-    found = evaluate(path, model=explainer, methods=["rollout"], metrics=["localisation"], images=folder, output=output)
-    assert [image["input"] for image in found.images] == ["dog.jpg"]
-    assert [row["input"] for row in found.failures] == ["entry 1", "../secret.png", "cat.jpg"]
-    assert all(row["error"] == "OptionError" for row in found.failures)
+    actual = evaluate(
+        path, model=explainer, methods=["rollout"], metrics=["localisation"], images=folder, output=output
+    )
+    assert [image["input"] for image in actual.images] == ["dog.jpg"]
+    assert [row["input"] for row in actual.failures] == ["entry 1", "../secret.png", "cat.jpg"]
+    assert all(row["error"] == "OptionError" for row in actual.failures)
 
 
 @pytest.mark.slow
@@ -340,12 +342,12 @@ def test_mutated_data_gives_rows_or_a_sentence_and_touches_nothing_outside(tmp_p
     command = [sys.executable, "-W", "error", str(script), str(tmp_path / "fuzz"), "1200", "300", "300"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    actual = json.loads(done.stdout)
     with capsys.disabled():
-        print("\n", {name: value for name, value in found.items() if name != "failures"})
-    assert not found["failures"], "\n".join(found["failures"][:3])
-    assert not found["outside"]
-    assert found["peak, MiB"] - found["memory before, MiB"] < 300
+        print("\n", {name: value for name, value in actual.items() if name != "failures"})
+    assert not actual["failures"], "\n".join(actual["failures"][:3])
+    assert not actual["outside"]
+    assert actual["peak, MiB"] - actual["memory before, MiB"] < 300
     for kind in ("annotations", "masks"):  # or the mutations prove nothing
-        assert min(found[kind][name] for name in ("refused", "rows", "rows with an error")) > 20
-    assert min(found["class names"][name] for name in ("refused", "read")) > 50
+        assert min(actual[kind][name] for name in ("refused", "rows", "rows with an error")) > 20
+    assert min(actual["class names"][name] for name in ("refused", "read")) > 50

@@ -38,21 +38,21 @@ def literal(heatmap: np.ndarray, region: np.ndarray) -> dict[str, float]:
         for x in range(heatmap.shape[1])
         if np.isfinite(heatmap[y, x])
     ]
-    inside = [value for value, own in pixels if own]
-    outside = [value for value, own in pixels if not own]
+    inside = [value for value, entry in pixels if entry]
+    outside = [value for value, entry in pixels if not entry]
     wins = sum((a > b) + 0.5 * (a == b) for a in inside for b in outside)
     low, mean = min(v for v, _ in pixels), sum(v for v, _ in pixels) / len(pixels)
     mass = sum(v - low for v, _ in pixels)
     precision, before = 0.0, 0.0
     for threshold in sorted({v for v, _ in pixels}, reverse=True):
-        called = [own for v, own in pixels if v >= threshold]
+        called = [entry for v, entry in pixels if v >= threshold]
         recall = sum(called) / len(inside)
         precision += (recall - before) * sum(called) / len(called)
         before = recall
     shares = []
     for side in (False, True):
-        both = sum((v > mean) == side and own == side for v, own in pixels)
-        any_ = sum((v > mean) == side or own == side for v, own in pixels)
+        both = sum((v > mean) == side and entry == side for v, entry in pixels)
+        any_ = sum((v > mean) == side or entry == side for v, entry in pixels)
         shares.append(both / any_)
     return {
         "roc_auc": wins / (len(inside) * len(outside)),
@@ -72,20 +72,20 @@ def test_measures_equal_their_definitions_and_scikit_learn(seed, levels, holes):
     heatmap[1, 1], heatmap[1, 2] = 0.0, 1.0
     if holes:
         heatmap[4:, random.random(9) < 0.5] = np.nan
-    found = localise(heatmap, region)
+    actual = localise(heatmap, region)
     for name, value in literal(heatmap.astype(np.float64), region).items():
-        assert getattr(found, name) == pytest.approx(value, abs=1e-9), name
+        assert getattr(actual, name) == pytest.approx(value, abs=1e-9), name
     seen = np.isfinite(heatmap)
-    assert found.roc_auc == pytest.approx(roc_auc_score(region[seen], heatmap[seen]), abs=1e-6)
-    assert found.average_precision == pytest.approx(average_precision_score(region[seen], heatmap[seen]), abs=1e-6)
+    assert actual.roc_auc == pytest.approx(roc_auc_score(region[seen], heatmap[seen]), abs=1e-6)
+    assert actual.average_precision == pytest.approx(average_precision_score(region[seen], heatmap[seen]), abs=1e-6)
 
 
 def test_the_functions_alone_give_what_all_together_give():
     heatmap = np.random.default_rng(1).random((30, 40), dtype=np.float32)
     region = disc(30, 40, (12, 20), 7)
-    found = localise(heatmap, region)
+    actual = localise(heatmap, region)
     alone = (pointing_game, energy_in_region, roc_auc, average_precision, mean_iou)
-    assert [measure(heatmap, region) for measure in alone] == [getattr(found, name) for name in MEASURES]
+    assert [measure(heatmap, region) for measure in alone] == [getattr(actual, name) for name in MEASURES]
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ def test_random_maps_land_at_their_expectation():
 
 def test_a_constant_map_scores_as_chance():
     region = disc()
-    found = localise(np.full(region.shape, 0.3, np.float32), region)
-    assert found.roc_auc == 0.5
-    assert found.energy == pytest.approx(region.mean())
-    assert found.average_precision == pytest.approx(region.mean())
-    assert found.mean_iou == pytest.approx((1 - region.mean()) / 2)  # nothing lies above the mean
+    actual = localise(np.full(region.shape, 0.3, np.float32), region)
+    assert actual.roc_auc == 0.5
+    assert actual.energy == pytest.approx(region.mean())
+    assert actual.average_precision == pytest.approx(region.mean())
+    assert actual.mean_iou == pytest.approx((1 - region.mean()) / 2)  # nothing lies above the mean
 
 
 def test_pixels_that_the_model_did_not_see_are_left_out():
@@ -142,12 +142,12 @@ def test_pixels_that_the_model_did_not_see_are_left_out():
     heatmap = np.random.default_rng(2).random(region.shape)
     cropped = heatmap.copy()
     cropped[:, :15] = np.nan
-    found, alone = localise(cropped, region), localise(heatmap[:, 15:], region[:, 15:])
-    assert found == alone
+    actual, alone = localise(cropped, region), localise(heatmap[:, 15:], region[:, 15:])
+    assert actual == alone
 
 
 @pytest.mark.parametrize("region", [np.zeros((4, 5), bool), np.ones((4, 5), bool)])
-def test_nothing_is_measured_where_there_is_nothing_to_tell_apart(region):
+def test_nothing_is_measured_where_there_is_nothing_to_distinguish(region):
     assert localise(np.random.default_rng(0).random((4, 5)), region) is None
     assert roc_auc(np.random.default_rng(0).random((4, 5)), region) is None
 
@@ -160,7 +160,7 @@ def test_a_region_that_the_model_did_not_see_measures_nothing():
     assert localise(heatmap, region) is None
 
 
-def test_a_plateau_is_asked_for_its_middle():
+def test_a_plateau_is_requested_its_middle():
     heatmap = np.zeros((9, 9))
     heatmap[2:7, 2:7] = 1.0
     region = np.zeros((9, 9), bool)
@@ -174,14 +174,14 @@ def test_a_plateau_is_asked_for_its_middle():
 def test_accumulated_iou_adds_up_before_it_divides():
     random = np.random.default_rng(4)
     images = [(random.random((20, 20)), random.random((20, 20)) < share) for share in (0.1, 0.7)]
-    found = [localise(*image) for image in images]
+    actual = [localise(*image) for image in images]
     heat = np.concatenate([heatmap - heatmap.mean() for heatmap, _ in images]) > 0
     truth = np.concatenate([region for _, region in images])
     literal_value = np.mean(
         [(heat & truth).sum() / (heat | truth).sum(), (~heat & ~truth).sum() / (~heat | ~truth).sum()]
     )
-    assert accumulated_iou([one.overlap for one in found]) == pytest.approx(literal_value)
-    assert accumulated_iou([found[0].overlap]) == found[0].mean_iou
+    assert accumulated_iou([one.overlap for one in actual]) == pytest.approx(literal_value)
+    assert accumulated_iou([actual[0].overlap]) == actual[0].mean_iou
 
 
 def test_wrong_shapes_are_refused():
@@ -192,7 +192,7 @@ def test_wrong_shapes_are_refused():
 
 
 def scored_as_before(heatmap: np.ndarray, inside: np.ndarray) -> tuple[float, float, float] | None:
-    """What this project's first tables were made with; the middle of all highest pixels decides the pointing game."""
+    """Metrics of the first tables; the middle of all highest pixels decides the pointing game."""
     seen = np.isfinite(heatmap)
     target, values = inside[seen], heatmap[seen].astype(np.float64)
     if target.all() or not target.any():
@@ -217,6 +217,6 @@ def test_photographs_score_as_before(shared_data):
             inside = np.zeros(one.image.shape[:2], bool)
             for left, top, right, bottom in entry["boxes_xyxy"]:
                 inside[top:bottom, left:right] = True
-            found = localise(one.heatmap, inside)
+            actual = localise(one.heatmap, inside)
             expected = scored_as_before(one.heatmap, inside)
-            assert (found.roc_auc, found.pointing_game, found.energy) == pytest.approx(expected, abs=1e-6)
+            assert (actual.roc_auc, actual.pointing_game, actual.energy) == pytest.approx(expected, abs=1e-6)

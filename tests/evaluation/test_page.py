@@ -33,7 +33,7 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
     (place / f"{HOSTILE}bad.png").write_bytes(b"nothing")
     register_method(METHOD, lambda trace: torch.zeros(len(trace.pixels), *trace.grid()))
     try:
-        found = evaluate(
+        actual = evaluate(
             place,
             model=Explainer("demo"),
             methods=["gae", METHOD],
@@ -43,7 +43,7 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
         )
     finally:
         del _METHODS[METHOD]
-    return found, place.parent / "out" / "report.html"
+    return actual, place.parent / "out" / "report.html"
 
 
 @pytest.fixture
@@ -86,36 +86,36 @@ def test_links_lead_to_every_section(open_page, saved):
 
 
 def test_every_number_of_the_tables_is_there(open_page, saved):
-    found, page = saved[0], open_page("light")
+    actual, page = saved[0], open_page("light")
     sections = page.locator("main section")
-    for number, group in enumerate(found.groups):
+    for number, group in enumerate(actual.groups):
         table = sections.nth(number).locator("table.numbers").first
         head = table.locator("thead th").all_inner_texts()
-        metrics = [metric for metric in found.metrics if metric.group == group]
+        metrics = [metric for metric in actual.metrics if metric.group == group]
         assert head == ["method", *(f"{metric.title} {metric.arrow}" for metric in metrics)]
-        for line, method in enumerate(found.methods):
+        for line, method in enumerate(actual.methods):
             row = table.locator("tbody tr").nth(line)
             cells = row.locator("td .mean").all_inner_texts()
-            means = [found.table(metric.name)[line].estimate.mean for metric in metrics]
+            means = [actual.table(metric.name)[line].estimate.mean for metric in metrics]
             if method.endswith("(blurred)") and group == "sanity":
                 assert row.locator("td").all_inner_texts() == ["not measured"] * len(metrics)
                 continue
             assert cells == ["–" if m is None else f"{round(m, 3) + 0.0:.3f}".replace("-", "−") for m in means], method
 
 
-def test_what_is_not_defined_is_told_apart_from_what_was_not_measured(open_page, saved):
-    found, page = saved[0], open_page("light")
-    row = page.locator("#sanity table.numbers tbody tr").nth(found.methods.index(METHOD))
+def test_what_is_not_defined_is_distinguished_from_what_was_not_measured(open_page, saved):
+    actual, page = saved[0], open_page("light")
+    row = page.locator("#sanity table.numbers tbody tr").nth(actual.methods.index(METHOD))
     assert "undefined on 1" in row.inner_text() and "not measured" not in row.inner_text()
-    twin = next(one for one in found.table("randomisation") if one.method == "gae (blurred)")
+    twin = next(one for one in actual.table("randomisation") if one.method == "gae (blurred)")
     assert (twin.estimate.count, twin.estimate.undefined) == (0, 0)
-    line = next(line for line in found.to_markdown("sanity").splitlines() if line.startswith("| gae (blurred)"))
+    line = next(line for line in actual.to_markdown("sanity").splitlines() if line.startswith("| gae (blurred)"))
     assert line.count("not measured") == 4
 
 
-def test_the_page_counts_the_methods_that_were_asked_for_and_answers_its_title(open_page, saved):
-    found, page = saved[0], open_page("light")
-    assert found.main_methods == ["gae", METHOD] and "2 methods," in repr(found)
+def test_the_page_counts_the_methods_that_were_requested_and_answers_its_title(open_page, saved):
+    actual, page = saved[0], open_page("light")
+    assert actual.main_methods == ["gae", METHOD] and "2 methods," in repr(actual)
     assert "2 methods and 2 baselines" in page.locator("header .summary").inner_text()
     assert page.locator("header .verdict").inner_text().startswith("On your 3 images: GAE for ")
 
@@ -139,12 +139,12 @@ def test_all_charts_have_one_size_of_type(open_page, saved):
 
 
 def test_under_each_method_stands_how_it_departs_from_its_publication(open_page, saved):
-    found, page = saved[0], open_page("light")
-    told = found.departures["gae"]
-    assert told == "max over heads, value-weighted, refined by both" and found.departures["random"] is None
-    assert f"gae\n{told}" in page.locator("table.numbers tbody th").all_inner_texts()
-    assert json.loads((saved[1].parent / "summary.json").read_text())["departures_from_paper"]["gae"] == told
-    assert f"Differences from publications: gae: {told}." in found.to_markdown()
+    actual, page = saved[0], open_page("light")
+    reported = actual.departures["gae"]
+    assert reported == "max over heads, value-weighted, refined by both" and actual.departures["random"] is None
+    assert f"gae\n{reported}" in page.locator("table.numbers tbody th").all_inner_texts()
+    assert json.loads((saved[1].parent / "summary.json").read_text())["departures_from_paper"]["gae"] == reported
+    assert f"Differences from publications: gae: {reported}." in actual.to_markdown()
 
 
 def test_charts_are_loaded_in_light_and_in_dark(open_page):
@@ -160,7 +160,7 @@ def test_charts_are_loaded_in_light_and_in_dark(open_page):
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
-def test_differences_open_and_tell_their_interval(open_page, saved):
+def test_differences_open_and_report_their_interval(open_page, saved):
     page = open_page("light")
     details = page.locator("main details").first
     details.locator("summary").click()

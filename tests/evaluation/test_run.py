@@ -64,45 +64,45 @@ def constant_method():
 
 
 def test_the_values_are_those_of_the_parts(explainer):
-    found = evaluate("demo:2", model=explainer, methods=QUICK, sanity_images=2, blurred_twin=False)
-    assert found.methods == ("rollout", "gae", "random", "centre")
-    assert [metric.name for metric in found.metrics] == [one.name for one in METRICS.values() if one.group != "grid"]
+    actual = evaluate("demo:2", model=explainer, methods=QUICK, sanity_images=2, blurred_twin=False)
+    assert actual.methods == ("rollout", "gae", "random", "centre")
+    assert [metric.name for metric in actual.metrics] == [one.name for one in METRICS.values() if one.group != "grid"]
     for number in range(2):
         image = draw_image(number)
         largest = image.labels[int(image.masks.sum(axis=(1, 2)).argmax())]
-        maps = explainer.explain_batch([image.image], methods=list(found.methods), targets=largest)
+        maps = explainer.explain_batch([image.image], methods=list(actual.methods), targets=largest)
         curves = faithfulness_curves(explainer, maps)
-        flips = flip_stability(explainer, image.image, list(found.methods), maps=maps)
+        flips = flip_stability(explainer, image.image, list(actual.methods), maps=maps)
         for place, (one, curve, flip) in enumerate(zip(maps, curves, flips, strict=True)):
             truth = localise(one.heatmap, image.mask_of(largest))
             for name in ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou"):
-                assert found.values[name][number, place] == pytest.approx(getattr(truth, name), abs=1e-5)
+                assert actual.values[name][number, place] == pytest.approx(getattr(truth, name), abs=1e-5)
             for name in ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation"):
-                assert found.values[name][number, place] == pytest.approx(getattr(curve, name), abs=1e-4)
-            assert found.curves["deletion"][number, place] == pytest.approx(curve.deletion, abs=1e-4)
-            assert found.values["flip_stability"][number, place] == pytest.approx(flip, abs=1e-3)
-    assert found.randomisation.shape == (2, len(found.stages), 4)
-    assert np.abs(found.randomisation[:, -1]) == pytest.approx(found.values["randomisation"])
+                assert actual.values[name][number, place] == pytest.approx(getattr(curve, name), abs=1e-4)
+            assert actual.curves["deletion"][number, place] == pytest.approx(curve.deletion, abs=1e-4)
+            assert actual.values["flip_stability"][number, place] == pytest.approx(flip, abs=1e-3)
+    assert actual.randomisation.shape == (2, len(actual.stages), 4)
+    assert np.abs(actual.randomisation[:, -1]) == pytest.approx(actual.values["randomisation"])
 
 
 def test_tables_and_differences_follow_from_the_values(explainer):
-    found = evaluate("demo:5", model=explainer, methods=QUICK, metrics=["roc_auc", "energy"], blurred_twin=False)
-    assert [metric.name for metric in found.metrics] == ["energy", "roc_auc"]
-    values = found.values["roc_auc"]
-    for row, column in zip(found.table("roc_auc"), values.T, strict=True):
+    actual = evaluate("demo:5", model=explainer, methods=QUICK, metrics=["roc_auc", "energy"], blurred_twin=False)
+    assert [metric.name for metric in actual.metrics] == ["energy", "roc_auc"]
+    values = actual.values["roc_auc"]
+    for row, column in zip(actual.table("roc_auc"), values.T, strict=True):
         assert row.estimate.mean == pytest.approx(column.mean())
         assert row.estimate.low < row.estimate.mean < row.estimate.high
-    [pair, *_] = found.differences("roc_auc")
+    [pair, *_] = actual.differences("roc_auc")
     assert (pair.first, pair.second) == ("rollout", "gae")
     assert pair.estimate.mean == pytest.approx((values[:, 0] - values[:, 1]).mean())
-    assert [row.baseline for row in found.table("energy")] == [False, False, True, True]
+    assert [row.baseline for row in actual.table("energy")] == [False, False, True, True]
     with pytest.raises(OptionError, match="Unknown metric of this evaluation 'gap'"):
-        found.table("gap")
+        actual.table("gap")
 
 
-def test_each_method_has_a_blurred_twin_beside_it(explainer):
-    found = evaluate("demo:2", model=explainer, methods=QUICK, metrics=["roc_auc", "deletion_auc", "flip_stability"])
-    assert found.methods == ("rollout", "rollout (blurred)", "gae", "gae (blurred)", "random", "centre")
+def test_each_method_has_a_blurred_twin_next_to_it(explainer):
+    actual = evaluate("demo:2", model=explainer, methods=QUICK, metrics=["roc_auc", "deletion_auc", "flip_stability"])
+    assert actual.methods == ("rollout", "rollout (blurred)", "gae", "gae (blurred)", "random", "centre")
     largest = draw_image(1).labels[int(draw_image(1).masks.sum(axis=(1, 2)).argmax())]
     [one] = explainer.explain_batch([draw_image(1).image], methods=["gae"], targets=largest)
     grid = np.pad(one.grid.astype(np.float64), 4, mode="symmetric")
@@ -111,24 +111,24 @@ def test_each_method_has_a_blurred_twin_beside_it(explainer):
         grid = np.apply_along_axis(lambda line: np.convolve(line, bell / bell.sum(), "valid"), axis, grid)
     twin = replace(one, grid=grid.astype(np.float32))
     truth = localise(twin.heatmap, draw_image(1).mask_of(largest))
-    assert found.values["roc_auc"][1, 3] == pytest.approx(truth.roc_auc, abs=1e-4)
+    assert actual.values["roc_auc"][1, 3] == pytest.approx(truth.roc_auc, abs=1e-4)
     [curve] = faithfulness_curves(explainer, [twin])
-    assert found.values["deletion_auc"][1, 3] == pytest.approx(curve.deletion_auc, abs=1e-3)
-    checked = found.values["flip_stability"][~np.isnan(found.values["flip_stability"]).all(axis=1)]
+    assert actual.values["deletion_auc"][1, 3] == pytest.approx(curve.deletion_auc, abs=1e-3)
+    checked = actual.values["flip_stability"][~np.isnan(actual.values["flip_stability"]).all(axis=1)]
     assert np.isnan(checked).all(axis=0).tolist() == [False, True, False, True, False, False]  # no sanity of controls
-    pairs = {(one.first, one.second) for one in found.differences("roc_auc")}
+    pairs = {(one.first, one.second) for one in actual.differences("roc_auc")}
     assert ("gae", "gae (blurred)") in pairs and ("rollout", "gae") in pairs
     assert not {("rollout", "gae (blurred)"), ("rollout (blurred)", "gae"), ("gae (blurred)", "random")} & pairs
-    assert any("blurred twin" in note for note in found.notes)
-    assert found.settings["blurred_twin"] is True
+    assert any("blurred twin" in note for note in actual.notes)
+    assert actual.settings["blurred_twin"] is True
 
 
-def test_class_specific_methods_find_the_asked_object_and_baselines_do_not(explainer):
-    found = evaluate("demo:12", model=explainer, methods=["gae"], metrics=["localisation"])
-    means = {row.method: row.estimate.mean for row in found.table("roc_auc")}
+def test_class_specific_methods_find_the_requested_object_and_baselines_do_not(explainer):
+    actual = evaluate("demo:12", model=explainer, methods=["gae"], metrics=["localisation"])
+    means = {row.method: row.estimate.mean for row in actual.table("roc_auc")}
     assert means["gae"] > 0.9 > 0.65 > means["random"] > 0.35
-    assert all(image["target_source"] == "label" for image in found.images)
-    assert found.accumulated_mean_iou()["gae"] > found.accumulated_mean_iou()["random"]
+    assert all(image["target_source"] == "label" for image in actual.images)
+    assert actual.accumulated_mean_iou()["gae"] > actual.accumulated_mean_iou()["random"]
 
 
 def test_the_batch_changes_no_value_and_the_seed_only_the_interval(explainer):
@@ -146,47 +146,47 @@ def test_the_batch_changes_no_value_and_the_seed_only_the_interval(explainer):
 
 def test_options_reach_the_methods_and_name_them(explainer):
     choices = ["rollout", ("rollout", {"preset": "paper"}), ("random", {"random_seed": 3})]
-    own = {"methods": choices, "metrics": ["roc_auc"], "blurred_twin": False}
-    found = evaluate("demo:2", model=explainer, start_layer=2, **own)
-    assert found.methods == ("rollout", "rollout:preset=paper", "random:random_seed=3", "centre")
-    assert [found.is_baseline(method) for method in found.methods] == [False, False, True, True]
-    assert found.settings["options"]["rollout"]["start_layer"] == 2
-    assert found.settings["options"]["rollout:preset=paper"]["head_fusion"] == "mean"
-    values = found.values["roc_auc"]
+    entry = {"methods": choices, "metrics": ["roc_auc"], "blurred_twin": False}
+    actual = evaluate("demo:2", model=explainer, start_layer=2, **entry)
+    assert actual.methods == ("rollout", "rollout:preset=paper", "random:random_seed=3", "centre")
+    assert [actual.is_baseline(method) for method in actual.methods] == [False, False, True, True]
+    assert actual.settings["options"]["rollout"]["start_layer"] == 2
+    assert actual.settings["options"]["rollout:preset=paper"]["head_fusion"] == "mean"
+    values = actual.values["roc_auc"]
     assert (values[:, 0] != values[:, 1]).all()
     with pytest.raises(OptionError, match="rollout was given twice"):
         evaluate("demo:2", model=explainer, methods=["rollout", "rollout"])
 
 
 def test_sanity_is_measured_on_some_images_the_same_in_every_run(explainer):
-    found = evaluate("demo:6", model=explainer, methods=["input_gradient"], metrics=["sanity"], sanity_images=2)
-    checked = ["sanity" in image["groups"] for image in found.images]
+    actual = evaluate("demo:6", model=explainer, methods=["input_gradient"], metrics=["sanity"], sanity_images=2)
+    checked = ["sanity" in image["groups"] for image in actual.images]
     assert sum(checked) == 2
-    assert (~np.isnan(found.values["flip_stability"][:, 0]) == checked).all()
-    row = found.table("flip_stability")[0]
+    assert (~np.isnan(actual.values["flip_stability"][:, 0]) == checked).all()
+    row = actual.table("flip_stability")[0]
     assert (row.estimate.count, row.estimate.undefined) == (2, 0)
-    assert any("2 images" in note for note in found.notes)
+    assert any("2 images" in note for note in actual.notes)
     again = evaluate("demo:6", model=explainer, methods=["centre"], metrics=["flip_stability"], sanity_images=2)
     assert ["sanity" in image["groups"] for image in again.images] == checked
 
 
 def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity(explainer):
-    found = evaluate("demo:1", model=explainer, methods="all", metrics=["roc_auc", "sanity"], sanity_images=1)
-    assert found.methods[-2:] == ("random", "centre")
-    assert {"rollout", "occlusion", "gradcam"} < set(found.methods)
-    place = found.methods.index("occlusion")
-    assert np.isnan(found.values["shift_stability"][0, place])
-    assert not np.isnan(found.values["roc_auc"][0, place])
-    [note] = [note for note in found.notes if "without sanity checks" in note]
+    actual = evaluate("demo:1", model=explainer, methods="all", metrics=["roc_auc", "sanity"], sanity_images=1)
+    assert actual.methods[-2:] == ("random", "centre")
+    assert {"rollout", "occlusion", "gradcam"} < set(actual.methods)
+    place = actual.methods.index("occlusion")
+    assert np.isnan(actual.values["shift_stability"][0, place])
+    assert not np.isnan(actual.values["roc_auc"][0, place])
+    [note] = [note for note in actual.notes if "without sanity checks" in note]
     assert "run the model many times: legrad, occlusion, sampling, consensus; select a method" in note
     assert "occlusion" not in evaluate("demo:1", model=explainer, metrics=["roc_auc"]).methods
 
 
-def test_rank_correlation_by_layer_is_a_group_of_its_own(explainer):
-    found = evaluate("demo:2", model=explainer, methods=["centre"], metrics=["correlation"], sanity_images=1)
-    assert found.correlation.values.shape == (2, 3, 6, 1)
-    assert found.metrics == ()
-    assert "Spearman with occlusion" in found.to_markdown()
+def test_rank_correlation_by_layer_is_a_group(explainer):
+    actual = evaluate("demo:2", model=explainer, methods=["centre"], metrics=["correlation"], sanity_images=1)
+    assert actual.correlation.values.shape == (2, 3, 6, 1)
+    assert actual.metrics == ()
+    assert "Spearman with occlusion" in actual.to_markdown()
 
 
 # --- What cannot be measured -----------------------------------------------------------------------------------------
@@ -195,10 +195,10 @@ def test_rank_correlation_by_layer_is_a_group_of_its_own(explainer):
 def test_images_without_regions_leave_localisation_out_and_say_so(folder, explainer):
     for mask in folder.glob("*_mask.png"):
         mask.unlink()
-    found = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation", "faithfulness"])
-    assert found.groups == ["faithfulness"]
-    assert any("Skipped localisation" in note for note in found.notes)
-    assert any("predicted class" in note for note in found.notes)
+    actual = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation", "faithfulness"])
+    assert actual.groups == ["faithfulness"]
+    assert any("Skipped localisation" in note for note in actual.notes)
+    assert any("predicted class" in note for note in actual.notes)
     with pytest.raises(OptionError, match=r"None of the metrics can be measured. Skipped localisation"):
         evaluate(folder, model=explainer, metrics=["roc_auc"])
 
@@ -207,42 +207,42 @@ def test_images_without_objects_are_left_out_and_counted(folder, explainer):
     Image.fromarray(np.zeros((96, 96), np.uint8)).save(folder / "1_mask.png")
     Image.fromarray(np.ones((96, 96), np.uint8)).save(folder / "2_mask.png")
     (folder / "3_mask.png").unlink()
-    found = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation"])
-    assert (found.table("roc_auc")[0].estimate.count, found.table("energy")[0].estimate.undefined) == (1, 3)
-    assert any("Localisation is not defined on 3 images" in note for note in found.notes)
-    assert found.accumulated_mean_iou()["gae"] == pytest.approx(found.values["mean_iou"][0, 0])
+    actual = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation"])
+    assert (actual.table("roc_auc")[0].estimate.count, actual.table("energy")[0].estimate.undefined) == (1, 3)
+    assert any("Localisation is not defined on 3 images" in note for note in actual.notes)
+    assert actual.accumulated_mean_iou()["gae"] == pytest.approx(actual.values["mean_iou"][0, 0])
 
 
 def test_a_model_without_classes_has_no_answer_to_follow(folder):
     model = tiny_model()
     model.reset_classifier(0)
-    found = evaluate(folder, model=model, methods=["rollout"], sanity_images=1)
-    assert found.groups == ["localisation", "sanity"]
-    assert np.isnan(found.values["class_sensitivity"]).all()
-    assert any("Skipped faithfulness: the model has no classes" in note for note in found.notes)
+    actual = evaluate(folder, model=model, methods=["rollout"], sanity_images=1)
+    assert actual.groups == ["localisation", "sanity"]
+    assert np.isnan(actual.values["class_sensitivity"]).all()
+    assert any("Skipped faithfulness: the model has no classes" in note for note in actual.notes)
 
 
-def test_constant_maps_are_counted_and_told(explainer, constant_method):
+def test_constant_maps_are_counted_and_reported(explainer, constant_method):
     methods = [constant_method, "gae"]
-    found = evaluate("demo:3", model=explainer, methods=methods, sanity_images=1, blurred_twin=False)
+    actual = evaluate("demo:3", model=explainer, methods=methods, sanity_images=1, blurred_twin=False)
     for name in ("deletion_auc", "gap", "negative_perturbation"):
-        estimate = found.table(name)[0].estimate
+        estimate = actual.table(name)[0].estimate
         assert (estimate.mean, estimate.undefined) == (None, 3)
-    assert found.table("roc_auc")[0].estimate.mean == 0.5
-    assert any("Constant maps rank no patches: nothing on 3 images." in note for note in found.notes)
-    assert any("No value for flip stability" in note and "nothing on 1 image." in note for note in found.notes)
-    assert "| nothing | – |" in found.to_markdown("faithfulness")
-    json.dumps(found.to_dict(), allow_nan=False)
+    assert actual.table("roc_auc")[0].estimate.mean == 0.5
+    assert any("Constant maps rank no patches: nothing on 3 images." in note for note in actual.notes)
+    assert any("No value for flip stability" in note and "nothing on 1 image." in note for note in actual.notes)
+    assert "| nothing | – |" in actual.to_markdown("faithfulness")
+    json.dumps(actual.to_dict(), allow_nan=False)
 
 
 def test_an_image_that_cannot_be_read_is_a_row_and_the_others_go_on(folder, explainer, tmp_path, no_drawing):
     (folder / "1.png").write_bytes(b"nothing")
     (folder / "2_mask.png").write_bytes(b"nothing")
-    found = evaluate(folder, model=explainer, methods=["gae"], metrics=["roc_auc"], output=tmp_path / "out")
-    assert [image["input"] for image in found.images] == ["0.png", "3.png"]
-    assert [row["input"] for row in found.failures] == ["1.png", "2.png"]
-    assert "image" in found.failures[0]["message"]
-    assert "the mask '2_mask.png'" in found.failures[1]["message"]
+    actual = evaluate(folder, model=explainer, methods=["gae"], metrics=["roc_auc"], output=tmp_path / "out")
+    assert [image["input"] for image in actual.images] == ["0.png", "3.png"]
+    assert [row["input"] for row in actual.failures] == ["1.png", "2.png"]
+    assert "image" in actual.failures[0]["message"]
+    assert "the mask '2_mask.png'" in actual.failures[1]["message"]
     assert "2 failed" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -256,9 +256,9 @@ def test_an_image_that_the_model_fails_on_does_not_take_its_batch_along(explaine
         return whole(images, **options)
 
     monkeypatch.setattr(explainer, "explain_batch", fragile)
-    found = evaluate("demo:5", model=explainer, methods=["rollout"], metrics=["roc_auc"])
-    assert len(found.images) == 4
-    assert [(row["input"], row["error"], row["message"]) for row in found.failures] == [
+    actual = evaluate("demo:5", model=explainer, methods=["rollout"], metrics=["roc_auc"])
+    assert len(actual.images) == 4
+    assert [(row["input"], row["error"], row["message"]) for row in actual.failures] == [
         ("demo-2", "RuntimeError", "cannot add")
     ]
 
@@ -273,8 +273,8 @@ def test_a_metric_that_fails_on_one_image_fails_that_image(explainer, monkeypatc
         return honest(heatmap, region)
 
     monkeypatch.setattr(scoring, "localise", fragile)
-    found = evaluate("demo:3", model=explainer, methods=["rollout"], metrics=["roc_auc"])
-    assert [row["input"] for row in found.failures] == ["demo-1"]
+    actual = evaluate("demo:3", model=explainer, methods=["rollout"], metrics=["roc_auc"])
+    assert [row["input"] for row in actual.failures] == ["demo-1"]
 
 
 def test_a_batch_that_does_not_fit_is_halved(explainer, monkeypatch):
@@ -287,8 +287,8 @@ def test_a_batch_that_does_not_fit_is_halved(explainer, monkeypatch):
         return whole(images, **options)
 
     monkeypatch.setattr(explainer, "explain_batch", small)
-    found = evaluate("demo:6", model=explainer, methods=["rollout"], metrics=["roc_auc"])
-    assert (len(found.images), len(found.failures)) == (6, 0)
+    actual = evaluate("demo:6", model=explainer, methods=["rollout"], metrics=["roc_auc"])
+    assert (len(actual.images), len(actual.failures)) == (6, 0)
     assert sizes[0] == 6
     assert max(sizes[2:]) <= 3
 
@@ -309,9 +309,9 @@ def test_methods_that_do_not_apply_are_left_out_of_all_and_refused_by_name(expla
     register_method("picky", picky)
     register_method("choosy", picky)
     try:
-        found = evaluate("demo:1", model=explainer, metrics=["roc_auc"])
-        assert "picky" not in found.methods
-        assert "Left out: picky, choosy. This method wants another model." in found.notes
+        actual = evaluate("demo:1", model=explainer, metrics=["roc_auc"])
+        assert "picky" not in actual.methods
+        assert "Left out: picky, choosy. This method wants another model." in actual.notes
         with pytest.raises(VitflowError, match="wants another model"):
             evaluate("demo:1", model=explainer, methods=["picky"], metrics=["roc_auc"])
     finally:
@@ -331,7 +331,7 @@ def test_methods_that_do_not_apply_are_left_out_of_all_and_refused_by_name(expla
         ({"sigma_": 1}, "sigma_"),
     ],
 )
-def test_wrong_options_are_told_before_a_model_is_loaded(options, message):
+def test_wrong_options_are_reported_before_a_model_is_loaded(options, message):
     def never():
         raise AssertionError("loaded")
 
@@ -339,13 +339,13 @@ def test_wrong_options_are_told_before_a_model_is_loaded(options, message):
         evaluate("demo:2", model=never, **options)
 
 
-def test_own_data_in_python(explainer):
+def test_custom_data_in_python(explainer):
     image = draw_image(5)
     dataset = Dataset("mine", "1 image", [Sample("five", lambda: Labelled(image.image, None, "orange disc"))], False)
-    found = evaluate(dataset, model=explainer, methods=["gae"], metrics=["faithfulness"], replace_by="blur", points=4)
-    assert found.images[0]["class_name"] == "orange disc"
-    assert found.fractions.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
-    assert any("blurred" in note for note in found.notes)
+    actual = evaluate(dataset, model=explainer, methods=["gae"], metrics=["faithfulness"], replace_by="blur", points=4)
+    assert actual.images[0]["class_name"] == "orange disc"
+    assert actual.fractions.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert any("blurred" in note for note in actual.notes)
 
 
 # --- Going on where a run was ended ----------------------------------------------------------------------------------
@@ -408,8 +408,8 @@ def test_more_images_are_added_to_a_run(explainer, tmp_path, monkeypatch, no_dra
     evaluate("demo:4", output=tmp_path / "grown", **options)
     assert {"demo-2", "demo-3"} <= set(measured) <= {f"demo-{number}" for number in range(4)}
     assert tables(tmp_path / "grown") == tables(tmp_path / "whole")
-    found = evaluate("demo:2", output=tmp_path / "grown", **options)  # and fewer are fewer
-    assert (len(found.images), found.table("flip_stability")[0].estimate.count) == (2, 1)
+    actual = evaluate("demo:2", output=tmp_path / "grown", **options)  # and fewer are fewer
+    assert (len(actual.images), actual.table("flip_stability")[0].estimate.count) == (2, 1)
 
 
 def test_other_options_are_another_run(explainer, tmp_path, no_drawing):
@@ -435,11 +435,11 @@ def test_changed_and_failed_images_are_measured_again(folder, explainer, tmp_pat
     (folder / "2.png").write_bytes(good)
     Image.fromarray(draw_image(1).masks[0].astype(np.uint8)).save(folder / "1_mask.png")
     measured = counting(monkeypatch)
-    found = evaluate(folder, **options)
-    assert (measured, found.failures) == (["1.png", "2.png"], ())
+    actual = evaluate(folder, **options)
+    assert (measured, actual.failures) == (["1.png", "2.png"], ())
 
 
-def test_an_output_that_cannot_be_written_is_told(explainer, tmp_path, no_drawing, monkeypatch):
+def test_an_output_that_cannot_be_written_is_reported(explainer, tmp_path, no_drawing, monkeypatch):
     options = {"model": explainer, "methods": ["gae"], "metrics": ["roc_auc"]}
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match="cannot be written to"):
@@ -479,12 +479,12 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, explainer) -> tuple[Evaluation, Path]:
     place = tmp_path_factory.mktemp("saved") / "out"
-    own = {"methods": QUICK, "sanity_images": 2, "blurred_twin": False}
-    return evaluate("demo:4", model=explainer, output=place, **own), place
+    entry = {"methods": QUICK, "sanity_images": 2, "blurred_twin": False}
+    return evaluate("demo:4", model=explainer, output=place, **entry), place
 
 
 def test_a_saved_evaluation_holds_every_number(saved):
-    found, place = saved
+    actual, place = saved
     assert {path.name for path in place.iterdir()} == {
         *("run.sqlite", "results.csv", "summary.csv", "differences.csv", "summary.json", "report.html", "figures")
     }
@@ -492,19 +492,19 @@ def test_a_saved_evaluation_holds_every_number(saved):
     localised, faithful, checked = 5, 5, 4
     assert len(rows) == 4 * (4 * (localised + faithful) + 2 * checked)
     for row in rows:
-        number, method = int(row["input"].removeprefix("demo-")), found.methods.index(row["method"])
-        value = found.values[row["metric"]][number, method]
+        number, method = int(row["input"].removeprefix("demo-")), actual.methods.index(row["method"])
+        value = actual.values[row["metric"]][number, method]
         assert (row["value"] == "") == np.isnan(value)
         assert not row["value"] or float(row["value"]) == value
     summary = {(row["metric"], row["method"]): row for row in read_csv(place / "summary.csv")}
-    for metric in found.metrics:
-        for row in found.table(metric.name):
+    for metric in actual.metrics:
+        for row in actual.table(metric.name):
             assert float(summary[metric.name, row.method]["mean"]) == row.estimate.mean
     record = json.loads((place / "summary.json").read_text())
-    assert record == json.loads(json.dumps(found.to_dict()))
+    assert record == json.loads(json.dumps(actual.to_dict()))
     assert record["metrics"]["roc_auc"]["does_not_show"]
     assert len(record["metrics"]["gap"]["differences"]) == 6
-    assert len(read_csv(place / "differences.csv")) == 6 * len(found.metrics)
+    assert len(read_csv(place / "differences.csv")) == 6 * len(actual.metrics)
     names = {path.name for path in (place / "figures").iterdir()}
     assert names == {
         f"{name}.{kind}"
@@ -514,41 +514,41 @@ def test_a_saved_evaluation_holds_every_number(saved):
 
 
 def test_no_cell_of_a_csv_is_a_formula(saved):
-    found = replace(saved[0], images=tuple({**one, "class_name": "=1+2"} for one in saved[0].images))
-    text = found.results().to_csv()
+    actual = replace(saved[0], images=tuple({**one, "class_name": "=1+2"} for one in saved[0].images))
+    text = actual.results().to_csv()
     assert ",'=1+2," in text and ",=1+2," not in text
 
 
 def test_tables_for_other_programs(saved, monkeypatch):
-    found, place = saved
+    actual, place = saved
     pandas = pytest.importorskip("pandas")
-    for name, table in (("results", found.results()), ("summary", found.summary()), ("differences", found.pairs())):
+    for name, table in (("results", actual.results()), ("summary", actual.summary()), ("differences", actual.pairs())):
         assert (place / f"{name}.csv").read_text(encoding="utf-8") == table.to_csv()
         frame, records = table.to_pandas(), table.to_dicts()
         assert tuple(frame.columns) == table.columns and len(frame) == len(records) == len(table.rows)
         pandas.testing.assert_frame_equal(frame, pandas.DataFrame(records))
-    best = found.summary().to_pandas().query("metric == 'roc_auc' and method in @found.main_methods")["mean"].max()
-    assert found.ranking("roc_auc")[0][1] == best
+    best = actual.summary().to_pandas().query("metric == 'roc_auc' and method in @actual.main_methods")["mean"].max()
+    assert actual.ranking("roc_auc")[0][1] == best
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(OptionError, match="pip install pandas"):
-        found.summary().to_pandas()
+        actual.summary().to_pandas()
 
 
 def test_tables_alone(saved, tmp_path):
-    found, place = saved
-    assert found.save(tmp_path / "a.json").read_text() == (place / "summary.json").read_text()
-    assert found.save(tmp_path / "a.csv").read_text() == (place / "summary.csv").read_text()
-    text = found.save(tmp_path / "a.md").read_text()
-    assert text == str(found)
+    actual, place = saved
+    assert actual.save(tmp_path / "a.json").read_text() == (place / "summary.json").read_text()
+    assert actual.save(tmp_path / "a.csv").read_text() == (place / "summary.csv").read_text()
+    text = actual.save(tmp_path / "a.md").read_text()
+    assert text == str(actual)
     assert "| method | pointing game ↑ |" in text
     assert text.count("| random |") == 3
     with pytest.raises(OptionError, match=r"Unknown file type '.pdf'"):
-        found.save(tmp_path / "a.pdf")
+        actual.save(tmp_path / "a.pdf")
 
 
 def test_charts_are_the_same_bytes_every_time(saved, tmp_path):
-    found, place = saved
-    found.save(tmp_path / "again")
+    actual, place = saved
+    actual.save(tmp_path / "again")
     for path in (place / "figures").iterdir():
         assert (tmp_path / "again" / "figures" / path.name).read_bytes() == path.read_bytes(), path.name
 
@@ -572,7 +572,7 @@ def test_the_boxed_photographs_by_one_call(shared_data):
 
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     model = load_model(name, checkpoint=shared_data / f"{name}.safetensors")
-    found = evaluate(shared_data / "boxes", model=model, methods=["gae"], metrics=["localisation"], limit=8)
-    means = {row.method: row.estimate.mean for row in found.table("roc_auc")}
+    actual = evaluate(shared_data / "boxes", model=model, methods=["gae"], metrics=["localisation"], limit=8)
+    means = {row.method: row.estimate.mean for row in actual.table("roc_auc")}
     assert means["gae"] > 0.8 > means["random"]
-    assert all(image["target_source"] == "label" for image in found.images)
+    assert all(image["target_source"] == "label" for image in actual.images)

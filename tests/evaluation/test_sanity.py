@@ -57,7 +57,7 @@ def flat(trace) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def methods_of_our_own(monkeypatch) -> None:
+def methods(monkeypatch) -> None:
     monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
     for function in (brightness, place, flat):
         vitflow.register_method(function.__name__, function)
@@ -84,16 +84,16 @@ def test_weights_are_drawn_anew_from_the_top_down_and_stay_so(readout):
     assert list(states) == STAGES
     for number, stage in enumerate(STAGES):
         for name, value in states[stage].items():
-            own = STAGES.index(stage_of(name))
-            if own > number:
+            entry = STAGES.index(stage_of(name))
+            if entry > number:
                 assert torch.equal(value, trained[name]), (stage, name)
             else:
                 assert not torch.equal(value, trained[name]), (stage, name)
-                assert torch.equal(value, states[STAGES[own]][name])  # drawn once
+                assert torch.equal(value, states[STAGES[entry]][name])  # drawn once
     assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
 
 
-def test_each_module_is_drawn_by_its_own_initialiser_and_the_rest_from_a_normal():
+def test_each_module_is_drawn_by_its_initialiser_and_the_rest_from_a_normal():
     model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=50, init_values=0.3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -141,8 +141,8 @@ def test_a_model_without_blocks_is_cut_at_its_top_level_modules():
     names = stage_names(model)
     assert names == ["fc", "layer4", "layer3", "layer2", "layer1", "bn1", "conv1"]
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
-    found = cascading_randomisation(explainer, IMAGE, ["input_gradient"], stages=["conv1"])
-    assert found[0][0] == "conv1" and abs(found[0][1][0]) < 0.6
+    actual = cascading_randomisation(explainer, IMAGE, ["input_gradient"], stages=["conv1"])
+    assert actual[0][0] == "conv1" and abs(actual[0][1][0]) < 0.6
 
 
 def test_models_of_torchvision_are_checked_too():
@@ -158,11 +158,11 @@ def test_models_of_torchvision_are_checked_too():
     assert len(cascading_randomisation(explainer, IMAGE, ["rollout"])) == 5
     assert class_sensitivity(explainer, IMAGE, ["input_gradient"])[0] > 0
     assert can_drop_tokens(explainer)
-    (found,) = faithfulness_curves(explainer, [explainer.explain(IMAGE)], replace="drop")
-    assert found.deletion.std() > 0
+    (actual,) = faithfulness_curves(explainer, [explainer.explain(IMAGE)], replace="drop")
+    assert actual.deletion.std() > 0
 
 
-def test_a_wrapped_model_keeps_its_own_layers_in_the_right_order():
+def test_a_wrapped_model_keeps_its_layers_in_the_right_order():
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -183,10 +183,10 @@ def test_a_wrapped_model_keeps_its_own_layers_in_the_right_order():
 
 def test_each_value_is_spearman_of_the_map_of_the_randomised_model_for_the_trained_class(explainer):
     methods = ["rollout", ("gae", {"head_fusion": "mean"}), "random", "centre", "flat"]
-    found = cascading_randomisation(explainer, IMAGE, methods, stages=STAGES, discard_ratio=0.5, seed=3)
+    actual = cascading_randomisation(explainer, IMAGE, methods, stages=STAGES, discard_ratio=0.5, seed=3)
     original = explainer.explain_batch([IMAGE], methods=methods, discard_ratio=0.5)
-    assert [stage for stage, _ in found] == STAGES
-    for (stage, values), (same, randomised) in zip(found, randomised_copies(explainer, STAGES, seed=3), strict=True):
+    assert [stage for stage, _ in actual] == STAGES
+    for (stage, values), (same, randomised) in zip(actual, randomised_copies(explainer, STAGES, seed=3), strict=True):
         assert stage == same
         target = np.array([original[0].target])
         others = randomised.explain_batch([IMAGE], methods=methods, targets=target, discard_ratio=0.5)
@@ -194,8 +194,8 @@ def test_each_value_is_spearman_of_the_map_of_the_randomised_model_for_the_train
             rho = spearmanr(before.grid.ravel(), after.grid.ravel()).statistic
             assert value == pytest.approx(rho, abs=1e-12)
         assert values[2:] == [1.0, 1.0, None]  # what does not look at the model stays as it is
-    assert min(abs(found[-1][1][0]), abs(found[-1][1][1])) < 0.9
-    assert found[0][1][0] > 0.999  # rollout of a token does not know the head
+    assert min(abs(actual[-1][1][0]), abs(actual[-1][1][1])) < 0.9
+    assert actual[0][1][0] > 0.999  # rollout of a token does not know the head
 
 
 @pytest.mark.shared
@@ -243,16 +243,16 @@ def test_the_class_can_be_chosen_and_maps_that_are_there_are_used(explainer, mon
     methods = ["gae", "rollout"]
     maps = explainer.explain_batch([IMAGE], methods=methods, targets=2)
     by_target = cascading_randomisation(explainer, IMAGE, methods, stages=2, target=2)
-    asked = []
+    requested = []
     run = Explainer.explain_batch
 
     def watched(self, *args, **options):
-        asked.append((self is explainer, options.get("targets")))
+        requested.append((self is explainer, options.get("targets")))
         return run(self, *args, **options)
 
     monkeypatch.setattr(Explainer, "explain_batch", watched)
     assert cascading_randomisation(explainer, IMAGE, methods, stages=2, maps=maps) == by_target
-    assert [own for own, _ in asked] == [False, False] and all(list(t) == [2] for _, t in asked)
+    assert [entry for entry, _ in requested] == [False, False] and all(list(t) == [2] for _, t in requested)
     with pytest.raises(OptionError, match="one map by each of gae, rollout"):
         cascading_randomisation(explainer, IMAGE, methods, maps=maps[::-1])
     with pytest.raises(OptionError, match="all of one class"):
@@ -265,8 +265,8 @@ def test_the_class_can_be_chosen_and_maps_that_are_there_are_used(explainer, mon
 
 def test_a_model_without_classes_has_a_cascade_too():
     model = literal_vit.timm_model(num_classes=0).float()
-    found = cascading_randomisation(Explainer(model, data_config=DATA), IMAGE, ["rollout"], stages=2)
-    assert len(found) == 2 and found[1][1][0] < 0.999
+    actual = cascading_randomisation(Explainer(model, data_config=DATA), IMAGE, ["rollout"], stages=2)
+    assert len(actual) == 2 and actual[1][1][0] < 0.999
 
 
 @pytest.mark.parametrize("check", [cascading_randomisation, flip_stability, shift_stability, class_sensitivity])
@@ -307,8 +307,8 @@ def test_the_window_is_the_model_input_to_the_bit(fit, size):
     explainer = Explainer(literal_vit.timm_model().float(), data_config=DATA, fit=fit)
     window = _wide_window(explainer, image, (8, 8))
     assert window.shape == (48, 48, 3)
-    own = Explainer(explainer.model, data_config=DATA, fit="squash")
-    assert torch.equal(own.pixels(window[8:-8, 8:-8].copy()), explainer.pixels(image))
+    entry = Explainer(explainer.model, data_config=DATA, fit="squash")
+    assert torch.equal(entry.pixels(window[8:-8, 8:-8].copy()), explainer.pixels(image))
 
 
 def test_margins_show_the_image_where_it_goes_on_and_its_mirror_image_where_it_ends():
@@ -345,26 +345,26 @@ def test_stability_is_spearman_of_the_common_patches():
     target = (explainer.explain(IMAGE).predicted + 1) % 5  # the class is asked for, not what is predicted
     original = explainer.explain_batch([IMAGE], methods=methods, targets=target)
     window = _wide_window(explainer, IMAGE, (16, 16))
-    own = Explainer(explainer.model, data_config=DATA, fit="squash")
+    entry = Explainer(explainer.model, data_config=DATA, fit="squash")
     for number, method in enumerate(methods):
         grid = original[number].grid
-        right = own.explain(window[16:48, :32].copy(), method=method, target=target).grid
-        down = own.explain(window[:32, 16:48].copy(), method=method, target=target).grid
-        flipped = own.explain(window[16:48, 16:48][:, ::-1].copy(), method=method, target=target).grid
+        right = entry.explain(window[16:48, :32].copy(), method=method, target=target).grid
+        down = entry.explain(window[:32, 16:48].copy(), method=method, target=target).grid
+        flipped = entry.explain(window[16:48, 16:48][:, ::-1].copy(), method=method, target=target).grid
         across = [(grid[r, c], right[r, c + 2]) for r in range(4) for c in range(2)]
         along = [(grid[r, c], down[r + 2, c]) for r in range(2) for c in range(4)]
         turned = [(grid[r, c], flipped[r, 3 - c]) for r in range(4) for c in range(4)]
         rho = [spearmanr(*np.transpose(pairs)).statistic for pairs in (across, along, turned)]
-        found = shift_stability(explainer, IMAGE, methods, pixels=16, target=target)[number]
-        assert found == pytest.approx((rho[0] + rho[1]) / 2, abs=1e-6)
+        actual = shift_stability(explainer, IMAGE, methods, pixels=16, target=target)[number]
+        assert actual == pytest.approx((rho[0] + rho[1]) / 2, abs=1e-6)
         mirrored = flip_stability(explainer, IMAGE, methods, target=target)[number]
         assert mirrored == pytest.approx(rho[2], abs=1e-6)
 
 
 def test_cells_that_the_shift_cuts_are_not_compared(explainer):
     methods = [("input_gradient", {"patch_size": size}) for size in (4, 8, 16)]
-    found = shift_stability(explainer, IMAGE, methods)
-    assert found[0] is not None and found[1] is not None and found[2] is None
+    actual = shift_stability(explainer, IMAGE, methods)
+    assert actual[0] is not None and actual[1] is not None and actual[2] is None
 
 
 @pytest.mark.parametrize("pixels", [0, -8, 4, 12, 32, 40])
@@ -388,11 +388,11 @@ def test_class_sensitivity_is_one_minus_spearman_between_two_classes(explainer, 
     with torch.no_grad():
         ranked = explainer.model(explainer.pixels(IMAGE))[0].argsort(descending=True).tolist()
     classes = ranked[0], ranked[1] if other == "second" else ranked[-1]
-    found = class_sensitivity(explainer, IMAGE, ["rollout", "gae", "random", "gradcam"], other=other)
-    for method, value in zip(["gae", "gradcam"], [found[1], found[3]], strict=True):
+    actual = class_sensitivity(explainer, IMAGE, ["rollout", "gae", "random", "gradcam"], other=other)
+    for method, value in zip(["gae", "gradcam"], [actual[1], actual[3]], strict=True):
         first, second = (explainer.explain(IMAGE, method=method, target=target).grid for target in classes)
         assert value == pytest.approx(1 - spearmanr(first.ravel(), second.ravel()).statistic, abs=1e-6)
-    assert found[0] == found[2] == 0.0 and found[1] > 0.01
+    assert actual[0] == actual[2] == 0.0 and actual[1] > 0.01
 
 
 def test_what_is_not_class_specific_is_not_run(explainer, monkeypatch):

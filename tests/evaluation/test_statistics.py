@@ -69,7 +69,7 @@ def test_few_images_give_no_interval():
     assert (str(nothing), str(one)) == ("–", "0.300")
 
 
-def test_estimates_are_told_with_their_error():
+def test_estimates_are_reported_with_their_error():
     assert str(Estimate(-0.0001, 0.01234, -1.0, 1.0, 5, 0)) == "0.000 ± 0.012"
     assert str(Estimate(-0.25, 0.5, -1.0, 1.0, 5, 0)) == "−0.250 ± 0.500"
 

@@ -11,52 +11,52 @@ DICE = np.random.default_rng(0)
 
 def measured(count: int = 40, **means: dict[str, float]) -> Tables:
     """Values around these means by metric and method; those of `twins` are nearly the same."""
-    methods = tuple(dict.fromkeys(name for own in means.values() for name in own))
+    methods = tuple(dict.fromkeys(name for entry in means.values() for name in entry))
     values = {
-        metric: np.stack([own[name] + 0.02 * DICE.normal(size=count) for name in methods], axis=1)
-        for metric, own in means.items()
+        metric: np.stack([entry[name] + 0.02 * DICE.normal(size=count) for name in methods], axis=1)
+        for metric, entry in means.items()
     }
     images = tuple({"groups": ["localisation", "faithfulness", "sanity", "grid"]} for _ in range(count))
     metrics = tuple(METRICS[name] for name in means)
     return Tables("data", "model", methods, metrics, images, values=values, settings={"resamples": 200})
 
 
-def test_each_question_has_its_best_map_and_haste_its_own():
-    found = measured(
+def test_each_question_has_its_best_map_and_haste_its():
+    actual = measured(
         roc_auc={"gae": 0.92, "gradient_rollout": 0.88, "consensus": 0.95, "random": 0.5},
         grid_auc={"gae": 0.70, "gradient_rollout": 0.60, "consensus": 0.90, "random": 0.5},
     )
-    assert verdict(found) == (
+    assert verdict(actual) == (
         "On your 40 images: Consensus for where the object is and one class against another, GAE if speed matters."
     )
 
 
-def test_what_nothing_separates_is_told():
+def test_what_nothing_separates_is_reported():
     same = DICE.normal(size=40)
-    found = measured(gap={"gae": 0.5, "gradient_rollout": 0.5, "rollout": 0.3, "random": 0.0})
-    found.values["gap"][:, 0] = 0.5 + 0.02 * same
-    found.values["gap"][:, 1] = 0.5 + 0.02 * same[::-1] - 1e-6
-    assert verdict(found) == (
+    actual = measured(gap={"gae": 0.5, "gradient_rollout": 0.5, "rollout": 0.3, "random": 0.0})
+    actual.values["gap"][:, 0] = 0.5 + 0.02 * same
+    actual.values["gap"][:, 1] = 0.5 + 0.02 * same[::-1] - 1e-6
+    assert verdict(actual) == (
         "On your 40 images: GAE for what the prediction depends on; "
         "no clear difference between GAE and Gradient rollout."
     )
 
 
 def test_lower_may_be_better_and_options_are_named():
-    found = measured(deletion_auc={"gae:refine=0": 0.4, "gae": 0.1, "random": 0.6})
-    assert verdict(found) == "On your 40 images: GAE for what the prediction depends on."
-    found = measured(deletion_auc={"gae:refine=0": 0.1, "gae": 0.4, "random": 0.6})
-    assert verdict(found) == "On your 40 images: GAE (refine=0) for what the prediction depends on."
+    actual = measured(deletion_auc={"gae:refine=0": 0.4, "gae": 0.1, "random": 0.6})
+    assert verdict(actual) == "On your 40 images: GAE for what the prediction depends on."
+    actual = measured(deletion_auc={"gae:refine=0": 0.1, "gae": 0.4, "random": 0.6})
+    assert verdict(actual) == "On your 40 images: GAE (refine=0) for what the prediction depends on."
 
 
 def test_where_no_map_is_better_than_a_random_one_none_is_named():
-    found = measured(roc_auc={"gae": 0.5, "random": 0.5})
-    found.values["roc_auc"][:, 1] = found.values["roc_auc"][::-1, 0]
-    told = "On your 40 images: no map is clearly better than a random one for where the object is."
-    assert verdict(found) == told
+    actual = measured(roc_auc={"gae": 0.5, "random": 0.5})
+    actual.values["roc_auc"][:, 1] = actual.values["roc_auc"][::-1, 0]
+    reported = "On your 40 images: no map is clearly better than a random one for where the object is."
+    assert verdict(actual) == reported
 
 
-def test_without_a_method_or_an_answer_nothing_is_told():
+def test_without_a_method_or_an_answer_nothing_is_reported():
     assert verdict(measured(roc_auc={"random": 0.5})) == ""
     assert verdict(measured(shift_stability={"gae": 0.5, "random": 0.1})) == ""
     empty = measured(grid_auc={"gae": 0.5, "random": 0.5})

@@ -1,4 +1,4 @@
-"""What applies to which timm model: told without values, and held against runs with values."""
+"""Support of methods by timm models: determined without values, and compared with runs with values."""
 
 import pytest
 import timm
@@ -37,7 +37,7 @@ KINDS = {
     "pvt_v2_b0": ("windows", "no", 0, (56, 56), MEAN),
     "levit_128s": ("windows", "no", 0, (14, 14), MEAN),
 }
-KINDS = {name: found for name, found in KINDS.items() if timm.is_model(name)}  # older releases of timm have fewer
+KINDS = {name: actual for name, actual in KINDS.items() if timm.is_model(name)}  # older releases of timm have fewer
 # Models to which rollout does not apply, and why.
 NONE = {
     "resnet18": "no attention between tokens",
@@ -57,15 +57,15 @@ def run_with_values(name: str) -> Support:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_shapes_alone_tell_what_applies(name):
-    found = support_of(name)
-    assert (found.rollout, found.flow, found.num_prefix_tokens, found.grid, found.pooling) == KINDS[name]
-    assert found.gradients == found.rollout
-    assert (found.reason is None) == (found.flow == "yes")
+def test_shapes_alone_report_what_applies(name):
+    actual = support_of(name)
+    assert (actual.rollout, actual.flow, actual.num_prefix_tokens, actual.grid, actual.pooling) == KINDS[name]
+    assert actual.gradients == actual.rollout
+    assert (actual.reason is None) == (actual.flow == "yes")
 
 
 @pytest.mark.parametrize("name", NONE)
-def test_where_rollout_does_not_apply_the_reason_is_told(name):
+def test_where_rollout_does_not_apply_the_reason_is_reported(name):
     assert support_of(name) == Support("no", "no", "no", NONE[name])
 
 
@@ -104,7 +104,7 @@ def test_windows_that_are_said_to_be_untraced_are_refused_by_the_recorder(name):
         "twins_svt_small",
     ],
 )
-def test_two_blocks_tell_as_much_as_all(name, monkeypatch):
+def test_two_blocks_report_as_much_as_all(name, monkeypatch):
     short = support_of(name)
     monkeypatch.setattr(support, "_UNIFORM", ())
     monkeypatch.setattr(support, "_STAGED", ())
@@ -126,10 +126,10 @@ def test_drafts_hold_no_values_and_only_they_stay_uninitialised():
     model = support._draft("vit_giant_patch14_clip_224")
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     with support._Uninitialised():
-        own = nn.Linear(64, 64)
-        started = own.weight.detach().clone()
-        own.weight.data.add_(1.0)
-    assert not torch.equal(own.weight, started)  # tensors with values are initialised and changed as ever
+        entry = nn.Linear(64, 64)
+        started = entry.weight.detach().clone()
+        entry.weight.data.add_(1.0)
+    assert not torch.equal(entry.weight, started)  # tensors with values are initialised and changed as ever
     assert started.std() > 0.01
 
 
@@ -146,9 +146,9 @@ def test_what_cannot_run_on_shapes_runs_on_values_where_it_is_small(monkeypatch)
     assert support_of("test_vit").rollout == "yes"
     monkeypatch.setattr(support, "_SMALL", 0)
     monkeypatch.setattr(support, "_cache", {})
-    found = support_of("test_vit")
-    assert found.rollout == found.flow == found.gradients == "unknown"
-    assert found.reason == "unknown without running it (RuntimeError)"
+    actual = support_of("test_vit")
+    assert actual.rollout == actual.flow == actual.gradients == "unknown"
+    assert actual.reason == "unknown without running it (RuntimeError)"
 
 
 def test_an_architecture_is_looked_at_once_for_all_its_tags(monkeypatch):
@@ -183,6 +183,6 @@ def test_names_without_a_wildcard_stand_for_one_model():
     assert (row["model"], row["tag"], row["rollout"]) == (untrained, None, "yes")
 
 
-def test_an_unknown_name_is_told_with_what_was_meant():
+def test_an_unknown_name_is_reported_with_what_was_meant():
     with pytest.raises(ModelError, match="Did you mean vit_base_patch16_224"):
         matching("vit_base_patch16_242")

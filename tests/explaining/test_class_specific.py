@@ -25,8 +25,8 @@ def explainer(readout: str = "class token", **options) -> Explainer:
     return Explainer(literal_vit.timm_model(readout).float(), data_config=DATA, **options)
 
 
-def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 # --- Targets ---
@@ -58,40 +58,40 @@ def test_two_classes_in_either_order_give_what_each_gives_alone(method):
 
 def test_the_most_probable_classes_each_have_their_map():
     kept = explainer()
-    found = kept.explain_batch(IMAGES[:2], methods=["gae", "rollout", "occlusion"], targets="top3")
-    assert [saliency.method for saliency in found] == (["gae"] * 3 + ["rollout"] + ["occlusion"] * 3) * 2
+    actual = kept.explain_batch(IMAGES[:2], methods=["gae", "rollout", "occlusion"], targets="top3")
+    assert [saliency.method for saliency in actual] == (["gae"] * 3 + ["rollout"] + ["occlusion"] * 3) * 2
     for number, image in enumerate(IMAGES[:2]):
-        own = found[7 * number : 7 * number + 7]
-        assert own[0].probability > own[1].probability > own[2].probability
-        assert own[0].target == own[0].predicted
-        for saliency in own:
+        entry = actual[7 * number : 7 * number + 7]
+        assert entry[0].probability > entry[1].probability > entry[2].probability
+        assert entry[0].target == entry[0].predicted
+        for saliency in entry:
             alone = kept.explain(image, method=saliency.method, target=saliency.target)
             assert_close(saliency.grid, alone.grid)
             assert saliency.probability == pytest.approx(alone.probability)
     with pytest.raises(OptionError, match="gives 3 maps: use explain_batch"):
         kept.explain(IMAGES[0], method="gae", target="top3")
-    assert kept.explain(IMAGES[0], method="gae", target="top1").target == found[0].target
+    assert kept.explain(IMAGES[0], method="gae", target="top1").target == actual[0].target
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor], ids=["numpy", "torch"])
-def test_each_image_of_a_batch_has_its_own_target(kind):
+def test_each_image_of_a_batch_has_its_target(kind):
     kept, targets = explainer(), [3, 0, 1, 3]
     sizes = [IMAGES[0], np.repeat(IMAGES[1], 2, axis=1), IMAGES[2], IMAGES[3]]
-    found = kept.explain_batch(sizes, methods=SPECIFIC, targets=kind(targets))
+    actual = kept.explain_batch(sizes, methods=SPECIFIC, targets=kind(targets))
     for (image, target), method in itertools.product(zip(sizes, targets, strict=True), SPECIFIC):
-        saliency = found.pop(0)
+        saliency = actual.pop(0)
         assert (saliency.method, saliency.target) == (method, target)
         assert_close(saliency.grid, kept.explain(image, method=method, target=target).grid)
 
 
-def test_own_targets_survive_groups_of_different_sizes():
+def test_custom_targets_survive_groups_of_different_sizes():
     model = literal_vit.timm_model(dynamic_img_size=True).float()
     kept = Explainer(model, data_config=DATA, fit="native")
     images = [IMAGES[0], np.repeat(IMAGES[1], 2, axis=1), IMAGES[2], np.repeat(IMAGES[3], 2, axis=1)]
-    found = kept.explain_batch(images, methods=["gae"], targets=np.array([0, 1, 2, 3]))
-    assert [saliency.target for saliency in found] == [0, 1, 2, 3]
-    assert len({saliency.grid.shape for saliency in found}) == 2
-    for image, saliency in zip(images, found, strict=True):
+    actual = kept.explain_batch(images, methods=["gae"], targets=np.array([0, 1, 2, 3]))
+    assert [saliency.target for saliency in actual] == [0, 1, 2, 3]
+    assert len({saliency.grid.shape for saliency in actual}) == 2
+    for image, saliency in zip(images, actual, strict=True):
         assert_close(saliency.grid, kept.explain(image, method="gae", target=saliency.target).grid)
 
 
@@ -113,9 +113,9 @@ def test_wrong_targets_are_named(targets, message):
 def test_numbers_of_any_kind_are_class_indices():
     expected = explainer().explain(IMAGES[0], method="gae", target=2)
     for target in (np.int64(2), "2", torch.tensor(2)):
-        found = explainer().explain(IMAGES[0], method="gae", target=target)
-        assert found.target == 2
-        np.testing.assert_array_equal(found.grid, expected.grid)
+        actual = explainer().explain(IMAGES[0], method="gae", target=target)
+        assert actual.target == 2
+        np.testing.assert_array_equal(actual.grid, expected.grid)
 
 
 @pytest.mark.parametrize("method", SPECIFIC)
@@ -127,9 +127,9 @@ def test_a_model_without_classes_has_no_class_specific_maps(method):
 
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
 def test_every_method_works_on_every_readout(readout):
-    found = explainer(readout).explain_batch(IMAGES[:2], methods=SPECIFIC + AGNOSTIC)
-    assert len(found) == 2 * 9
-    for saliency in found:
+    actual = explainer(readout).explain_batch(IMAGES[:2], methods=SPECIFIC + AGNOSTIC)
+    assert len(actual) == 2 * 9
+    for saliency in actual:
         assert saliency.grid.shape == (4, 4)
         assert saliency.grid.std() > 0
         assert ("readout" in saliency.facts) == (saliency.method in ("attention", "rollout", "gae", "gradient_rollout"))
@@ -185,12 +185,12 @@ def test_nothing_is_left_behind_and_the_models_state_does_not_matter(state):
         model.train()
         model.blocks[0].eval()
     before = state_of(model)
-    found = Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[1, 2])
+    actual = Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[1, 2])
     after = state_of(model)
     for ours, theirs in zip(after, before, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-    for saliency, grid in zip(found, expected, strict=True):
+    for saliency, grid in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(saliency.grid, grid)
 
 
@@ -200,9 +200,9 @@ def test_a_callers_autograd_mode_does_not_matter(context):
     expected = [saliency.grid for saliency in kept.explain_batch(IMAGES[:2], methods=SPECIFIC)]
     with context():
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        found = kept.explain_batch(IMAGES[:2], methods=SPECIFIC)
+        actual = kept.explain_batch(IMAGES[:2], methods=SPECIFIC)
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == modes
-    for saliency, grid in zip(found, expected, strict=True):
+    for saliency, grid in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(saliency.grid, grid)
 
 
@@ -252,7 +252,7 @@ def test_the_papers_definition_is_one_option_away():
         explainer().explain(IMAGES[0], method="gradcam", preset="paper")
 
 
-def test_a_method_of_ones_own_is_given_gradients_and_features(monkeypatch):
+def test_a_method_is_given_gradients_and_features(monkeypatch):
     monkeypatch.setattr("vitflow.explaining.method_table._METHODS", {})  # undone after the test
 
     def gradient_times_feature(trace, *, layer):
@@ -264,15 +264,15 @@ def test_a_method_of_ones_own_is_given_gradients_and_features(monkeypatch):
         "mine", gradient_times_feature, defaults={"layer": 2}, needs=["gradients", "features"], class_specific=True
     )
     assert isinstance(method, Method)
-    found = explainer().explain_batch([IMAGES[0]], methods=["mine"], targets=[0, 1])
-    assert [saliency.target for saliency in found] == [0, 1]
-    assert (found[0].grid != found[1].grid).any()
+    actual = explainer().explain_batch([IMAGES[0]], methods=["mine"], targets=[0, 1])
+    assert [saliency.target for saliency in actual] == [0, 1]
+    assert (actual[0].grid != actual[1].grid).any()
 
 
 # --- Baselines ---
 
 
-def test_random_maps_are_an_images_own_and_the_same_every_time():
+def test_random_maps_are_an_images_and_the_same_every_time():
     kept = explainer()
     together = [saliency.grid for saliency in kept.explain_batch(IMAGES, methods=["random"])]
     for image, grid in zip(IMAGES, together, strict=True):
@@ -290,18 +290,18 @@ def test_random_maps_are_an_images_own_and_the_same_every_time():
 
 def test_the_centre_prior_is_its_formula():
     rows, cols, sigma = 3, 6, 0.3
-    found = centre_prior(rows, cols, sigma=sigma)
+    actual = centre_prior(rows, cols, sigma=sigma)
     for row, col in itertools.product(range(rows), range(cols)):
         x, y = (col + 0.5) / cols - 0.5, (row + 0.5) / rows - 0.5
-        assert float(found[row, col]) == pytest.approx(np.exp(-(x * x + y * y) / (2 * sigma * sigma)), rel=1e-6)
+        assert float(actual[row, col]) == pytest.approx(np.exp(-(x * x + y * y) / (2 * sigma * sigma)), rel=1e-6)
     with pytest.raises(OptionError, match="sigma > 0, got 0"):
         centre_prior(3, 3, sigma=0.0)
 
 
 @pytest.mark.parametrize(("sigma", "edge"), [(1e308, 1.0), (1e-320, 0.0)])
 def test_the_centre_prior_of_any_width_is_finite(sigma, edge):
-    found = centre_prior(3, 3, sigma=sigma)
-    assert found[1, 1] == 1 and found[0, 0] == found[1, 0] == edge
+    actual = centre_prior(3, 3, sigma=sigma)
+    assert actual[1, 1] == 1 and actual[0, 0] == actual[1, 0] == edge
 
 
 # --- Whether the asked object lights up ---
@@ -317,24 +317,24 @@ def localised() -> dict[str, dict[str, np.ndarray]]:
 @pytest.mark.parametrize(
     ("method", "least", "right"), [("gae", 0.65, 0.95), ("gradient_rollout", 0.6, 0.95), ("gradcam", 0.5, 0.75)]
 )
-def test_the_asked_class_has_more_than_half_of_the_energy(localised, method, least, right):
+def test_the_requested_class_has_more_than_half_of_the_energy(localised, method, least, right):
     """In the asked object's own pixels, not around it; for the first class of each image and for the second."""
-    found = localised[method]
+    actual = localised[method]
     for which in (0, 1):
-        own, other = found["own"][:, which], found["other"][:, which]
-        assert own.mean() > least
+        entry, other = actual["own"][:, which], actual["other"][:, which]
+        assert entry.mean() > least
         assert other.mean() < 0.1
-        assert (own > other).mean() > right
+        assert (entry > other).mean() > right
 
 
-def test_input_gradients_lean_to_the_asked_class(localised):
+def test_input_gradients_lean_to_the_requested_class(localised):
     """They are spread too widely to put half of their energy anywhere."""
-    found = localised["input_gradient"]
-    assert found["own"].mean() > 2 * found["other"].mean()
-    assert found["change"].mean() > 0.3
+    actual = localised["input_gradient"]
+    assert actual["own"].mean() > 2 * actual["other"].mean()
+    assert actual["change"].mean() > 0.3
 
 
-def test_the_brightest_pixel_lies_in_the_asked_object(localised):
+def test_the_brightest_pixel_lies_in_the_requested_object(localised):
     assert localised["gae"]["pointing"].mean() > 0.9
     assert localised["random"]["pointing"].mean() < 0.3
 
@@ -351,10 +351,10 @@ def test_class_specific_methods_change_with_the_class(localised, method):
     assert localised[method]["change"].mean() > 0.75
 
 
-def test_blank_out_finds_the_asked_object():
-    found = localise(2, methods=["occlusion"])["occlusion"]
-    assert found["own"].mean() > 2 * found["other"].mean()
-    assert found["own"].mean() > 0.3
+def test_blank_out_finds_the_requested_object():
+    actual = localise(2, methods=["occlusion"])["occlusion"]
+    assert actual["own"].mean() > 2 * actual["other"].mean()
+    assert actual["own"].mean() > 0.3
 
 
 def test_the_demo_is_multi_label():

@@ -35,14 +35,14 @@ from vitflow.images import DPI, figures, overlay
 from vitflow.images.pen import Pen, panel_size
 from vitflow.images.typesetting import readable
 
-OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
+CUSTOM = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
 NAMES = ["cat", "狗", "$x$ and $y", "goldfish, Carassius auratus", "a name so long that it can never fit " * 2]
 
 
-def own_model(**options) -> nn.Module:
+def custom_model(**options) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.models.vision_transformer.VisionTransformer(**{**OWN, **options}).eval()
+    model = timm.models.vision_transformer.VisionTransformer(**{**CUSTOM, **options}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -51,7 +51,7 @@ def own_model(**options) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def explainer() -> Explainer:
-    return Explainer(own_model(), data_config=DATA, class_names=NAMES)
+    return Explainer(custom_model(), data_config=DATA, class_names=NAMES)
 
 
 def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -69,7 +69,7 @@ def words(compared: Comparison, tmp_path: Path, **options) -> list[str]:
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What a strip is drawn from."""
+    """Return the arguments of the drawn figure."""
     calls = []
     original = figures.draw_bands
 
@@ -96,9 +96,9 @@ def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
             explainer.explain(image, method="gae", target=3),
             explainer.explain(image, method="random"),
         ]
-        for found, alone in zip(maps, expected, strict=True):
-            assert (found.method, found.options) == (alone.method, alone.options)
-            np.testing.assert_allclose(found.grid, alone.grid, rtol=1e-4, atol=1e-6)
+        for actual, alone in zip(maps, expected, strict=True):
+            assert (actual.method, actual.options) == (alone.method, alone.options)
+            np.testing.assert_allclose(actual.grid, alone.grid, rtol=1e-4, atol=1e-6)
     assert compared.labels == (
         "rollout (37% discarded)",
         "rollout (min over heads, 37% discarded)",
@@ -110,7 +110,7 @@ def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
     assert "3 images" in repr(compared)
 
 
-def test_a_preset_is_told_by_its_name(explainer):
+def test_a_preset_is_reported_by_its_name(explainer):
     compared = compare(IMAGES[0], model=explainer, methods=["rollout", ("rollout", {"preset": "paper"})])
     assert compared.labels == ("rollout", "rollout (as in the paper)")
     paper = {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False, "refine": 0}
@@ -122,12 +122,12 @@ def test_by_default_there_are_all_quick_methods_and_both_baselines(explainer):
     compared = compare(IMAGES[0], model=explainer, layers=2)
     assert tuple(saliency.method for saliency in compared.saliencies) == DEFAULT_METHODS
     assert DEFAULT_METHODS[-2:] == ("random", "centre")
-    without = Explainer(own_model(num_classes=0), data_config=DATA)
+    without = Explainer(custom_model(num_classes=0), data_config=DATA)
     methods = [saliency.method for saliency in compare(IMAGES[0], model=without, layers=2).saliencies]
     assert methods == ["attention", "rollout", "flow", "random", "centre"]
 
 
-def test_a_class_asked_for_twice_appears_once(explainer):
+def test_a_class_requested_twice_appears_once(explainer):
     top = explainer.explain(IMAGES[0], method="gae").target
     compared = compare(IMAGES[0], model=explainer, methods=["gae", "rollout"], targets=["top2", top, "狗", 1])
     targets = [saliency.target for saliency in compared.saliencies if saliency.method == "gae"]
@@ -136,19 +136,19 @@ def test_a_class_asked_for_twice_appears_once(explainer):
     assert [saliency.method for saliency in compared.saliencies].count("rollout") == 1
 
 
-def test_each_image_may_have_a_class_of_its_own(explainer):
-    own = np.array([3, 0, 4])
-    compared = compare(IMAGES, model=explainer, methods=["gae"], targets=own)
-    assert [saliency.target for saliency in compared.saliencies] == own.tolist()
+def test_each_image_may_have_a_class(explainer):
+    entry = np.array([3, 0, 4])
+    compared = compare(IMAGES, model=explainer, methods=["gae"], targets=entry)
+    assert [saliency.target for saliency in compared.saliencies] == entry.tolist()
     with pytest.raises(OptionError, match="each of 3 images"):
-        compare(IMAGES, model=explainer, methods=["gae"], targets=own[:2])
+        compare(IMAGES, model=explainer, methods=["gae"], targets=entry[:2])
 
 
-def test_a_model_of_ones_own_and_a_model_by_name_work_as_an_explainer_does():
-    found = compare(sample_images()[0], model="demo", methods=["rollout"]).saliencies[0]
-    assert found.source == str(sample_images()[0])
-    own = timm.create_model("test_vit", pretrained=False).eval()
-    assert compare(IMAGES[0], model=own, methods=["rollout"], fit="squash").saliencies[0].placement.sees_everything
+def test_a_model_and_a_model_by_name_work_as_an_explainer_does():
+    actual = compare(sample_images()[0], model="demo", methods=["rollout"]).saliencies[0]
+    assert actual.source == str(sample_images()[0])
+    entry = timm.create_model("test_vit", pretrained=False).eval()
+    assert compare(IMAGES[0], model=entry, methods=["rollout"], fit="squash").saliencies[0].placement.sees_everything
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_i
     assert [[len(cells) for cells in block] for block in first] == [[1, 1, 1]] * 2
     assert [[len(cells) for cells in block] for block in second] == [[3, 3, 3]] * 2
     for block, maps in zip(second, compared.images, strict=True):
-        told = [cell.caption[0].partition(",")[0] for cell in block[0]]
-        assert told == [saliency.label for saliency in maps if saliency.method == "gae"]
+        reported = [cell.caption[0].partition(",")[0] for cell in block[0]]
+        assert reported == [saliency.label for saliency in maps if saliency.method == "gae"]
 
 
-def test_more_columns_than_can_be_read_stand_in_two_rows_each_beside_the_photograph(explainer, drawn):
+def test_more_columns_than_can_be_read_stand_in_two_rows_each_next_to_the_photograph(explainer, drawn):
     figure = compare(IMAGES[0], model=explainer, layers=2).figure()
     assert [len(columns) for columns, _, _ in drawn] == [5, 5]
     assert [columns[0].title for columns, _, _ in drawn] == ["Photograph"] * 2
@@ -199,7 +199,7 @@ def test_more_columns_than_can_be_read_stand_in_two_rows_each_beside_the_photogr
     assert [len(columns) for columns, _, _ in drawn] == [6]
 
 
-def test_a_strip_tells_times_only_where_they_are_asked_for(explainer, tmp_path):
+def test_a_strip_reports_times_only_where_they_are_requested(explainer, tmp_path):
     compared = compare(IMAGES[0], model=explainer, methods=["rollout"])
     assert not any(re.search(r"\d m?s$", word) for word in words(compared, tmp_path))
     assert any(re.search(r"^\d+(\.\d)? m?s$", word) for word in words(compared, tmp_path, timings=True))
@@ -211,37 +211,39 @@ def test_every_caption_says_what_it_must(explainer, tmp_path):
         "gae",
     ]
     two = compare(IMAGES[0], model=explainer, methods=methods, targets=[0, 2])
-    found = words(two, tmp_path)
-    joined = " ".join(found)
+    actual = words(two, tmp_path)
+    joined = " ".join(actual)
     for saliency in two.saliencies[1:]:
         chance = "<0.1%" if saliency.probability < 0.0005 else f"{saliency.probability:.1%}"
-        assert f"{saliency.label}, {chance}" in found
-    assert "not class-specific" in found and "class-specific" in found
-    for told in (
+        assert f"{saliency.label}, {chance}" in actual
+    assert "not class-specific" in actual and "class-specific" in actual
+    for reported in (
         "min over heads, 37% discarded",
         "value-weighted, patch (1, 2)",
         "2nd to the 98th percentile",
         "low",
         "high",
     ):
-        assert told in joined
+        assert reported in joined
     assert two.saliencies[0].model in joined
     assert "The line marks the region" in joined
     one = compare(IMAGES[0], model=explainer, methods=["gae"], targets=1)
     assert f"狗, {one.saliencies[0].probability:.1%}" in words(one, tmp_path)
     long = compare(IMAGES[0], model=explainer, methods=["gae"], targets=4)
     assert f"{long.saliencies[0].probability:.1%}" in words(long, tmp_path), "a long name must not push it out"
-    seen = compare(IMAGES[0], model=Explainer(own_model(), data_config=DATA, fit="squash"), methods=["rollout"])
+    seen = compare(IMAGES[0], model=Explainer(custom_model(), data_config=DATA, fit="squash"), methods=["rollout"])
     assert "The line" not in " ".join(words(seen, tmp_path))
 
 
 def test_a_saturated_flow_says_so(explainer, tmp_path):
     [saliency] = compare(IMAGES[0], model=explainer, methods=["flow"], layers=2).saliencies
     share = next(value for key, value in saliency.facts.items() if "saturated" in key)
-    for told, expected in ((max(share, 0.01), True), (0.009, False)):
-        one = replace(saliency, facts={**saliency.facts, "saturated": told})
-        found = words(Comparison(((one,),)), tmp_path)
-        assert (f"{told:.0%} saturated" in found) == ("A saturated flow is limited" in " ".join(found)) == expected
+    for reported, expected in ((max(share, 0.01), True), (0.009, False)):
+        one = replace(saliency, facts={**saliency.facts, "saturated": reported})
+        actual = words(Comparison(((one,),)), tmp_path)
+        assert (
+            (f"{reported:.0%} saturated" in actual) == ("A saturated flow is limited" in " ".join(actual)) == expected
+        )
 
 
 def limits_of(cell) -> tuple[str, str]:
@@ -249,7 +251,7 @@ def limits_of(cell) -> tuple[str, str]:
     return low, high.split(" ×")[0]
 
 
-def test_each_map_has_its_own_colours_unless_a_method_has_one_scale_and_the_caption_states_them(explainer, drawn):
+def test_each_map_has_its_colours_unless_a_method_has_one_scale_and_the_caption_states_them(explainer, drawn):
     compared = compare(IMAGES[:2], model=explainer, methods=["rollout", "gae"], targets=[0, 3])
     grids = [[s.grid for s in maps if s.method == "gae"] for maps in compared.images]
     for same_scale, shared in ((True, [[np.stack([*grids[0], *grids[1]])] * 2] * 2), (False, grids)):
@@ -271,7 +273,7 @@ def test_each_map_has_its_own_colours_unless_a_method_has_one_scale_and_the_capt
     assert all(limits_of(cell) == ("0", "0.5") for block in drawn[0][1] for cells in block[1:] for cell in cells)
 
 
-def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_their_own(explainer, drawn, tmp_path):
+def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_their(explainer, drawn, tmp_path):
     compared = compare(IMAGES[0], model=explainer, methods=["rollout", "occlusion"])
     signed = compared.saliencies[1].grid
     assert signed.min() < 0 < signed.max()
@@ -295,7 +297,7 @@ def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
 @pytest.mark.parametrize("size", [(600, 900), (1100, 500), (40, 60)])
 def test_a_map_lies_in_the_strip_where_it_lies_on_the_image(fit, size):
-    explaining = Explainer(own_model(), data_config=DATA, fit=fit)
+    explaining = Explainer(custom_model(), data_config=DATA, fit=fit)
     saliency = explaining.explain(cv2.GaussianBlur(photo(*size), (0, 0), 5), method="rollout")
     limits = overlay.scale_range(saliency.grid)
     pen = Pen.of(1.5, {"mark_unseen": False})
@@ -314,10 +316,10 @@ def test_a_constant_map_is_drawn_and_agrees_with_nothing(explainer, monkeypatch,
     vitflow.register_method("flat", lambda trace: torch.full((len(trace.pixels), 4, 4), 0.25))
     compared = compare(IMAGES[0], model=explainer, methods=["rollout", "flat"])
     compared.save(tmp_path / "strip.png")
-    found = compared.agreement()
-    assert found.spearman == ((1.0, None), (None, 1.0))
-    assert found.overlap[0][1] == pytest.approx(2 / 16)
-    assert "–" in str(found)
+    actual = compared.agreement()
+    assert actual.spearman == ((1.0, None), (None, 1.0))
+    assert actual.overlap[0][1] == pytest.approx(2 / 16)
+    assert "–" in str(actual)
     text = compared.save(tmp_path / "strip.json").read_text(encoding="utf-8")
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
@@ -347,9 +349,9 @@ def test_json_holds_every_value(explainer, tmp_path):
     read = json.loads(compared.save(tmp_path / "strip.json").read_text(encoding="utf-8"))
     assert read == json.loads(json.dumps(compared.to_dict()))
     assert len(read["maps"]) == 6 and read["methods"] == ["rollout", "gae"]
-    for found, saliency in zip(read["maps"], compared.saliencies, strict=True):
-        np.testing.assert_array_equal(np.float32(found["grid"]), saliency.grid)
-        assert found["class_index"] == saliency.target
+    for actual, saliency in zip(read["maps"], compared.saliencies, strict=True):
+        np.testing.assert_array_equal(np.float32(actual["grid"]), saliency.grid)
+        assert actual["class_index"] == saliency.target
     assert {pair["methods"][1] for pair in read["agreement"]["pairs"]} == {"gae"}
     assert set(read["agreement"]["between_classes"]) == {"gae"}
     assert all("grid" not in one for record in compared.records() for one in record["maps"])
@@ -436,34 +438,34 @@ def test_maps_that_cannot_be_compared_are_refused(bad):
 
 def test_agreement_is_the_mean_over_images_and_classes(explainer):
     compared = compare(IMAGES, model=explainer, methods=["attention", "gae", "centre"], targets=[0, 2])
-    found = compared.agreement(top=0.2)
+    actual = compared.agreement(top=0.2)
     rho, share, between = [], [], []
     for maps in compared.images:
         attention, first, second, centre = (one.grid.ravel() for one in maps)
         rho += [spearmanr(attention, first).statistic, spearmanr(attention, second).statistic]
         share += [top_overlap(centre, first, 0.2), top_overlap(centre, second, 0.2)]
         between.append(spearmanr(first, second).statistic)
-    assert found.maps == 6
-    assert found.spearman[0][1] == found.spearman[1][0] == pytest.approx(np.mean(rho), abs=1e-12)
-    assert found.overlap[1][2] == found.overlap[2][1] == pytest.approx(np.mean(share), abs=1e-12)
-    assert found.between_classes == {"gae": pytest.approx(np.mean(between), abs=1e-12)}
-    title, sentence, *table = str(found).splitlines()
+    assert actual.maps == 6
+    assert actual.spearman[0][1] == actual.spearman[1][0] == pytest.approx(np.mean(rho), abs=1e-12)
+    assert actual.overlap[1][2] == actual.overlap[2][1] == pytest.approx(np.mean(share), abs=1e-12)
+    assert actual.between_classes == {"gae": pytest.approx(np.mean(between), abs=1e-12)}
+    title, sentence, *table = str(actual).splitlines()
     assert title == "Agreement of the methods (mean over 6 maps each)"
     pairs = [
-        (found.spearman[i][j], f"{('attention', 'gae', 'centre')[j]} and {('gae', 'centre')[i - 1]}")
+        (actual.spearman[i][j], f"{('attention', 'gae', 'centre')[j]} and {('gae', 'centre')[i - 1]}")
         for i in (1, 2)
         for j in range(i)
     ]
     assert sentence.startswith(f"Most similar: {max(pairs)[1]} (") and f"least similar: {min(pairs)[1]} (" in sentence
-    assert table[2].split()[:3] == ["2", "gae", f"{found.spearman[1][0]:.2f}".replace("-", "−")]
-    assert table[2].split()[-1] == f"{found.overlap[1][2]:.2f}"
+    assert table[2].split()[:3] == ["2", "gae", f"{actual.spearman[1][0]:.2f}".replace("-", "−")]
+    assert table[2].split()[-1] == f"{actual.overlap[1][2]:.2f}"
 
 
 def test_maps_on_different_grids_are_not_compared():
     small, large = np.arange(4.0).reshape(2, 2), np.arange(9.0).reshape(3, 3)
-    found = measure_agreement(["a", "b"], [[small, large]])
-    assert isinstance(found, Agreement)
-    assert found.spearman[0][1] is None and found.overlap[0][1] is None
+    actual = measure_agreement(["a", "b"], [[small, large]])
+    assert isinstance(actual, Agreement)
+    assert actual.spearman[0][1] is None and actual.overlap[0][1] is None
 
 
 @pytest.mark.shared
@@ -474,14 +476,14 @@ def test_photographs_with_the_trained_vit_tiny(shared_data, tmp_path):
         sorted((shared_data / "photos").glob("*.png"))[:4] + sorted((shared_data / "boxes").glob("*.JPEG"))[:4]
     )
     compared = compare(photographs, model=trained, targets="top2")
-    found = compared.agreement()
-    order = {label.split(" ")[0]: number for number, label in enumerate(found.labels)}
-    rho = np.array(found.spearman, dtype=float)
+    actual = compared.agreement()
+    order = {label.split(" ")[0]: number for number, label in enumerate(actual.labels)}
+    rho = np.array(actual.spearman, dtype=float)
     others = [number for name, number in order.items() if name != "random"]
     assert np.abs(rho[order["random"], others]).max() < 0.15, "a random map agrees with nothing"
     assert rho[order["gae"], order["gradient_rollout"]] > 0.4, "kindred methods agree"
-    assert all(abs(found.overlap[order["random"]][other] - 0.1) < 0.08 for other in others)
-    assert found.between_classes.keys() == {"gradient_rollout", "gae", "gradcam"}
+    assert all(abs(actual.overlap[order["random"]][other] - 0.1) < 0.08 for other in others)
+    assert actual.between_classes.keys() == {"gradient_rollout", "gae", "gradcam"}
     assert compared.save(tmp_path / "strip.png").stat().st_size > 1e6
 
 
@@ -498,28 +500,28 @@ def peers(monkeypatch) -> ModuleType:
     return module
 
 
-def test_peers_become_columns_with_their_own_numbers(explainer, peers, tmp_path):
+def test_peers_become_columns_with_their_numbers(explainer, peers, tmp_path):
     names = peers.register_peers()
     compared = compare(IMAGES[0], model=explainer, methods=["gae", *names, "centre"], targets=[1, 4])
     assert compared.labels == ("gae", *names, "centre")
     model, pixels = explainer.model, explainer.pixels(IMAGES[0])
     for target in (1, 4):
-        found = {s.method: s.grid for s in compared.saliencies if s.target == target}
+        actual = {s.method: s.grid for s in compared.saliencies if s.target == target}
         with GradCAM(
             model, [model.blocks[-1].norm1], lambda x: x[:, 1:].reshape(1, 4, 4, -1).permute(0, 3, 1, 2)
         ) as cam:
             theirs = cam(pixels, [lambda logits, index=target: logits[index]])[0]
-        np.testing.assert_allclose(found[names[0]], theirs.reshape(4, 8, 4, 8).mean(axis=(1, 3)), atol=1e-6)
+        np.testing.assert_allclose(actual[names[0]], theirs.reshape(4, 8, 4, 8).mean(axis=(1, 3)), atol=1e-6)
         theirs = IntegratedGradients(model).attribute(pixels, target=target, n_steps=32)[0].sum(0).clamp_min(0)
         np.testing.assert_allclose(
-            found[names[1]], theirs.reshape(4, 8, 4, 8).mean(dim=(1, 3)).detach(), rtol=1e-3, atol=1e-5
+            actual[names[1]], theirs.reshape(4, 8, 4, 8).mean(dim=(1, 3)).detach(), rtol=1e-3, atol=1e-5
         )
     model.zero_grad(set_to_none=True)
     assert all(name.split(" ")[0] in " ".join(words(compared, tmp_path)) for name in names)
 
 
 def test_peers_leave_the_gradients_of_the_parameters_alone(peers):
-    model = own_model()
+    model = custom_model()
     before = {}
     for number, (name, parameter) in enumerate(model.named_parameters()):
         parameter.grad = torch.full_like(parameter, float(number)) if number % 2 else None
@@ -535,9 +537,9 @@ def test_the_example_runs_with_the_demo_model(peers, monkeypatch, capsys, tmp_pa
     path = tmp_path / "peers.png"
     monkeypatch.setattr(sys, "argv", ["compare_with_peers.py", str(sample_images()[0]), "-o", str(path)])
     peers.main()
-    told = capsys.readouterr().out
-    assert told.splitlines()[-1] == str(path)
-    assert "Integrated gradients (captum)" in told
+    reported = capsys.readouterr().out
+    assert reported.splitlines()[-1] == str(path)
+    assert "Integrated gradients (captum)" in reported
     with Image.open(path) as file:
         assert file.width > 5 * 1.5 * DPI
 
@@ -651,7 +653,7 @@ def test_usage_errors_load_no_torch():
         assert done.stdout.strip().endswith("False False"), done.stderr
 
 
-def test_default_methods_that_do_not_apply_to_the_model_are_left_out_and_told():
+def test_default_methods_that_do_not_apply_to_the_model_are_left_out_and_reported():
     torch.manual_seed(0)
     model = timm.create_model("convnext_atto", num_classes=4).eval()
     image = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)

@@ -32,15 +32,15 @@ def demo():
 
 @pytest.mark.parametrize("method", SPECIFIC)
 def test_a_contrast_is_the_difference_of_the_two_maps_scaled(demo, method):
-    asked = {"method": method, **FEWER.get(method, {})}
-    found = demo.explain(IMAGE.image, target=Contrast(FIRST, against=SECOND), **asked)
+    requested = {"method": method, **FEWER.get(method, {})}
+    actual = demo.explain(IMAGE.image, target=Contrast(FIRST, against=SECOND), **requested)
     shares = []
     for target in (FIRST, SECOND):
-        grid = demo.explain(IMAGE.image, target=target, **asked).grid.astype(np.float64)
+        grid = demo.explain(IMAGE.image, target=target, **requested).grid.astype(np.float64)
         shares.append(grid / np.abs(grid).sum())
-    np.testing.assert_allclose(found.grid, shares[0] - shares[1], rtol=0, atol=1e-6)
-    turned = demo.explain(IMAGE.image, target=Contrast(SECOND, against=FIRST), **asked)
-    np.testing.assert_allclose(turned.grid, -found.grid, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(actual.grid, shares[0] - shares[1], rtol=0, atol=1e-6)
+    turned = demo.explain(IMAGE.image, target=Contrast(SECOND, against=FIRST), **requested)
+    np.testing.assert_allclose(turned.grid, -actual.grid, rtol=0, atol=1e-6)
 
 
 def test_it_lies_on_the_first_object_and_off_the_second(demo):
@@ -50,17 +50,17 @@ def test_it_lies_on_the_first_object_and_off_the_second(demo):
 
 
 def test_its_number_is_the_difference_of_the_logits_and_it_has_a_name(demo):
-    found = demo.explain(IMAGE.image, method="gae", target=Contrast(FIRST, against=SECOND))
+    actual = demo.explain(IMAGE.image, method="gae", target=Contrast(FIRST, against=SECOND))
     with torch.no_grad():
         logits = demo.logits(demo.pixels(IMAGE.image))[0]
-    assert found.score.value == found.contrast.value
-    assert found.score.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
+    assert actual.score.value == actual.contrast.value
+    assert actual.score.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
     names = demo.class_names
-    assert found.label == found.score.name == found.contrast.name == f"{names[FIRST]} against {names[SECOND]}"
-    assert (found.contrast.target, found.contrast.against) == (FIRST, SECOND)
-    record = json.loads(json.dumps(found.to_dict()))
+    assert actual.label == actual.score.name == actual.contrast.name == f"{names[FIRST]} against {names[SECOND]}"
+    assert (actual.contrast.target, actual.contrast.against) == (FIRST, SECOND)
+    record = json.loads(json.dumps(actual.to_dict()))
     assert (record["class_index"], record["class_name"], record["probability"]) == (None, None, None)
-    assert (record["target"], record["value"]) == (found.score.name, found.score.value)
+    assert (record["target"], record["value"]) == (actual.score.name, actual.score.value)
     plain = demo.explain(IMAGE.image, method="gae", target=FIRST)
     assert (plain.to_dict()["target"], plain.to_dict()["value"]) == (names[FIRST], plain.probability)
     assert plain.score.display == f"{plain.probability:.1%}"
@@ -68,19 +68,19 @@ def test_its_number_is_the_difference_of_the_logits_and_it_has_a_name(demo):
 
 def test_of_a_multi_label_model_the_number_is_the_difference_of_the_logits_too(demo):
     sigmoid = Explainer(demo.model, activation="sigmoid")
-    found = sigmoid.explain(IMAGE.image, method="gradcam", target=Contrast(FIRST, against=SECOND))
+    actual = sigmoid.explain(IMAGE.image, method="gradcam", target=Contrast(FIRST, against=SECOND))
     with torch.no_grad():
         logits = demo.logits(demo.pixels(IMAGE.image))[0]
-    assert found.contrast.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
+    assert actual.contrast.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
 
 
 def test_names_several_contrasts_and_the_predicted_class(demo):
     predicted = demo.explain(IMAGE.image).predicted
     other = next(index for index in range(demo.num_classes) if index != predicted)
     contrasts = [Contrast(None, against=other), Contrast(demo.class_names[other].upper(), against="top1")]
-    found = demo.explain_batch([IMAGE.image] * 2, methods=["gae", "gradcam"], targets=contrasts)
-    assert [one.method for one in found] == ["gae", "gae", "gradcam", "gradcam"] * 2
-    assert [(one.contrast.target, one.contrast.against) for one in found] == [
+    actual = demo.explain_batch([IMAGE.image] * 2, methods=["gae", "gradcam"], targets=contrasts)
+    assert [one.method for one in actual] == ["gae", "gae", "gradcam", "gradcam"] * 2
+    assert [(one.contrast.target, one.contrast.against) for one in actual] == [
         (predicted, other),
         (other, predicted),
     ] * 4
@@ -102,38 +102,38 @@ def test_what_makes_no_sense_is_refused(demo, method, targets, words):
 
 
 def test_a_comparison_shows_contrasts_in_two_colours(demo, tmp_path):
-    found = compare(sample_images()[0], model=demo, targets=[Contrast(1, 2), Contrast(1, 3)])
-    assert {one.method for one in found.saliencies} == {"gradient_rollout", "gae", "gradcam"}
-    assert len(found.saliencies) == 6
-    assert all(one.grid.min() < 0 < one.grid.max() for one in found.saliencies)
-    found.save(tmp_path / "strip.png")
+    actual = compare(sample_images()[0], model=demo, targets=[Contrast(1, 2), Contrast(1, 3)])
+    assert {one.method for one in actual.saliencies} == {"gradient_rollout", "gae", "gradcam"}
+    assert len(actual.saliencies) == 6
+    assert all(one.grid.min() < 0 < one.grid.max() for one in actual.saliencies)
+    actual.save(tmp_path / "strip.png")
 
 
 def test_the_command_line_sets_a_class_against_the_class(tmp_path, demo):
     image = tmp_path / "one.png"
     write_image(image, IMAGE.image)
     names = demo.class_names
-    own = [str(image), "--against", str(SECOND), "-o", str(tmp_path / "map.png"), "--json"]
-    result = CliRunner().invoke(cli, ["explain", "--model", "demo", "--method", "gae", "--class", names[FIRST], *own])
+    entry = [str(image), "--against", str(SECOND), "-o", str(tmp_path / "map.png"), "--json"]
+    result = CliRunner().invoke(cli, ["explain", "--model", "demo", "--method", "gae", "--class", names[FIRST], *entry])
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout)
     assert record["target"] == f"{names[FIRST]} against {names[SECOND]}"
     assert record["class_index"] is None and record["value"] == pytest.approx(record["value"])
     assert "in logits" in result.stderr
-    own = [str(image), "--against", str(SECOND), "--method", "gae", "-o", str(tmp_path / "strip.png"), "--json"]
-    result = CliRunner().invoke(cli, ["compare", "--model", "demo", "--class", str(FIRST), *own])
+    entry = [str(image), "--against", str(SECOND), "--method", "gae", "-o", str(tmp_path / "strip.png"), "--json"]
+    result = CliRunner().invoke(cli, ["compare", "--model", "demo", "--class", str(FIRST), *entry])
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["maps"][0]["target"] == f"{names[FIRST]} against {names[SECOND]}"
-    own = ["--method", "rollout", "--against", "1", "-o", str(tmp_path / "x.png")]
-    refused = CliRunner().invoke(cli, ["explain", "--model", "demo", str(image), *own])
+    entry = ["--method", "rollout", "--against", "1", "-o", str(tmp_path / "x.png")]
+    refused = CliRunner().invoke(cli, ["explain", "--model", "demo", str(image), *entry])
     assert refused.exit_code == 2 and "class-specific" in refused.stderr
 
 
 def test_a_folder_and_its_report_show_contrasts(tmp_path, demo):
     (tmp_path / "in").mkdir()
     write_image(tmp_path / "in" / "one.png", IMAGE.image)
-    own = [str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--class", str(FIRST), "--against", str(SECOND)]
-    result = CliRunner().invoke(cli, ["folder", "--model", "demo", *own, "--method", "gae", "--report"])
+    entry = [str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--class", str(FIRST), "--against", str(SECOND)]
+    result = CliRunner().invoke(cli, ["folder", "--model", "demo", *entry, "--method", "gae", "--report"])
     assert result.exit_code == 0, result.output
     row = json.loads((tmp_path / "out" / "manifest.jsonl").read_text())
     assert row["target"] == f"{demo.class_names[FIRST]} against {demo.class_names[SECOND]}"
@@ -142,26 +142,26 @@ def test_a_folder_and_its_report_show_contrasts(tmp_path, demo):
     assert row["value"] == pytest.approx(contrast.value, abs=1e-3)
     assert row["target"] in (tmp_path / "out" / "report.html").read_text()
     result = CliRunner().invoke(
-        cli, ["folder", "--model", "demo", *own, "--method", "gae", "--overwrite", "--against", "nothing"]
+        cli, ["folder", "--model", "demo", *entry, "--method", "gae", "--overwrite", "--against", "nothing"]
     )
     assert result.exit_code == 2 and "Unknown class 'nothing'" in result.stderr
-    result = CliRunner().invoke(cli, ["folder", "--model", "demo", *own, "--method", "rollout", "--overwrite"])
+    result = CliRunner().invoke(cli, ["folder", "--model", "demo", *entry, "--method", "rollout", "--overwrite"])
     assert result.exit_code == 2 and "class-specific" in result.stderr
 
 
 def test_a_probability_that_was_rounded_to_0_gives_no_number(demo):
     first, second = demo.explain_batch([IMAGE.image], methods=["gae"], targets=[0, 1])
-    told = contrasted(first, replace(second, score=replace(second.score, value=0.0)))
-    assert told.contrast.value is None and told.score.display == ""
-    assert json.loads(json.dumps(told.to_dict(), allow_nan=False))["value"] is None
+    reported = contrasted(first, replace(second, score=replace(second.score, value=0.0)))
+    assert reported.contrast.value is None and reported.score.display == ""
+    assert json.loads(json.dumps(reported.to_dict(), allow_nan=False))["value"] is None
 
 
 def test_the_row_of_such_a_contrast_has_no_number_rather_than_0(demo):
     first, second = demo.explain_batch([IMAGE.image], methods=["gae"], targets=[0, 1])
-    told = contrasted(first, replace(second, score=replace(second.score, value=0.0)))
+    reported = contrasted(first, replace(second, score=replace(second.score, value=0.0)))
     job = make_job(["gae"], {}, target=Contrast(0, 1))
     image = InputImage("one.png", "one", Decoded(image=IMAGE.image))
-    row, *_ = draw_files(image, ImageMaps([told]), job)
-    assert row["target"] == told.contrast.name and row["value"] is None
-    told = replace(told, score=replace(told.score, value=0.0))
-    assert draw_files(image, ImageMaps([told]), job)[0]["value"] == 0.0
+    row, *_ = draw_files(image, ImageMaps([reported]), job)
+    assert row["target"] == reported.contrast.name and row["value"] is None
+    reported = replace(reported, score=replace(reported.score, value=0.0))
+    assert draw_files(image, ImageMaps([reported]), job)[0]["value"] == 0.0

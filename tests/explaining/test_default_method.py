@@ -29,7 +29,7 @@ def test_with_a_target_the_default_is_gae_and_without_one_rollout(demo, target, 
     one = demo.explain(IMAGE, target=target)
     assert one.method == one.to_dict()["method"] == method
     assert (one.grid == demo.explain(IMAGE, target=target, method=method).grid).all()
-    assert {found.method for found in demo.explain_batch([IMAGE], targets=target)} == {method}
+    assert {actual.method for actual in demo.explain_batch([IMAGE], targets=target)} == {method}
     if not isinstance(target, Contrast):  # a sheet of layers takes none
         assert vitflow.layer_maps(IMAGE, model=demo, target=target).accumulated[-1].method == method
 

@@ -37,14 +37,14 @@ def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(met
         "below": "rollout",
         "shifts": 4,
     }
-    told = [departures(method, {**published, name: other}) for name, other in others.items() if name in published]
-    assert all(told) and len(set(told)) == len(told)
+    reported = [departures(method, {**published, name: other}) for name, other in others.items() if name in published]
+    assert all(reported) and len(set(reported)) == len(reported)
     if "refine" in published:
         assert departures(method, {**published, "affinity": "keys"}) == ""  # by which nothing is refined
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "reported"),
     [
         ("rollout", {}, "max over heads, 90% discarded, value-weighted, refined by attention"),
         ("rollout", {"preset": "paper", "refine": 1, "affinity": "both"}, "refined by both"),
@@ -61,10 +61,10 @@ def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(met
         ("centre", {"sigma": 0.5}, "sigma 0.5"),
     ],
 )
-def test_departures_in_words(name, options, told):
+def test_departures_in_words(name, options, reported):
     method = get_method(name)
-    assert departures(method, method.complete(options)).startswith(told)
-    assert (departures(method, method.complete(options)) == "") == (told == "")
+    assert departures(method, method.complete(options)).startswith(reported)
+    assert (departures(method, method.complete(options)) == "") == (reported == "")
 
 
 def test_a_method_of_no_publication_departs_from_none():
@@ -74,24 +74,24 @@ def test_a_method_of_no_publication_departs_from_none():
     assert departures(mine, {**mine.defaults, "own": {"a": 1}}) == "own {'a': 1}"
 
 
-def test_own_options_are_told_beside_the_defaults_as_before():
+def test_custom_options_are_reported_next_to_the_defaults_as_before():
     assert changed_options("attention", get_method("attention").defaults) == ""
     assert changed_options("rollout", get_method("rollout").complete({"refine": 0})) == "not refined"
 
 
 def test_raw_attention_is_raw(explainer):
-    found = explainer.explain(IMAGE, method="attention", layer=3)
+    actual = explainer.explain(IMAGE, method="attention", layer=3)
     trace = explainer.record(IMAGE)
     heads = trace.heads(value_weighted=False)[2].double()
     expected = trace.layout.to_grid(torch.einsum("bq,bhqk->bk", trace.readout.double(), heads) / heads.shape[1])
-    np.testing.assert_allclose(found.grid, expected[0].cpu().numpy(), rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(actual.grid, expected[0].cpu().numpy(), rtol=1e-5, atol=1e-8)
 
 
-def test_figures_strips_sheets_and_json_tell_the_departure_under_the_name(explainer, tmp_path):
+def test_figures_strips_sheets_and_json_report_the_departure_under_the_name(explainer, tmp_path):
     options = {"value_weighted": "output", "refine": 1, "affinity": "both"}
-    told = "value-weighted, refined by both"
+    reported = "value-weighted, refined by both"
     for method in ("attention", "gae"):
-        for given, line in (({"preset": "paper", **options}, told), ({"preset": "paper"}, "")):
+        for given, line in (({"preset": "paper", **options}, reported), ({"preset": "paper"}, "")):
             saliency = explainer.explain(IMAGE, method=method, **given)
             assert saliency.to_dict()["departures_from_paper"] == line
             for figure in (saliency.figure(), draw_comparison([[saliency]], Pen(2.5))):
@@ -105,13 +105,13 @@ def test_figures_strips_sheets_and_json_tell_the_departure_under_the_name(explai
     assert "GAE (max over heads, value-weighted, refined by" in words
 
 
-def test_views_of_texts_tell_it_too():
-    for method, decoder, told in (
+def test_views_of_texts_report_it_too():
+    for method, decoder, reported in (
         ("rollout", True, "Attention rollout (relative to the receptive field) · m"),
         ("rollout", False, "Attention rollout (value-weighted) · m"),
         ("attention", False, "Raw attention · m"),
         ("gae", True, "GAE · m"),
     ):
         options = for_kind(TEXT_METHODS[method].complete({}), decoder=decoder)
-        assert caption(method, options, "m") == told
+        assert caption(method, options, "m") == reported
         assert caption(method, TEXT_METHODS[method].complete({"preset": "paper"}), "m").count("(") == 0

@@ -24,13 +24,13 @@ from vitflow.explaining.targets import class_index, resolve_targets
 from vitflow.methods import TokenLayout
 from vitflow.models.facts import class_names_of
 
-OWN = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
+CUSTOM = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
 
 
-def own_model(**options) -> nn.Module:
+def custom_model(**options) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.models.vision_transformer.VisionTransformer(**{**OWN, **options}).eval()
+    model = timm.models.vision_transformer.VisionTransformer(**{**CUSTOM, **options}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -38,7 +38,7 @@ def own_model(**options) -> nn.Module:
 
 
 def explainer(fit: str = "crop", **options) -> Explainer:
-    return Explainer(own_model(**options), fit=fit, data_config=DATA)
+    return Explainer(custom_model(**options), fit=fit, data_config=DATA)
 
 
 def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -56,11 +56,11 @@ def test_a_batch_gives_what_single_images_give(fit):
     for index, image in enumerate(IMAGES):
         for offset, (method, options) in enumerate([("rollout", {}), ("attention", {"head": 1})]):
             alone = explaining.explain(image, method=method, head_fusion="max", **options)
-            found = together[2 * index + offset]
-            assert found.method == method
-            np.testing.assert_allclose(found.grid, alone.grid, rtol=1e-5, atol=1e-7)
-            assert found.target == alone.target
-            assert found.image.shape == image.shape == (*found.heatmap.shape, 3)
+            actual = together[2 * index + offset]
+            assert actual.method == method
+            np.testing.assert_allclose(actual.grid, alone.grid, rtol=1e-5, atol=1e-7)
+            assert actual.target == alone.target
+            assert actual.image.shape == image.shape == (*actual.heatmap.shape, 3)
 
 
 def test_native_keeps_the_aspect_ratio_and_sees_everything():
@@ -91,26 +91,26 @@ def test_rollout_of_an_image_is_rollout_of_its_recorded_attention():
     with torch.no_grad(), vitflow.record_attention(explaining.model) as trace:
         explaining.model(pixels)
     expected = vitflow.attention_rollout(trace.attentions, head_fusion="max", discard_ratio=0.5)[0, 0, 1:]
-    found = explaining.explain(image, preset="paper", head_fusion="max", discard_ratio=0.5)
-    np.testing.assert_allclose(found.grid.ravel(), expected.numpy(), rtol=1e-5)
+    actual = explaining.explain(image, preset="paper", head_fusion="max", discard_ratio=0.5)
+    np.testing.assert_allclose(actual.grid.ravel(), expected.numpy(), rtol=1e-5)
 
 
-def test_a_patch_can_be_asked_instead_of_the_answer():
+def test_a_patch_can_be_requested_instead_of_the_answer():
     explaining, image = explainer(), photo(50, 50)
     with torch.no_grad(), vitflow.record_attention(explaining.model) as trace:
         explaining.model(explaining.pixels(image))
     plain = {"value_weighted": False, "refine": 0}
-    found = explaining.explain(image, method="attention", patch=(1, 2), layer=2, discard_ratio=0.0, **plain)
+    actual = explaining.explain(image, method="attention", patch=(1, 2), layer=2, discard_ratio=0.0, **plain)
     expected = trace.attentions[1][0].mean(0)[1 + 1 * 4 + 2, 1:]
-    np.testing.assert_allclose(found.grid.ravel(), expected.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(actual.grid.ravel(), expected.numpy(), rtol=1e-5)
     with pytest.raises(OptionError, match=r"Patch \(4, 0\) lies outside the grid of 4 × 4"):
         explaining.explain(image, patch=(4, 0))
 
 
 def test_images_are_called_by_their_names():
     explaining, images = explainer(), [photo(40, 40), photo(40, 60)]
-    assert [found.source for found in explaining.explain_batch(images)] == ["image 1", "image 2"]
-    assert [found.source for found in explaining.explain_batch(images, names=["a", "b"])] == ["a", "b"]
+    assert [actual.source for actual in explaining.explain_batch(images)] == ["image 1", "image 2"]
+    assert [actual.source for actual in explaining.explain_batch(images, names=["a", "b"])] == ["a", "b"]
     with pytest.raises(OptionError, match="one name for each of 2 images, got 1"):
         explaining.explain_batch(images, names=["a"])
 
@@ -123,8 +123,8 @@ def test_one_image_is_a_batch_of_one(tmp_path):
     with Image.open(path) as opened:
         opened.load()
     for one in (str(path), path, path.read_bytes(), opened, photo(40, 60)):
-        [found] = explaining.explain_batch(one)
-        np.testing.assert_array_equal(found.grid, expected)
+        [actual] = explaining.explain_batch(one)
+        np.testing.assert_array_equal(actual.grid, expected)
     assert len(explaining.explain_batch(np.stack([photo(40, 60)] * 2))) == 2
     with pytest.raises(ImageError, match=r"got the folder .*\. vitflow\.explain_folder explains all images in it"):
         explaining.explain_batch(path.parent)
@@ -149,7 +149,7 @@ def test_a_method_and_a_target_by_the_name_that_another_function_gives_them():
 def test_imagenet_classes_by_any_of_their_names():
     libraries = class_names_of(timm.create_model("test_vit")), ViT_B_16_Weights.DEFAULT.meta["categories"]
     for names in libraries:
-        for asked, index in (
+        for requested, index in (
             ("egyptian_cat", 285),
             ("Egyptian  CAT", 285),
             ("n02124075", 285),
@@ -157,24 +157,28 @@ def test_imagenet_classes_by_any_of_their_names():
             ("Fire_Engine", 555),
             ("polar_bear", 296),
         ):
-            assert class_index(asked, 1000, names) == index, asked
-        for asked, meant in (("fire trukc", "fire engine, fire truck"), ("truck", "tow truck"), ("cat", "tiger cat")):
-            with pytest.raises(OptionError, match=f"Unknown class '{asked}'. Did you mean .*{meant}"):
-                class_index(asked, 1000, names)
+            assert class_index(requested, 1000, names) == index, requested
+        for requested, meant in (
+            ("fire trukc", "fire engine, fire truck"),
+            ("truck", "tow truck"),
+            ("cat", "tiger cat"),
+        ):
+            with pytest.raises(OptionError, match=f"Unknown class '{requested}'. Did you mean .*{meant}"):
+                class_index(requested, 1000, names)
         with pytest.raises(OptionError, match=r"Unknown class 'n99999999'\. Give a name"):
             class_index("n99999999", 1000, names)
         # A red panda is called bear cat, too, and spelt more like a cat than a tabby cat is.
         with pytest.raises(OptionError, match="Did you mean .*Egyptian cat.*tabby") as error:
             class_index("cat", 1000, names)
         assert "panda" not in str(error.value) and "Persian cat" in str(error.value)
-    own = [f"bird_{number}" for number in range(1000)]  # as many as ImageNet's, and others
-    assert class_index("Bird 12", 1000, own) == 12
+    entry = [f"bird_{number}" for number in range(1000)]  # as many as ImageNet's, and others
+    assert class_index("Bird 12", 1000, entry) == 12
     with pytest.raises(OptionError, match="Unknown class 'n02124075'"):
-        class_index("n02124075", 1000, own)
+        class_index("n02124075", 1000, entry)
 
 
 def test_targets_by_index_and_by_name():
-    explaining = Explainer(own_model(), data_config=DATA, class_names=["ant", "bee", "cow", "dog", "Emu"])
+    explaining = Explainer(custom_model(), data_config=DATA, class_names=["ant", "bee", "cow", "dog", "Emu"])
     image = photo(40, 40)
     predicted = explaining.explain(image)
     with torch.no_grad():
@@ -196,25 +200,32 @@ NAMES = ["ant", "bee", "cow", "dog", "Emu"]
 def test_class_names_come_as_a_file_a_list_or_a_mapping(tmp_path):
     (tmp_path / "names.txt").write_text("\n".join(NAMES))
     numbered = dict(enumerate(NAMES))
-    for told in (tmp_path / "names.txt", str(tmp_path / "names.txt"), NAMES, tuple(NAMES), np.array(NAMES), numbered):
-        assert Explainer(own_model(), data_config=DATA, class_names=told).class_names == NAMES
+    for reported in (
+        tmp_path / "names.txt",
+        str(tmp_path / "names.txt"),
+        NAMES,
+        tuple(NAMES),
+        np.array(NAMES),
+        numbered,
+    ):
+        assert Explainer(custom_model(), data_config=DATA, class_names=reported).class_names == NAMES
     turned = {str(number): numbered[number] for number in reversed(range(5))}
-    assert Explainer(own_model(), data_config=DATA, class_names=turned).class_names == NAMES
+    assert Explainer(custom_model(), data_config=DATA, class_names=turned).class_names == NAMES
 
 
 def test_class_names_that_do_not_fit_the_model_are_refused(tmp_path):
-    silent = own_model()
+    silent = custom_model()
     del silent.num_classes  # a model that does not say how many classes it has: it is tried
-    for model in (own_model(), silent):
-        for told in (NAMES[:2], [*NAMES, "fly"], dict(enumerate(NAMES[:4]))):
-            with pytest.raises(ModelError, match=f"Expected 5 class names, .* got {len(told)}"):
-                Explainer(model, data_config=DATA, class_names=told)
+    for model in (custom_model(), silent):
+        for reported in (NAMES[:2], [*NAMES, "fly"], dict(enumerate(NAMES[:4]))):
+            with pytest.raises(ModelError, match=f"Expected 5 class names, .* got {len(reported)}"):
+                Explainer(model, data_config=DATA, class_names=reported)
     wrong = ({0: "ant", 1: "bee", 2: "cow", 3: "dog", 5: "Emu"}, {name: n for n, name in enumerate(NAMES)}, {*NAMES}, 5)
-    for told in wrong:
+    for reported in wrong:
         with pytest.raises(ModelError, match="a file, a list, or {index: name} with every index from 0"):
-            Explainer(own_model(), data_config=DATA, class_names=told)
+            Explainer(custom_model(), data_config=DATA, class_names=reported)
     with pytest.raises(ModelError, match="Cannot read class names from nowhere.txt"):
-        Explainer(own_model(), data_config=DATA, class_names="nowhere.txt")
+        Explainer(custom_model(), data_config=DATA, class_names="nowhere.txt")
 
 
 def test_a_model_goes_by_the_name_that_the_user_gives_it():
@@ -236,13 +247,13 @@ def test_names_that_two_classes_share_are_refused():
 
 def test_the_most_probable_classes():
     probabilities = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3]])
-    found = resolve_targets("top2", probabilities, None)
-    assert [t.tolist() for t in found if t is not None] == [[1, 0], [2, 2]]
+    actual = resolve_targets("top2", probabilities, None)
+    assert [t.tolist() for t in actual if t is not None] == [[1, 0], [2, 2]]
     assert [t.tolist() for t in resolve_targets(["top9"], probabilities, None)] == [[1, 0], [2, 2], [0, 1]]
 
 
 def test_multi_label_probabilities_are_sigmoids():
-    model, image = own_model(), photo(40, 40)
+    model, image = custom_model(), photo(40, 40)
     saliency = Explainer(model, data_config=DATA, activation="sigmoid").explain(image, target=3)
     with torch.no_grad():
         expected = model(Explainer(model, data_config=DATA).pixels(image)).sigmoid()[0, 3]
@@ -263,18 +274,18 @@ class Headed(nn.Module):
 @pytest.mark.parametrize("activation", [None, "softmax", "sigmoid"])
 @pytest.mark.parametrize("around", [False, True], ids=["timm", "own"])
 def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
-    model = Headed(own_model(num_classes=1)) if around else own_model(num_classes=1)
+    model = Headed(custom_model(num_classes=1)) if around else custom_model(num_classes=1)
     explaining = Explainer(model, data_config=DATA, activation=activation)
     for image in IMAGES[:2]:
         logit = explaining.logits(explaining.pixels(image))[0, 0].detach().double()
         expected = float(logit.sigmoid())
         assert 0.01 < expected < 0.99
         for target in (None, "top1", 0):
-            found = explaining.explain(image, method="gae", target=target)
-            assert found.to_dict()["probability"] == pytest.approx(expected, rel=1e-5)
-            assert found.to_dict()["value"] == found.probability
-            assert (found.target, found.predicted, found.facts.get("note")) == (0, 0, None)
-            assert list(class_lines(found.score)) == [f"class 0, {expected:.1%} (sigmoid)"]
+            actual = explaining.explain(image, method="gae", target=target)
+            assert actual.to_dict()["probability"] == pytest.approx(expected, rel=1e-5)
+            assert actual.to_dict()["value"] == actual.probability
+            assert (actual.target, actual.predicted, actual.facts.get("note")) == (0, 0, None)
+            assert list(class_lines(actual.score)) == [f"class 0, {expected:.1%} (sigmoid)"]
     for score in ("log-odds", "probability"):
         hidden = explaining.explain(IMAGES[0], method="occlusion", score=score, refine=0)
         assert np.abs(hidden.grid).max() > 0
@@ -288,10 +299,10 @@ def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
 
 
 def test_a_single_logit_is_a_value_if_that_is_requested():
-    explaining = Explainer(own_model(num_classes=1), data_config=DATA, activation="value")
-    found = explaining.explain(photo(40, 40))
+    explaining = Explainer(custom_model(num_classes=1), data_config=DATA, activation="value")
+    actual = explaining.explain(photo(40, 40))
     logit = float(explaining.logits(explaining.pixels(photo(40, 40)))[0, 0].detach())
-    assert (found.score.value, found.probability) == (pytest.approx(logit, rel=1e-5), None)
+    assert (actual.score.value, actual.probability) == (pytest.approx(logit, rel=1e-5), None)
 
 
 @pytest.mark.parametrize(("problem", "count"), [(None, 1), ("regression", 1), ("regression", 2)])
@@ -300,11 +311,11 @@ def test_a_regression_of_transformers_is_read_as_values(problem, count):
     config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=count, problem_type=problem)
     torch.manual_seed(0)
     explaining = Explainer(ViTForImageClassification(config).eval(), data_config=DATA)
-    found = explaining.explain(photo(40, 40), method="gae", target=0)
+    actual = explaining.explain(photo(40, 40), method="gae", target=0)
     logit = explaining.logits(explaining.pixels(photo(40, 40)))[0, 0].detach().double()
     expected = logit if problem == "regression" else logit.sigmoid()
-    assert found.score.value == pytest.approx(float(expected), rel=1e-5)
-    assert (found.probability is None) is (problem == "regression")
+    assert actual.score.value == pytest.approx(float(expected), rel=1e-5)
+    assert (actual.probability is None) is (problem == "regression")
 
 
 def test_a_model_without_classes_is_explained_without_them():
@@ -319,7 +330,7 @@ class Two(nn.Module):
 
     def __init__(self, pack):
         super().__init__()
-        self.body, self.pack = own_model(), pack
+        self.body, self.pack = custom_model(), pack
 
     def forward(self, pixels):
         tokens = self.body.forward_features(pixels)
@@ -349,14 +360,14 @@ class Fields:
 )
 def test_logits_are_taken_from_any_kind_of_output(pack):
     image = photo(40, 40)
-    found = Explainer(Two(pack), data_config=DATA).explain(image, method="gae", target=2)
+    actual = Explainer(Two(pack), data_config=DATA).explain(image, method="gae", target=2)
     expected = explainer().explain(image, method="gae", target=2)
-    assert found.probability == pytest.approx(expected.probability)
-    np.testing.assert_allclose(found.grid, expected.grid, rtol=1e-5, atol=1e-7)
+    assert actual.probability == pytest.approx(expected.probability)
+    np.testing.assert_allclose(actual.grid, expected.grid, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
-    ("pack", "told", "example"),
+    ("pack", "reported", "example"),
     [
         (lambda one, two: {"tokens": two, "cls": one}, ['["tokens"] (1, 17, 24)', '["cls"] (1, 5)'], 'output["cls"]'),
         (lambda one, two: (one, one), ["tuple with [0] (1, 5), [1] (1, 5)"], "output[0]"),
@@ -368,7 +379,7 @@ def test_logits_are_taken_from_any_kind_of_output(pack):
         (lambda one, two: {0: two}, ["dict with [0] (1, 17, 24)"], "output[0].mean(1)"),
     ],
 )
-def test_an_output_without_logits_is_answered_with_an_example_that_works(pack, told, example):
+def test_an_output_without_logits_is_answered_with_an_example_that_works(pack, reported, example):
     model, image = Two(pack), photo(40, 40)
     for ask in (
         lambda: Explainer(model, data_config=DATA).explain(image),
@@ -376,7 +387,7 @@ def test_an_output_without_logits_is_answered_with_an_example_that_works(pack, t
     ):
         with pytest.raises(ModelError, match="Expected Two to return one tensor of logits") as caught:
             ask()
-        assert [words for words in told if words not in str(caught.value)] == [], str(caught.value)
+        assert [words for words in reported if words not in str(caught.value)] == [], str(caught.value)
         assert f"outputs=lambda output: {example}." in str(caught.value)
     outputs = eval(f"lambda output: {example}")
     assert Explainer(model, outputs=outputs, data_config=DATA).explain(image, method="gae").grid.any()
@@ -388,7 +399,7 @@ def test_an_output_without_tensors_is_refused_in_words():
 
 
 def test_grey_models_see_luminance():
-    model = own_model(in_chans=1)
+    model = custom_model(in_chans=1)
     explaining = Explainer(model, data_config={**DATA, "input_size": (1, 32, 32), "mean": (0.5,), "std": (0.25,)})
     image = photo(32, 32)
     pixels = explaining.pixels(image)
@@ -397,7 +408,7 @@ def test_grey_models_see_luminance():
 
 
 def test_the_users_model_is_left_as_it_is():
-    model = own_model().train()
+    model = custom_model().train()
     model.blocks[1].eval()
     modes = [module.training for module in model.modules()]
     Explainer(model, data_config=DATA).explain(photo(40, 40))
@@ -413,7 +424,7 @@ def test_a_callers_autograd_mode_does_not_matter(context):
 
 
 def test_nan_logits_are_an_error_and_no_map():
-    model = own_model()
+    model = custom_model()
     with torch.no_grad():
         model.head.bias.fill_(float("nan"))
     with pytest.raises(ModelError, match="NaN or infinite logits"):
@@ -437,13 +448,13 @@ def test_wrong_options_are_named(options, message):
 
 def test_wrong_set_ups_are_named():
     with pytest.raises(OptionError, match="Unknown fit 'stretch'"):
-        Explainer(own_model(), fit="stretch", data_config=DATA)
+        Explainer(custom_model(), fit="stretch", data_config=DATA)
     with pytest.raises(ModelError, match="Pass data_config"):
-        Explainer(own_model())
+        Explainer(custom_model())
     with pytest.raises(OptionError, match="device 'cuda:99'|device 'xpu'"):
-        Explainer(own_model(), data_config=DATA, device="cuda:99")
+        Explainer(custom_model(), data_config=DATA, device="cuda:99")
     with pytest.raises(OptionError, match="activation"):
-        Explainer(own_model(), data_config=DATA, activation="tanh")
+        Explainer(custom_model(), data_config=DATA, activation="tanh")
     with pytest.raises(ImageError):
         explainer().explain(b"no image")
 
@@ -481,8 +492,8 @@ def test_nothing_half_written_is_left_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_layout_of_ones_own():
-    class Own(nn.Module):
+def test_a_layout():
+    class Custom(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embed = nn.Conv2d(3, 24, 8, 8)
@@ -491,7 +502,7 @@ def test_a_layout_of_ones_own():
         def forward(self, pixels):
             return self.attend(self.embed(pixels).flatten(2).transpose(1, 2)).mean(1)
 
-    saliency = Explainer(Own(), data_config=DATA, layout=TokenLayout(0, 4, 4)).explain(photo(40, 40))
+    saliency = Explainer(Custom(), data_config=DATA, layout=TokenLayout(0, 4, 4)).explain(photo(40, 40))
     assert saliency.grid.shape == (4, 4)
 
 
@@ -507,9 +518,9 @@ def test_the_trained_vit_tiny_knows_the_photographs(shared_data):
     explaining = Explainer(vitflow.load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
     rows = [line.split(",")[:2] for line in (shared_data / "photos/labels.csv").read_text().splitlines()[1:]]
     files = [shared_data / "photos" / file for file, _ in rows]
-    found = [
+    actual = [
         saliency.predicted
         for start in range(0, 40, 10)
         for saliency in explaining.explain_batch(files[start : start + 10])
     ]
-    assert sum(target == int(label) for target, (_, label) in zip(found, rows, strict=True)) >= 30
+    assert sum(target == int(label) for target, (_, label) in zip(actual, rows, strict=True)) >= 30

@@ -1,4 +1,4 @@
-"""What patches hold: likeness to a patch, a box and the class token, and components, against loops in float64."""
+"""Patch features: similarity to a patch, a box and the class token, and components, against loops in float64."""
 
 import json
 
@@ -51,10 +51,10 @@ def test_similarity_is_the_cosine_to_a_patch_and_to_the_class_token(readout, pre
     tokens = tokens_of(explainer, image, layer)
     whole = tokens[0] if prefix else tokens.mean(axis=0)
     for patch, other in (((1, 2), tokens[prefix + 1 * 4 + 2]), (None, whole)):
-        found = explainer.explain(image, method="similarity", patch=patch, layer=layer)
+        actual = explainer.explain(image, method="similarity", patch=patch, layer=layer)
         wanted = [[cosine(tokens[prefix + 4 * row + col], other) for col in range(4)] for row in range(4)]
-        assert found.grid == pytest.approx(np.array(wanted), abs=1e-6)
-        assert found.facts["compared_with"] == (
+        assert actual.grid == pytest.approx(np.array(wanted), abs=1e-6)
+        assert actual.facts["compared_with"] == (
             "patch (1, 2)" if patch else "the class token" if prefix else "the mean of the patches"
         )
 
@@ -62,33 +62,33 @@ def test_similarity_is_the_cosine_to_a_patch_and_to_the_class_token(readout, pre
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
 def test_a_box_is_compared_by_the_part_of_it_that_lies_in_each_patch(fit):
     explainer, image, box = explainer_of(fit=fit), photo(60, 90), (33.0, 11.5, 61.0, 40.25)
-    found = explainer.explain(image, method="similarity", box=box)
+    actual = explainer.explain(image, method="similarity", box=box)
     patches, total, reference = tokens_of(explainer, image)[1:], 0.0, np.zeros(24)
     # Points of the box, as many as make the parts exact to a thousandth.
     for y in np.linspace(box[1], box[3], 601)[:-1] + (box[3] - box[1]) / 1200:
         for x in np.linspace(box[0], box[2], 601)[:-1] + (box[2] - box[0]) / 1200:
-            down, across = found.placement.to_input(float(y), float(x))
+            down, across = actual.placement.to_input(float(y), float(x))
             if 0 <= down < 32 and 0 <= across < 32:
                 total, reference = total + 1, reference + patches[4 * int(down // 8) + int(across // 8)]
     wanted = np.array([cosine(patch, reference / total) for patch in patches]).reshape(4, 4)
-    assert found.grid == pytest.approx(wanted, abs=2e-3)
-    assert found.patch_box == box
+    assert actual.grid == pytest.approx(wanted, abs=2e-3)
+    assert actual.patch_box == box
 
 
 def test_an_image_has_the_same_map_alone_and_in_a_batch():
     explainer, images = explainer_of(), [photo(seed=seed) for seed in range(3)]
     options = {"methods": ["similarity", "gae"], "box": (8.0, 8.0, 40.0, 50.0)}
     together = explainer.explain_batch(images, **options)[::2]
-    for image, found in zip(images, together, strict=True):
+    for image, actual in zip(images, together, strict=True):
         alone = explainer.explain(image, method="similarity", box=options["box"])
-        assert found.grid == pytest.approx(alone.grid, abs=1e-6)
+        assert actual.grid == pytest.approx(alone.grid, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["Dinov2WithRegistersModel", "DINOv3ViTModel", "SiglipVisionModel", "CLIPVisionModel"])
 def test_models_of_transformers_are_compared_after_their_last_norm(name):
     model, image = built(name), photo()
     explainer = Explainer(model, data_config={"input_size": (3, 32, 32), **NORMALISATION})
-    found = explainer.explain(image, method="similarity", patch=(0, 1)).grid
+    actual = explainer.explain(image, method="similarity", patch=(0, 1)).grid
     with torch.no_grad():
         tokens = model(explainer.pixels(image)).last_hidden_state[0]
         if name == "CLIPVisionModel":  # which norms its class token alone
@@ -96,14 +96,14 @@ def test_models_of_transformers_are_compared_after_their_last_norm(name):
                 next(n for n, _ in model.named_modules() if n.endswith("post_layernorm"))
             ](tokens)
     patches = tokens[FAMILIES[name][2] :].double().numpy()
-    wanted = np.array([cosine(patch, patches[1]) for patch in patches]).reshape(found.shape)
-    assert found == pytest.approx(wanted, abs=1e-5)
+    wanted = np.array([cosine(patch, patches[1]) for patch in patches]).reshape(actual.shape)
+    assert actual == pytest.approx(wanted, abs=1e-5)
 
 
 def test_networks_without_tokens_are_compared_by_what_their_stages_give():
     explainer = Explainer(timm.create_model("test_resnet").eval(), data_config={"input_size": (3, 64, 64)})
-    found = explainer.explain(photo(), method="similarity", patch=(0, 0))
-    assert found.grid[0, 0] == pytest.approx(1.0, abs=1e-6) and found.facts["compared_with"] == "patch (0, 0)"
+    actual = explainer.explain(photo(), method="similarity", patch=(0, 0))
+    assert actual.grid[0, 0] == pytest.approx(1.0, abs=1e-6) and actual.facts["compared_with"] == "patch (0, 0)"
 
 
 @pytest.mark.parametrize(
@@ -132,15 +132,15 @@ def test_features_that_do_not_lie_on_the_image_are_refused():
         explainer.explain(photo(), method="similarity")
 
 
-def test_rollout_ends_at_the_layer_that_is_asked_for():
+def test_rollout_ends_at_the_layer_that_is_requested():
     explainer, image = explainer_of(), photo()
     trace = explainer.record(image)
     options = {"discard_ratio": 0.0, "refine": 0, "value_weighted": False, "head_fusion": "mean"}
     for end in (1, 2, -1):
-        found = explainer.explain(image, method="rollout", end_layer=end, **options).grid
+        actual = explainer.explain(image, method="rollout", end_layer=end, **options).grid
         layers = trace.attentions[:end] if end > 0 else trace.attentions
         wanted = trace.layout.to_grid(attention_rollout(layers, readout=trace.readout))[0]
-        assert found == pytest.approx(wanted.numpy(), abs=1e-6)
+        assert actual == pytest.approx(wanted.numpy(), abs=1e-6)
     for wrong in ({"end_layer": 4}, {"end_layer": 1, "start_layer": 2}):
         with pytest.raises(OptionError, match="_layer from 1 to"):
             explainer.explain(image, method="rollout", **wrong)
@@ -167,8 +167,8 @@ def test_the_command_line_compares_with_a_box(tmp_path):
     words = ["explain", str(sample_images()[0]), "--model", "demo", "--method", "similarity", "--json"]
     done = CliRunner().invoke(cli, [*words, "--box", "40,20,120,100.5", "-o", str(tmp_path / "map.png")])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["options"]["box"] == [40, 20, 120, 100.5] and told["facts"]["compared_with"] == "the box"
+    reported = json.loads(done.stdout)
+    assert reported["options"]["box"] == [40, 20, 120, 100.5] and reported["facts"]["compared_with"] == "the box"
     wrong = CliRunner().invoke(cli, [*words, "--box", "40,20,120"])
     assert wrong.exit_code == 2 and "LEFT,TOP,RIGHT,BOTTOM" in wrong.output
 
@@ -179,15 +179,15 @@ def test_the_command_line_compares_with_a_box(tmp_path):
 def test_components_are_those_of_a_singular_value_decomposition():
     for count in (200, 9):  # more samples than channels, and fewer
         samples = np.random.default_rng(3).normal(size=(count, 24)) @ np.diag(np.linspace(3, 1, 24)) + 5
-        found = mathematics.principal_components(torch.from_numpy(samples))
+        actual = mathematics.principal_components(torch.from_numpy(samples))
         _, values, rows = np.linalg.svd(samples - samples.mean(axis=0), full_matrices=False)
         for number in range(3):
-            direction = found.directions[:, number].numpy()
+            direction = actual.directions[:, number].numpy()
             sign = np.sign(direction @ rows[number])
             assert direction == pytest.approx(sign * rows[number], abs=1e-9)
             assert direction[np.abs(direction).argmax()] > 0
-        assert found.shares.numpy() == pytest.approx(values[:3] ** 2 / (values**2).sum(), rel=1e-9)
-        assert found.of(torch.from_numpy(samples)).mean(dim=0).numpy() == pytest.approx(np.zeros(3), abs=1e-9)
+        assert actual.shares.numpy() == pytest.approx(values[:3] ** 2 / (values**2).sum(), rel=1e-9)
+        assert actual.of(torch.from_numpy(samples)).mean(dim=0).numpy() == pytest.approx(np.zeros(3), abs=1e-9)
 
 
 def test_signs_do_not_depend_on_the_order_or_on_rounding():
@@ -199,8 +199,8 @@ def test_signs_do_not_depend_on_the_order_or_on_rounding():
 
 def test_what_does_not_differ_has_components_of_zero():
     line = torch.outer(torch.arange(6.0), torch.ones(5)) + 2
-    found = mathematics.principal_components(line)
-    assert found.shares[0] == pytest.approx(1) and (found.directions[:, 1:] == 0).all()
+    actual = mathematics.principal_components(line)
+    assert actual.shares[0] == pytest.approx(1) and (actual.directions[:, 1:] == 0).all()
     assert (mathematics.principal_components(torch.ones(6, 5)).directions == 0).all()
     with pytest.raises(ShapeError, match="more than 3 samples"):
         mathematics.principal_components(torch.ones(3, 5))
@@ -209,25 +209,25 @@ def test_what_does_not_differ_has_components_of_zero():
 @pytest.mark.parametrize(("readout", "prefix"), [("class token and registers", 4), ("attention pooling", 0)])
 def test_images_of_all_sizes_get_their_components_together(readout, prefix):
     explainer, images = explainer_of(readout), [photo(64, 64, 1), photo(40, 90, 2), photo(70, 33, 3)]
-    found = vitflow.feature_maps(images, model=explainer, layer=2)
+    actual = vitflow.feature_maps(images, model=explainer, layer=2)
     patches = [tokens_of(explainer, image, 2)[prefix:] for image in images]
     mean = np.concatenate(patches).mean(axis=0)
     rows = np.linalg.svd(np.concatenate(patches) - mean, full_matrices=False)[2][:3]
     rows = rows * np.sign(np.take_along_axis(rows, np.abs(rows).argmax(axis=1)[:, None], axis=1))
-    for own, wanted in zip(found.components, patches, strict=True):
-        assert own == pytest.approx(((wanted - mean) @ rows.T).reshape(4, 4, 3), abs=1e-5)
-    assert found.layer == 2 and vitflow.feature_maps(images[0], model=explainer).layer == 3
-    colours = np.stack(found.colours)
+    for entry, wanted in zip(actual.components, patches, strict=True):
+        assert entry == pytest.approx(((wanted - mean) @ rows.T).reshape(4, 4, 3), abs=1e-5)
+    assert actual.layer == 2 and vitflow.feature_maps(images[0], model=explainer).layer == 3
+    colours = np.stack(actual.colours)
     assert colours.min(axis=(0, 1, 2)).tolist() == [0] * 3 and colours.max(axis=(0, 1, 2)).tolist() == [1] * 3
 
 
 def test_padding_has_no_part_in_the_components():
     explainer, image = explainer_of(fit="pad"), photo(32, 64)
-    found = vitflow.feature_maps(image, model=explainer)
+    actual = vitflow.feature_maps(image, model=explainer)
     patches = tokens_of(explainer, image)[1:].reshape(4, 4, 24)[1:3].reshape(8, 24)  # the image's own rows
     wanted = mathematics.principal_components(torch.from_numpy(patches))
-    [components], [own] = found.components, found.images
-    assert np.isnan(components[[0, 3]]).all() and own.shown.tolist() == [
+    [components], [entry] = actual.components, actual.images
+    assert np.isnan(components[[0, 3]]).all() and entry.shown.tolist() == [
         [False] * 4,
         [True] * 4,
         [True] * 4,
@@ -235,9 +235,9 @@ def test_padding_has_no_part_in_the_components():
     ]
     assert components[1:3].reshape(8, 3) == pytest.approx(wanted.of(torch.from_numpy(patches)).numpy(), abs=1e-5)
     pen = Pen.of(1.0, {"dpi": 64, "interpolation": "nearest", "alpha": 1.0})
-    drawn = pen.colours(found.colours[0], own.shown, own.placement, own.image)
+    drawn = pen.colours(actual.colours[0], entry.shown, entry.placement, entry.image)
     assert drawn.shape == (32, 64, 3)
-    assert drawn[4, 4].tolist() == np.rint(255 * found.colours[0][1, 0]).tolist()
+    assert drawn[4, 4].tolist() == np.rint(255 * actual.colours[0][1, 0]).tolist()
 
 
 def test_the_foreground_is_the_side_that_has_less_of_the_edge():
@@ -246,27 +246,27 @@ def test_the_foreground_is_the_side_that_has_less_of_the_edge():
     for disc, ground in ((30, 220), (220, 30)):
         image = np.full((64, 64, 3), ground, np.uint8)
         image[16:48, 16:48] = disc
-        found = vitflow.feature_maps(image, model=explainer, foreground=True)
+        actual = vitflow.feature_maps(image, model=explainer, foreground=True)
         wanted = np.zeros((4, 4), bool)
         wanted[1:3, 1:3] = True
-        assert (found.images[0].shown == wanted).all()
-        assert found.foreground and found.records()[0]["patches_shown"] == 4
+        assert (actual.images[0].shown == wanted).all()
+        assert actual.foreground and actual.records()[0]["patches_shown"] == 4
 
 
 @pytest.mark.parametrize("name", ["Dinov2WithRegistersModel", "DINOv3ViTModel", "SiglipVisionModel"])
 def test_backbones_of_transformers_have_features(name, tmp_path):
     explainer = Explainer(built(name), data_config={"input_size": (3, 32, 32), **NORMALISATION})
-    found = vitflow.feature_maps([photo(), photo(40, 60, 5)], model=explainer)
-    assert all(own.shape[2] == 3 and np.isfinite(own).all() for own in found.components)
-    assert found.save(tmp_path / "features.png").stat().st_size > 1000
+    actual = vitflow.feature_maps([photo(), photo(40, 60, 5)], model=explainer)
+    assert all(entry.shape[2] == 3 and np.isfinite(entry).all() for entry in actual.components)
+    assert actual.save(tmp_path / "features.png").stat().st_size > 1000
 
 
 def test_backbones_of_timm_have_features():
     dino = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 2, "num_classes": 0}
     for name in ("vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3"):
         model = timm.create_model(name, **dino | ({"img_size": 56} if "14" in name else {})).eval()
-        found = vitflow.feature_maps(photo(), model=model, foreground=False)
-        assert found.components[0].shape == (4, 4, 3), name
+        actual = vitflow.feature_maps(photo(), model=model, foreground=False)
+        assert actual.components[0].shape == (4, 4, 3), name
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_features_that_cannot_be_shown_are_refused(images, options, words):
         vitflow.feature_maps(images, model=explainer_of(), **options)
 
 
-def test_an_image_of_one_patch_tells_no_components():
+def test_an_image_of_one_patch_reports_no_components():
     model = literal_vit.timm_model(img_size=8)
     explainer = Explainer(model, data_config={**CONFIG, "input_size": (3, 8, 8)})
     assert explainer.explain(photo(), method="similarity").grid.shape == (1, 1)
@@ -298,10 +298,10 @@ def test_the_command_line_shows_features(tmp_path):
     words = ["features", *images, "--model", "demo", "--layer", "4", "--foreground"]
     done = CliRunner().invoke(cli, [*words, "--json", "-o", str(tmp_path / "found.json")])
     assert done.exit_code == 0, done.output
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    reported = [json.loads(line) for line in done.stdout.splitlines()]
     kept = json.loads((tmp_path / "found.json").read_text())["images"]
-    assert [one["input"] for one in told] == images == [one["input"] for one in kept]
-    assert told[0]["layer"] == 4 and np.array(kept[0]["components"]).shape == (12, 12, 3)
+    assert [one["input"] for one in reported] == images == [one["input"] for one in kept]
+    assert reported[0]["layer"] == 4 and np.array(kept[0]["components"]).shape == (12, 12, 3)
     done = CliRunner().invoke(cli, [*words, "--alpha", "0.5", "--interpolation", "nearest", "-o", f"{tmp_path}/"])
     assert done.exit_code == 0, done.output
     assert done.stdout.strip().endswith("-and-1-more-features.png")

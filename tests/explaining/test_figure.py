@@ -43,15 +43,15 @@ def test_a_figure_says_what_it_shows(explainer, tmp_path):
     for method in ("gae", "rollout"):
         saliency = explainer.explain(image, method=method, discard_ratio=0.3) if method == "rollout" else None
         saliency = saliency or explainer.explain(image, method=method)
-        found = words(saliency, tmp_path)
-        joined = " ".join(found)
-        assert found[0] == {"gae": "GAE", "rollout": "Attention rollout"}[method]
-        assert found[1] == f"{saliency.label}, {saliency.probability:.1%}"
+        actual = words(saliency, tmp_path)
+        joined = " ".join(actual)
+        assert actual[0] == {"gae": "GAE", "rollout": "Attention rollout"}[method]
+        assert actual[1] == f"{saliency.label}, {saliency.probability:.1%}"
         assert image.name in joined and saliency.model in joined and "98th percentile" in joined
         assert ("the same for every class" in joined) == (method == "rollout")
         assert ("30% discarded" in joined) == (method == "rollout")
         limits, unit = readable(*np.percentile(saliency.grid.astype(float), [2, 98]))
-        assert limits[0] in found and f"{limits[1]} {unit}".strip() in found
+        assert limits[0] in actual and f"{limits[1]} {unit}".strip() in actual
 
 
 @pytest.mark.parametrize("limits", [{}, {"vmax": 0.5}, {"robust": False}])
@@ -73,8 +73,8 @@ def test_the_bar_of_a_contrast_says_which_colour_is_which_class(explainer, tmp_p
         sample_images()[1], method="gae", target=Contrast("orange disc", against="yellow star")
     )
     first, second = saliency.score.opposed
-    found = words(saliency, tmp_path)
-    assert found.index(f"for {second}") < found.index(f"for {first}")
+    actual = words(saliency, tmp_path)
+    assert actual.index(f"for {second}") < actual.index(f"for {first}")
     strip = Comparison(((saliency,),)).figure(tmp_path / "strip.svg")
     texts = [text.get_text() for text in strip.findobj(Text)]
     assert texts.index(f"for {second}") < texts.index(f"for {first}")  # as its bar, blue on the left
@@ -86,24 +86,24 @@ def test_the_last_value_stands_at_the_end_of_the_bar(tmp_path):
     assert {"0.02", "0.98", "1.2"} <= set(words(map_of(grid), tmp_path))
     grid[-1, -1] = 9  # far beyond the last colours
     assert any(text.startswith("≥ 1.") for text in words(map_of(grid), tmp_path))
-    found = words(map_of(grid - 0.5), tmp_path)
-    assert any(text.startswith("≤ −0.") for text in found) and {"below 0", "above 0"} <= set(found)
+    actual = words(map_of(grid - 0.5), tmp_path)
+    assert any(text.startswith("≤ −0.") for text in actual) and {"below 0", "above 0"} <= set(actual)
 
 
 def test_the_caption_says_what_the_lines_are(tmp_path):
     grid = np.random.default_rng(0).random((6, 6))
-    told = "Lines: around the highest values that make up 10, 25 and 50 % of the map's sum."
-    assert told in " ".join(words(map_of(grid), tmp_path, contours=True))
+    reported = "Lines: around the highest values that make up 10, 25 and 50 % of the map's sum."
+    assert reported in " ".join(words(map_of(grid), tmp_path, contours=True))
     assert "Lines:" not in " ".join(words(map_of(grid), tmp_path))
 
 
 def test_a_constant_map_and_one_of_a_model_without_classes_have_figures(tmp_path):
-    found = words(map_of(np.full((4, 4), 0.25)), tmp_path)
-    assert found[0] == "Attention rollout" and "0.25" in found
-    assert sum(text.startswith("0.25") for text in found) == 1
+    actual = words(map_of(np.full((4, 4), 0.25)), tmp_path)
+    assert actual[0] == "Attention rollout" and "0.25" in actual
+    assert sum(text.startswith("0.25") for text in actual) == 1
 
 
-def test_the_asked_patch_is_framed(explainer, tmp_path):
+def test_the_requested_patch_is_framed(explainer, tmp_path):
     image = sample_images()[3]
     saliency = explainer.explain(image, method="attention", patch=(2, 7))
     left, top, right, bottom = saliency.patch_box
@@ -127,13 +127,13 @@ def test_the_asked_patch_is_framed(explainer, tmp_path):
     assert "patch (2, 7)" in joined and "The frame marks the query patch" in joined
 
 
-def test_a_patch_of_a_coarser_grid_than_the_map_has_its_own_size():
+def test_a_patch_of_a_coarser_grid_than_the_map_has_its_size():
     coarse = map_of(np.zeros((12, 12)), options={"patch": (1, 2)}, facts={"patch_grid": [3, 3]})
     assert coarse.patch_box == pytest.approx((64, 32, 96, 64))
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "reported"),
     [
         ((0.00203, 0.0072), ("0.002", "0.0072")),
         ((2.9e-5, 0.0352), ("0", "0.035")),
@@ -145,9 +145,9 @@ def test_a_patch_of_a_coarser_grid_than_the_map_has_its_own_size():
         ((0.0, 2.5e7), ("0", "25", "× 10⁶")),
     ],
 )
-def test_numbers_people_can_read(values, told):
+def test_numbers_people_can_read(values, reported):
     numbers, unit = readable(*values)
-    assert (*numbers, unit) == (*told, "")[:3]
+    assert (*numbers, unit) == (*reported, "")[:3]
 
 
 def test_the_command_writes_figures(monkeypatch, tmp_path, capsys):

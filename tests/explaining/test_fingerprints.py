@@ -35,11 +35,11 @@ from vitflow.runs.fingerprints import fingerprint_difference
 CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 
 
-def probe_of(own):
-    return probing.probe(own.model, own.forward, own.input_shape)
+def probe_of(entry):
+    return probing.probe(entry.model, entry.forward, entry.input_shape)
 
 
-def own_model(**options) -> torch.nn.Module:
+def custom_model(**options) -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 5}
     return timm.models.VisionTransformer(**{**sizes, **options}).eval()
@@ -47,12 +47,12 @@ def own_model(**options) -> torch.nn.Module:
 
 def explainer(**changed) -> Explainer:
     model = changed.pop("model", None)
-    return Explainer(own_model(dynamic_img_size=True) if model is None else model, data_config=CONFIG, **changed)
+    return Explainer(custom_model(dynamic_img_size=True) if model is None else model, data_config=CONFIG, **changed)
 
 
 # One other value, at least, for each argument of Explainer.
 OTHERS = {
-    "model": [own_model(num_classes=4), own_model(num_heads=4), own_model(global_pool="avg", fc_norm=False)],
+    "model": [custom_model(num_classes=4), custom_model(num_heads=4), custom_model(global_pool="avg", fc_norm=False)],
     "device": ["meta"],
     "dtype": ["bfloat16", "float16"],
     "fit": ["squash", "pad", "native"],
@@ -100,7 +100,7 @@ def test_every_argument_of_the_explainer_changes_its_fingerprint(monkeypatch):
                 other = explainer()
                 other.device = torch.device(value)
             elif name == "data_config":
-                other = Explainer(own_model(dynamic_img_size=True), data_config=value)
+                other = Explainer(custom_model(dynamic_img_size=True), data_config=value)
             else:
                 other = explainer(**{name: value})
             seen.append(json.dumps(other.fingerprint()))
@@ -118,10 +118,10 @@ def test_explaining_leaves_the_fingerprint_as_it_is():
         ("deit_tiny_distilled_patch16_224", {"img_size": 64, "depth": 2}),
     ):
         model = timm.create_model(name, num_classes=3, **sizes)
-        own = Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
-        before = own.fingerprint()
-        own.explain(np.zeros((64, 64, 3), np.uint8), method="rollout")
-        assert fingerprint_difference(own.fingerprint(), before) == []
+        entry = Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+        before = entry.fingerprint()
+        entry.explain(np.zeros((64, 64, 3), np.uint8), method="rollout")
+        assert fingerprint_difference(entry.fingerprint(), before) == []
 
 
 def other_value(option, method):
@@ -138,15 +138,15 @@ def other_value(option, method):
 
 @pytest.mark.parametrize("name", METHOD_OPTIONS)
 def test_every_option_of_a_method_changes_both_fingerprints(name):
-    own, root = explainer(), Path("/images")
-    known = own.fingerprint()
+    entry, root = explainer(), Path("/images")
+    known = entry.fingerprint()
     for method in (method for method in list_methods() if method.accepts(name) and name in method.defaults):
         options = [{}, {name: other_value(METHOD_OPTIONS[name], method)}]
         folders = [_fingerprint(root, make_job([(method.name, given)], {}), known) for given in options]
         assert folders[0] != folders[1], method.name
         dataset = open_dataset("demo:2")
         protocols = [Protocol(tuple(label_methods([(method.name, given)], {})), ("faithfulness",)) for given in options]
-        settings = [_settings(dataset, own, protocol, 1) for protocol in protocols]
+        settings = [_settings(dataset, entry, protocol, 1) for protocol in protocols]
         assert settings[0]["options"] != settings[1]["options"]
 
 
@@ -206,8 +206,8 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
 
 def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
     source = fill(tmp_path / "in", 2)
-    first = Explainer(own_model(), data_config=CONFIG)
-    other = Explainer(own_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
+    first = Explainer(custom_model(), data_config=CONFIG)
+    other = Explainer(custom_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
     run_folder(source, tmp_path / "out", model=first, save_map=True)
     before = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
     with pytest.raises(OptionError, match=r"input.mean was \[0.5, 0.5, 0.5\] and is \[0.1, 0.5, 0.9\]"):
@@ -215,7 +215,7 @@ def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
     again = run_folder(source, tmp_path / "out", model=other, save_map=True, overwrite=True)
     assert again.kept == 0
     after = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
-    assert all(own != its for own, its in zip(after, before, strict=True))
+    assert all(entry != its for entry, its in zip(after, before, strict=True))
 
 
 # -- models of the same weights and settings that compute something else
@@ -318,8 +318,8 @@ def noisy(monkeypatch, share: float) -> None:
     real, random = probing._sums, np.random.default_rng(0)
 
     def sums(output):
-        found = real(output)
-        return None if found is None else found + random.uniform(-share, share, len(found)) * found[-1]
+        actual = real(output)
+        return None if actual is None else actual + random.uniform(-share, share, len(actual)) * actual[-1]
 
     monkeypatch.setattr(probing, "_sums", sums)
 
@@ -357,13 +357,13 @@ class Answering(timm.models.VisionTransformer):
 
 
 @pytest.mark.parametrize("kind", ["features", "pair", "dict", "not a number", "none"])
-def test_every_answer_is_known_again_and_another_one_told(kind):
+def test_every_answer_is_known_again_and_another_one_reported(kind):
     model = tiny_model(partial(Answering, kind))
-    own = Explainer(model)
-    first = json.loads(json.dumps(probe_of(own)))
-    assert probing.same_model(first, probe_of(own))
+    entry = Explainer(model)
+    first = json.loads(json.dumps(probe_of(entry)))
+    assert probing.same_model(first, probe_of(entry))
     model.gains = [1.1]
-    assert probing.same_model(first, probe_of(own)) is (kind in ("none", "not a number"))
+    assert probing.same_model(first, probe_of(entry)) is (kind in ("none", "not a number"))
 
 
 def test_a_model_that_fails_on_the_fixed_image_has_no_probe():
@@ -392,7 +392,7 @@ def test_the_probe_is_one_forward_pass_and_leaves_the_model_as_it_was():
     model = tiny_model(Changing).train()
     model.register_buffer("mean", torch.zeros(2))
     model.blocks[1].eval()
-    own, state = Explainer(model), torch.get_rng_state()
+    entry, state = Explainer(model), torch.get_rng_state()
 
     def modules():
         return [
@@ -401,7 +401,7 @@ def test_the_probe_is_one_forward_pass_and_leaves_the_model_as_it_was():
         ]
 
     before = modules()
-    probe_of(own)
+    probe_of(entry)
     assert Changing.calls == 1 and model.mean.tolist() == [0.0, 0.0]
     assert torch.equal(torch.get_rng_state(), state)
     assert modules() == before
@@ -411,13 +411,13 @@ def test_the_probe_is_one_forward_pass_and_leaves_the_model_as_it_was():
 def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "save_charts", lambda *_: {})
     options = {"methods": ["rollout"], "metrics": ["roc_auc"], "output": tmp_path / "out"}
-    evaluate("demo:2", model=Explainer(own_model(), data_config=CONFIG), **options)
-    other = Explainer(own_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
+    evaluate("demo:2", model=Explainer(custom_model(), data_config=CONFIG), **options)
+    other = Explainer(custom_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
     with pytest.raises(OptionError, match="input.mean was"):
         evaluate("demo:2", model=other, **options)
 
 
-def test_images_in_memory_are_told_apart_by_their_pixels(tmp_path, monkeypatch):
+def test_images_in_memory_are_distinguished_by_their_pixels(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "save_charts", lambda *_: {})
     options = {"model": tiny_model(), "methods": ["rollout"], "metrics": ["faithfulness"], "points": 3}
     images = [draw_image(seed).image for seed in range(4)]
@@ -430,7 +430,7 @@ def test_images_in_memory_are_told_apart_by_their_pixels(tmp_path, monkeypatch):
     assert (as_pillow.values["gap"] == first.values["gap"]).all()
 
 
-def test_a_sample_of_ones_own_is_told_apart_by_its_pixels_and_its_truth():
+def test_a_sample_is_distinguished_by_its_pixels_and_its_truth():
     images = [draw_image(seed).image for seed in (0, 1)]
     drawn = open_dataset("demo:2").samples
     photos = [Labelled(images[0]), Labelled(images[1]), Labelled(images[0], None, 3), drawn[0].read()]
@@ -439,12 +439,12 @@ def test_a_sample_of_ones_own_is_told_apart_by_its_pixels_and_its_truth():
     assert Dataset("d", "d", [Sample("own", lambda: photos[0])], False).samples[0].stamp() == stamps[0]
 
 
-def test_a_run_with_other_methods_is_told_in_few_words():
-    own, root = explainer().fingerprint(), Path("/images")
-    many = _fingerprint(root, make_job(["rollout", "gae"], {}), own)
-    one = _fingerprint(root, make_job(["rollout"], {}), own)
+def test_a_run_with_other_methods_is_reported_in_few_words():
+    entry, root = explainer().fingerprint(), Path("/images")
+    many = _fingerprint(root, make_job(["rollout", "gae"], {}), entry)
+    one = _fingerprint(root, make_job(["rollout"], {}), entry)
     assert fingerprint_difference(many, one) == ["that run also had gae"]
     assert fingerprint_difference(one, many) == ["that run did not have gae"]
-    turned = _fingerprint(root, make_job(["gae", "rollout"], {}), own)
+    turned = _fingerprint(root, make_job(["gae", "rollout"], {}), entry)
     assert fingerprint_difference(many, turned) == ["that run had its methods in the order rollout, gae"]
     assert fingerprint_difference(many, many) == []

@@ -32,39 +32,39 @@ def recorded(explainer, image, **options):
 
 def test_the_default_runs_through_the_upper_layers_and_is_carried_on_by_rollout(explainer, image):
     options = {"layers": 3, "head_fusion": "max", "discard_ratio": 0.5, "value_weighted": False, "refine": 0}
-    found = explainer.explain(image, method="flow", **options)
+    actual = explainer.explain(image, method="flow", **options)
     fused = [layer[0].double() for layer in recorded(explainer, image, head_fusion="max").attentions]
     flow = vitflow.attention_flow([layer[None] for layer in fused], layers=3, discard_ratio=0.5).values
     expected = (flow / flow.sum()) @ vitflow.attention_rollout([f[None] for f in fused[:3]], discard_ratio=0.5)[0]
-    np.testing.assert_allclose(found.grid.ravel(), expected[0, 1:].numpy(), rtol=1e-4, atol=1e-7)
-    assert found.facts["flow_layers"] == [4, 6]
+    np.testing.assert_allclose(actual.grid.ravel(), expected[0, 1:].numpy(), rtol=1e-4, atol=1e-7)
+    assert actual.facts["flow_layers"] == [4, 6]
 
 
 def test_nothing_below_gives_the_flow_itself(explainer, image):
-    found = explainer.explain(
+    actual = explainer.explain(
         image, method="flow", layers="5:6", below="none", discard_ratio=0.0, value_weighted=False, refine=0
     )
     trace = recorded(explainer, image)
     expected = vitflow.attention_flow(trace.attentions, layers=2).values[0, 1:]
-    np.testing.assert_allclose(found.grid.ravel(), expected.numpy(), rtol=1e-5)
-    assert found.facts["saturated"] == pytest.approx(
+    np.testing.assert_allclose(actual.grid.ravel(), expected.numpy(), rtol=1e-5)
+    assert actual.facts["saturated"] == pytest.approx(
         float(vitflow.attention_flow(trace.attentions, layers=2).saturated_share[0])
     )
 
 
-def test_all_layers_are_the_papers_definition_and_their_saturation_is_told(explainer, image, tmp_path):
+def test_all_layers_are_the_papers_definition_and_their_saturation_is_reported(explainer, image, tmp_path):
     with pytest.warns(VitflowWarning, match=r"\d+% of the flows through layers 1 to 6 are saturated"):
-        found = explainer.explain(image, method="flow", layers="all")
-    assert found.options["discard_ratio"] == 0.0
-    assert found.options["value_weighted"] is False
+        actual = explainer.explain(image, method="flow", layers="all")
+    assert actual.options["discard_ratio"] == 0.0
+    assert actual.options["value_weighted"] is False
     attentions = recorded(explainer, image).attentions
     expected = vitflow.attention_flow(attentions)
-    np.testing.assert_allclose(found.grid.ravel(), expected.values[0, 1:].numpy(), rtol=1e-5)
+    np.testing.assert_allclose(actual.grid.ravel(), expected.values[0, 1:].numpy(), rtol=1e-5)
     columns = vitflow.methods.fusion.add_residual(attentions[0].mean(1))[0].sum(0)
     trivial = columns[1:].clamp(max=1.0).numpy()  # no more than the class token has
     same = np.isclose(expected.values[0, 1:].numpy(), trivial, rtol=1e-6)
-    assert same.mean() == pytest.approx(found.facts["saturated"])  # this is what saturation means
-    with np.load(found.save(tmp_path / "map.npz")) as saved:
+    assert same.mean() == pytest.approx(actual.facts["saturated"])  # this is what saturation means
+    with np.load(actual.save(tmp_path / "map.npz")) as saved:
         assert json.loads(str(saved["metadata"]))["facts"]["saturated"] > 0.9
 
 
@@ -74,10 +74,10 @@ def test_the_default_is_not_saturated(explainer, image):
         assert explainer.explain(image, method="flow").facts["saturated"] < 0.5
 
 
-def test_options_beside_all_layers_still_count(explainer, image):
+def test_options_next_to_all_layers_still_count(explainer, image):
     with pytest.warns(VitflowWarning, match="saturated"):
-        found = explainer.explain(image, method="flow", layers="all", head_fusion="max")
-    assert found.options["head_fusion"] == "max"
+        actual = explainer.explain(image, method="flow", layers="all", head_fusion="max")
+    assert actual.options["head_fusion"] == "max"
 
 
 def test_saturation_stands_in_the_caption_of_a_strip(explainer, image, tmp_path):
@@ -92,7 +92,7 @@ def test_wrong_windows_are_named(explainer, image, layers):
         explainer.explain(image, method="flow", layers=layers)
 
 
-def test_progress_is_told_flow_by_flow(explainer, image):
+def test_progress_is_reported_flow_by_flow(explainer, image):
     import contextlib
 
     seen: list[int] = []
@@ -115,5 +115,5 @@ def test_a_model_of_fewer_layers_than_the_default_window_flows_through_all_of_th
     )
     data = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
     image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    found = vitflow.Explainer(model, data_config=data).explain(image, method="flow")
-    assert found.facts["flow_layers"] == [1, 2]
+    actual = vitflow.Explainer(model, data_config=data).explain(image, method="flow")
+    assert actual.facts["flow_layers"] == [1, 2]

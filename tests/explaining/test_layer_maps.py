@@ -27,31 +27,31 @@ def explainer() -> Explainer:
 
 @pytest.mark.parametrize("method", ["rollout", "gae"])
 def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_head(explainer, method):
-    found = vitflow.layer_maps(IMAGE, model=explainer, method=method, layer=2, target=3)
-    assert isinstance(found, vitflow.explaining.layer_maps.LayerMaps) and found.layer == 2
-    assert [len(maps) for maps in (found.single, found.accumulated, found.heads)] == [3, 3, 3]
+    actual = vitflow.layer_maps(IMAGE, model=explainer, method=method, layer=2, target=3)
+    assert isinstance(actual, vitflow.explaining.layer_maps.LayerMaps) and actual.layer == 2
+    assert [len(maps) for maps in (actual.single, actual.accumulated, actual.heads)] == [3, 3, 3]
     expected = [explainer.explain(IMAGE, method="attention", layer=layer) for layer in (1, 2, 3)]
     expected += [explainer.explain(IMAGE, method=method, target=3, start_layer=start) for start in (3, 2, 1)]
     expected += [explainer.explain(IMAGE, method="attention", layer=2, head=head) for head in range(3)]
-    for one, alone in zip(found.saliencies, expected, strict=True):
+    for one, alone in zip(actual.saliencies, expected, strict=True):
         np.testing.assert_allclose(one.grid, alone.grid, rtol=1e-4, atol=1e-7)
     whole = explainer.explain(IMAGE, method=method, target=3)
-    np.testing.assert_allclose(found.accumulated[-1].grid, whole.grid, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(actual.accumulated[-1].grid, whole.grid, rtol=1e-4, atol=1e-7)
 
 
 def test_options_reach_the_methods_that_have_them(explainer):
-    found = vitflow.layer_maps(IMAGE, model=explainer, patch=(1, 2), residual=0.3)
-    assert all(one.options["patch"] == (1, 2) for one in found.saliencies)
-    assert all(one.options["residual"] == 0.3 for one in found.accumulated)
-    assert found.layer == 3
+    actual = vitflow.layer_maps(IMAGE, model=explainer, patch=(1, 2), residual=0.3)
+    assert all(one.options["patch"] == (1, 2) for one in actual.saliencies)
+    assert all(one.options["residual"] == 0.3 for one in actual.accumulated)
+    assert actual.layer == 3
 
 
 def test_the_sheet_names_every_map(explainer, tmp_path):
     figure = vitflow.layer_maps(IMAGE, model=explainer, layer=1).figure(tmp_path / "sheet.svg", contours=True)
     nodes = ET.parse(tmp_path / "sheet.svg").iter("{http://www.w3.org/2000/svg}text")
     words = ["".join(node.itertext()) for node in nodes]
-    told = ["Layer 1", "Layer 2", "Layer 3", "Layers 2–3", "Layers 1–3", "Head 0", "Head 1", "Head 2", "Photograph"]
-    assert set(told) <= set(words) and words.count("Layer 3") == 2  # alone, and where building up begins
+    reported = ["Layer 1", "Layer 2", "Layer 3", "Layers 2–3", "Layers 1–3", "Head 0", "Head 1", "Head 2", "Photograph"]
+    assert set(reported) <= set(words) and words.count("Layer 3") == 2  # alone, and where building up begins
     assert "raw attention of each head of layer 1" in words
     assert len(figure.findobj(OffsetImage)) == 3 + 3 + 3 + 2 + 1  # the photograph, the whole map first, and a bar
     assert words[:2] == ["Photograph", "Attention rollout"]
@@ -59,10 +59,10 @@ def test_the_sheet_names_every_map(explainer, tmp_path):
 
 
 def test_json_holds_the_grid_of_every_map(explainer, tmp_path):
-    found = vitflow.layer_maps(IMAGE, model=explainer, layer=1)
-    kept = json.loads(found.save(tmp_path / "sheet.json").read_text())
+    actual = vitflow.layer_maps(IMAGE, model=explainer, layer=1)
+    kept = json.loads(actual.save(tmp_path / "sheet.json").read_text())
     maps = [one for part in ("layers", "accumulated", "heads") for one in kept[part]]
-    for one, saliency in zip(maps, found.saliencies, strict=True):
+    for one, saliency in zip(maps, actual.saliencies, strict=True):
         np.testing.assert_array_equal(np.float32(one["grid"]), saliency.grid)
         assert one["method"] == saliency.method and one["options"] == saliency.to_dict()["options"]
 

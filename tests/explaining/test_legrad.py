@@ -36,24 +36,24 @@ def written_out(model: nn.Module, pixels: torch.Tensor, score, mean: bool, start
 
 @pytest.mark.parametrize("pooled", ["mean", "own"])
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
-def test_legrad_is_the_positive_gradient_of_each_layers_own_answer(readout, pooled):
+def test_legrad_is_the_positive_gradient_of_each_layers_answer(readout, pooled):
     model = literal_vit.timm_model(readout)
     explainer, images, targets = Explainer(model, data_config=CONFIG), [photo(1), photo(2)], np.array([3, 0])
     start = 2 if readout == "class token" else 1
-    found = explainer.explain_batch(images, methods=["legrad"], targets=targets, pooled=pooled, start_layer=start)
-    for image, target, saliency in zip(images, targets, found, strict=True):
+    actual = explainer.explain_batch(images, methods=["legrad"], targets=targets, pooled=pooled, start_layer=start)
+    for image, target, saliency in zip(images, targets, actual, strict=True):
         pixels = explainer.pixels(image)[0]
-        wanted = written_out(model, pixels, lambda logits, own=target: logits[own], pooled == "mean", start)
+        wanted = written_out(model, pixels, lambda logits, entry=target: logits[entry], pooled == "mean", start)
         assert saliency.grid == pytest.approx(wanted, rel=1e-5, abs=1e-6 * wanted.max())
         assert saliency.class_specific and (saliency.grid >= 0).all() and saliency.grid.any()
 
 
-def test_a_function_of_the_output_is_asked_of_every_layer():
+def test_a_function_of_the_output_is_requested_of_every_layer():
     model = literal_vit.timm_model()
     explainer = Explainer(model, data_config=CONFIG, outputs=lambda output: (output[:, :2] - output[:, 2:4]) ** 2)
-    found = explainer.explain(photo(), method="legrad", target=1).grid
+    actual = explainer.explain(photo(), method="legrad", target=1).grid
     wanted = written_out(model, explainer.pixels(photo())[0], lambda logits: (logits[1] - logits[3]) ** 2, True)
-    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6 * wanted.max())
+    assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-6 * wanted.max())
 
 
 FAMILIES = ("ViTForImageClassification", "Dinov2WithRegistersForImageClassification", "SiglipForImageClassification")
@@ -68,8 +68,8 @@ def test_the_rest_of_a_model_of_transformers_runs_on_other_tokens(name):
     with torch.no_grad(), record_attention(model, attention=False, features=[last]) as trace:
         wanted = model(pixels).logits
     tokens = trace.features[last].requires_grad_()
-    found = answer_from(model, torch.randn_like(pixels), last, tokens).logits
-    assert torch.allclose(found, wanted, atol=1e-5) and found.requires_grad
+    actual = answer_from(model, torch.randn_like(pixels), last, tokens).logits
+    assert torch.allclose(actual, wanted, atol=1e-5) and actual.requires_grad
     assert not torch.allclose(answer_from(model, pixels, last, tokens.square()).logits, wanted, atol=1e-3)
 
 
@@ -99,13 +99,13 @@ def test_half_precision_gives_finite_maps():
         ("cait_xxs24_224", {"img_size": 64, "depth": 2}),
     ],
 )
-def test_models_whose_layers_have_no_answer_of_their_own_are_refused_by_name(name, options):
+def test_models_whose_layers_have_no_answer_of_their_are_refused_by_name(name, options):
     model = timm.create_model(name, num_classes=3, **options).eval()
     with pytest.raises(UnsupportedModelError, match=f"LeGrad.*{type(model).__name__}.*gae"):
         Explainer(model).explain(photo(), method="legrad")
 
 
-def test_what_legrad_cannot_be_asked_is_said():
+def test_what_legrad_cannot_be_requested_is_said():
     explainer = Explainer(literal_vit.timm_model(), data_config=CONFIG)
     for options, words in (({"start_layer": 4}, "from 1 to 3"), ({"pooled": "max"}, "Unknown pooled 'max'")):
         with pytest.raises(OptionError, match=words):

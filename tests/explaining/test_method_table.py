@@ -13,7 +13,7 @@ from vitflow.explaining.method_table import register_method
 
 
 @pytest.fixture(autouse=True)
-def _own_table(monkeypatch):
+def _custom_table(monkeypatch):
     monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
 
 
@@ -38,7 +38,7 @@ def test_a_method_of_the_table_is_taken_with_what_is_changed_of_it():
     assert register_method(name="other", function="module:function").name == "other"
 
 
-def test_a_method_of_ones_own_is_called_what_its_author_calls_it():
+def test_a_method_is_called_what_its_author_calls_it():
     assert register_method("mine", "module:function").title == "mine"
     assert register_method("mine", "module:function", title="My own", replace=True).title == "My own"
     assert method_table.get_method("gae").title == "GAE"
@@ -65,13 +65,13 @@ FOREIGN = ["--method", "centre", "--layers", "3"], "Unknown option of method cen
 
 
 @pytest.mark.parametrize(
-    ("command", "choice", "told"),
+    ("command", "choice", "reported"),
     [
         *(("explain x.png", *UNKNOWN), ("compare x.png", *UNKNOWN), ("evaluate demo:1", *UNKNOWN)),
         *(("folder x -o out", *FOREIGN), ("explain x.png", *FOREIGN), ("compare x.png", *FOREIGN)),
     ],
 )
-def test_every_command_refuses_what_the_table_does_not_have_before_it_loads_torch(command, choice, told):
+def test_every_command_refuses_what_the_table_does_not_have_before_it_loads_torch(command, choice, reported):
     code = (
         "import sys\nfrom vitflow.cli import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
         "    print(stop.code, 'torch' in sys.modules)"
@@ -79,4 +79,4 @@ def test_every_command_refuses_what_the_table_does_not_have_before_it_loads_torc
     done = subprocess.run(
         [sys.executable, "-c", code, *command.split(), *choice], capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "2 False\n" and told in done.stderr, done.stderr
+    assert done.stdout == "2 False\n" and reported in done.stderr, done.stderr

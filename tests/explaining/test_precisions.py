@@ -21,8 +21,8 @@ def test_maps_are_those_of_full_precision_to_its_rounding(dtype, tolerance):
     expected = Explainer("demo").explain_batch(images, methods=METHODS)
     explainer = Explainer(load_model("demo"), dtype=dtype)
     assert {parameter.dtype for parameter in explainer.model.parameters()} == {getattr(torch, dtype)}
-    found = explainer.explain_batch(images, methods=METHODS)
-    for ours, theirs in zip(found, expected, strict=True):
+    actual = explainer.explain_batch(images, methods=METHODS)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.grid.dtype == np.float32
         assert ours.target == theirs.target
         assert abs(ours.probability - theirs.probability) < tolerance

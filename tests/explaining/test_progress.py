@@ -1,4 +1,4 @@
-"""What a run over many images tells while it works: it moves soon, estimates, and tells a note once."""
+"""Progress of a run over many images: it moves soon, estimates the time left, and prints a note once."""
 
 import io
 import itertools
@@ -97,7 +97,7 @@ def test_a_terminal_shows_one_bar_with_an_estimate_and_a_file_none(monkeypatch):
             assert text == "error: E: of 'a.jpg'\n"
 
 
-def test_the_same_note_is_told_once_with_a_count(capsys):
+def test_the_same_note_is_reported_once_with_a_count(capsys):
     with reporting():
         for number in range(5):
             warnings.warn(f"{90 + number}% of the flows are saturated.", VitflowWarning, stacklevel=1)
@@ -117,13 +117,13 @@ def test_ctrl_c_says_how_to_go_on(capsys):
         assert stop.value.code == 130 and words in capsys.readouterr().err
 
 
-def test_an_output_that_cannot_be_written_is_told_with_a_remedy(tmp_path):
+def test_an_output_that_cannot_be_written_is_reported_with_a_remedy(tmp_path):
     source = fill(tmp_path / "in", 1)
     (tmp_path / "file").write_text("")
     for verb in (
         ["folder", str(source), "--model", "demo", "--method", "centre"],
         ["evaluate", "demo:1", "--method", "centre"],
     ):
-        found = CliRunner().invoke(cli, [*verb, "-o", str(tmp_path / "file" / "out")])
-        assert found.exit_code == 2, found.output
-        assert "cannot be written to: Not a directory. Choose another" in found.stderr and ".part" not in found.stderr
+        actual = CliRunner().invoke(cli, [*verb, "-o", str(tmp_path / "file" / "out")])
+        assert actual.exit_code == 2, actual.output
+        assert "cannot be written to: Not a directory. Choose another" in actual.stderr and ".part" not in actual.stderr

@@ -91,15 +91,15 @@ def test_a_map_is_refined_by_the_definition(make, affinity, method):
 def test_unfused_attention_shows_the_same_keys(affinity):
     fused, eager = of_transformers(), of_transformers("eager")
     for method in ("rollout", "gae"):
-        own = {"method": method, "refine": 1, "affinity": affinity}
-        first, second = (one.explain(IMAGES[0], **own).grid for one in (fused, eager))
+        entry = {"method": method, "refine": 1, "affinity": affinity}
+        first, second = (one.explain(IMAGES[0], **entry).grid for one in (fused, eager))
         np.testing.assert_allclose(first, second, rtol=0, atol=1e-5 * first.max())
     model = small().model
     expected = Explainer(model).explain(IMAGES[0], method="rollout", refine=1, affinity=affinity).grid
     for block in model.blocks:
         block.attn.fused_attn = False
-    found = Explainer(model).explain(IMAGES[0], method="rollout", refine=1, affinity=affinity).grid
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
+    actual = Explainer(model).explain(IMAGES[0], method="rollout", refine=1, affinity=affinity).grid
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * expected.max())
 
 
 @pytest.mark.parametrize("affinity", KINDS)
@@ -111,8 +111,8 @@ def test_the_order_of_heads_does_not_matter(affinity):
         for parameter in (block.attn.qkv.weight, block.attn.qkv.bias):
             parameter.data = parameter.data.unflatten(0, (3, 3, -1))[:, order].flatten(0, 2)
         block.attn.proj.weight.data = block.attn.proj.weight.data.unflatten(1, (3, -1))[:, order].flatten(1)
-    found = explainer.explain(IMAGES[0], method="gae", refine=1, affinity=affinity).grid
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * expected.max())  # cosines in float32
+    actual = explainer.explain(IMAGES[0], method="gae", refine=1, affinity=affinity).grid
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * expected.max())  # cosines in float32
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -137,7 +137,7 @@ def table(monkeypatch):
     monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
 
 
-def test_a_method_of_the_users_own_is_refined_and_signs_are_kept(demo, table):
+def test_a_method_of_the_user_is_refined_and_signs_are_kept(demo, table):
     def signed(trace, *, weight):
         grid = torch.zeros(len(trace.pixels), trace.layout.rows, trace.layout.cols)
         grid[:, 2, 3], grid[:, 8, 8] = weight, -weight
@@ -153,8 +153,8 @@ def test_a_method_of_the_users_own_is_refined_and_signs_are_kept(demo, table):
 
 
 def test_a_patch_of_the_top_layer_is_explained_refined(demo):
-    own = {"method": "rollout", "patch": (3, 4)}
-    plain, refined = (demo.explain(IMAGES[0], refine=steps, **own).grid for steps in (0, 1))
+    entry = {"method": "rollout", "patch": (3, 4)}
+    plain, refined = (demo.explain(IMAGES[0], refine=steps, **entry).grid for steps in (0, 1))
     assert plain.sum() == pytest.approx(refined.sum(), rel=1e-6)
     assert not np.allclose(plain, refined)
 
@@ -168,24 +168,24 @@ def test_what_moves_along_attention_is_refined_once_by_default_and_raw_attention
 
 def test_the_papers_definition_is_not_refined(demo, table):
     rollout = method_table.get_method("rollout")
-    own = {"needs": rollout.needs, "presets": rollout.presets}
-    register_method("eager", rollout.function, defaults={**rollout.defaults, "refine": 2}, **own)
+    entry = {"needs": rollout.needs, "presets": rollout.presets}
+    register_method("eager", rollout.function, defaults={**rollout.defaults, "refine": 2}, **entry)
     assert demo.explain(IMAGES[0], method="eager").options["refine"] == 2
     assert demo.explain(IMAGES[0], method="eager", preset="paper").options["refine"] == 0
     assert demo.explain(IMAGES[0], method="eager", preset="paper", refine=1).options["refine"] == 1
     assert method_table.get_method("flow").complete({"layers": "all"})["refine"] == 0
 
 
-def test_where_it_does_not_apply_it_is_refused_if_asked_and_else_left_out_and_told(table):
+def test_where_it_does_not_apply_it_is_refused_if_requested_and_else_left_out_and_reported(table):
     explainer = small("swin_tiny_patch4_window7_224", window_size=4, depths=(2, 2, 2, 2))
     with pytest.raises(UnsupportedModelError, match="in no layer of SwinTransformer do all 16 × 16 .* refine=0"):
         explainer.explain(IMAGES[0], method="rollout", refine=1)
     rollout = method_table.get_method("rollout")
     register_method("eager", rollout.function, defaults={**rollout.defaults, "refine": 1}, needs=rollout.needs)
-    found = explainer.explain(IMAGES[0], method="eager")
-    assert found.options["refine"] == 0
-    assert found.facts["refinement"].startswith("left out: Refinement does not apply: in no layer of SwinTransformer")
-    np.testing.assert_array_equal(found.grid, explainer.explain(IMAGES[0], method="rollout", refine=0).grid)
+    actual = explainer.explain(IMAGES[0], method="eager")
+    assert actual.options["refine"] == 0
+    assert actual.facts["refinement"].startswith("left out: Refinement does not apply: in no layer of SwinTransformer")
+    np.testing.assert_array_equal(actual.grid, explainer.explain(IMAGES[0], method="rollout", refine=0).grid)
 
 
 def test_a_run_leaves_out_what_is_only_a_default_as_a_single_map_does(tmp_path):
@@ -215,33 +215,33 @@ def test_maps_on_another_grid_are_refused_by_its_size(demo):
         demo.explain(IMAGES[0], method="input_gradient", patch_size=16, refine=1)
 
 
-def test_patches_that_are_all_alike_are_told(table):
+def test_patches_that_are_all_equal_are_reported(table):
     model = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64, depth=2).eval()
     for block in model.blocks:
         torch.nn.init.zeros_(block.attn.qkv.weight[:384])  # queries and keys
     explainer = Explainer(model)
     with pytest.warns(VitflowWarning, match="treats all patches as nearly equal"):
-        found = explainer.explain(IMAGES[0], method="input_gradient", refine=1)
-    assert found.facts["refinement"] == "the model treats all patches as nearly equal"
-    assert np.ptp(found.grid) < 1e-4 * found.grid.max()
-    own = {"method": "consensus", "affinity": "attention"}  # the keys are nothing at all
-    consensus = explainer.explain(IMAGES[0], **own)  # only a default there
+        actual = explainer.explain(IMAGES[0], method="input_gradient", refine=1)
+    assert actual.facts["refinement"] == "the model treats all patches as nearly equal"
+    assert np.ptp(actual.grid) < 1e-4 * actual.grid.max()
+    entry = {"method": "consensus", "affinity": "attention"}  # the keys are nothing at all
+    consensus = explainer.explain(IMAGES[0], **entry)  # only a default there
     assert consensus.options["refine"] == 0
     assert consensus.facts["refinement"] == "left out: the model treats all patches as nearly equal"
     with pytest.warns(VitflowWarning, match="treats all patches as nearly equal"):
-        asked = explainer.explain(IMAGES[0], refine=1, **own)
-    assert asked.options["refine"] == 1
-    assert asked.facts["refinement"] == "the model treats all patches as nearly equal"
-    assert np.ptp(asked.grid) < 1e-4 * asked.grid.max() < np.ptp(consensus.grid)
+        requested = explainer.explain(IMAGES[0], refine=1, **entry)
+    assert requested.options["refine"] == 1
+    assert requested.facts["refinement"] == "the model treats all patches as nearly equal"
+    assert np.ptp(requested.grid) < 1e-4 * requested.grid.max() < np.ptp(consensus.grid)
 
 
-def test_by_default_an_image_that_is_much_alike_is_refined_as_if_asked(demo):
+def test_by_default_an_image_that_is_nearly_uniform_is_refined_as_if_requested(demo):
     """The model's patches attend nearly evenly to this one, and refined its maps lie far better on the object."""
     image = next(draw_images(1, 8)).image
     default = demo.explain(image, method="gae")
-    asked = demo.explain(image, method="gae", refine=1)
-    assert default.options == asked.options and default.facts == asked.facts
-    np.testing.assert_array_equal(default.grid, asked.grid)
+    requested = demo.explain(image, method="gae", refine=1)
+    assert default.options == requested.options and default.facts == requested.facts
+    np.testing.assert_array_equal(default.grid, requested.grid)
 
 
 @pytest.mark.parametrize(
@@ -264,13 +264,13 @@ def test_baselines_are_never_refined(demo):
     assert "refine" not in demo.explain(IMAGES[0], method="centre").options
 
 
-def test_keys_are_recorded_only_when_asked():
+def test_keys_are_recorded_only_when_requested():
     model = small().model
-    for asked in (False, True):
-        with torch.no_grad(), record_attention(model, head_fusion="mean", keys=asked) as trace:
+    for requested in (False, True):
+        with torch.no_grad(), record_attention(model, head_fusion="mean", keys=requested) as trace:
             model(torch.zeros(2, 3, 64, 64))
         shapes = [None if layer.keys is None else tuple(layer.keys.shape) for layer in trace.layers]
-        assert shapes == [(2, 17, 192) if asked else None] * 2
+        assert shapes == [(2, 17, 192) if requested else None] * 2
 
 
 # --- Consensus ---
@@ -279,16 +279,16 @@ def test_keys_are_recorded_only_when_asked():
 def test_consensus_is_the_weighted_geometric_mean_of_its_parts_refined(demo):
     expected = 1.0
     for part, weight in {"gae": 1, "sampling": 2}.items():
-        own = {"head_fusion": "signed_mean"} if part == "gae" else {}
-        grid = demo.explain(IMAGES[0], method=part, refine=1, affinity="both", **own).grid.astype(np.float64)
+        entry = {"head_fusion": "signed_mean"} if part == "gae" else {}
+        grid = demo.explain(IMAGES[0], method=part, refine=1, affinity="both", **entry).grid.astype(np.float64)
         expected = expected * np.maximum(grid / grid.sum(), FLOOR / grid.size) ** (weight / 3)
-    found = demo.explain(IMAGES[0], method="consensus")
-    np.testing.assert_allclose(found.grid, expected, rtol=2e-4, atol=1e-9)
-    assert found.class_specific and found.options["refine"] == 1
+    actual = demo.explain(IMAGES[0], method="consensus")
+    np.testing.assert_allclose(actual.grid, expected, rtol=2e-4, atol=1e-9)
+    assert actual.class_specific and actual.options["refine"] == 1
 
 
 def test_a_zero_in_one_map_leaves_the_order_of_the_others():
     zero, other = torch.tensor([[[0.0, 0.0, 1.0]]]), torch.tensor([[[0.2, 0.3, 0.5]]])
-    found = geometric_mean([zero, other, other], [1, 1, 1])[0, 0]
-    assert found[0] < found[1] < found[2]
+    actual = geometric_mean([zero, other, other], [1, 1, 1])[0, 0]
+    assert actual[0] < actual[1] < actual[2]
     assert torch.isfinite(geometric_mean([torch.zeros(1, 1, 3), other], [1, 2])).all()

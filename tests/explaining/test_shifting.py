@@ -38,7 +38,7 @@ def test_a_moved_map_is_realigned_by_area(move):
 def test_the_map_is_the_mean_over_crops_that_are_moved(fit, method):
     explainer = Explainer("demo", fit=fit)
     plain = explainer.explain(IMAGE, method=method)
-    found = explainer.explain(IMAGE, method=method, shifts=4)
+    actual = explainer.explain(IMAGE, method=method, shifts=4)
     image = explainer.placed(IMAGE, "one")
     half, expected = explainer.spec.patch_size[0] // 2, []
     for down in (-1, 1):
@@ -48,17 +48,17 @@ def test_the_map_is_the_mean_over_crops_that_are_moved(fit, method):
             crop.placed = lambda source, name, place=place: type(image)(name, IMAGE, place)
             grid = crop.explain(IMAGE, method=method, target=plain.target).grid
             expected.append(literal(grid, down / 2, right / 2))
-    np.testing.assert_allclose(found.grid, np.mean(expected, axis=0), rtol=0, atol=1e-4 * found.grid.max())
-    assert (found.target, found.placement, found.options["shifts"]) == (plain.target, plain.placement, 4)
+    np.testing.assert_allclose(actual.grid, np.mean(expected, axis=0), rtol=0, atol=1e-4 * actual.grid.max())
+    assert (actual.target, actual.placement, actual.options["shifts"]) == (plain.target, plain.placement, 4)
 
 
-def test_each_class_and_image_has_its_own_mean_and_baselines_have_none(demo):
+def test_each_class_and_image_has_its_mean_and_baselines_have_none(demo):
     images = [IMAGE, draw_image(4).image]
-    found = demo.explain_batch(images, methods=["gae", "rollout", "random"], targets=[1, 2], shifts=4)
-    assert [(one.method, one.target) for one in found[:4]] == [("gae", 1), ("gae", 2), ("rollout", 1), ("random", 1)]
+    actual = demo.explain_batch(images, methods=["gae", "rollout", "random"], targets=[1, 2], shifts=4)
+    assert [(one.method, one.target) for one in actual[:4]] == [("gae", 1), ("gae", 2), ("rollout", 1), ("random", 1)]
     alone = demo.explain(images[1], method="gae", target=2, shifts=4)
-    np.testing.assert_allclose(found[5].grid, alone.grid, rtol=0, atol=1e-5 * alone.grid.max())
-    np.testing.assert_array_equal(found[3].grid, demo.explain(IMAGE, method="random").grid)
+    np.testing.assert_allclose(actual[5].grid, alone.grid, rtol=0, atol=1e-5 * alone.grid.max())
+    np.testing.assert_array_equal(actual[3].grid, demo.explain(IMAGE, method="random").grid)
 
 
 @pytest.mark.parametrize("shifts", [1, 3, -4, True])

@@ -84,10 +84,10 @@ def test_the_original_of_a_tensor_is_what_the_map_lies_on():
     explainer = Explainer(model_of("timm"), data_config=DATA | {"crop_pct": 0.8})
     original = np.random.default_rng(9).integers(0, 256, (50, 90, 3), dtype=np.uint8)
     pixels = explainer.pixels(original)
-    found, expected = explainer.explain(pixels, original=original), explainer.explain(original)
-    np.testing.assert_allclose(found.grid, expected.grid, rtol=0, atol=1e-6)
-    np.testing.assert_array_equal(found.image, original)
-    assert found.placement == expected.placement != explainer.explain(pixels).placement
+    actual, expected = explainer.explain(pixels, original=original), explainer.explain(original)
+    np.testing.assert_allclose(actual.grid, expected.grid, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(actual.image, original)
+    assert actual.placement == expected.placement != explainer.explain(pixels).placement
     shifted = explainer.explain(pixels, original=original, shifts=4)
     np.testing.assert_allclose(shifted.grid, explainer.explain(original, shifts=4).grid, rtol=0, atol=1e-6)
     with pytest.raises(ShapeError, match="tensor of .* for this original"):
@@ -98,25 +98,25 @@ def test_the_original_of_a_tensor_is_what_the_map_lies_on():
 def test_layers_features_and_pages_take_tensors():
     explainer, batch = Explainer(model_of("timm"), data_config=DATA | {"crop_pct": 0.5}), normalised(IMAGES)
     exact = Explainer(model_of("timm"), data_config=DATA)
-    for found, expected in zip(
+    for actual, expected in zip(
         vitflow.layer_maps(batch[0], model=explainer).saliencies,
         vitflow.layer_maps(IMAGES[0], model=exact).saliencies,
         strict=True,
     ):
-        np.testing.assert_allclose(found.grid, expected.grid, rtol=0, atol=1e-5)
-    found, expected = vitflow.feature_maps(batch, model=explainer), vitflow.feature_maps(IMAGES, model=exact)
-    np.testing.assert_allclose(found.components, expected.components, rtol=0, atol=1e-3)
+        np.testing.assert_allclose(actual.grid, expected.grid, rtol=0, atol=1e-5)
+    actual, expected = vitflow.feature_maps(batch, model=explainer), vitflow.feature_maps(IMAGES, model=exact)
+    np.testing.assert_allclose(actual.components, expected.components, rtol=0, atol=1e-3)
     assert len(vitflow.compare(batch, model=explainer, methods=["rollout", "centre"]).saliencies) == 6
     assert "image 2" in vitflow.explore(batch[:2], model=explainer).html
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "reported"),
     [(torch.rand(3, 32, 32), "its range is .* to "), (torch.rand(3, 32, 32) * 255, "does not look normalised")],
 )
-def test_a_tensor_that_does_not_look_normalised_is_mentioned_once(values, told):
+def test_a_tensor_that_does_not_look_normalised_is_mentioned_once(values, reported):
     explainer = Explainer(model_of("timm"), data_config=DATA)
-    with pytest.warns(VitflowWarning, match=told):
+    with pytest.warns(VitflowWarning, match=reported):
         explainer.explain(values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -124,7 +124,7 @@ def test_a_tensor_that_does_not_look_normalised_is_mentioned_once(values, told):
 
 
 @pytest.mark.parametrize(
-    ("pixels", "told"),
+    ("pixels", "reported"),
     [
         (torch.zeros(3, 16, 16), r"float tensor \[3, 32, 32\].*got torch.float32 \[3, 16, 16\]"),
         (torch.zeros(1, 32, 32), r"got torch.float32 \[1, 32, 32\]"),
@@ -134,8 +134,8 @@ def test_a_tensor_that_does_not_look_normalised_is_mentioned_once(values, told):
         (torch.full((3, 32, 32), torch.nan), "finite"),
     ],
 )
-def test_a_tensor_that_is_no_input_of_the_model_is_refused(pixels, told):
-    with pytest.raises(ShapeError, match=told):
+def test_a_tensor_that_is_no_input_of_the_model_is_refused(pixels, reported):
+    with pytest.raises(ShapeError, match=reported):
         Explainer(model_of("timm"), data_config=DATA).explain(pixels)
 
 

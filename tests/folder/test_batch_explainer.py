@@ -28,19 +28,19 @@ def test_a_row_for_every_input_with_its_id_its_fault_and_its_maps():
     images = [image_bytes(1), BAD, array, {"bytes": image_bytes(2), "path": None}, None]
     batch = {"name": np.array([7, 8, 9, 10, 11]), "image": images, "other": [0] * 5}
     made = BatchExplainer(tiny_model, ["rollout", "gae"], image="image", id="name", target=2)
-    found = made(batch)
-    assert found["id"].tolist() == [7, 8, 9, 10, 11]
-    assert found["status"].tolist() == ["explained", "failed", "explained", "explained", "failed"]
-    assert found["error"][1] == "OSError" and "damaged" in found["message"][1] and found["error"][4] == "ImageError"
+    actual = made(batch)
+    assert actual["id"].tolist() == [7, 8, 9, 10, 11]
+    assert actual["status"].tolist() == ["explained", "failed", "explained", "explained", "failed"]
+    assert actual["error"][1] == "OSError" and "damaged" in actual["message"][1] and actual["error"][4] == "ImageError"
     for row, image in ((0, images[0]), (2, array), (3, images[3]["bytes"])):
         for method in ("rollout", "gae"):
-            grid, placement = made.map_of(found, row, method)
+            grid, placement = made.map_of(actual, row, method)
             assert is_the_map_of(grid, image, explainer, method, target=2)
             assert placement == explainer.explain(image).placement
-        assert found["class_index"][row] == 2 and len(found["grid_gae"][row]) == 2 * 16
+        assert actual["class_index"][row] == 2 and len(actual["grid_gae"][row]) == 2 * 16
     with pytest.raises(ShapeError, match="has no map 'rollout'"):
-        made.map_of(found, 1, "rollout")
-    assert {len(column) for column in found.values()} == {5}
+        made.map_of(actual, 1, "rollout")
+    assert {len(column) for column in actual.values()} == {5}
 
 
 def test_it_is_small_to_send_and_loads_the_model_where_it_runs():
@@ -69,7 +69,7 @@ def test_it_is_small_to_send_and_loads_the_model_where_it_runs():
         (lambda: BatchExplainer(tiny_model, target=9), {"id": [1], "image": [b""]}, "from 0 to 4, got 9"),
     ],
 )
-def test_what_is_wrong_with_all_is_told(make, batch, message):
+def test_what_is_wrong_with_all_is_reported(make, batch, message):
     with pytest.raises(OptionError, match=message):
         make()(batch)
 
@@ -81,8 +81,8 @@ def picky_model():
 def test_an_image_on_which_the_model_fails_fails_alone():
     white = np.full((40, 40, 3), 255, np.uint8)
     batch = {"id": [1, 2, 3], "image": [image_bytes(1), white, image_bytes(2)]}
-    found = BatchExplainer(picky_model)(batch)
-    assert found["error"].tolist() == ["", "ModelError", ""]
+    actual = BatchExplainer(picky_model)(batch)
+    assert actual["error"].tolist() == ["", "ModelError", ""]
 
 
 def test_an_image_of_the_class_that_it_is_set_against_fails_alone():
@@ -90,8 +90,8 @@ def test_an_image_of_the_class_that_it_is_set_against_fails_alone():
     explainer = Explainer(tiny_model())
     outputs = [one.predicted for one in explainer.explain_batch(images)]
     made = BatchExplainer(tiny_model, ["gae"], target=Contrast(None, against=outputs[0]))
-    found = made({"id": list("abcd"), "image": images})
-    assert found["error"].tolist() == ["SameClassError" if answer == outputs[0] else "" for answer in outputs]
+    actual = made({"id": list("abcd"), "image": images})
+    assert actual["error"].tolist() == ["SameClassError" if answer == outputs[0] else "" for answer in outputs]
 
 
 PLACEMENT = '{"image_size": [4, 4], "resized_size": [4, 4], "offset": [0, 0], "input_size": [4, 4]}'
@@ -100,11 +100,11 @@ PLACEMENT = '{"image_size": [4, 4], "resized_size": [4, 4], "offset": [0, 0], "i
 @pytest.mark.parametrize("scale", [1e-44, 1e-30, 1e-9, 1.0, 70_000.0, 1e30, 6e37])
 def test_half_precision_keeps_maps_of_any_scale(scale):
     grid = (np.random.default_rng(0).normal(size=(14, 14)) * scale).astype(np.float32)
-    values, rows, cols, own = pack_half(grid)
-    record = {"grid_m": values, "rows_m": rows, "cols_m": cols, "scale_m": own}
-    found, _ = map_of(record | {"placement": PLACEMENT}, "m")
+    values, rows, cols, entry = pack_half(grid)
+    record = {"grid_m": values, "rows_m": rows, "cols_m": cols, "scale_m": entry}
+    actual, _ = map_of(record | {"placement": PLACEMENT}, "m")
     assert len(values) == 392
-    assert np.abs(found - grid).max() <= max(np.abs(grid).max() / 2**11, np.finfo(np.float32).smallest_subnormal)
+    assert np.abs(actual - grid).max() <= max(np.abs(grid).max() / 2**11, np.finfo(np.float32).smallest_subnormal)
     assert (pack_half(np.zeros((2, 2)))[0], pack_half(np.zeros((2, 2)))[3]) == (bytes(8), 1.0)
 
 
@@ -112,8 +112,8 @@ def test_half_precision_keeps_the_largest_values_of_float32():
     most = np.finfo(np.float32).max
     grid = np.array([[most, -most, 0.0, 1.7e38]], np.float32)
     record = dict(zip(("grid_m", "rows_m", "cols_m", "scale_m"), pack_half(grid), strict=True))
-    found, _ = map_of(record | {"placement": PLACEMENT}, "m")
-    np.testing.assert_allclose(found, grid, rtol=2**-11)
+    actual, _ = map_of(record | {"placement": PLACEMENT}, "m")
+    np.testing.assert_allclose(actual, grid, rtol=2**-11)
 
 
 GOOD = {"id": "a", "grid_m": bytes(8), "rows_m": 2, "cols_m": 2, "scale_m": 1.0, "placement": PLACEMENT}
@@ -128,7 +128,7 @@ GOOD = {"id": "a", "grid_m": bytes(8), "rows_m": 2, "cols_m": 2, "scale_m": 1.0,
         *({"grid_m": grid} for grid in ("a" * 8, 8, b"\0" * 7, b"\0\x7c" * 4, b"\0\x7e" * 4)),
     ],
 )
-def test_a_damaged_record_is_told(change):
+def test_a_damaged_record_is_reported(change):
     assert map_of(GOOD, "m")[0].shape == (2, 2)
     with pytest.raises(ShapeError, match="[Ee]xpected"):
         map_of(GOOD | change, "m")
@@ -143,9 +143,9 @@ def test_datasets_map_streaming_included(streaming):
     rows = [{"bytes": content, "path": None} for content in (BAD, b"", *images)]
     table = datasets.Dataset.from_dict({"id": list("abcdefg"), "label": list(range(7)), "image": rows})
     table = table.to_iterable_dataset() if streaming else table
-    found = list(explain_dataset(table, tiny_model, batch_size=2))
-    assert [(row["id"], row["label"]) for row in found] == list(zip("abcdefg", range(7), strict=True))
-    assert [row["status"] for row in found] == ["failed"] * 2 + ["explained"] * 5
+    actual = list(explain_dataset(table, tiny_model, batch_size=2))
+    assert [(row["id"], row["label"]) for row in actual] == list(zip("abcdefg", range(7), strict=True))
+    assert [row["status"] for row in actual] == ["failed"] * 2 + ["explained"] * 5
     explainer = Explainer(tiny_model())
-    for row, own in zip(found[2:], images, strict=True):
-        assert is_the_map_of(map_of(row, "rollout")[0], own, explainer)
+    for row, entry in zip(actual[2:], images, strict=True):
+        assert is_the_map_of(map_of(row, "rollout")[0], entry, explainer)

@@ -52,15 +52,15 @@ def test_each_image_has_its_words_and_a_map_of_each(images, tmp_path, captioner)
     assert broken["status"] == "failed" and broken["error"] == "UnidentifiedImageError" and not broken["caption"]
     assert first["caption"] == draw_scene(SEEDS[0]).caption and first["model"] == "demo-caption"
     given = {name: captioner[name] for name in ("model", "processor")}
-    found = explain_generation(
+    actual = explain_generation(
         given["model"], captioner["prompt"], image=draw_scene(SEEDS[0]).image, max_new_tokens=30, do_sample=False,
         processor=given["processor"],
     )  # fmt: skip
-    words, left_out = found.words()
+    words, left_out = actual.words()
     assert [one["word"] for one in first["words"]] == list(words) and first["left_out"] == left_out
     with np.load(out / first["outputs"]["npz"]) as saved:
         assert saved["words"].tolist() == list(words)
-        np.testing.assert_array_equal(saved["maps"], [found.image(places).grid for places in words.values()])
+        np.testing.assert_array_equal(saved["maps"], [actual.image(places).grid for places in words.values()])
         assert json.loads(str(saved["metadata"]))["placement"]["image_size"] == [64, 64]
     with Image.open(out / "below/b-caption.png") as strip:
         assert strip.width > 500
@@ -124,14 +124,17 @@ def test_what_stops_every_image_stops_the_run(images, tmp_path, captioner):
 
 def test_on_the_command_line(images, tmp_path):
     line = ["folder", str(images), "-o", str(tmp_path / "out"), "--caption"]
-    for more, told in (
+    for more, reported in (
         ([], "--caption requires --model"),
-        (["--model", "demo-caption", "--report", "--batch-size", "2"], "--batch-size, --report cannot be used with --caption"),
+        (
+            ["--model", "demo-caption", "--report", "--batch-size", "2"],
+            "--batch-size, --report cannot be used with --caption",
+        ),
         (["--model", "demo-caption", "--method", "gradcam"], "Unknown method for texts 'gradcam'"),
         (["--model", "demo-caption", "--prompt", "a", "--prompt", "b"], "at most one --method and one --prompt"),
     ):
         done = CliRunner().invoke(cli, [*line, *more])
-        assert done.exit_code == 2 and told in done.stderr, done.stderr
+        assert done.exit_code == 2 and reported in done.stderr, done.stderr
     done = CliRunner().invoke(cli, [*line, "--model", "demo-caption"])
     assert done.exit_code == 1 and "1 explained, 1 failed" in done.stderr, done.output
     assert done.stdout.strip().endswith("manifest.jsonl")

@@ -1,4 +1,4 @@
-"""How a folder run draws: as a single overlay is drawn with the same options, and refused before it begins."""
+"""Drawing of folder runs: as single overlays with the same options, which are checked before the run begins."""
 
 import subprocess
 import sys
@@ -42,34 +42,34 @@ def test_wrong_drawing_stops_a_run_before_it_begins(drawing, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_class_that_no_image_has_is_told_with_what_was_meant(tmp_path, monkeypatch, capsys):
+def test_a_class_that_no_image_has_is_reported_with_what_was_meant(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     vitflow.explain_folder(sample_images()[:2], run, model="demo", workers=0)
-    for where, told in (
+    for where, reported in (
         ("class_name = 'orang disc'", "No image has the class 'orang disc'. Did you mean 'orange disc'? Known: "),
         ("target IN ('orange disk')", "No image has the class 'orange disk'. Did you mean 'orange disc'? Known: "),
     ):
         monkeypatch.setattr(sys, "argv", ["vitflow", "draw", str(run), "-o", str(tmp_path / "drawn"), "--where", where])
         main()
         out, err = capsys.readouterr()
-        assert (out, err.splitlines()[-1]) == ("", "0 drawn") and f"note: {told}" in err and "orange disc" in err
+        assert (out, err.splitlines()[-1]) == ("", "0 drawn") and f"note: {reported}" in err and "orange disc" in err
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "class_name == 'orange disc' and probability < 0.0001"])
     main()
     assert capsys.readouterr().err == "0 drawn\n"  # there are such images
 
 
-def test_what_blank_out_costs_is_told_before_a_run(tmp_path, monkeypatch):
+def test_what_blank_out_costs_is_reported_before_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr("vitflow.folder.work.MIN_REPORTED_COST", 0.0)
     options = {"model": "demo", "methods": ["rollout", "occlusion"], "workers": 0}
     with pytest.warns(VitflowWarning, match=r"144 passes per image, 288 in all, about .* each"):
         vitflow.explain_folder(sample_images()[:2], tmp_path / "run", **options)
     vitflow.explain_folder(sample_images()[:2], tmp_path / "run", **options)  # nothing is left to do, and to tell
-    with pytest.warns(VitflowWarning, match="about") as told:
+    with pytest.warns(VitflowWarning, match="about") as reported:
         vitflow.explain_folder(sample_images()[:1], tmp_path / "few", **options, patch_size=48, shifts=4)
-    assert "20 passes per image, 20 in all" in str(told[0].message)
+    assert "20 passes per image, 20 in all" in str(reported[0].message)
 
 
-def test_sampling_runs_over_a_folder_and_tells_what_it_costs(tmp_path, monkeypatch):
+def test_sampling_runs_over_a_folder_and_reports_what_it_costs(tmp_path, monkeypatch):
     monkeypatch.setattr("vitflow.folder.work.MIN_REPORTED_COST", 0.0)
     options = {"model": "demo", "methods": ["sampling", "consensus"], "masks": 20, "workers": 0, "overlays": False}
     with pytest.warns(VitflowWarning, match="mask patches 20 times: 6 passes .* image, 12 in all"):

@@ -20,7 +20,7 @@ from vitflow.runs.columns import map_of
 from vitflow.runs.saved import FILE
 
 
-def found(out: Path) -> dict[str, dict[str, np.ndarray]]:
+def actual(out: Path) -> dict[str, dict[str, np.ndarray]]:
     return {row["input"]: dict(maps) for row, maps in read_grids(out)}
 
 
@@ -46,7 +46,7 @@ def both(tmp_path_factory, explainer):
 
 
 def test_the_maps_are_those_of_a_run_with_overlays_and_no_overlay_is_there(both):
-    drawn, kept = found(both / "overlays"), found(both / "grids")
+    drawn, kept = actual(both / "overlays"), actual(both / "grids")
     assert list(drawn) == list(kept) and len(kept) == 8
     for name, maps in kept.items():
         assert list(maps) == ["rollout", "gae"]
@@ -68,11 +68,11 @@ def test_the_maps_of_a_run_are_exported_as_parquet(both, tmp_path, explainer):
     table = parquet.read_table(out / "manifest.parquet")
     rows = {row["input"]: row for row in table.to_pylist()}
     assert len(rows) == 9 and rows["bad.png"]["grid_gae"] is None and len(rows["0.jpg"]["grid_gae"]) == 2 * 16
-    for name, maps in found(out).items():
+    for name, maps in actual(out).items():
         record = rows[name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")]
         for label, grid in maps.items():
-            own, placement = map_of(record, label)
-            assert (own == grid).all() and placement.image_size == (40, 48)
+            entry, placement = map_of(record, label)
+            assert (entry == grid).all() and placement.image_size == (40, 48)
     run(both / "in", out, manifest="parquet", **options)
     assert not [name for name in parquet.read_table(out / "manifest.parquet").column_names if "grid" in name]
     run(both / "in", out, **options)
@@ -85,8 +85,10 @@ def test_overlays_drawn_on_demand_are_those_of_the_run(both, tmp_path):
         assert [one.error for one in drawn] == [None] * 8
         assert {path.name for one in drawn for path in one.paths} == {path.name for path in both.glob("overlays/*.png")}
         for path in both.glob("overlays/*.png"):
-            expected, own = (np.asarray(Image.open(place)).astype(int) for place in (path, tmp_path / name / path.name))
-            assert np.abs(expected - own).max() <= 2  # maps are kept in half precision
+            expected, entry = (
+                np.asarray(Image.open(place)).astype(int) for place in (path, tmp_path / name / path.name)
+            )
+            assert np.abs(expected - entry).max() <= 2  # maps are kept in half precision
 
 
 def test_the_report_draws_from_the_grids(both):
@@ -102,7 +104,7 @@ def test_the_report_draws_from_the_grids(both):
 # -- conditions and the command
 
 
-def test_the_command_draws_what_is_asked_for_and_tells_what_it_could_not(both, tmp_path):
+def test_the_command_draws_what_is_requested_and_reports_what_it_could_not(both, tmp_path):
     place = shutil.copytree(both, tmp_path / "both", ignore=shutil.ignore_patterns("overlays"))
     with closing(sqlite3.connect(place / "grids" / FILE)) as db:
         db.execute("UPDATE run SET value = replace(value, ?, ?)", (str(both), str(place)))
@@ -146,7 +148,7 @@ def test_what_is_read_back_is_what_the_manifest_of_the_latest_run_has(tmp_path, 
         page = report_run(out).read_text()
         listed = [json.loads(line)["input"] for line in (out / "manifest.jsonl").read_text().splitlines()]
         drawn = [one.input for one in draw_run(out, tmp_path / "drawn")]
-        assert list(found(out)) == drawn == listed == [f"{n}.jpg" for n in range(5) if f'"{n}.jpg"' in page]
+        assert list(actual(out)) == drawn == listed == [f"{n}.jpg" for n in range(5) if f'"{n}.jpg"' in page]
         return len(listed)
 
     for limit, kept in ((None, 0), (2, 2), (None, 5), (1, 1), (3, 3)):
@@ -164,7 +166,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path, explainer):
 
     with pytest.raises(KeyboardInterrupt):
         run(source, out, model=explainer, overlays=False, progress=stop)
-    done = len(found(out))
+    done = len(actual(out))
     assert 8 <= done < 40
     assert run(source, out, model=explainer, overlays=False).kept == done
 
@@ -174,4 +176,4 @@ def test_files_of_maps_need_no_overlays(tmp_path, explainer):
     assert run(source, out, model=explainer, overlays=False, save_map=True).explained == 2
     assert sorted(path.name for path in out.iterdir() if "rollout" in path.name) == ["0-rollout.npz", "1-rollout.npz"]
     with np.load(out / "0-rollout.npz") as saved:
-        assert np.abs(saved["grid"] - found(out)["0.jpg"]["rollout"]).max() <= saved["grid"].max() / 2**11
+        assert np.abs(saved["grid"] - actual(out)["0.jpg"]["rollout"]).max() <= saved["grid"].max() / 2**11

@@ -47,12 +47,12 @@ def test_lanes_work_at_once_and_give_the_maps_of_one(two_threads, explainer, met
         ]
 
     parts = photos(3)
-    found = [future.result() for future in [lanes.submit(work) for _ in range(2)]]
+    actual = [future.result() for future in [lanes.submit(work) for _ in range(2)]]
     lanes.close()
     assert {id(batches) for batches, _ in seen} == {id(one) for one in lanes.batches}
     assert [threads for _, threads in seen] == [1, 1] and torch.get_num_threads() == 2
     expected = [explainer.explain(one, method=method).grid for one in parts]
-    for grids in found:
+    for grids in actual:
         np.testing.assert_allclose(grids, expected, rtol=1e-4, atol=1e-7)
 
 
@@ -80,7 +80,7 @@ def test_a_model_that_cannot_be_copied_has_one_lane_in_the_thread_that_calls(two
 SHARED: dict[str, torch.Tensor] = {}
 
 
-class Own(torch.nn.Module):
+class Custom(torch.nn.Module):
     """Answers by the class token of its first block, which reaches its head in some way of its own."""
 
     kept: dict[str, torch.Tensor] = {}  # noqa: RUF012 - that all copies share
@@ -104,7 +104,7 @@ class Own(torch.nn.Module):
         return self.kept["token"]
 
 
-class InTheModule(Own):
+class InTheModule(Custom):
     def keep(self, token):
         SHARED["token"] = token
 
@@ -112,7 +112,7 @@ class InTheModule(Own):
         return SHARED["token"]
 
 
-class InADefault(Own):
+class InADefault(Custom):
     def keep(self, token, place={}):  # noqa: B006
         place["token"] = token
         self.place = place
@@ -121,7 +121,7 @@ class InADefault(Own):
         return self.place["token"]
 
 
-class Plain(Own):
+class Plain(Custom):
     def keep(self, token):
         self.token = token
 
@@ -130,22 +130,22 @@ class Plain(Own):
 
 
 def hooks_into_a_dict():
-    model, found = Own(), {}
-    model.vit.blocks[0].register_forward_hook(lambda module, x, y: found.__setitem__(0, y[:, 0]))
-    model.keep, model.read = (lambda token: None), (lambda: found[0])
+    model, actual = Custom(), {}
+    model.vit.blocks[0].register_forward_hook(lambda module, x, y: actual.__setitem__(0, y[:, 0]))
+    model.keep, model.read = (lambda token: None), (lambda: actual[0])
     return model
 
 
 def a_head_that_reads_what_hooks_left():
-    model, found = tiny_model(), {}
+    model, actual = tiny_model(), {}
     torch.nn.init.normal_(model.head.weight)
     for number, block in enumerate(model.blocks):
-        block.register_forward_hook(lambda module, x, y, number=number: found.__setitem__(number, y))
+        block.register_forward_hook(lambda module, x, y, number=number: actual.__setitem__(number, y))
 
     class Head(torch.nn.Linear):
         def forward(self, x):
             time.sleep(0.003)
-            return super().forward(x + found[0][:, 0] + found[1][:, 0])
+            return super().forward(x + actual[0][:, 0] + actual[1][:, 0])
 
     model.head.__class__ = Head
     return model
@@ -158,7 +158,7 @@ def hooks_into_the_model():
     return model
 
 
-def a_forward_of_its_own():
+def a_forward():
     model = tiny_model()
     torch.nn.init.normal_(model.head.weight)
     plain, kept = model.head.forward, {}
@@ -172,7 +172,7 @@ def a_forward_of_its_own():
     return model
 
 
-def a_method_of_its_own():
+def a_method():
     model, kept = tiny_model(), {}
 
     def forward_features(self, x, **options):
@@ -198,23 +198,23 @@ def a_function_as_an_attribute():
     return model
 
 
-MIXING = [hooks_into_a_dict, a_head_that_reads_what_hooks_left, hooks_into_the_model, a_forward_of_its_own]
-MIXING += [a_method_of_its_own, a_parameter_with_an_attribute, a_function_as_an_attribute]
-MIXING += [Own, InTheModule, InADefault]
+MIXING = [hooks_into_a_dict, a_head_that_reads_what_hooks_left, hooks_into_the_model, a_forward]
+MIXING += [a_method, a_parameter_with_an_attribute, a_function_as_an_attribute]
+MIXING += [Custom, InTheModule, InADefault]
 
 
 @pytest.mark.parametrize("make", MIXING)
 def test_where_copies_would_mix_their_images_two_threads_give_what_one_gives(two_threads, tmp_path, make):
     source, model = fill(tmp_path / "in", 12), make().eval()
-    found = []
+    actual = []
     for threads in (2, 1):
         torch.set_num_threads(threads)
         summary = run(source, tmp_path / str(threads), model=model, methods=["gae"])
         assert summary.failed == 0
-        found.append([(row["probability"], maps["gae"]) for row, maps in read_grids(summary.output)])
-    for (probability, grid), (expected, own) in zip(*found, strict=True):
+        actual.append([(row["probability"], maps["gae"]) for row, maps in read_grids(summary.output)])
+    for (probability, grid), (expected, entry) in zip(*actual, strict=True):
         assert probability == pytest.approx(expected, abs=1e-5)
-        np.testing.assert_allclose(grid, own, rtol=1e-3, atol=1e-4 * own.max())
+        np.testing.assert_allclose(grid, entry, rtol=1e-3, atol=1e-4 * entry.max())
 
 
 @pytest.mark.parametrize("make", MIXING)
@@ -224,7 +224,7 @@ def test_where_copies_would_mix_their_images_there_is_one_lane(two_threads, make
     assert (lanes.count, torch.get_num_threads()) == (1, 2)
 
 
-def test_a_lane_that_fails_tells_its_error_and_is_free_again(two_threads, explainer):
+def test_a_lane_that_fails_reports_its_error_and_is_free_again(two_threads, explainer):
     lanes = Lanes(explainer, 2)
 
     def fail(batches):

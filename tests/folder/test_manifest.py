@@ -43,9 +43,9 @@ def test_no_cell_of_a_csv_is_a_formula(tmp_path):
     names = ["=1+2.jpg", "+1.jpg", "@SUM(A1).jpg", "-1.jpg", "\tx.jpg", "'=.jpg", "a=b.jpg"]
     write_manifest(tmp_path / "m.csv", (({"input": name, "probability": -0.5}, {}) for name in names), {"layer": -1})
     with (tmp_path / "m.csv").open(encoding="utf-8", newline="") as file:
-        found = list(csv.DictReader(file))
-    assert [row["input"] for row in found] == [f"'{name}" for name in names[:-1]] + ["a=b.jpg"]
-    assert {(row["probability"], row["layer"]) for row in found} == {("-0.5", "-1")}
+        actual = list(csv.DictReader(file))
+    assert [row["input"] for row in actual] == [f"'{name}" for name in names[:-1]] + ["a=b.jpg"]
+    assert {(row["probability"], row["layer"]) for row in actual} == {("-0.5", "-1")}
 
 
 def test_what_is_to_last_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):

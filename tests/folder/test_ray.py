@@ -50,18 +50,18 @@ def ray_cluster():
         ray.shutdown()
 
 
-def asked_for(source, out, model=plain, change=(), **options):
+def requested_for(source, out, model=plain, change=(), **options):
     """The inputs of a run, and what its actors are told."""
     job = make_job(["rollout"], options, overlays=False)
-    asked = Request(model, plain().fingerprint() | dict(change), job, 4, 10**6)
-    return list_inputs([source], out).plan(job.endings), cloudpickle().dumps(asked)
+    requested = Request(model, plain().fingerprint() | dict(change), job, 4, 10**6)
+    return list_inputs([source], out).plan(job.endings), cloudpickle().dumps(requested)
 
 
 def explained(source, out, **options):
     """The rows and maps of a batch, explained in this process."""
-    inputs, asked = asked_for(source, out, **options)
+    inputs, requested = requested_for(source, out, **options)
     out.mkdir(exist_ok=True)
-    (out / "asked").write_bytes(asked)
+    (out / "asked").write_bytes(requested)
     return explain_inputs(out / "asked", inputs)
 
 
@@ -72,17 +72,17 @@ def cloudpickle():
 def test_an_image_that_kills_its_process_is_a_row_and_the_others_go_on(tmp_path):
     source = fill(tmp_path / "in", 3)
     Image.new("RGB", (40, 40), "white").save(source / "white.png")
-    inputs, asked = asked_for(source, tmp_path / "out", model=deadly)
-    worker = Worker(asked, ["rollout"])
+    inputs, requested = requested_for(source, tmp_path / "out", model=deadly)
+    worker = Worker(requested, ["rollout"])
     try:
-        found = worker({"input": [pickle.dumps(one) for one in inputs]})
+        actual = worker({"input": [pickle.dumps(one) for one in inputs]})
     finally:
         worker._child.close()
-    rows = [json.loads(row) for row in found["row"]]
+    rows = [json.loads(row) for row in actual["row"]]
     assert [row["status"] for row in rows] == ["explained"] * 3 + ["failed"]
     assert (rows[3]["input"], rows[3]["error"]) == ("white.png", "WorkerDied")
     assert "exit status -9" in rows[3]["message"]
-    assert [len(grid) > 0 for grid in found["grid_rollout"]] == [True] * 3 + [False]
+    assert [len(grid) > 0 for grid in actual["grid_rollout"]] == [True] * 3 + [False]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_a_worker_reports_what_concerns_all_images(tmp_path, options, message):
 FINGERPRINT = {"kind": "folder", "methods": {"rollout": "rollout"}}
 
 
-def write_parts(out, found, *names):
-    """What Ray writes of the rows and maps of a batch."""
+def write_parts(out, actual, *names):
+    """Return the rows and maps of a batch that Ray writes."""
     pyarrow, parquet = load_pyarrow()
     (out / ".vitflow-parts").mkdir()
-    table = pyarrow.table({name: list(values) for name, values in as_columns(found, ["rollout"]).items()})
+    table = pyarrow.table({name: list(values) for name, values in as_columns(actual, ["rollout"]).items()})
     for name in names:
         parquet.write_table(table, out / ".vitflow-parts" / f"{name}.parquet")
 
@@ -115,12 +115,12 @@ def write_parts(out, found, *names):
 def test_parts_are_taken_once_and_a_damaged_one_is_left_out(tmp_path):
     source = fill(tmp_path / "in", 3)
     (source / "bad.jpg").write_bytes(DAMAGED)
-    found = explained(source, tmp_path / "out")
-    write_parts(tmp_path / "out", found, "a", "b")  # a task that was done twice
+    actual = explained(source, tmp_path / "out")
+    write_parts(tmp_path / "out", actual, "a", "b")  # a task that was done twice
     (tmp_path / "out/.vitflow-parts/c.parquet").write_bytes(b"PAR1 half")
     with Run(tmp_path / "out", FINGERPRINT) as run:
         take_parts(run)
-        names = [row["input"] for row, _ in found]
+        names = [row["input"] for row, _ in actual]
         assert run.missing(names, lambda row: row["status"] == "explained") == ["bad.jpg"]
         assert [row["input"] for row, maps in run.with_maps() if maps] == [name for name in names if name != "bad.jpg"]
     assert not (tmp_path / "out/.vitflow-parts").exists()
@@ -136,7 +136,7 @@ ON_RAY = {"engine": "ray", "workers": None, "actors": 1, "model": plain}
 
 
 def is_whole(part) -> bool:
-    """Whether Ray has finished writing a file, which has its final name from the beginning."""
+    """Return True if Ray has finished writing a file, which has its final name from the beginning."""
     pyarrow, parquet = load_pyarrow()
     try:
         parquet.read_metadata(part)
@@ -158,15 +158,15 @@ def test_a_run_whose_driver_was_killed_goes_on_and_has_each_input_once(ray_clust
     driver.join()
     with SavedRun(tmp_path / "ray") as killed:
         assert not list(killed.rows()), "the run was not killed in the middle"
-    found = run(source, tmp_path / "ray", **ON_RAY)
-    assert (found.total, found.explained) == (81, 80) and 0 < found.kept < 80
+    actual = run(source, tmp_path / "ray", **ON_RAY)
+    assert (actual.total, actual.explained) == (81, 80) and 0 < actual.kept < 80
     local = run(source, tmp_path / "local", overlays=False)
     its = {row["input"]: maps["rollout"] for row, maps in read_grids(local.output)}
-    rows = {row["input"]: maps["rollout"] for row, maps in read_grids(found.output)}
-    assert list(rows) == list(its) and [row["input"] for row in found] == [row["input"] for row in local]
-    assert [row["error"] for row in found.failures()] == ["OSError"]
+    rows = {row["input"]: maps["rollout"] for row, maps in read_grids(actual.output)}
+    assert list(rows) == list(its) and [row["input"] for row in actual] == [row["input"] for row in local]
+    assert [row["error"] for row in actual.failures()] == ["OSError"]
     assert all(np.abs(grid - its[name]).max() <= 2**-10 * its[name].max() for name, grid in rows.items())
-    assert [one.error for one in draw_run(found.output, tmp_path / "drawn", limit=2)] == [None, None]
+    assert [one.error for one in draw_run(actual.output, tmp_path / "drawn", limit=2)] == [None, None]
     with pytest.raises(OptionError, match="other options"):
         run(source, tmp_path / "ray", **ON_RAY, residual=0.3)
 
@@ -188,8 +188,8 @@ def test_what_does_not_fit_an_engine_is_refused(tmp_path, options, message):
 
 
 def test_the_command_sends_no_model(tmp_path):
-    found = CliRunner().invoke(cli, ["folder", str(tmp_path), "-o", str(tmp_path / "out"), "--actors", "2"])
-    assert found.exit_code == 2
+    actual = CliRunner().invoke(cli, ["folder", str(tmp_path), "-o", str(tmp_path / "out"), "--actors", "2"])
+    assert actual.exit_code == 2
     given = {
         "model": "demo",
         "checkpoint": None,

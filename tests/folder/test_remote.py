@@ -72,8 +72,8 @@ def test_a_run_on_a_store_is_that_of_a_folder_and_goes_on_where_it_was(tmp_path,
     local, remote = run(source, tmp_path / "out", **options), run(f"{store}/in", out, **options)
     assert facts(local) == facts(remote)
     assert (remote.explained, remote.failed) == (7, 1)
-    for (_, own), (_, its) in zip(read_grids(local.output), read_grids(out), strict=True):
-        assert (own["rollout"] == its["rollout"]).all()
+    for (_, entry), (_, its) in zip(read_grids(local.output), read_grids(out), strict=True):
+        assert (entry["rollout"] == its["rollout"]).all()
     names = [{str(path.relative_to(place)) for path in place.rglob("*")} for place in (local.output, out)]
     assert names[0] == names[1]
     put_one(f"{store}/in/1.jpg", image_bytes(77))
@@ -89,7 +89,7 @@ def test_a_run_on_a_store_is_that_of_a_folder_and_goes_on_where_it_was(tmp_path,
     assert not list(out.rglob("*.jpg"))
 
 
-def test_what_cannot_be_is_told(tmp_path, explainer, store):
+def test_what_cannot_be_is_reported(tmp_path, explainer, store):
     put(store, 1)
     with pytest.raises(ImageError, match="nothing at|Could not list|found none"):
         run(f"{store}/nowhere", tmp_path / "out")
@@ -122,25 +122,25 @@ def test_the_commands_take_urls(tmp_path, store):
     put(store, 2)
     out = str(tmp_path / "out")
     words = ["folder", f"{store}/in", "-o", out, "--model", "demo", "--workers", "0", "--glob", "?.jpg"]
-    found = CliRunner().invoke(cli, words)
-    assert found.exit_code == 0, found.output
-    assert found.stdout.splitlines() == [f"{out}/manifest.jsonl"]
+    actual = CliRunner().invoke(cli, words)
+    assert actual.exit_code == 0, actual.output
+    assert actual.stdout.splitlines() == [f"{out}/manifest.jsonl"]
     words = ["draw", out, "-o", str(tmp_path / "drawn"), "--limit", "1"]
-    found = CliRunner().invoke(cli, words)
-    assert found.exit_code == 2 and "--images URL" in found.stderr
-    found = CliRunner().invoke(cli, [*words, "--images", f"{store}/in"])
-    assert found.exit_code == 0 and found.stdout.splitlines() == [str(tmp_path / "drawn/0-rollout.jpg")]
+    actual = CliRunner().invoke(cli, words)
+    assert actual.exit_code == 2 and "--images URL" in actual.stderr
+    actual = CliRunner().invoke(cli, [*words, "--images", f"{store}/in"])
+    assert actual.exit_code == 0 and actual.stdout.splitlines() == [str(tmp_path / "drawn/0-rollout.jpg")]
 
 
 class Served(SimpleHTTPRequestHandler):
     """A folder as a web server gives it; some names are answered as no honest server would."""
 
-    def __init__(self, *args, place: Path, asked: list, **kwargs):
-        self.asked = asked
+    def __init__(self, *args, place: Path, requested: list, **kwargs):
+        self.requested = requested
         super().__init__(*args, directory=str(place), **kwargs)
 
     def do_GET(self):
-        self.asked.append(self.path)
+        self.requested.append(self.path)
         if self.path.endswith("endless.jpg"):  # it says that it is short
             self.send_response(200)
             self.end_headers()
@@ -148,7 +148,7 @@ class Served(SimpleHTTPRequestHandler):
             try:
                 while True:
                     self.wfile.write(piece)
-                    self.asked.append(len(piece))
+                    self.requested.append(len(piece))
             except OSError:
                 return
         if self.path.endswith("stalled.jpg"):
@@ -169,7 +169,7 @@ class Served(SimpleHTTPRequestHandler):
 def web(tmp_path):
     """A web server on this machine: (URL, its folder, what it was asked for)."""
     pytest.importorskip("aiohttp")
-    place, asked = tmp_path / "web", []
+    place, requested = tmp_path / "web", []
     place.mkdir()
 
     class Server(ThreadingHTTPServer):
@@ -177,11 +177,11 @@ def web(tmp_path):
         daemon_threads = True
 
         def finish_request(self, request, client_address):
-            Served(request, client_address, self, place=place, asked=asked)
+            Served(request, client_address, self, place=place, requested=requested)
 
     with Server(("127.0.0.1", 0), None) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", place, asked
+        yield f"http://127.0.0.1:{server.server_port}", place, requested
         server.released.set()
         server.shutdown()
     for one in list(fsspec.get_filesystem_class("http")._cache.values()):
@@ -189,18 +189,18 @@ def web(tmp_path):
 
 
 def test_images_of_a_web_server_which_lists_nothing_of_them_are_kept(tmp_path, explainer, web):
-    url, place, asked = web
+    url, place, requested = web
     fill(place, 3)
     assert run(url, tmp_path / "out", model=explainer).explained == 3
-    asked.clear()
+    requested.clear()
     fill(place, 4)
     again = run(url, tmp_path / "out", model=explainer, batch_size=1)
     assert (again.explained, again.kept) == (4, 3)
-    assert [path for path in asked if path.endswith(".jpg")] == ["/3.jpg"]
+    assert [path for path in requested if path.endswith(".jpg")] == ["/3.jpg"]
 
 
 def test_a_file_that_does_not_end_is_a_row_and_takes_no_memory(tmp_path, explainer, web, monkeypatch):
-    url, place, asked = web
+    url, place, requested = web
     fill(place, 1)
     (place / "endless.jpg").touch()
     monkeypatch.setattr("vitflow.folder.decoders.LARGEST", 2**24)
@@ -208,7 +208,7 @@ def test_a_file_that_does_not_end_is_a_row_and_takes_no_memory(tmp_path, explain
     [row] = summary.failures()
     assert (row["input"], row["error"], summary.explained) == ("endless.jpg", "ImageError", 1), row
     assert "at most 16 MiB" in row["message"]
-    assert sum(one for one in asked if isinstance(one, int)) < 2**26
+    assert sum(one for one in requested if isinstance(one, int)) < 2**26
 
 
 def test_a_server_that_stalls_costs_a_row(tmp_path, explainer, web, monkeypatch):
@@ -223,12 +223,12 @@ def test_a_server_that_stalls_costs_a_row(tmp_path, explainer, web, monkeypatch)
 
 
 def test_ctrl_c_ends_a_run_whose_server_stalls(tmp_path, web):
-    url, place, asked = web
+    url, place, requested = web
     (place / "stalled.jpg").touch()
     words = ["folder", url, "-o", str(tmp_path / "out"), "--model", "demo", "--workers", "1"]
     program = Typed(*words)
     deadline = time.monotonic() + 120
-    while not any(str(path).endswith("stalled.jpg") for path in asked):
+    while not any(str(path).endswith("stalled.jpg") for path in requested):
         assert time.monotonic() < deadline and program.poll() is None, program.talk()
         time.sleep(0.1)
     time.sleep(0.5)
@@ -251,10 +251,10 @@ def test_a_url_of_this_machine_is_a_path(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/in", "github://in"])
-def test_a_store_that_cannot_be_reached_is_told_without_a_traceback(tmp_path, url):
-    found = CliRunner().invoke(cli, ["folder", url, "-o", str(tmp_path / "out"), "--model", "demo"])
-    assert found.exit_code in (1, 2) and found.stderr.startswith("error: C"), found.output
-    assert isinstance(found.exception, SystemExit)
+def test_a_store_that_cannot_be_reached_is_reported_without_a_traceback(tmp_path, url):
+    actual = CliRunner().invoke(cli, ["folder", url, "-o", str(tmp_path / "out"), "--model", "demo"])
+    assert actual.exit_code in (1, 2) and actual.stderr.startswith("error: C"), actual.output
+    assert isinstance(actual.exception, SystemExit)
 
 
 def test_times_of_stores_are_understood():
@@ -265,7 +265,7 @@ def test_times_of_stores_are_understood():
 
 
 def test_a_run_folder_does_not_say_what_is_fetched(tmp_path, explainer, web):
-    url, place, asked = web
+    url, place, requested = web
     source = fill(tmp_path / "in", 2)
     (place / "0.jpg").write_bytes((source / "0.jpg").read_bytes())
     (place / "1.jpg").write_bytes(image_bytes(9))
@@ -275,7 +275,7 @@ def test_a_run_folder_does_not_say_what_is_fetched(tmp_path, explainer, web):
         db.commit()
     with pytest.raises(OptionError, match="URLs in a record are not fetched"):
         draw_run(out, tmp_path / "drawn")
-    assert "are not fetched" in report_run(out).read_text() and not asked
+    assert "are not fetched" in report_run(out).read_text() and not requested
     # And of what the caller named, that which the run has seen.
     drawn = draw_run(out, tmp_path / "drawn", images=url)
     assert [one.error for one in drawn] == [None, "The image has changed since the run: run vitflow folder again."]

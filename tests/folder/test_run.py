@@ -68,21 +68,21 @@ def stored(place: Path) -> list[tuple[dict, dict]]:
 
 def tree(place: Path) -> dict[str, object]:
     """Every file below a folder with its content, times left out."""
-    found: dict[str, object] = {}
+    actual: dict[str, object] = {}
     for path in sorted(place.rglob("*")):
         name = path.relative_to(place).as_posix()
         if path.is_dir():
             continue
         if name == "run.sqlite":
-            found[name] = stored(path.parent)
+            actual[name] = stored(path.parent)
         elif name == "run.json":
-            found[name] = {key: value for key, value in json.loads(path.read_text()).items() if key != "time"}
+            actual[name] = {key: value for key, value in json.loads(path.read_text()).items() if key != "time"}
         elif path.suffix == ".jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
-            found[name] = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+            actual[name] = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
         else:
-            found[name] = path.read_bytes()
-    return found
+            actual[name] = path.read_bytes()
+    return actual
 
 
 def by_input(summary) -> dict[str, dict]:
@@ -135,9 +135,9 @@ def test_one_plain_function_does_the_work_of_a_batch(tmp_path):
     ]
     job = make_job(["rollout"], {})
     maps = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(images)), images, job)
-    *explained, failed = [draw_files(image, found, job) for image, found in zip(images, maps, strict=True)]
-    for (own, _, files), row in zip(explained, summary, strict=True):
-        assert {k: v for k, v in own.items() if k != "seconds"} == {k: v for k, v in row.items() if k != "seconds"}
+    *explained, failed = [draw_files(image, actual, job) for image, actual in zip(images, maps, strict=True)]
+    for (entry, _, files), row in zip(explained, summary, strict=True):
+        assert {k: v for k, v in entry.items() if k != "seconds"} == {k: v for k, v in row.items() if k != "seconds"}
         assert {path: (tmp_path / "out" / path).read_bytes() for path in files} == files
     assert failed[0]["error"] == "FileNotFoundError" and failed[1:] == ({}, {})
 
@@ -352,20 +352,20 @@ def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
     assert not list((tmp_path / "out").rglob("*.part"))
 
 
-def test_the_command_tells_counts_and_exit_codes(tmp_path):
+def test_the_command_reports_counts_and_exit_codes(tmp_path):
     source = fill(tmp_path / "in", 3)
     (source / "bad.png").write_bytes(b"no image")
-    asked = ["folder", source, "--model", "demo", "-o", tmp_path / "out"]
-    code, output, errors = Typed(*asked, "--manifest", "csv", "--method", "centre").ended(timeout=120)
+    requested = ["folder", source, "--model", "demo", "-o", tmp_path / "out"]
+    code, output, errors = Typed(*requested, "--manifest", "csv", "--method", "centre").ended(timeout=120)
     assert code == 1, errors
     assert output == f"{tmp_path / 'out' / 'manifest.csv'}\n"
     assert "images/s" not in errors and "%|" not in errors  # no bar into a file
     assert errors.splitlines()[-1] == f"3 explained, 1 failed (see {tmp_path / 'out' / 'manifest.csv'})"
     assert "error: UnidentifiedImageError: Expected 'bad.png'" in errors
     (source / "bad.png").unlink()
-    code, _, errors = Typed(*asked, "--method", "centre", "--resume").ended(timeout=120)
+    code, _, errors = Typed(*requested, "--method", "centre", "--resume").ended(timeout=120)
     assert code == 0 and errors.splitlines()[-1] == "3 explained (3 by an earlier run)"
-    code, _, errors = Typed(*asked, "--method", "random").ended(timeout=120)
+    code, _, errors = Typed(*requested, "--method", "random").ended(timeout=120)
     assert code == 2 and errors.startswith("error: The folder")
 
 
@@ -375,7 +375,7 @@ def listed(source, **options):
     return list(files), {key: problem for key, (_, problem) in files.items() if problem}
 
 
-def test_inputs_are_found_below_links_once_and_hidden_ones_not(tmp_path):
+def test_inputs_are_detected_below_links_once_and_hidden_ones_not(tmp_path):
     source = tmp_path / "in"
     names = (
         "10/1.png",
@@ -521,8 +521,8 @@ print("too late")
 @pytest.mark.parametrize(("way", "code"), [("with a timer", -signal.SIGALRM), ("without a timer", 1)])
 def test_the_time_of_decoding_is_limited_on_every_platform(tmp_path, way, code):
     command = [sys.executable, "-c", TIMED, way, slow_image(tmp_path / "slow.png")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (found.stdout, found.returncode) == ("lifted\n", code)
+    actual = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (actual.stdout, actual.returncode) == ("lifted\n", code)
 
 
 SCRIPT = """
@@ -541,8 +541,8 @@ def test_decoding_in_processes_does_not_run_the_caller_s_script_again(tmp_path, 
     command = [sys.executable, tmp_path / "script.py" if way == "script" else "-", source, tmp_path / "out"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     given = SCRIPT if way == "stdin" else None
-    found = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, timeout=120)
-    assert found.stdout.split() == ["begun", "3"], found.stderr
+    actual = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, timeout=120)
+    assert actual.stdout.split() == ["begun", "3"], actual.stderr
 
 
 def test_decoding_in_processes_works_in_a_notebook(tmp_path):
@@ -600,8 +600,8 @@ def test_a_disk_that_is_full_at_the_end_costs_no_image(tmp_path, monkeypatch, na
     command = ["folder", str(source), "-o", str(out), "--model", "demo", "--report", "--workers", "0"]
     with pytest.raises(VitflowError, match="could not be written to.*run the same command again"):
         run(source, out, report=True, progress=fill_disk)
-    found = CliRunner().invoke(cli, [*command, "--overwrite"])
-    assert found.exit_code == 1 and "run the same command again" in found.stderr and "Traceback" not in found.output
+    actual = CliRunner().invoke(cli, [*command, "--overwrite"])
+    assert actual.exit_code == 1 and "run the same command again" in actual.stderr and "Traceback" not in actual.output
     full.clear()
     assert run(source, tmp_path / "other", report=True).explained == 2
 
@@ -684,7 +684,7 @@ class Counting(Picky):
         return super().forward(x, attn_mask)
 
 
-def test_a_bad_image_does_not_make_the_batches_after_its_own_smaller(tmp_path, one_lane):
+def test_a_bad_image_does_not_make_the_batches_after_its_smaller(tmp_path, one_lane):
     source = fill(tmp_path / "in", 12)
     Counting.seen.clear()
     Image.new("RGB", (40, 40), "white").save(source / "0.png")
@@ -801,10 +801,10 @@ def test_cells_larger_than_a_small_image_are_that_image_s_row(tmp_path):
 def test_an_image_of_the_class_that_its_answer_is_set_against_fails_alone(tmp_path):
     source, explainer = fill(tmp_path / "in", 6), vitflow.Explainer(tiny_model())
     outputs = {path.name: explainer.explain(path).predicted for path in source.iterdir()}
-    own = outputs["0.jpg"]
-    same = sorted(name for name, answer in outputs.items() if answer == own)
+    entry = outputs["0.jpg"]
+    same = sorted(name for name, answer in outputs.items() if answer == entry)
     (source / "white.png").write_bytes(b"no image")
-    options = {"model": explainer, "methods": ["gae"], "target": Contrast(None, against=own)}
+    options = {"model": explainer, "methods": ["gae"], "target": Contrast(None, against=entry)}
     summary = run(source, tmp_path / "out", **options)
     failures = {row["input"]: row["error"] for row in summary.failures()}
     assert failures == {**dict.fromkeys(same, "SameClassError"), "white.png": "UnidentifiedImageError"}
@@ -888,14 +888,16 @@ def test_a_large_file_is_read_piece_by_piece_to_the_same_end(tmp_path, monkeypat
     assert (whole.image == pieces.image).all()
 
 
-def test_what_is_wrong_with_a_file_is_told_by_its_name_however_it_was_read(tmp_path, monkeypatch):
+def test_what_is_wrong_with_a_file_is_reported_by_its_name_however_it_was_read(tmp_path, monkeypatch):
     Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(tmp_path / "nan.tif")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "short.jpg").write_bytes(image_bytes(1)[:400])
-    told = [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
+    reported = [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
     monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", -1)
-    assert told == [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
-    assert [name in one for name, one in zip(("empty.png", "nan.tif", "short.jpg"), told, strict=True)] == [True] * 3
+    assert reported == [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
+    assert [name in one for name, one in zip(("empty.png", "nan.tif", "short.jpg"), reported, strict=True)] == [
+        True
+    ] * 3
 
 
 def test_a_photograph_that_was_replaced_is_never_shown_under_the_old_map(tmp_path):
@@ -910,14 +912,14 @@ def test_a_photograph_that_was_replaced_is_never_shown_under_the_old_map(tmp_pat
             for one in json.loads(data)["images"]
         }
 
-    assert all(image is not None and told is None for image, told in images().values())
+    assert all(image is not None and reported is None for image, reported in images().values())
     (source / "1.jpg").write_bytes(image_bytes(9))
     (source / "2.jpg").unlink()
     shown = images()
     assert shown["0.jpg"][0] is not None and shown["1.jpg"][0] is shown["2.jpg"][0] is None
     assert "has changed since the run" in shown["1.jpg"][1] and "Could not read" in shown["2.jpg"][1]
     drawn = {one.input: one.error for one in draw_run(out, tmp_path / "drawn")}
-    assert drawn == {name: told for name, (_, told) in shown.items()}
+    assert drawn == {name: reported for name, (_, reported) in shown.items()}
 
 
 def test_a_report_needs_no_photograph_that_the_run_had_in_hand(tmp_path, monkeypatch):

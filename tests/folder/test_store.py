@@ -54,7 +54,7 @@ def change(out: Path, statement: str, *values) -> None:
 # -- rows and maps
 
 
-def test_rows_are_found_again_and_later_ones_replace_earlier_ones(tmp_path):
+def test_rows_are_detected_again_and_later_ones_replace_earlier_ones(tmp_path):
     with Run(tmp_path, FINGERPRINT, max_pixels=7) as run:
         run.missing(["a", ODD, "b"], lambda row: True)
         run.put([made("a", 1), made(ODD, 2)])
@@ -181,7 +181,10 @@ def test_files_that_a_power_cut_left_empty_are_made_again(tmp_path, explainer):
 
 OTHERS = {
     "text": (lambda path: path.write_text("mine, and longer than a hundred bytes " * 9), "is not a run of vitflow"),
-    "database": (lambda path: sqlite3.connect(path).execute("CREATE TABLE notes (a)").close(), "is not a run of vitflow"),
+    "database": (
+        lambda path: sqlite3.connect(path).execute("CREATE TABLE notes (a)").close(),
+        "is not a run of vitflow",
+    ),
 }
 
 
@@ -326,8 +329,8 @@ def test_no_path_of_a_run_leads_out_of_its_folder(tmp_path, precious, explainer,
     files = {"outputs": {"rollout": f"{stem}-rollout.jpg"}, "written": {f"{stem}-rollout.jpg": 4}}
     edit(out, lambda row: row.update(stem=stem, **files))
     drawn = draw_run(out, tmp_path / "drawn")
-    told = [one.error for one in drawn if one.error]
-    assert told == (["a link leads out of the folder " + repr(str(tmp_path / "drawn"))] if way == "link" else [])
+    reported = [one.error for one in drawn if one.error]
+    assert reported == (["a link leads out of the folder " + repr(str(tmp_path / "drawn"))] if way == "link" else [])
     assert precious.read_text() == "mine" and len(list(precious.parent.iterdir())) == 1
     run(source, out, model=explainer)
     assert precious.read_text() == "mine" and len(list(precious.parent.iterdir())) == 1
@@ -381,8 +384,8 @@ def test_two_images_never_share_an_output_whatever_a_run_says(tmp_path, explaine
     whole = run(source, tmp_path / "whole", model=explainer)
     summary = run(source, out, model=explainer)
     assert len({row["stem"] for row in summary}) == 3
-    for row, own in zip(summary, whole, strict=True):
-        drawn = (tmp_path / "whole" / own["outputs"]["rollout"]).read_bytes()
+    for row, entry in zip(summary, whole, strict=True):
+        drawn = (tmp_path / "whole" / entry["outputs"]["rollout"]).read_bytes()
         assert (out / row["outputs"]["rollout"]).read_bytes() == drawn
 
 
@@ -470,7 +473,7 @@ def test_mutated_runs_never_crash_and_touch_nothing_outside(tmp_path, precious, 
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory) -> Path:
+def requested(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("asked")
     answer = {"class_index": 3, "class_name": "cat", "probability": 0.25}
     with Run(place, FINGERPRINT) as run:
@@ -491,8 +494,8 @@ def asked(tmp_path_factory) -> Path:
         ("round(probability, 1) BETWEEN 0.1 AND 0.3 AND abs(value) = 1", ["2.jpg"]),
     ],
 )
-def test_conditions_are_sql(asked, text, names):
-    with SavedRun(asked) as run:
+def test_conditions_are_sql(requested, text, names):
+    with SavedRun(requested) as run:
         assert [row["input"] for row, _ in run.with_maps(where=text)] == names
 
 
@@ -523,11 +526,14 @@ def test_conditions_are_sql(asked, text, names):
         "1 IN (WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n)",
     ],
 )
-def test_what_is_no_condition_is_refused(asked, text):
-    before = (asked / FILE).read_bytes()
-    with SavedRun(asked) as run, pytest.raises(OptionError, match="Expected an SQL condition .* Columns: input, size"):
+def test_what_is_no_condition_is_refused(requested, text):
+    before = (requested / FILE).read_bytes()
+    with (
+        SavedRun(requested) as run,
+        pytest.raises(OptionError, match="Expected an SQL condition .* Columns: input, size"),
+    ):
         list(run.with_maps(where=text))
-    assert (asked / FILE).read_bytes() == before
+    assert (requested / FILE).read_bytes() == before
 
 
 def test_a_condition_that_takes_too_long_is_given_up(tmp_path, monkeypatch):

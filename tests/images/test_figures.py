@@ -48,10 +48,10 @@ def strip(names: list[str], *, rows: int = 1, classes: int = 1, size: tuple[int,
 
 
 def boxes(figure):
-    """Where the words stand: (text, box in pixels)."""
+    """Return the position of each text: (text, box in pixels)."""
     figure.draw_without_rendering()
-    found = [(text.get_text(), text.get_window_extent()) for text in figure.findobj(Text)]
-    return [(text, box) for text, box in found if text]
+    actual = [(text.get_text(), text.get_window_extent()) for text in figure.findobj(Text)]
+    return [(text, box) for text, box in actual if text]
 
 
 def places(figure):
@@ -71,12 +71,12 @@ def test_every_name_can_be_drawn_in_every_format_without_a_warning(suffix, tmp_p
 @pytest.mark.parametrize("size", [(150, 200), (360, 90), (20, 300)])
 def test_no_words_overlap_or_leave_the_page(classes, size):
     figure = strip(NAMES, rows=2, classes=classes, size=size)
-    found = boxes(figure)
-    assert len(found) > 35
+    actual = boxes(figure)
+    assert len(actual) > 35
     width, height = figure.get_size_inches() * figure.dpi
-    for text, box in found:
+    for text, box in actual:
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
-    for (first, a), (second, b) in combinations(found, 2):
+    for (first, a), (second, b) in combinations(actual, 2):
         across = min(a.x1, b.x1) - max(a.x0, b.x0)
         down = min(a.y1, b.y1) - max(a.y0, b.y0)
         # Boxes reach from ascender to descender: lines set close may share a pixel of these.
@@ -125,10 +125,10 @@ def test_a_group_is_named_once_over_the_columns_that_stand_together():
 def test_wrapping_keeps_the_words_and_the_width():
     text = "Egyptian cat of many words that will not fit into a single line of this width"
     for lines in range(1, 12):
-        found = typesetting.wrap(text, 1.0, 7, lines=lines)
-        assert len(found) <= lines
-        assert all(typesetting.measure(line, 7) <= 1.0 for line in found)
-        assert text.startswith(" ".join(found).removesuffix("…").rstrip())
+        actual = typesetting.wrap(text, 1.0, 7, lines=lines)
+        assert len(actual) <= lines
+        assert all(typesetting.measure(line, 7) <= 1.0 for line in actual)
+        assert text.startswith(" ".join(actual).removesuffix("…").rstrip())
     assert " ".join(typesetting.wrap(text, 1.0, 7, lines=12)) == text
     assert typesetting.wrap("", 1.0, 7) == []
     [cut] = typesetting.wrap("Pneumonoultramicroscopicsilicovolcanoconiosis", 1.0, 7, lines=1)

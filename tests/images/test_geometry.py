@@ -55,7 +55,7 @@ def prepare(image: np.ndarray, placement: Placement, **spec: Any) -> np.ndarray:
 
 
 def exact_input_coordinate(placement: Placement, axis: int, pixel: int) -> Fraction:
-    """Where the centre of a pixel of the original lies in the model input, without rounding."""
+    """Return the position of a pixel's centre in the model input, without rounding."""
     scale = Fraction(placement.resized_size[axis], placement.image_size[axis])
     return (pixel + Fraction(1, 2)) * scale - placement.offset[axis]
 
@@ -97,7 +97,7 @@ def test_prepare_equals_timm_for_every_filter(interpolation):
     same_as_timm(noise(75, 131), {**config, "interpolation": interpolation})
 
 
-def test_prepare_equals_timm_for_a_models_own_configuration():
+def test_prepare_equals_timm_for_a_models_configuration():
     model = timm.create_model("test_vit.r160_in1k", pretrained=False)
     config = timm.data.resolve_model_data_config(model)
     for size in [(300, 200), (199, 333), (90, 50)]:
@@ -374,16 +374,16 @@ def test_prepare_leaves_the_image_alone():
 def test_the_patch_at_a_point_is_the_one_whose_box_holds_it(fit):
     placed = place((90, 160), (64, 64), fit=fit, crop_pct=0.9, patch_size=16)
     grid = placed.input_size[0] // 16, placed.input_size[1] // 16
-    found = {}
+    actual = {}
     for y in range(90):
         for x in range(160):
             row, col = (math.floor(at / 16) for at in placed.to_input(y + 0.5, x + 0.5))
             if 0 <= row < grid[0] and 0 <= col < grid[1]:
-                found[row, col] = placed.patch_at(y + 0.5, x + 0.5, grid)
+                actual[row, col] = placed.patch_at(y + 0.5, x + 0.5, grid)
             else:
                 with pytest.raises(OptionError, match="did not see"):
                     placed.patch_at(y + 0.5, x + 0.5, grid)
-    assert len(found) > grid[0] and all(asked == answered for asked, answered in found.items())
+    assert len(actual) > grid[0] and all(requested == answered for requested, answered in actual.items())
     for y, x in [(-0.1, 5.0), (90.0, 5.0), (5.0, 160.0), (math.nan, 5.0)]:
         with pytest.raises(OptionError, match="got one outside"):
             placed.patch_at(y, x, grid)

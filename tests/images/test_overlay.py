@@ -31,7 +31,7 @@ def colors_of(values: np.ndarray, *, cmap: str | None = None, vmin: float, vmax:
 
 
 def on_background(image: np.ndarray, background: str, alpha: float = 1.0) -> np.ndarray:
-    """What lies under the colours: the photograph, its luminance, or the mean of both, the latter two darkened."""
+    """Return the background of the colours: the photograph, its luminance, or their mean, the latter two darkened."""
     grey = (image @ np.array([0.299, 0.587, 0.114]))[..., None]
     whole = {"photo": image, "grey": 0.625 * grey.repeat(3, axis=-1), "dim": 0.625 * (grey + image) / 2}[background]
     strength = min(alpha / 0.5, 1.0)
@@ -265,7 +265,7 @@ def test_constant_maps_draw_constant():
 
 
 def signed_grid() -> np.ndarray:
-    """What occlusion gives: a quarter of the patches below 0, one outlier, and four patches that cost nothing."""
+    """Return a map like that of occlusion: a quarter of the patches below 0, one outlier, and four patches of 0."""
     grid = random_grid(14, 14) - 0.25
     grid[9, 9] = 5.0
     grid[:2, :2] = 0.0
@@ -412,8 +412,8 @@ def test_beyond_a_soft_limit_colours_still_differ_and_never_fall_back():
         soft, hard = (blend(black, one, cmap="gray", alpha=1, fade=False, soft=soft)[0, :, 0] for soft in (None, False))
         assert len(np.unique(soft[980:])) > 5 and len(np.unique(hard[980:])) == 1
         assert (np.diff(soft.astype(int) * (1 if one is values else -1)) >= 0).all()
-    own = blend(black, values, cmap="gray", alpha=1, fade=False, vmax=1)[0, :, 0]  # a limit of the caller's is kept
-    assert (own[980:] == 255).all() and own[970] < 255
+    entry = blend(black, values, cmap="gray", alpha=1, fade=False, vmax=1)[0, :, 0]  # a limit of the caller's is kept
+    assert (entry[980:] == 255).all() and entry[970] < 255
 
 
 @pytest.mark.parametrize("fit_options", [{"crop_pct": 0.7}, {"crop_pct": 0.9, "crop_mode": "squash"}])
@@ -487,7 +487,7 @@ def test_blend_refuses_what_does_not_fit():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_arrays_of_any_order_are_drawn_alike(dtype):
+def test_arrays_of_any_order_are_drawn_the_same(dtype):
     """Turned, reversed, cut out of others, or not to be written to."""
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (9, 14, 3), dtype=np.uint8)

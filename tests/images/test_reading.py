@@ -304,7 +304,7 @@ def test_orientations_that_do_not_exist(value):
     np.testing.assert_array_equal(read_image(encode(RGB, exif=exif)), RGB)
 
 
-def test_an_odd_tag_beside_the_orientation_does_not_keep_an_image_from_being_turned():
+def test_an_odd_tag_next_to_the_orientation_does_not_keep_an_image_from_being_turned():
     turn_right = struct.pack("<HHII", ExifTags.Base.Orientation, 3, 1, 6)
     double_without_a_place = struct.pack("<HHII", ExifTags.Base.BitsPerSample, 12, 1, 8)
     tags = struct.pack("<H", 2) + turn_right + double_without_a_place + struct.pack("<I", 0)
@@ -439,9 +439,9 @@ def test_a_format_that_this_pillow_does_not_read_is_not_promised(monkeypatch):
     monkeypatch.setattr(
         Image, "OPEN", {name: opener for name, opener in Image.OPEN.items() if name not in ("AVIF", "HEIF")}
     )
-    with pytest.raises(ImageError, match=r"to be an image \(BMP.*AVIF is read with Pillow 11\.3 or newer") as told:
+    with pytest.raises(ImageError, match=r"to be an image \(BMP.*AVIF is read with Pillow 11\.3 or newer") as reported:
         read_image(b"\0\0\0\x1cftypavif")
-    assert "HEIF" not in str(told.value)
+    assert "HEIF" not in str(reported.value)
 
 
 def test_a_truncated_pil_image(tmp_path):

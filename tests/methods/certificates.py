@@ -1,4 +1,4 @@
-"""What proves a maximum flow: the flow itself, edge by edge, and the sink's side of a minimum cut.
+"""Certificates of a maximum flow: the flow, edge by edge, and the sink's side of a minimum cut.
 
 Both are read from the workspace that the compiled search leaves behind.
 """
@@ -32,14 +32,14 @@ class Prover:
         inner = upward[1 : self.layers - one]
         self.window = solver.InnerGraph(inner, self.supply, 1).window(len(inner)) if len(inner) else None
 
-    def prove(self, found: MaxFlow, row: int, sink: int) -> None:
+    def prove(self, actual: MaxFlow, row: int, sink: int) -> None:
         """No flow exceeds a cut, and this one reaches it: its edges are added up one by one, and the flow fits them."""
         flows, side = self.flow_and_cut(sink)
-        value, capacities = found.values[row], self.capacities
+        value, capacities = actual.values[row], self.capacities
         boundaries = [layer[~side[n + 1]][:, side[n]].sum() for n, layer in enumerate(capacities)]
         boundaries.append(self.given[side[-1]].sum())
         assert sum(boundaries) == pytest.approx(value, rel=1e-10, abs=1e-290)
-        np.testing.assert_allclose(found.crossing[row], boundaries, rtol=1e-9, atol=1e-12 * value + 1e-290)
+        np.testing.assert_allclose(actual.crossing[row], boundaries, rtol=1e-9, atol=1e-12 * value + 1e-290)
         rounding = 1e-14 * capacities.max() * self.tokens
         assert (flows >= 0).all() and (flows <= capacities).all()
         np.testing.assert_allclose(flows[1:].sum(axis=1), flows[:-1].sum(axis=2), rtol=0, atol=rounding)

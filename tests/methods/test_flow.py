@@ -212,7 +212,7 @@ def test_deep_flat_attention_is_saturated_and_shallow_is_not() -> None:
     assert (deep.cut_layer[0] == 13).tolist() == (column_sums > 1).tolist()
 
 
-def test_the_share_counts_patches_unless_only_other_sinks_were_asked_for() -> None:
+def test_the_share_counts_patches_unless_only_other_sinks_were_requested() -> None:
     saturated = torch.tensor([[True, True, False, True]])
     values = torch.where(saturated, 1.0, 0.5).double()
 
@@ -387,9 +387,9 @@ def test_every_sink_of_the_demo_model_is_proven_at_full_depth(
     demo_attention: list[Tensor], changed: dict[str, Any]
 ) -> None:
     capacities = layer_capacities(demo_attention, 0, **OPTIONS | changed)
-    found, prover = max_flow(capacities, 0), Prover(capacities, 0)
+    actual, prover = max_flow(capacities, 0), Prover(capacities, 0)
     for sink in range(capacities.shape[1]):
-        prover.prove(found, sink, sink)
+        prover.prove(actual, sink, sink)
 
 
 @pytest.mark.slow

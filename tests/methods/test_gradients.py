@@ -40,8 +40,8 @@ def grid(trace: Trace, method: str, **options) -> np.ndarray:
     return function(trace, **chosen.function_options(chosen.complete(options))).grids.numpy()
 
 
-def assert_equal(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-6) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+def assert_equal(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-6) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 # --- Against the hand-written model ---
@@ -52,8 +52,8 @@ def test_the_hand_written_model_is_the_same_model(readout):
     model, pixels = literal_vit.timm_model(readout), photos()
     with torch.no_grad():
         expected = model(pixels)
-        found = torch.stack([literal_vit.run(model, image).logits for image in pixels])
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        actual = torch.stack([literal_vit.run(model, image).logits for image in pixels])
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
@@ -63,22 +63,22 @@ def test_every_gradient_method_equals_the_literal_reference(readout):
     trace = recorded(model, pixels)
     first = recorded(model, pixels, layer=1)
     for index, target in enumerate(TARGETS):
-        found = literal_vit.differentiate(model, pixels[index], target, readout)
+        actual = literal_vit.differentiate(model, pixels[index], target, readout)
         for layer, gradient in enumerate(trace.backward().attentions):
-            assert_equal(gradient[index].numpy(), found.gradients[layer], 1e-9)
+            assert_equal(gradient[index].numpy(), actual.gradients[layer], 1e-9)
         for how, fusion in itertools.product((False, True, "output"), ("mean", "max")):
             options = {"value_weighted": how, "head_fusion": fusion}
-            assert_equal(grid(trace, "gae", **options)[index].ravel(), literal_vit.gae(found, how, fusion))
-            expected = literal_vit.gradient_rollout(found, how, fusion, ratio=0.5, alpha=0.3, start=2)
+            assert_equal(grid(trace, "gae", **options)[index].ravel(), literal_vit.gae(actual, how, fusion))
+            expected = literal_vit.gradient_rollout(actual, how, fusion, ratio=0.5, alpha=0.3, start=2)
             rolled = grid(trace, "gradient_rollout", **options, discard_ratio=0.5, residual=0.3, start_layer=2)
             assert_equal(rolled[index].ravel(), expected)
-        assert_equal(grid(trace, "gae", preset="paper", start_layer=3)[index].ravel(), literal_vit.gae(found, start=3))
+        assert_equal(grid(trace, "gae", preset="paper", start_layer=3)[index].ravel(), literal_vit.gae(actual, start=3))
         assert_equal(
-            grid(trace, "gradient_rollout", preset="paper")[index].ravel(), literal_vit.gradient_rollout(found)
+            grid(trace, "gradient_rollout", preset="paper")[index].ravel(), literal_vit.gradient_rollout(actual)
         )
-        assert_equal(grid(trace, "gradcam")[index].ravel(), literal_vit.grad_cam(found))
-        assert_equal(grid(first, "gradcam", layer=1)[index].ravel(), literal_vit.grad_cam(found, 0))
-        pixels_of_patches = np.abs(found.pixel_gradients).reshape(3, 4, 8, 4, 8).sum((0, 2, 4))
+        assert_equal(grid(trace, "gradcam")[index].ravel(), literal_vit.grad_cam(actual))
+        assert_equal(grid(first, "gradcam", layer=1)[index].ravel(), literal_vit.grad_cam(actual, 0))
+        pixels_of_patches = np.abs(actual.pixel_gradients).reshape(3, 4, 8, 4, 8).sum((0, 2, 4))
         assert_equal(grid(trace, "input_gradient")[index], pixels_of_patches)
 
 
@@ -94,22 +94,22 @@ def test_gradients_are_of_the_probabilities_and_not_of_the_scores_before_the_sof
 def test_from_a_patch_instead_of_the_answer():
     model, pixels = literal_vit.timm_model(), photos()
     trace = recorded(model, pixels)
-    found = literal_vit.differentiate(model, pixels[0], TARGETS[0], "class token")
-    found.readout = np.eye(17)[1 + 2 * 4 + 3]
-    assert_equal(grid(trace, "gae", preset="paper", patch=(2, 3))[0].ravel(), literal_vit.gae(found))
+    actual = literal_vit.differentiate(model, pixels[0], TARGETS[0], "class token")
+    actual.readout = np.eye(17)[1 + 2 * 4 + 3]
+    assert_equal(grid(trace, "gae", preset="paper", patch=(2, 3))[0].ravel(), literal_vit.gae(actual))
     rolled = grid(trace, "gradient_rollout", preset="paper", patch=(2, 3))[0].ravel()
-    assert_equal(rolled, literal_vit.gradient_rollout(found))
+    assert_equal(rolled, literal_vit.gradient_rollout(actual))
 
 
-def test_what_is_asked_is_not_written_onto_the_record():
+def test_what_is_requested_is_not_written_onto_the_record():
     model = literal_vit.timm_model()
     with record_attention(model, gradients=True) as trace:
         model(photos())
     one, other = (TargetedTrace.of(trace, torch.full((BATCH,), target)) for target in (1, 2))
     assert not hasattr(trace, "targets")
-    for asked in (one, other):
-        found, expected = asked.backward().attentions, trace.backward(asked.wanted).attentions
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    for requested in (one, other):
+        actual, expected = requested.backward().attentions, trace.backward(requested.wanted).attentions
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
     assert not torch.equal(one.backward().attentions[0], other.backward().attentions[0])
     with pytest.raises(OptionError, match="this model has none"):
         TargetedTrace.of(trace, None).backward()
@@ -144,8 +144,8 @@ def test_half_precision_gradients_are_near_those_of_float64(dtype, fused):
         half(pixels.to(dtype))
     trace = TargetedTrace.of(trace, torch.tensor(TARGETS))
     for name, exact in expected.items():
-        found = grid(trace, name, preset="paper")
-        for ours, theirs in zip(found, exact, strict=True):
+        actual = grid(trace, name, preset="paper")
+        for ours, theirs in zip(actual, exact, strict=True):
             assert np.corrcoef(ours.ravel(), theirs.ravel())[0, 1] > (0.99 if dtype == torch.float16 else 0.95)
 
 
@@ -158,9 +158,9 @@ def test_small_gradients_survive_float16():
     half = model.to(torch.float16)
     with record_attention(half, gradients=True) as trace:
         half(pixels.half())
-    found = trace.backward(torch.tensor(TARGETS)).attentions[0].double()
+    actual = trace.backward(torch.tensor(TARGETS)).attentions[0].double()
     assert expected.abs().median() < 6e-8
-    assert torch.corrcoef(torch.stack([found.flatten(), expected.flatten()]))[0, 1] > 0.9
+    assert torch.corrcoef(torch.stack([actual.flatten(), expected.flatten()]))[0, 1] > 0.9
 
 
 # --- Against maintained packages ---
@@ -186,9 +186,9 @@ def test_gradcam_equals_pytorch_grad_cam_before_its_scaling(readout):
             pixels, model.blocks[-1].norm1, targets, features.numpy(), gradients.numpy(), eigen_smooth=False
         )
     expected = np.maximum(theirs, 0.0)
-    found = grid(recorded(model, pixels), "gradcam")
+    actual = grid(recorded(model, pixels), "gradcam")
     assert expected.max() > 0
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * expected.max())
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * expected.max())
 
 
 def test_input_gradient_equals_captums_saliency():
@@ -228,15 +228,15 @@ def test_the_row_from_the_top_is_the_row_of_the_whole_matrix(function):
 
 def test_gradient_rollout_of_constant_gradients_is_rollout():
     attention, _ = random_pair()
-    found = gradient_rollout(attention, torch.ones_like(attention), discard_ratio=0.5)
-    torch.testing.assert_close(found, attention_rollout(attention, discard_ratio=0.5))
+    actual = gradient_rollout(attention, torch.ones_like(attention), discard_ratio=0.5)
+    torch.testing.assert_close(actual, attention_rollout(attention, discard_ratio=0.5))
 
 
 def test_without_positive_gradients_the_map_is_the_readout():
     attention, gradients = random_pair()
     for function in (gae, gradient_rollout):
-        found = function(attention, -gradients.abs())
-        torch.testing.assert_close(found, torch.eye(7, dtype=torch.float64).expand(2, -1, -1))
+        actual = function(attention, -gradients.abs())
+        torch.testing.assert_close(actual, torch.eye(7, dtype=torch.float64).expand(2, -1, -1))
 
 
 def test_gradients_that_are_hardly_there_leave_gae_finite_and_ordered():
@@ -280,11 +280,11 @@ def test_cells_share_the_pixels_out_evenly(length, count):
 
 def test_sums_over_cells_equal_a_loop():
     values = torch.rand(2, 11, 9, dtype=torch.float64)
-    found = cells.sum_cells(values, 4, 3)
+    actual = cells.sum_cells(values, 4, 3)
     down, across = cells.cell_edges(11, 4), cells.cell_edges(9, 3)
     for row, col in itertools.product(range(4), range(3)):
         part = values[:, down[row] : down[row + 1], across[col] : across[col + 1]].sum((1, 2))
-        torch.testing.assert_close(found[:, row, col], part)
+        torch.testing.assert_close(actual[:, row, col], part)
 
 
 def test_cells_without_a_patch_size_are_a_fourteenth():

@@ -62,9 +62,9 @@ def test_options_that_are_no_such_numbers_are_refused(function, options):
 
 
 def test_layers_of_two_precisions_are_taken_in_the_wider():
-    found = attention_rollout([ONE, ONE.double()])
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, attention_rollout([ONE.double()] * 2))
+    actual = attention_rollout([ONE, ONE.double()])
+    assert actual.dtype == torch.float64
+    torch.testing.assert_close(actual, attention_rollout([ONE.double()] * 2))
 
 
 @pytest.mark.parametrize("sinks", [[2.7], [5], [-1], "ab", 3, [None]])
@@ -179,7 +179,7 @@ def test_other_words_for_the_target_lead_to_it(name):
         vitflow.explain(IMAGE, model=tiny(), data_config=DATA, method="gae", **{name: 3})
 
 
-def test_an_explainer_is_told_what_is_no_layout_and_no_device():
+def test_an_explainer_is_reported_what_is_no_layout_and_no_device():
     for options in ({"layout": (1, 4, 4)}, {"device": 3.5}):
         with pytest.raises(OptionError):
             Explainer(tiny(), data_config=DATA, **options)
@@ -198,7 +198,7 @@ def test_a_model_without_weights_is_refused_before_it_runs():
         Explainer(tiny(), data_config=DATA, device="meta")
 
 
-def test_a_module_is_moved_where_it_is_asked_to_and_changed_in_nothing_else():
+def test_a_module_is_moved_where_it_is_requested_to_and_changed_in_nothing_else():
     model = tiny().train()
     model.blocks[1].eval()
     model.head.weight.requires_grad_(False)

@@ -89,12 +89,12 @@ def graphs(kind: str, count: int) -> Iterator[tuple[Array, Source]]:
 def test_random_graphs_agree_with_networkx_and_prove_themselves(kind: str) -> None:
     below_bound = 0
     for capacities, source in graphs(kind, 32):
-        found, prover = max_flow(capacities, source), Prover(capacities, source)
+        actual, prover = max_flow(capacities, source), Prover(capacities, source)
         bounds = np.minimum(capacities[0].sum(axis=0), prover.given.sum())
-        below_bound += int((found.values < bounds * (1 - 1e-9)).sum())
-        for sink, value in enumerate(found.values.tolist()):
+        below_bound += int((actual.values < bounds * (1 - 1e-9)).sum())
+        for sink, value in enumerate(actual.values.tolist()):
             assert value == pytest.approx(networkx_value(capacities, source, sink), rel=1e-9, abs=1e-9)
-            prover.prove(found, sink, sink)
+            prover.prove(actual, sink, sink)
     assert below_bound > 15  # the interesting cuts, away from source and sink, are among them
 
 
@@ -109,8 +109,8 @@ def test_any_small_integer_graph_agrees_with_scipy(layers: int, tokens: int, dat
     values = data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
     source = data.draw(st.lists(st.integers(0, 9), min_size=tokens, max_size=tokens))
     capacities = np.array(values).reshape(layers, tokens, tokens)
-    found = max_flow(capacities, np.array(source, np.float64))
-    assert found.values.tolist() == scipy_values(capacities, np.array(source))
+    actual = max_flow(capacities, np.array(source, np.float64))
+    assert actual.values.tolist() == scipy_values(capacities, np.array(source))
 
 
 def scipy_values(capacities: NDArray[np.integer], source: NDArray[np.integer]) -> list[int]:
@@ -132,20 +132,20 @@ def scipy_values(capacities: NDArray[np.integer], source: NDArray[np.integer]) -
 @pytest.mark.parametrize("layers", [3, 4, 6, 12])
 def test_certificates_hold_at_the_size_of_vit_base(layers: int, sharpness: float) -> None:
     capacities = attention(np.random.default_rng(3), layers, 197, sharpness)
-    found = max_flow(capacities, 0)
+    actual = max_flow(capacities, 0)
     prover = Prover(capacities, 0)
     for sink in range(197):
-        prover.prove(found, sink, sink)
+        prover.prove(actual, sink, sink)
 
 
 @pytest.mark.parametrize(("layers", "discard"), [(4, 0.9), (4, 0.0), (12, 0.0)])
 def test_certificates_hold_at_the_size_of_dinov2(layers: int, discard: float) -> None:
     capacities = float32_attention(layers, 1370, discard)
     sinks = range(3, 1370, 97)
-    found = max_flow(capacities, 0, sinks=sinks)
+    actual = max_flow(capacities, 0, sinks=sinks)
     prover = Prover(capacities, 0)
     for row, sink in enumerate(sinks):
-        prover.prove(found, row, sink)
+        prover.prove(actual, row, sink)
 
 
 def float32_attention(layers: int, tokens: int, discard: float) -> Array:
@@ -167,10 +167,10 @@ def test_super_sources_at_full_size(source: str) -> None:
     given = np.zeros(197)
     given[{"uniform": slice(1, None), "two tokens": slice(0, 2), "little": slice(5, 9)}[source]] = 1.0
     given /= given.sum() * (20 if source == "little" else 1)
-    found = max_flow(capacities, given, sinks=range(0, 197, 5))
+    actual = max_flow(capacities, given, sinks=range(0, 197, 5))
     prover = Prover(capacities, given)
     for row, sink in enumerate(range(0, 197, 5)):
-        prover.prove(found, row, sink)
+        prover.prove(actual, row, sink)
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 4.0, 8.0])
@@ -278,21 +278,21 @@ def test_matchings_on_sparse_graphs_need_long_detours(seed: int) -> None:
     capacities[4, 0] = 1
     for layer in (1, 2, 3):
         capacities[layer] = rng.random((tokens, tokens)) < 1.6 / tokens
-    found = max_flow(capacities, 0, [0])
+    actual = max_flow(capacities, 0, [0])
     source = np.zeros(tokens, np.int64)
     source[0] = tokens
-    assert found.values[0] == scipy_values(capacities, source)[0]
-    Prover(capacities, 0).prove(found, 0, 0)
+    assert actual.values[0] == scipy_values(capacities, source)[0]
+    Prover(capacities, 0).prove(actual, 0, 0)
 
 
-def test_a_bottleneck_in_each_layer_is_found_there() -> None:
+def test_a_bottleneck_in_each_layer_is_detected_there() -> None:
     for layer in range(5):
         capacities = np.ones((5, 6, 6))
         capacities[layer] = 0.001
-        found = max_flow(capacities, np.full(6, 10.0), [2])
+        actual = max_flow(capacities, np.full(6, 10.0), [2])
         expected = 0.006 if layer == 0 else 0.036
-        assert found.values[0] == pytest.approx(expected)
-        assert found.crossing[0].argmax() == layer
+        assert actual.values[0] == pytest.approx(expected)
+        assert actual.crossing[0].argmax() == layer
 
 
 def test_wide_staircases_at_full_size_are_not_slow() -> None:
@@ -302,10 +302,10 @@ def test_wide_staircases_at_full_size_are_not_slow() -> None:
     capacities = np.zeros((6, tokens, tokens))
     for layer in capacities:
         layer += np.diag(rng.random(tokens)) + np.diag(rng.random(tokens - 1), 1) + np.diag(rng.random(tokens - 2), -2)
-    found = max_flow(capacities, np.full(tokens, 0.5))
+    actual = max_flow(capacities, np.full(tokens, 0.5))
     prover = Prover(capacities, np.full(tokens, 0.5))
     for sink in range(0, tokens, 7):
-        prover.prove(found, sink, sink)
+        prover.prove(actual, sink, sink)
 
 
 # --- Numbers ----------------------------------------------------------------------------------------------------------
@@ -321,8 +321,8 @@ def test_capacities_of_any_size_end_with_the_right_flow(scale: float) -> None:
 
 
 def test_no_capacity_no_flow() -> None:
-    found = max_flow(np.zeros((4, 3, 3)), 0)
-    assert found.values.tolist() == [0.0] * 3 and not found.crossing.any()
+    actual = max_flow(np.zeros((4, 3, 3)), 0)
+    assert actual.values.tolist() == [0.0] * 3 and not actual.crossing.any()
     capacities = attention(np.random.default_rng(0), 4, 6, 1.0)
     assert max_flow(capacities, np.zeros(6)).values.tolist() == [0.0] * 6
     capacities[2] = 0.0

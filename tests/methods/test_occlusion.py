@@ -55,13 +55,13 @@ def literal(
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
-def test_blank_out_equals_a_loop_for_each_images_own_target(activation, score):
+def test_blank_out_equals_a_loop_for_each_images_target(activation, score):
     model = literal_vit.timm_model("average")
     explainer = Explainer(model, data_config=DATA, activation=activation)
     targets = np.array([3, 0, 4])
     options = {"occlusion_batch": 7} | ({"score": score} if score == "probability" else {})
-    found = explainer.explain_batch(list(IMAGES), methods=["occlusion"], targets=targets, **options)
-    for image, target, saliency in zip(IMAGES, targets, found, strict=True):
+    actual = explainer.explain_batch(list(IMAGES), methods=["occlusion"], targets=targets, **options)
+    for image, target, saliency in zip(IMAGES, targets, actual, strict=True):
         expected = literal(model, explainer.pixels(image)[0], int(target), 8, activation, score)
         assert np.abs(expected).max() > 1e-3
         np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max() + 1e-9)
@@ -74,19 +74,19 @@ def test_log_odds_are_exact_however_sure_the_answer_is(activation):
     rows = torch.tensor(
         [[0.3, -1.0, 2.0], [2.0, 2.0, 2.0], [700.0, 0.5, -3.0], [-50.0, -90.0, -90.0], [1e4, 1e4, -1e4]]
     )
-    for given, found in zip(rows, outputs.log_odds(rows, activation).tolist(), strict=True):
+    for given, actual in zip(rows, outputs.log_odds(rows, activation).tolist(), strict=True):
         with localcontext(prec=60):
             exact = [Decimal(value) for value in given.tolist()]
             for number, value in enumerate(exact):
                 others = sum(other.exp() for index, other in enumerate(exact) if index != number)
-                assert found[number] == pytest.approx(float(value - (others.ln() if activation == "softmax" else 0)))
+                assert actual[number] == pytest.approx(float(value - (others.ln() if activation == "softmax" else 0)))
 
 
 @pytest.mark.parametrize("score", ["log-odds", "probability"])
 def test_a_single_logit_is_scored_as_a_sigmoid(score):
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=1).eval()
-    asked = [Explainer(model, data_config=DATA, activation=activation) for activation in ("softmax", "sigmoid")]
-    grids = [one.explain(IMAGES[0], method="occlusion", score=score).grid for one in asked]
+    requested = [Explainer(model, data_config=DATA, activation=activation) for activation in ("softmax", "sigmoid")]
+    grids = [one.explain(IMAGES[0], method="occlusion", score=score).grid for one in requested]
     np.testing.assert_array_equal(*grids)
     assert np.isfinite(grids[0]).all() and grids[0].std() > 0
 
@@ -110,13 +110,13 @@ def test_an_answer_that_is_sure_loses_as_much_as_one_that_is_not():
 def test_one_class_against_another_by_blank_out(score):
     model = literal_vit.timm_model()
     explainer = Explainer(model, data_config=DATA)
-    own = {"method": "occlusion", "score": score}
-    found = explainer.explain(IMAGES[0], target=Contrast(1, 3), **own)
-    sides = [explainer.explain(IMAGES[0], target=target, **own).grid.astype(float) for target in (1, 3)]
+    entry = {"method": "occlusion", "score": score}
+    actual = explainer.explain(IMAGES[0], target=Contrast(1, 3), **entry)
+    sides = [explainer.explain(IMAGES[0], target=target, **entry).grid.astype(float) for target in (1, 3)]
     expected = sides[0] / np.abs(sides[0]).sum() - sides[1] / np.abs(sides[1]).sum()
-    np.testing.assert_allclose(found.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(actual.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
     logits = explainer.logits(explainer.pixels(IMAGES[0]))[0].detach()
-    assert found.contrast.value == pytest.approx(float(logits[1] - logits[3]))
+    assert actual.contrast.value == pytest.approx(float(logits[1] - logits[3]))
 
 
 def test_the_batch_size_changes_no_map():
@@ -132,8 +132,8 @@ def test_the_batch_size_changes_no_map():
     assert sizes == [32, 2]
     for size in (1, 5, 32):
         sizes.clear()
-        found = occlusion(predict, pixels, torch.tensor([1, 2]), rows=4, cols=4, batch_size=size)
-        torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+        actual = occlusion(predict, pixels, torch.tensor([1, 2]), rows=4, cols=4, batch_size=size)
+        torch.testing.assert_close(actual, whole, rtol=0, atol=1e-12)
         assert max(sizes[:-1]) == size
 
 
@@ -163,9 +163,9 @@ def test_models_without_attention_are_explained_too(name):
     model = timm.create_model(name, num_classes=5).eval()
     explainer = Explainer(model, data_config={"input_size": (3, 64, 96)})
     methods = ["input_gradient", "occlusion", "random", "centre"]
-    found = explainer.explain_batch([IMAGES[0]], methods=methods, targets=3)
-    assert [saliency.method for saliency in found] == methods
-    for saliency in found:
+    actual = explainer.explain_batch([IMAGES[0]], methods=methods, targets=3)
+    assert [saliency.method for saliency in actual] == methods
+    for saliency in actual:
         assert saliency.grid.shape == (14, 21)
         assert saliency.grid.std() > 0
         assert saliency.heatmap.shape == (32, 32)

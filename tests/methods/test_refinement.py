@@ -16,18 +16,18 @@ def attention(layers: int = 3, batch: int = 2, tokens: int = 13, sharpness: floa
 
 def test_co_attention_equals_the_literal_definition():
     layers = attention()
-    found = co_attention(layers, 12).matrix
+    actual = co_attention(layers, 12).matrix
     for image in range(2):
         expected = references.co_attention([layer[image, 1:, 1:].numpy() for layer in layers])
-        np.testing.assert_allclose(found[image], expected, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(actual[image], expected, rtol=0, atol=1e-9)
 
 
 def test_the_affinity_of_keys_equals_the_literal_definition():
     keys = [torch.rand(2, 9, 6, dtype=torch.float64) - 0.2 for _ in range(3)]
-    found = key_affinity(keys).matrix
+    actual = key_affinity(keys).matrix
     for image in range(2):
         expected = references.key_affinity([layer[image].numpy() for layer in keys])
-        np.testing.assert_allclose(found[image], expected, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(actual[image], expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -88,10 +88,10 @@ def test_a_batch_gives_what_its_images_give_alone(dtype):
 def test_balancing_stops_at_its_tolerance_and_leaves_the_matrix_alone():
     layer = attention(layers=1)[0]
     before = layer.clone()
-    found = balance(layer)
+    actual = balance(layer)
     assert torch.equal(layer, before)
-    np.testing.assert_allclose(found.matrix.sum(dim=-1), 1.0, rtol=0, atol=refinement.TOLERANCE)
-    np.testing.assert_allclose(found.matrix.sum(dim=-2), 1.0, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(actual.matrix.sum(dim=-1), 1.0, rtol=0, atol=refinement.TOLERANCE)
+    np.testing.assert_allclose(actual.matrix.sum(dim=-2), 1.0, rtol=0, atol=1e-12)
 
 
 def test_a_layer_whose_patches_attend_to_nothing_is_left_out():
@@ -143,19 +143,19 @@ def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):
     matrix[:, :4, 4:] *= 1e-5
     matrix[:, 4:, :4] *= 1e-5
     monkeypatch.setattr(refinement, "ROUNDS", 5)
-    found = balance(matrix)
-    assert (found.matrix.sum(dim=-1) - 1).abs().max() > 1e-4
+    actual = balance(matrix)
+    assert (actual.matrix.sum(dim=-1) - 1).abs().max() > 1e-4
     ones = torch.ones(1, 8, dtype=torch.float64)
-    np.testing.assert_allclose(found.spread(ones), ones, rtol=0, atol=1e-14)
-    np.testing.assert_allclose(found.symmetric.sum(dim=-2), ones, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(actual.spread(ones), ones, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(actual.symmetric.sum(dim=-2), ones, rtol=0, atol=1e-14)
     values = torch.rand(1, 8, dtype=torch.float64)
-    expected = (found.symmetric @ values.unsqueeze(-1)).squeeze(-1)
-    np.testing.assert_allclose(found.spread(values), expected, rtol=0, atol=1e-14)
+    expected = (actual.symmetric @ values.unsqueeze(-1)).squeeze(-1)
+    np.testing.assert_allclose(actual.spread(values), expected, rtol=0, atol=1e-14)
 
 
 def test_the_distance_to_the_uniform_matrix():
-    found = balance(attention(layers=1)[0])
-    before = found.matrices.clone()
-    expected = (found.matrix - 1 / found.matrix.shape[-1]).square().sum(dim=(1, 2))
-    np.testing.assert_allclose(found.distance_to_uniform(), expected, rtol=0, atol=1e-9)
-    assert torch.equal(found.matrices, before)
+    actual = balance(attention(layers=1)[0])
+    before = actual.matrices.clone()
+    expected = (actual.matrix - 1 / actual.matrix.shape[-1]).square().sum(dim=(1, 2))
+    np.testing.assert_allclose(actual.distance_to_uniform(), expected, rtol=0, atol=1e-9)
+    assert torch.equal(actual.matrices, before)

@@ -29,29 +29,29 @@ def random_attention(layers: int, batch: int, heads: int, tokens: int, sharpness
 def test_rollout_equals_the_literal_definition(fusion, discard, batch):
     attention = random_attention(4, batch, 3, 11)
     for start in (1, 2, 4):
-        found = attention_rollout(attention, head_fusion=fusion, discard_ratio=discard, start_layer=start)
+        actual = attention_rollout(attention, head_fusion=fusion, discard_ratio=discard, start_layer=start)
         for index in range(batch):
             layers = [layer[index].numpy() for layer in attention]
             expected = references.rollout(layers, how=fusion, ratio=discard, start=start)
-            np.testing.assert_allclose(found[index].numpy(), expected, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(actual[index].numpy(), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 def test_rollout_with_other_residuals_and_prefix_tokens(alpha, prefix):
     attention = random_attention(3, 1, 2, 9)
-    found = attention_rollout(attention, residual=alpha, discard_ratio=0.8, num_prefix_tokens=prefix)
+    actual = attention_rollout(attention, residual=alpha, discard_ratio=0.8, num_prefix_tokens=prefix)
     expected = references.rollout([a[0].numpy() for a in attention], alpha=alpha, ratio=0.8, prefix=prefix)
-    np.testing.assert_allclose(found[0].numpy(), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(actual[0].numpy(), expected, rtol=0, atol=1e-12)
 
 
 def test_rollout_in_float32_agrees_to_1e_6():
     attention = random_attention(6, 2, 3, 17)
-    found = attention_rollout(attention.float(), head_fusion="max", discard_ratio=0.5)
-    assert found.dtype == torch.float32
+    actual = attention_rollout(attention.float(), head_fusion="max", discard_ratio=0.5)
+    assert actual.dtype == torch.float32
     for index in range(2):
         expected = references.rollout([a[index].float().double().numpy() for a in attention], how="max", ratio=0.5)
-        np.testing.assert_allclose(found[index].numpy(), expected, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(actual[index].numpy(), expected, rtol=0, atol=1e-6)
 
 
 def test_the_row_product_from_the_top_is_the_row_of_the_full_product():
@@ -88,18 +88,18 @@ attentions = st.builds(
 @given(attentions, st.sampled_from(FUSIONS), st.floats(0, 1, exclude_max=True), st.integers(0, 2))
 def test_rows_sum_to_one_and_nothing_is_nan(attention, fusion, discard, prefix):
     prefix = min(prefix, attention.shape[-1] - 1)
-    found = attention_rollout(attention, head_fusion=fusion, discard_ratio=discard, num_prefix_tokens=prefix)
-    assert torch.isfinite(found).all()
-    assert (found >= 0).all()
-    torch.testing.assert_close(found.sum(-1), torch.ones_like(found.sum(-1)), rtol=0, atol=1e-9)
+    actual = attention_rollout(attention, head_fusion=fusion, discard_ratio=discard, num_prefix_tokens=prefix)
+    assert torch.isfinite(actual).all()
+    assert (actual >= 0).all()
+    torch.testing.assert_close(actual.sum(-1), torch.ones_like(actual.sum(-1)), rtol=0, atol=1e-9)
 
 
 @settings(max_examples=30, deadline=None)
 @given(attentions, st.sampled_from(FUSIONS), st.integers(0, 2**31))
 def test_the_order_of_heads_does_not_matter(attention, fusion, seed):
     order = torch.randperm(attention.shape[2], generator=torch.Generator().manual_seed(seed))
-    found = attention_rollout(attention[:, :, order], head_fusion=fusion)
-    torch.testing.assert_close(found, attention_rollout(attention, head_fusion=fusion), rtol=1e-12, atol=1e-15)
+    actual = attention_rollout(attention[:, :, order], head_fusion=fusion)
+    torch.testing.assert_close(actual, attention_rollout(attention, head_fusion=fusion), rtol=1e-12, atol=1e-15)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
@@ -110,8 +110,8 @@ def test_permuting_the_patches_permutes_the_map(attention, seed):
     order = torch.cat([torch.zeros(1, dtype=torch.long), patches])
     fused = attention.mean(2).flatten(2)
     assume((fused.sort(dim=-1).values.diff(dim=-1) > 0).all())  # ties are discarded by their position
-    found = attention_rollout(attention[..., order, :][..., order], discard_ratio=0.5)[:, 0]
-    torch.testing.assert_close(found, attention_rollout(attention, discard_ratio=0.5)[:, 0][:, order])
+    actual = attention_rollout(attention[..., order, :][..., order], discard_ratio=0.5)[:, 0]
+    torch.testing.assert_close(actual, attention_rollout(attention, discard_ratio=0.5)[:, 0][:, order])
 
 
 def test_identity_stays_identity():
@@ -152,9 +152,9 @@ def test_discard_among_equal_values_is_that_of_sorting(values, ratio, dtype):
 @pytest.mark.parametrize("residual", [0.0, 0.5])
 def test_rows_of_any_size_are_normalised(scale, residual):
     layer = torch.tensor([[[2.0, 6.0], [1.0, 1.0]]]) * scale
-    found = attention_rollout([layer], residual=residual, readout=torch.tensor([1.0, 0.0]))
+    actual = attention_rollout([layer], residual=residual, readout=torch.tensor([1.0, 0.0]))
     expected = references.residual(layer[0].double().numpy(), residual)[:1]
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-12)
 
 
 def test_gradients_pass_through_rollout():
@@ -178,19 +178,19 @@ def test_value_weighting_multiplies_before_the_fusion_and_normalises_after_it():
     attention, norms = random_attention(1, 2, 3, 6)[0], torch.rand(2, 3, 6, dtype=torch.float64)
     values = Values(norms.unsqueeze(-1), torch.eye(3, dtype=torch.float64))
     for fusion in FUSIONS:
-        found = fuse_weighted(attention, fusion, True, values)
+        actual = fuse_weighted(attention, fusion, True, values)
         for image in range(2):
             heads = np.stack([attention[image, h].numpy() * norms[image, h].numpy() for h in range(3)])
             expected = references.fuse(heads, fusion)
             expected /= expected.sum(-1, keepdims=True)
-            np.testing.assert_allclose(found[image].numpy(), expected, atol=1e-14)
+            np.testing.assert_allclose(actual[image].numpy(), expected, atol=1e-14)
 
 
 def test_raw_attention_is_the_readout_row_of_one_layer():
     attention = random_attention(3, 2, 4, 7)
     readout = torch.full((7,), 1 / 7, dtype=torch.float64)
-    found = raw_attention(attention, readout=readout, layer=2, head_fusion="max")
-    torch.testing.assert_close(found, attention[1].amax(1).mean(1))
+    actual = raw_attention(attention, readout=readout, layer=2, head_fusion="max")
+    torch.testing.assert_close(actual, attention[1].amax(1).mean(1))
     one_head = raw_attention(attention, readout=torch.eye(7, dtype=torch.float64)[3], layer=-1, head=2)
     torch.testing.assert_close(one_head, attention[2][:, 2, 3])
 

@@ -44,22 +44,22 @@ def test_the_estimator_equals_a_loop_over_masks():
     dice = np.random.default_rng(1)
     kept, scores = torch.from_numpy(dice.random((40, 12)) < 0.4), torch.from_numpy(dice.normal(size=(40, 3)))
     kept[:, 4], kept[:, 9] = True, False  # never compared
-    found = mean_differences(kept, scores)
+    actual = mean_differences(kept, scores)
     for target in range(3):
         expected = references.mean_differences(kept.tolist(), scores[:, target].tolist())
-        np.testing.assert_allclose(found[:, target], expected, rtol=0, atol=1e-12)
-        torch.testing.assert_close(mean_differences(kept, scores[:, target]), found[:, target], rtol=0, atol=1e-12)
-    assert found[4].abs().max() == found[9].abs().max() == 0.0
+        np.testing.assert_allclose(actual[:, target], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mean_differences(kept, scores[:, target]), actual[:, target], rtol=0, atol=1e-12)
+    assert actual[4].abs().max() == actual[9].abs().max() == 0.0
 
 
-def test_a_score_that_is_a_sum_over_patches_is_found_again():
+def test_a_score_that_is_a_sum_over_patches_is_detected_again():
     """Masks of equal size tie the patches together: a patch's own share shows beside the mean of the others'."""
     worth = torch.tensor([3.0, -1.0, 0.5, 2.0, 0.0, 1.0], dtype=torch.float64)
     every = torch.tensor([[number in some for number in range(6)] for some in itertools.combinations(range(6), 3)])
-    found = mean_differences(every, every.double() @ worth)
+    actual = mean_differences(every, every.double() @ worth)
     # Beside patch j, the kept ones have 2 of the 5 others, the dropped ones 3 of them.
     expected = worth - (worth.sum() - worth) / 5
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def test_the_halves_are_every_other_mask():
@@ -126,9 +126,9 @@ def test_the_map_equals_a_loop_over_masks_of_the_model_run_by_hand():
     explainer = Explainer(model, data_config=DATA)
     options = {"masks": 24, "keep": 0.4, "cells": 3, "random_seed": 5}
     targets = np.array([3, 1])
-    found = explainer.explain_batch(IMAGES, methods=["sampling"], targets=targets, refine=0, **options)
+    actual = explainer.explain_batch(IMAGES, methods=["sampling"], targets=targets, refine=0, **options)
     kept = draw_masks(4, 4, masks=24, keep=0.4, cells=3, seed=5)
-    for image, target, saliency in zip(IMAGES, targets.tolist(), found, strict=True):
+    for image, target, saliency in zip(IMAGES, targets.tolist(), actual, strict=True):
         scores = by_hand_on(model, explainer.pixels(image), kept, target, prefix=4)
         expected = np.reshape(references.mean_differences(kept.tolist(), scores), (4, 4))
         np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
@@ -152,7 +152,7 @@ def test_on_two_by_three_patches_every_mask_and_many_drawn_ones():
         mean_differences(every, torch.tensor(scores, dtype=torch.float64)), exact, rtol=0, atol=1e-12
     )
 
-    found = explainer.explain(IMAGES[0], method="sampling", target=2, masks=4096, keep=0.5, refine=0).grid.ravel()
+    actual = explainer.explain(IMAGES[0], method="sampling", target=2, masks=4096, keep=0.5, refine=0).grid.ravel()
     drawn = draw_masks(2, 3, masks=4096, keep=0.5)
     often = [int((drawn == mask).all(dim=1).sum()) for mask in every]
     assert sum(often) == 4096 and min(often) > 50
@@ -164,11 +164,11 @@ def test_on_two_by_three_patches_every_mask_and_many_drawn_ones():
             )
             for kept in (True, False)
         )
-        assert found[patch] == pytest.approx(having - lacking, abs=1e-5 * np.abs(exact).max())
+        assert actual[patch] == pytest.approx(having - lacking, abs=1e-5 * np.abs(exact).max())
 
 
 class _Counted:
-    """How often a model ran, and on how many tokens at once."""
+    """Count the runs of a model, and the tokens of each."""
 
     def __init__(self, model: nn.Module) -> None:
         self.passes: list[int] = []
@@ -220,8 +220,8 @@ def test_refined_the_positive_part_is_spread():
     attention = co_attention(trace.fused("mean"), 144).attention
     keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
     expected = refine(plain.clamp_min(0), Affinity(attention, keys), 1)[0]
-    found = explainer.explain(image, method="sampling", refine=1, affinity="both").grid
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(expected.max()))
+    actual = explainer.explain(image, method="sampling", refine=1, affinity="both").grid
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * float(expected.max()))
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit_relpos"])
@@ -248,7 +248,7 @@ def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so(
     np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
-def test_a_model_without_attention_is_not_refined_unless_that_is_asked_for():
+def test_a_model_without_attention_is_not_refined_unless_that_is_requested():
     explainer = Explainer(timm.create_model("test_resnet", num_classes=5).eval(), data_config=DATA)
     assert explainer.explain(IMAGES[0], method="sampling", masks=4).options["refine"] == 0
     with pytest.raises(NoAttentionError, match="No attention between tokens"):

@@ -33,7 +33,7 @@ def swin(version: int) -> nn.Module:
 
 def literal_layers(model: nn.Module, pixels: Tensor) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Per layer: probabilities [windows, heads, n, n] of one image, each window's tokens, and the grid's side."""
-    found, hooks, seen = [], [], {}
+    actual, hooks, seen = [], [], {}
     for name, module in model.named_modules():
         if type(module).__name__ == "WindowAttention":
             module.fused_attn = False
@@ -55,8 +55,8 @@ def literal_layers(model: nn.Module, pixels: Tensor) -> list[tuple[np.ndarray, n
                 for top, left in corners
             ]
             probabilities = seen[f"layers.{stage_number}.blocks.{number}.attn"].numpy()
-            found.append((probabilities, np.array(tokens), side))
-    return found
+            actual.append((probabilities, np.array(tokens), side))
+    return actual
 
 
 def dense_rollout(
@@ -99,15 +99,15 @@ def test_rollout_through_swin_is_the_dense_product(version, how, ratio, alpha, s
     model, pixels = swin(version), torch.randn(3, 3, SIDE, SIDE, dtype=torch.float64)
     with torch.no_grad(), record_attention(model) as trace:
         model(pixels)
-    found = maps.rollout(
+    actual = maps.rollout(
         trace, head_fusion=how, discard_ratio=ratio, residual=alpha, start_layer=start, value_weighted=False, patch=None
     ).grids
     side = 16 if start < 3 else 8
-    assert found.shape == (3, side, side)
+    assert actual.shape == (3, side, side)
     for image in range(3):
         layers = literal_layers(model, pixels[image : image + 1])
         expected = dense_rollout(layers, np.full(64, 1 / 64), how, ratio, alpha, start)
-        np.testing.assert_allclose(found[image].numpy().ravel(), expected, rtol=0, atol=1e-6 * expected.max())
+        np.testing.assert_allclose(actual[image].numpy().ravel(), expected, rtol=0, atol=1e-6 * expected.max())
         assert expected.max() > 1.05 * expected.min()  # the maps say something
 
 
@@ -133,11 +133,11 @@ def test_the_windows_of_a_patch_light_up_at_its_pixels(layer, shift):
     with torch.no_grad(), record_attention(model) as trace:
         model(pixels)
     matrix = trace.windows(trace.fused("mean"))[layer - 1]
-    own = trace.layers[layer - 1].tokens
+    entry = trace.layers[layer - 1].tokens
     for row, col in ((5, 9), (0, 0), (15, 3)):
         readout = torch.zeros(1, 256, dtype=torch.float64)
         readout[0, row * 16 + col] = 1.0
-        tokens, layout = staged_rollout([matrix], [own], readout=readout)
+        tokens, layout = staged_rollout([matrix], [entry], readout=readout)
         lit = np.argwhere(layout.to_grid(tokens)[0].numpy() > 1e-9)
         if shift == 0:
             rows, cols = range(row // 4 * 4, row // 4 * 4 + 4), range(col // 4 * 4, col // 4 * 4 + 4)
@@ -177,7 +177,7 @@ def test_class_specific_methods_go_through_windows(method):
         model(pixels)
     trace = TargetedTrace.of(trace, torch.tensor([1, 3]))
     options = get_method(method).function_options(get_method(method).complete({"preset": "paper"}))
-    found = getattr(maps, method)(trace, **options).grids
+    actual = getattr(maps, method)(trace, **options).grids
     attentions = [heads.detach() for heads in trace.heads()]
     gradients = trace.backward(torch.tensor([1, 3])).attentions if method != "attention" else attentions
     for image in range(2):
@@ -186,9 +186,9 @@ def test_class_specific_methods_go_through_windows(method):
         for number in (4, 3, 2, 1):
             probabilities, tokens, side = layers[number - 1]
             windows = len(tokens)
-            own = gradients[number - 1].reshape(2, windows, *gradients[number - 1].shape[1:])[image].numpy()
+            entry = gradients[number - 1].reshape(2, windows, *gradients[number - 1].shape[1:])[image].numpy()
             product = (
-                np.maximum(probabilities * own, 0.0).mean(axis=1)
+                np.maximum(probabilities * entry, 0.0).mean(axis=1)
                 if method != "attention"
                 else probabilities.mean(axis=1)
             )
@@ -201,7 +201,7 @@ def test_class_specific_methods_go_through_windows(method):
                 row = row @ matrix
                 break
             row = row @ (np.eye(side * side) + matrix) if method == "gae" else row @ references.residual(matrix, 0.5)
-        np.testing.assert_allclose(found[image].numpy().ravel(), row, rtol=0, atol=1e-6 * row.max())
+        np.testing.assert_allclose(actual[image].numpy().ravel(), row, rtol=0, atol=1e-6 * row.max())
 
 
 def test_overlapping_windows_add_up():
@@ -211,8 +211,8 @@ def test_overlapping_windows_add_up():
     weights = torch.tensor([[[[0.9, 0.1], [0.4, 0.6]], [[0.3, 0.7], [0.2, 0.8]]]], dtype=torch.float64)
     matrix = np.array([[0.9, 0.1, 0.0], [0.4, 0.6 + 0.3, 0.7], [0.0, 0.2, 0.8]])
     readout = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
-    found, _ = staged_rollout([weights], [LayerTokens(layout, layout, index, index)], readout=readout)
-    np.testing.assert_allclose(found[0], readout[0].numpy() @ references.residual(matrix, 0.5), atol=1e-12)
+    actual, _ = staged_rollout([weights], [LayerTokens(layout, layout, index, index)], readout=readout)
+    np.testing.assert_allclose(actual[0], readout[0].numpy() @ references.residual(matrix, 0.5), atol=1e-12)
 
 
 @pytest.mark.parametrize("additive", [False, True])
@@ -233,38 +233,38 @@ def test_padding_passes_nothing_on():
     index = torch.tensor([[0, 1, -1]])
     weights = torch.tensor([[[[0.5, 0.1, 0.4], [0.2, 0.2, 0.6], [0.0, 0.0, 1.0]]]], dtype=torch.float64)
     matrix = np.array([[0.5, 0.1], [0.2, 0.2]])
-    found, _ = staged_rollout(
+    actual, _ = staged_rollout(
         [weights], [LayerTokens(layout, layout, index, index)], readout=torch.tensor([[1.0, 0.0]]).double()
     )
-    np.testing.assert_allclose(found[0], references.residual(matrix, 0.5)[0], atol=1e-12)
+    np.testing.assert_allclose(actual[0], references.residual(matrix, 0.5)[0], atol=1e-12)
 
 
 def test_a_token_that_asks_nothing_keeps_its_share():
     """Class attention: the class token alone attends, and the patches pass unchanged."""
     layout = TokenLayout(1, 1, 2)
-    own = LayerTokens(layout, layout, torch.tensor([[0]]), torch.tensor([[0, 1, 2]]))
+    entry = LayerTokens(layout, layout, torch.tensor([[0]]), torch.tensor([[0, 1, 2]]))
     weights = torch.tensor([[[[0.2, 0.3, 0.5]]]], dtype=torch.float64)
-    found, _ = staged_rollout([weights], [own], readout=torch.tensor([[0.5, 0.25, 0.25]]).double())
-    np.testing.assert_allclose(found[0], [0.5 * 0.6, 0.25 + 0.5 * 0.15, 0.25 + 0.5 * 0.25], atol=1e-12)
+    actual, _ = staged_rollout([weights], [entry], readout=torch.tensor([[0.5, 0.25, 0.25]]).double())
+    np.testing.assert_allclose(actual[0], [0.5 * 0.6, 0.25 + 0.5 * 0.15, 0.25 + 0.5 * 0.25], atol=1e-12)
 
 
 def test_pooled_keys_spread_over_what_they_stand_for():
     """Four tokens attend to one key that stands for all of them."""
     fine, coarse = TokenLayout(0, 2, 2), TokenLayout(0, 1, 1)
     weights = torch.ones(1, 1, 4, 1, dtype=torch.float64)
-    found, layout = staged_rollout(
+    actual, layout = staged_rollout(
         [weights], [LayerTokens(fine, coarse)], readout=torch.tensor([[1.0, 0.0, 0.0, 0.0]]).double()
     )
     assert layout == fine
-    np.testing.assert_allclose(found[0], [0.5 + 0.125, 0.125, 0.125, 0.125], atol=1e-12)
+    np.testing.assert_allclose(actual[0], [0.5 + 0.125, 0.125, 0.125, 0.125], atol=1e-12)
 
 
 def test_pooled_queries_hand_their_row_to_the_finer_keys():
     fine, coarse = TokenLayout(0, 2, 2), TokenLayout(0, 1, 1)
     weights = torch.tensor([[[[0.1, 0.2, 0.3, 0.4]]]], dtype=torch.float64)
-    found, layout = staged_rollout([weights], [LayerTokens(coarse, fine)], readout=torch.tensor([[1.0]]).double())
+    actual, layout = staged_rollout([weights], [LayerTokens(coarse, fine)], readout=torch.tensor([[1.0]]).double())
     assert layout == fine
-    np.testing.assert_allclose(found[0], [0.125 + 0.05, 0.125 + 0.1, 0.125 + 0.15, 0.125 + 0.2], atol=1e-12)
+    np.testing.assert_allclose(actual[0], [0.125 + 0.05, 0.125 + 0.1, 0.125 + 0.15, 0.125 + 0.2], atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_pooled_queries_hand_their_row_to_the_finer_keys():
 def test_carrying_keeps_the_sum_and_the_places(source, target):
     source, target = TokenLayout(*source), TokenLayout(*target)
     row = torch.rand(2, source.num_tokens, dtype=torch.float64)
-    found = carry(row, source, target)
-    torch.testing.assert_close(found.sum(dim=1), row.sum(dim=1))
+    actual = carry(row, source, target)
+    torch.testing.assert_close(actual.sum(dim=1), row.sum(dim=1))
     fine = 4 * source.rows * target.rows // 2, 4 * source.cols * target.cols // 2
 
     def drawn(values: Tensor, layout: TokenLayout) -> np.ndarray:
@@ -283,23 +283,23 @@ def test_carrying_keeps_the_sum_and_the_places(source, target):
 
     image = drawn(row, source)
     expected = image.reshape(target.rows, fine[0] // target.rows, target.cols, fine[1] // target.cols).sum(axis=(1, 3))
-    np.testing.assert_allclose(target.to_grid(found)[0], expected, atol=1e-12)
+    np.testing.assert_allclose(target.to_grid(actual)[0], expected, atol=1e-12)
 
 
 def test_a_class_token_that_joins_late_takes_its_share_with_it():
-    found = carry(torch.tensor([[0.4, 0.6]]), TokenLayout(1, 1, 1), TokenLayout(0, 1, 1))
-    torch.testing.assert_close(found, torch.tensor([[0.6]]))
+    actual = carry(torch.tensor([[0.4, 0.6]]), TokenLayout(1, 1, 1), TokenLayout(0, 1, 1))
+    torch.testing.assert_close(actual, torch.tensor([[0.6]]))
 
 
 def test_wrong_shapes_and_options_are_refused():
     layout = TokenLayout(0, 1, 2)
-    own = LayerTokens(layout, layout)
+    entry = LayerTokens(layout, layout)
     readout = torch.tensor([[0.5, 0.5]])
     with pytest.raises(ShapeError, match="2 queries, 2 keys"):
-        staged_rollout([torch.ones(1, 1, 3, 3)], [own], readout=readout)
+        staged_rollout([torch.ones(1, 1, 3, 3)], [entry], readout=readout)
     with pytest.raises(ShapeError, match="tokens of each of 1 layers"):
         staged_rollout([torch.ones(1, 1, 2, 2)], [], readout=readout)
     with pytest.raises(OptionError, match="discard_ratio"):
-        staged_rollout([torch.ones(1, 1, 2, 2)], [own], readout=readout, discard_ratio=1.0)
+        staged_rollout([torch.ones(1, 1, 2, 2)], [entry], readout=readout, discard_ratio=1.0)
     with pytest.raises(OptionError, match="start_layer from 1 to 1"):
-        staged_rollout([torch.ones(1, 1, 2, 2)], [own], readout=readout, start_layer=2)
+        staged_rollout([torch.ones(1, 1, 2, 2)], [entry], readout=readout, start_layer=2)

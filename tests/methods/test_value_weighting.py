@@ -45,9 +45,9 @@ def test_value_norms_equal_a_loop_over_heads(readout):
     model = literal_vit.timm_model(readout)
     norms = norms_of(record(model, values=True))
     for index, image in enumerate(photos()):
-        found = literal_vit.differentiate(model, image, 0, readout)
+        actual = literal_vit.differentiate(model, image, 0, readout)
         for layer in range(3):
-            expected = literal_vit.value_norms(found.values[layer], found.projections[layer])
+            expected = literal_vit.value_norms(actual.values[layer], actual.projections[layer])
             np.testing.assert_allclose(norms[layer][index].numpy(), expected, rtol=1e-6)
 
 
@@ -59,8 +59,8 @@ def test_weighted_attention_equals_the_literal_definition(how, fusion):
     streamed = record(model, head_fusion=fusion, value_weighted=how).attentions
     kept = record(model, values=True).fused(fusion, value_weighted=how)
     for index, image in enumerate(photos()):
-        found = literal_vit.differentiate(model, image, 0, "class token and registers")
-        for layer, expected in enumerate(literal_vit.fused_values(found, how, fusion)):
+        actual = literal_vit.differentiate(model, image, 0, "class token and registers")
+        for layer, expected in enumerate(literal_vit.fused_values(actual, how, fusion)):
             np.testing.assert_allclose(streamed[layer][index].numpy(), expected, rtol=0, atol=1e-12)
             np.testing.assert_allclose(kept[layer][index].numpy(), expected, rtol=0, atol=1e-12)
     single = literal_vit.timm_model("class token and registers").float()
@@ -74,12 +74,12 @@ def test_weighted_attention_equals_the_literal_definition(how, fusion):
 def test_rollout_and_attention_use_the_weighted_heads(how):
     model = literal_vit.timm_model()
     trace = record(model, values=True)
-    found = literal_vit.differentiate(model, photos()[1], 0, "class token")
+    actual = literal_vit.differentiate(model, photos()[1], 0, "class token")
     options = {"value_weighted": how, "head_fusion": "max"}
     rollout, attention = get_method("rollout"), get_method("attention")
-    fused = literal_vit.fused_values(found, how, "max")
+    fused = literal_vit.fused_values(actual, how, "max")
     if how is False:
-        fused = [references.fuse(heads, "max") for heads in found.attention]
+        fused = [references.fuse(heads, "max") for heads in actual.attention]
     grids = maps.rollout(trace, **rollout.function_options(rollout.complete({**options, "discard_ratio": 0.5}))).grids
     layers = [layer[None] for layer in fused]
     expected = references.rollout(layers, ratio=0.5)[0, 1:]
@@ -89,7 +89,7 @@ def test_rollout_and_attention_use_the_weighted_heads(how):
     one = maps.attention(
         trace, **attention.function_options(attention.complete({"value_weighted": how, "head": 1}))
     ).grids
-    expected = found.weighted(how)[-1][1]
+    expected = actual.weighted(how)[-1][1]
     expected = expected / expected.sum(1, keepdims=True)
     np.testing.assert_allclose(one[1].flatten().numpy(), expected[0, 1:], rtol=0, atol=1e-12)
 
@@ -120,8 +120,8 @@ def test_weighing_with_what_is_known_already_changes_nothing(fusion):
     known = replace(values, gram=values.projection.T @ values.projection)
     for weighed in (values, known):
         for mixed in (None, attention @ values.vectors):
-            found = fuse_weighted(attention, fusion, "output", weighed, mixed)
-            torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5 if fusion == "min" else 3e-6)
+            actual = fuse_weighted(attention, fusion, "output", weighed, mixed)
+            torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-5 if fusion == "min" else 3e-6)
 
 
 def test_fused_while_running_equals_fused_afterwards():
@@ -173,14 +173,14 @@ def test_modules_side_by_side_are_one_layer_with_all_their_heads(how):
     model = BLOCKS.VisionTransformer(**literal_vit.TINY, block_fn=BLOCKS.ParallelThingsBlock).double().eval()
     trace = record(model, values=True)
     parts = [block.attn for block in model.blocks[0].attns]
-    values, own = trace.layers[0].values, []
+    values, entry = trace.layers[0].values, []
     with torch.no_grad():
         tokens = model._pos_embed(model.patch_embed(photos()))
         for part, block in zip(parts, model.blocks[0].attns, strict=True):
             vectors = part.qkv(block.norm(tokens)).reshape(2, 17, 3, 3, 8)[:, :, 2].transpose(1, 2)
-            own.append(Values(vectors, part.proj.weight.detach()))
-    torch.testing.assert_close(values.norms(), torch.cat([part.norms() for part in own], dim=1))
-    joined = join_values(own)
+            entry.append(Values(vectors, part.proj.weight.detach()))
+    torch.testing.assert_close(values.norms(), torch.cat([part.norms() for part in entry], dim=1))
+    joined = join_values(entry)
     heads = trace.heads()[0]
     torch.testing.assert_close(trace.heads(value_weighted=how)[0], joined.weigh(heads, how))
     fused = record(model, fusions=[("max", how)]).attentions[0]
@@ -192,8 +192,8 @@ def test_unfused_attention_shows_its_values_too():
     expected = record(model, values=True)
     for block in model.blocks:
         block.attn.fused_attn = False
-    found = record(model, values=True)
-    for ours, theirs in zip(norms_of(found), norms_of(expected), strict=True):
+    actual = record(model, values=True)
+    for ours, theirs in zip(norms_of(actual), norms_of(expected), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -215,7 +215,7 @@ def test_autocast_does_not_blur_the_weights():
 def odd_models() -> dict[str, nn.Module]:
     options = dict(literal_vit.TINY)
 
-    class OwnAttention(nn.Module):
+    class CustomAttention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.qkv = nn.Linear(24, 72)
@@ -225,10 +225,10 @@ def odd_models() -> dict[str, nn.Module]:
             heads = (query @ key.transpose(-2, -1) / 8**0.5).softmax(-1) @ value
             return heads.transpose(1, 2).reshape(x.shape)
 
-    own = BLOCKS.VisionTransformer(**options)
-    for block in own.blocks:
-        block.attn = OwnAttention()
-    models = {"attention of one's own": own}
+    entry = BLOCKS.VisionTransformer(**options)
+    for block in entry.blocks:
+        block.attn = CustomAttention()
+    models = {"attention of one's own": entry}
     if "scale_attn_norm" in inspect.signature(BLOCKS.VisionTransformer).parameters:  # older releases of timm have none
         models["a norm between heads and projection"] = BLOCKS.VisionTransformer(**options, scale_attn_norm=True)
     return models
@@ -239,10 +239,10 @@ def test_the_default_weighting_is_left_out_where_it_does_not_apply_and_that_is_s
     explainer = Explainer(odd_models()[which].eval(), data_config=DATA)
     methods = ["rollout", "attention", "gae", "gradient_rollout"]
     with pytest.warns(VitflowWarning, match="Value weighting is switched off"):
-        found = explainer.explain_batch([IMAGE], methods=methods)
-    assert [saliency.options["value_weighted"] for saliency in found] == [False] * 4
+        actual = explainer.explain_batch([IMAGE], methods=methods)
+    assert [saliency.options["value_weighted"] for saliency in actual] == [False] * 4
     again = explainer.explain_batch([IMAGE], methods=methods)  # warnings are errors here: no second one
-    for ours, theirs in zip(again, found, strict=True):
+    for ours, theirs in zip(again, actual, strict=True):
         np.testing.assert_array_equal(ours.grid, theirs.grid)
     for method, how in itertools.product(methods, (True, "output")):
         with pytest.raises(ValueNormsError, match=r"Use value_weighted=False\."):
@@ -269,7 +269,7 @@ def test_wrong_weightings_are_named():
 
 @pytest.mark.shared
 @pytest.mark.slow
-def test_the_boxed_photographs_are_found(shared_data):
+def test_the_boxed_photographs_are_detected(shared_data):
     """ROC-AUC, pointing game and energy in the box, 60 photographs: value weighting by itself, and refined on top."""
     specification = importlib.util.spec_from_file_location("score_boxes", shared_data.parent / "score_boxes.py")
     score_boxes = importlib.util.module_from_spec(specification)
@@ -283,12 +283,12 @@ def test_the_boxed_photographs_are_found(shared_data):
     def scores(number: int) -> tuple[float, float, float]:
         def explain(path, label):
             if path not in maps_of:
-                found = explainer.explain_batch([path], methods=methods, targets=label)
-                maps_of[path] = [(saliency.grid, saliency.placement) for saliency in found]
+                actual = explainer.explain_batch([path], methods=methods, targets=label)
+                maps_of[path] = [(saliency.grid, saliency.placement) for saliency in actual]
             return upsample(*maps_of[path][number])
 
-        found = score_boxes.score(explain)
-        return tuple(found[key][0] for key in ("roc_auc", "pointing", "energy"))
+        actual = score_boxes.score(explain)
+        return tuple(actual[key][0] for key in ("roc_auc", "pointing", "energy"))
 
     rollout, paper, attention, gae, refined_rollout, refined_gae = (scores(number) for number in range(6))
     assert rollout[0] >= 0.875

@@ -99,14 +99,14 @@ def test_both_equal_the_literal_quotient_of_two_products(name, ratio):
     even = references.among_visible([uniform(SEEN[name])[0].numpy()] * LAYERS, SEEN[name].numpy(), 0.0)
     raw = attention_rollout(layers, causal="raw", discard_ratio=ratio, num_prefix_tokens=0)
     np.testing.assert_allclose(raw[0].numpy(), literal, atol=1e-14)
-    found = attention_rollout(layers, causal="receptive_field", discard_ratio=ratio, num_prefix_tokens=0)
-    np.testing.assert_allclose(found[0].numpy(), references.relative(literal, even), atol=1e-13)
+    actual = attention_rollout(layers, causal="receptive_field", discard_ratio=ratio, num_prefix_tokens=0)
+    np.testing.assert_allclose(actual[0].numpy(), references.relative(literal, even), atol=1e-13)
     for token in (3, TOKENS - 1):
         readout = torch.eye(TOKENS)[token]
         row = attention_rollout(
             layers, causal="receptive_field", discard_ratio=ratio, num_prefix_tokens=0, readout=readout
         )
-        torch.testing.assert_close(row[0], found[0, token], atol=1e-14, rtol=0)
+        torch.testing.assert_close(row[0], actual[0, token], atol=1e-14, rtol=0)
 
 
 def test_flow_relative_to_the_receptive_field_is_the_quotient_of_two_flows():
@@ -117,7 +117,7 @@ def test_flow_relative_to_the_receptive_field_is_the_quotient_of_two_flows():
     literal, reference = np.minimum(top[token, :, None], bottom).sum(0), np.minimum(even[token, :, None], even).sum(0)
     result = attention_flow(layers, source=token, causal="receptive_field")
     np.testing.assert_allclose(result.values[0].numpy(), literal, atol=1e-12)
-    expected = references.relative(literal[None], reference[None], own=[token])[0]
+    expected = references.relative(literal[None], reference[None], entry=[token])[0]
     np.testing.assert_allclose(result.normalized[0].numpy(), expected, atol=1e-12)
     some = attention_flow(layers, source=token, sinks=[2, token], causal="receptive_field").normalized[0]
     assert some.tolist() == [1, 0]
@@ -143,9 +143,9 @@ def test_padding_changes_nothing(side, how):
     options = {"discard_ratio": 0.3, "num_prefix_tokens": 0, "causal": how}
     everything = torch.ones(1, 6)
     expected = attention_rollout(layers, attention_mask=everything, **options)
-    found = attention_rollout(padded, attention_mask=mask, **options)
-    torch.testing.assert_close(found[:, at, at], expected, atol=1e-14, rtol=0)
-    assert found[:, at].sum() == pytest.approx(expected.sum())
+    actual = attention_rollout(padded, attention_mask=mask, **options)
+    torch.testing.assert_close(actual[:, at, at], expected, atol=1e-14, rtol=0)
+    assert actual[:, at].sum() == pytest.approx(expected.sum())
     source = 5 + at.start
     alone = attention_flow(layers, source=5, attention_mask=everything, **options)
     flow = attention_flow(padded, source=source, attention_mask=mask, **options)
@@ -154,15 +154,15 @@ def test_padding_changes_nothing(side, how):
     torch.testing.assert_close(flow.cuts[:, at], alone.cuts, atol=1e-12, rtol=0)
 
 
-def test_what_may_be_seen_can_be_told_where_attention_does_not_show_it():
+def test_what_may_be_seen_can_be_reported_where_attention_does_not_show_it():
     layers = attention(causal())
     for layer in layers:
         layer[..., 5, 2] = 0  # underflown, or cut off by value weighting
-    told = attention_rollout(layers, causal="receptive_field", visible=causal()[None])
+    reported = attention_rollout(layers, causal="receptive_field", visible=causal()[None])
     guessed = attention_rollout(layers, causal="receptive_field")
-    assert not torch.allclose(told, guessed)
+    assert not torch.allclose(reported, guessed)
     each = attention_rollout(layers, causal="receptive_field", visible=[causal()[None]] * LAYERS)
-    assert torch.equal(told, each)
+    assert torch.equal(reported, each)
 
 
 def test_wrong_masks_are_refused_with_what_was_expected():

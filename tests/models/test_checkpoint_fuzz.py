@@ -89,34 +89,34 @@ def rezip(data: bytes, random: np.random.Generator) -> bytes:
 
 def hostile() -> dict[str, bytes]:
     """Files that somebody made on purpose."""
-    own = weights()
+    entry = weights()
     bomb = io.BytesIO()
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", b"\0" * 2**27)
-    nested: object = own
+    nested: object = entry
     for _ in range(100):
         nested = {"model": nested}
-    views = own | {"pos_embed": torch.zeros(1, 1, 1).expand(1, 2**40, own["pos_embed"].shape[2])}
-    head = own | {"head.weight": torch.zeros(1, 1).expand(10**11, own["head.weight"].shape[1])}
-    sparse = own | {"norm.weight": own["norm.weight"].float().to_sparse()}
-    numbers = {name: value.float() for name, value in own.items()}
+    views = entry | {"pos_embed": torch.zeros(1, 1, 1).expand(1, 2**40, entry["pos_embed"].shape[2])}
+    head = entry | {"head.weight": torch.zeros(1, 1).expand(10**11, entry["head.weight"].shape[1])}
+    sparse = entry | {"norm.weight": entry["norm.weight"].float().to_sparse()}
+    numbers = {name: value.float() for name, value in entry.items()}
     return {
         "bomb.pth": bomb.getvalue(),
         "nested.pth": torch_file(nested),
         "views.pth": torch_file(views),
         "head.pth": torch_file(head),
-        "empty_head.safetensors": save(own | {"head.weight": torch.zeros(10**12, 0)}),
+        "empty_head.safetensors": save(entry | {"head.weight": torch.zeros(10**12, 0)}),
         "sparse.pth": torch_file(sparse),
-        "meta.pth": torch_file({name: value.to("meta") for name, value in own.items()}),
-        "int8.safetensors": save({name: value.to(torch.int8) for name, value in own.items()}),
+        "meta.pth": torch_file({name: value.to("meta") for name, value in entry.items()}),
+        "int8.safetensors": save({name: value.to(torch.int8) for name, value in entry.items()}),
         "complex.pth": torch_file({name: value.to(torch.complex64) for name, value in numbers.items()}),
-        "scalars.safetensors": save({name: torch.tensor(0.5) for name in own}),
-        "names.pth": torch_file({1: own["norm.weight"], None: own["norm.weight"], ("a",): own["norm.weight"]}),
-        "legacy.pth": torch_file(own, _use_new_zipfile_serialization=False)[:-1000],
+        "scalars.safetensors": save({name: torch.tensor(0.5) for name in entry}),
+        "names.pth": torch_file({1: entry["norm.weight"], None: entry["norm.weight"], ("a",): entry["norm.weight"]}),
+        "legacy.pth": torch_file(entry, _use_new_zipfile_serialization=False)[:-1000],
         "png.pth": b"\x89PNG\r\n\x1a\n" + b"\0" * 100,
         "recursion.pth": b"\x80\x02" + b"]" * 10**6 + b".",
         "plain.pth": pickle.dumps([1, 2, 3]),
-        "giant.safetensors": save(own, {"architecture": "vit_giant_patch14_224"}),
+        "giant.safetensors": save(entry, {"architecture": "vit_giant_patch14_224"}),
     }
 
 
@@ -145,10 +145,10 @@ def attempt(path: Path, refused: list[str]) -> None:
 @pytest.mark.slow
 def test_hundreds_of_mutated_checkpoints_give_errors_in_one_line_and_take_no_memory(tmp_path, capsys):
     random = np.random.default_rng(0)
-    own = weights()
+    entry = weights()
     sources = {
-        ".safetensors": (save(own, {"architecture": ID, "class_names": json.dumps(list("abcde"))}), header),
-        ".pth": (torch_file({"model": own, "epoch": 3, "class_names": list("abcde")}), rezip),
+        ".safetensors": (save(entry, {"architecture": ID, "class_names": json.dumps(list("abcde"))}), header),
+        ".pth": (torch_file({"model": entry, "epoch": 3, "class_names": list("abcde")}), rezip),
     }
     folder = tmp_path / "work"
     folder.mkdir()

@@ -176,9 +176,9 @@ def test_gradients_are_those_of_the_probabilities_and_the_model_stays_as_it_was(
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
     with record_attention(model, gradients=True, values=True) as trace:
         model(pixels())
-    found = trace.backward(torch.tensor([1, 3]))
-    assert len(found.attentions) == 3
-    assert all(torch.isfinite(one).all() and one.abs().max() > 0 for one in found.attentions)
+    actual = trace.backward(torch.tensor([1, 3]))
+    assert len(actual.attentions) == 3
+    assert all(torch.isfinite(one).all() and one.abs().max() > 0 for one in actual.attentions)
     assert all(layer.values.norms().shape == (2, 4, trace.layout.num_tokens) for layer in trace.layers)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -188,7 +188,7 @@ def test_gradients_are_those_of_the_probabilities_and_the_model_stays_as_it_was(
 
 
 @pytest.mark.parametrize("name", [*WITH_CLASSES, "torchvision"])
-def test_value_weighting_uses_the_models_own_output_projection(name):
+def test_value_weighting_uses_the_models_output_projection(name):
     """‖v W_O‖ from the difference that one token's value makes to the attention module's output."""
     model = torchvision_vit() if name == "torchvision" else built(name)
     with record_attention(model, values=True) as trace, torch.no_grad():
@@ -211,31 +211,31 @@ def test_every_method_explains_them(name):
     model = torchvision_vit() if name == "torchvision" else built(name)
     explainer = Explainer(model, data_config=NORMALISATION)
     methods = ["rollout", "gae", "gradcam", "flow", "attention", "gradient_rollout", "input_gradient", "occlusion"]
-    found = explainer.explain_batch([photo(), photo(52, 40)], methods=methods, targets=1)
-    assert len(found) == 2 * len(methods)
-    assert all(one.grid.shape == (4, 4) and np.isfinite(one.grid).all() for one in found)
-    assert all(one.target == 1 and one.probability is not None and 0 < one.probability < 1 for one in found)
-    varied = [one.method for one in found if one.method != "gradcam" and np.ptp(one.grid) == 0]
+    actual = explainer.explain_batch([photo(), photo(52, 40)], methods=methods, targets=1)
+    assert len(actual) == 2 * len(methods)
+    assert all(one.grid.shape == (4, 4) and np.isfinite(one.grid).all() for one in actual)
+    assert all(one.target == 1 and one.probability is not None and 0 < one.probability < 1 for one in actual)
+    varied = [one.method for one in actual if one.method != "gradcam" and np.ptp(one.grid) == 0]
     assert not varied
 
 
 def test_explain_takes_such_a_model_in_one_line():
-    found = vitflow.explain(
+    actual = vitflow.explain(
         photo(), model=built("DeiTForImageClassification"), method="rollout", device="cpu", data_config=NORMALISATION
     )
-    assert found.model == "DeiTForImageClassification"
+    assert actual.model == "DeiTForImageClassification"
 
 
 def test_a_plain_vision_model_has_maps_but_no_classes():
     explainer = Explainer(built("CLIPVisionModel"), data_config=NORMALISATION)
-    found = explainer.explain(photo(), method="rollout")
-    assert found.grid.shape == (4, 4) and found.target is None
+    actual = explainer.explain(photo(), method="rollout")
+    assert actual.grid.shape == (4, 4) and actual.target is None
     with pytest.raises(OptionError, match="require classes"):
         explainer.explain(photo(), method="gae")
     assert class_count(explainer.model) == 0
 
 
-def test_other_image_sizes_are_asked_for_by_the_models_own_option():
+def test_other_image_sizes_are_requested_by_the_models_option():
     names = ["ViTForImageClassification", "Dinov2ForImageClassification"]
     if "kwargs" in inspect.signature(transformers.CLIPForImageClassification.forward).parameters:
         names.append("CLIPForImageClassification")  # before transformers 5 it cannot be told
@@ -271,15 +271,15 @@ def test_a_module_around_the_model_is_looked_into():
 
     inner = built("Dinov2ForImageClassification", id2label={0: "ant", 1: "bee", 2: "cow", 3: "dog", 4: "eel"})
     explainer = Explainer(Answering(inner), data_config=NORMALISATION)
-    found = explainer.explain(photo(), method="rollout", target="cow")
-    assert found.facts["readout"] == "1 prefix token and 16 patches, from the gradient of the output"
-    assert found.class_name == "cow"
+    actual = explainer.explain(photo(), method="rollout", target="cow")
+    assert actual.facts["readout"] == "1 prefix token and 16 patches, from the gradient of the output"
+    assert actual.class_name == "cow"
     direct = Explainer(inner, data_config=NORMALISATION).explain(photo(), method="rollout", target="cow")
-    np.testing.assert_allclose(found.grid, direct.grid, rtol=1e-6)
+    np.testing.assert_allclose(actual.grid, direct.grid, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["Swin", "Swinv2"])
-def test_the_windows_of_transformers_swin_are_found_where_they_are(name):
+def test_the_windows_of_transformers_swin_are_detected_where_they_are(name):
     config = getattr(transformers, f"{name}Config")(
         image_size=64, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=5
     )
@@ -297,11 +297,11 @@ def test_the_windows_of_transformers_swin_are_found_where_they_are(name):
         windows = tokens.unfold(0, 4, 4).unfold(1, 4, 4).reshape(-1, 16)  # [windows, tokens of a window]
         assert layer.tokens.key_index is not None
         assert torch.equal(layer.tokens.key_index, windows)
-    found = Explainer(model, data_config=NORMALISATION).explain_batch(
+    actual = Explainer(model, data_config=NORMALISATION).explain_batch(
         [photo()], methods=["rollout", "gae", "gradcam", "gradient_rollout"], targets=3
     )
-    assert [one.grid.shape for one in found] == [(16, 16), (16, 16), (8, 8), (16, 16)]
-    assert all(np.ptp(one.grid) > 0 for one in found if one.method != "gradcam")
+    assert [one.grid.shape for one in actual] == [(16, 16), (16, 16), (8, 8), (16, 16)]
+    assert all(np.ptp(one.grid) > 0 for one in actual if one.method != "gradcam")
 
 
 # -- torchvision -------------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def test_processor_settings_that_are_left_out_stay_open():
     }
 
 
-def test_what_was_saved_beside_the_weights_is_found(tmp_path):
+def test_what_was_saved_next_to_the_weights_is_detected(tmp_path):
     names = {0: "ant", 1: "bee", 2: "cow, cattle", 3: "dog", 4: "eel"}
     built("ViTForImageClassification", id2label=names, problem_type="multi_label_classification").save_pretrained(
         tmp_path
@@ -384,14 +384,14 @@ def test_what_was_saved_beside_the_weights_is_found(tmp_path):
     assert explainer.class_names == list(names.values())
     assert explainer.outputs.activation == "sigmoid"
     assert explainer.model_id == str(tmp_path)
-    found = explainer.explain(photo(), method="rollout", target="cattle")
-    assert found.target == 2
+    actual = explainer.explain(photo(), method="rollout", target="cattle")
+    assert actual.target == 2
     with torch.no_grad():
         expected = explainer.logits(explainer.pixels(photo()))[0, 2].double().sigmoid()
-    assert found.probability == pytest.approx(float(expected))
+    assert actual.probability == pytest.approx(float(expected))
 
 
-def test_a_processor_in_the_hubs_cache_is_found(tmp_path, monkeypatch):
+def test_a_processor_in_the_hubs_cache_is_detected(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     snapshot = tmp_path / "models--somebody--a-clip" / "snapshots" / "abc"
@@ -411,7 +411,7 @@ def test_a_processor_in_the_hubs_cache_is_found(tmp_path, monkeypatch):
         read_input_spec(model)
 
 
-def test_without_a_processor_the_normalisation_is_asked_for():
+def test_without_a_processor_the_normalisation_is_requested():
     model = built("ViTForImageClassification")
     assert class_names_of(model) is None  # LABEL_0 … say nothing
     assert model_id(model) == "ViTForImageClassification"
@@ -467,13 +467,13 @@ def test_models_of_timm_are_none_of_theirs():
     assert vitflow.models.libraries.library_layout(model, (160, 160)) is None
 
 
-def test_a_processor_or_a_preset_tells_what_the_model_wants_to_see():
+def test_a_processor_or_a_preset_reports_what_the_model_wants_to_see():
     model = nn.Sequential(nn.Linear(2, 2))
     halves = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
     processor = transformers.ViTImageProcessor(size={"height": 32, "width": 48}, resample=3, **halves)
     both = SimpleNamespace(image_processor=processor)  # as CLIP's, which makes texts ready, too
-    for told in (processor, both, processor.to_dict()):
-        spec = read_input_spec(model, told)
+    for reported in (processor, both, processor.to_dict()):
+        spec = read_input_spec(model, reported)
         assert (spec.size, spec.mean, spec.std, spec.interpolation) == ((32, 48), (0.5,) * 3, (0.25,) * 3, "bicubic")
     preset = torchvision.transforms._presets.ImageClassification(crop_size=224, resize_size=256)
     spec = read_input_spec(model, preset)
@@ -481,14 +481,14 @@ def test_a_processor_or_a_preset_tells_what_the_model_wants_to_see():
     assert spec.mean == pytest.approx((0.485, 0.456, 0.406))
 
 
-def test_what_tells_nothing_of_the_images_is_refused_with_what_is_wanted():
-    for told, got in (
+def test_what_reports_nothing_of_the_images_is_refused_with_what_is_wanted():
+    for reported, got in (
         (object(), "<object object"),
         ({"image_size": 224}, "the keys image_size"),
         ("in1k", "'in1k'"),
     ):
         with pytest.raises(OptionError, match=r"data_config as a mapping with input_size=.*, mean and std") as caught:
-            read_input_spec(nn.Linear(2, 2), told)
+            read_input_spec(nn.Linear(2, 2), reported)
         assert f"got {got}" in str(caught.value)
     transforms = torchvision.models.ViT_B_16_Weights.DEFAULT.transforms
     with pytest.raises(OptionError, match=r"torchvision's weights\.transforms\(\) gives, got functools\.partial"):

@@ -52,59 +52,61 @@ def features(name: str, model: torch.nn.Module, pixels: torch.Tensor) -> torch.T
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def asked(request):
+def requested(request):
     model = backbone(request.param)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     yield request.param, model, Explainer(model, outputs=similarity_to([OTHER, THIRD]), data_config=DATA)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_the_answers_are_the_cosines_and_gradients_are_theirs(asked):
-    name, model, own = asked
-    pixels = own.pixels(photo()).requires_grad_()
+def test_the_answers_are_the_cosines_and_gradients_are_theirs(requested):
+    name, model, entry = requested
+    pixels = entry.pixels(photo()).requires_grad_()
     with torch.no_grad():
-        others = [features(name, model, own.pixels(one)) for one in (OTHER, THIRD)]
+        others = [features(name, model, entry.pixels(one)) for one in (OTHER, THIRD)]
     cosines = torch.stack([cosine_similarity(features(name, model, pixels), one) for one in others], dim=1)
-    torch.testing.assert_close(own.logits(pixels), cosines, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entry.logits(pixels), cosines, rtol=1e-5, atol=1e-5)
     (expected,) = torch.autograd.grad(cosines[0, 1], pixels)
-    found = own.explain(photo(), method="input_gradient", target=1)
-    rows, cols = found.grid.shape
+    actual = entry.explain(photo(), method="input_gradient", target=1)
+    rows, cols = actual.grid.shape
     sums = expected[0].abs().sum(0).unflatten(0, (rows, -1)).unflatten(2, (cols, -1)).sum((1, 3))
-    np.testing.assert_allclose(found.grid, sums, rtol=2e-3, atol=1e-6)
-    assert found.score.unit == "cosine" and found.score.value == pytest.approx(float(cosines[0, 1].detach()), abs=1e-5)
-    assert found.label == "image 2" and np.array_equal(found.reference, THIRD)
+    np.testing.assert_allclose(actual.grid, sums, rtol=2e-3, atol=1e-6)
+    assert actual.score.unit == "cosine" and actual.score.value == pytest.approx(
+        float(cosines[0, 1].detach()), abs=1e-5
+    )
+    assert actual.label == "image 2" and np.array_equal(actual.reference, THIRD)
 
 
-def test_an_image_is_like_itself(asked):
-    _, _, own = asked
-    assert own.explain(OTHER).score.value == pytest.approx(1.0, abs=1e-4)
-    assert own.explain(OTHER).score.index == 0
+def test_an_image_is_like_itself(requested):
+    _, _, entry = requested
+    assert entry.explain(OTHER).score.value == pytest.approx(1.0, abs=1e-4)
+    assert entry.explain(OTHER).score.index == 0
 
 
-def test_every_kind_of_run_takes_it(asked, tmp_path):
-    _, _, own = asked
+def test_every_kind_of_run_takes_it(requested, tmp_path):
+    _, _, entry = requested
     write_image(tmp_path / "in" / "0.png", photo())
     (tmp_path / "in" / "labels.csv").write_text("file,label\n0.png,image 1\n")
-    strip = compare(photo(), model=own, methods=["rollout", "gae"], targets=[0, 1])
+    strip = compare(photo(), model=entry, methods=["rollout", "gae"], targets=[0, 1])
     strip.figure(tmp_path / "strip.png")
-    wide, plain = strip.saliencies[-1].figure(), own.explain(photo()).figure()
+    wide, plain = strip.saliencies[-1].figure(), entry.explain(photo()).figure()
     assert min(wide.get_figwidth(), plain.get_figwidth()) > 5  # both images side by side
-    assert "image 1" in explore(photo(), model=own, methods=["gae"]).html
-    assert explain_folder(tmp_path / "in", tmp_path / "out", model=own, methods=["gae"], target=1).explained == 1
+    assert "image 1" in explore(photo(), model=entry, methods=["gae"]).html
+    assert explain_folder(tmp_path / "in", tmp_path / "out", model=entry, methods=["gae"], target=1).explained == 1
     options = {"methods": ["gae"], "points": 3, "resamples": 10, "sanity_images": 0}
-    assert not evaluate(tmp_path / "in", model=own, metrics=["faithfulness"], **options).failures
+    assert not evaluate(tmp_path / "in", model=entry, metrics=["faithfulness"], **options).failures
 
 
 def test_other_images_are_another_run(tmp_path):
     model = backbone("timm")
     write_image(tmp_path / "in" / "0.png", photo())
     for number, like in enumerate([[OTHER], [THIRD]]):
-        own = Explainer(model, outputs=similarity_to(like), data_config=DATA)
+        entry = Explainer(model, outputs=similarity_to(like), data_config=DATA)
         if number:
             with pytest.raises(OptionError, match="other options"):
-                explain_folder(tmp_path / "in", tmp_path / "out", model=own, methods=["gae"])
+                explain_folder(tmp_path / "in", tmp_path / "out", model=entry, methods=["gae"])
         else:
-            explain_folder(tmp_path / "in", tmp_path / "out", model=own, methods=["gae"])
+            explain_folder(tmp_path / "in", tmp_path / "out", model=entry, methods=["gae"])
 
 
 def test_a_head_is_left_out_of_a_copy_alone():
@@ -117,7 +119,7 @@ def test_a_head_is_left_out_of_a_copy_alone():
 
 
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "reported"),
     [
         (lambda: similarity_to([]), "at least one image"),
         (
@@ -127,12 +129,12 @@ def test_a_head_is_left_out_of_a_copy_alone():
         (lambda: Explainer(backbone("timm"), outputs="a.jpg", data_config=DATA), "outputs as"),
     ],
 )
-def test_invalid_outputs_are_refused(build, told):
-    with pytest.raises(OptionError, match=told):
+def test_invalid_outputs_are_refused(build, reported):
+    with pytest.raises(OptionError, match=reported):
         build()
 
 
-def test_a_model_without_features_is_told():
+def test_a_model_without_features_is_reported():
     with pytest.raises(ModelError, match="ends in features"):
         Explainer(torch.nn.Conv2d(3, 2, 3), outputs=similarity_to([OTHER]), data_config=DATA)
 

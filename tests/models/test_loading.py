@@ -53,7 +53,7 @@ def test_torch_checkpoints_of_every_kind(model, tmp_path, wrap):
     assert not loaded.training
 
 
-def test_a_safetensors_checkpoint_with_its_own_class_names(tmp_path):
+def test_a_safetensors_checkpoint_with_its_class_names(tmp_path):
     fine_tuned = timm.create_model(ID, num_classes=3)
     save_file(fine_tuned.state_dict(), tmp_path / "w.safetensors", {"class_names": json.dumps(["cat", "dog", "cow"])})
     with pytest.warns(VitflowWarning, match="w.safetensors has 3 classes, test_vit by default 1000"):
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
 
 
-def test_a_wrong_checkpoint_is_told_in_one_line_with_the_model_that_it_may_be_of(tmp_path, recwarn):
+def test_a_wrong_checkpoint_is_reported_in_one_line_with_the_model_that_it_may_be_of(tmp_path, recwarn):
     tiny = timm.create_model("vit_tiny_patch16_224", num_classes=7).half()
     save_file(tiny.state_dict(), tmp_path / "w.safetensors")
     with pytest.raises(ModelError) as caught:
@@ -102,7 +102,7 @@ def test_a_wrong_checkpoint_is_told_in_one_line_with_the_model_that_it_may_be_of
     assert not recwarn.list  # no word on image sizes or classes of weights that do not fit
 
 
-def test_weights_that_fit_but_for_some_are_told_by_name(model, tmp_path):
+def test_weights_that_fit_but_for_some_are_reported_by_name(model, tmp_path):
     weights = model.state_dict()
     weights["norm.weight"] = torch.zeros(5)
     del weights["norm.bias"]
@@ -133,11 +133,11 @@ def test_weights_that_are_no_floats_are_refused_from_every_kind_of_file(model, t
 
 
 def test_whole_numbers_stay_where_a_model_has_them(tmp_path):
-    own = timm.create_model("resnet10t", num_classes=3).eval()
-    counter = next(name for name in own.state_dict() if name.endswith("num_batches_tracked"))
-    own.state_dict()[counter].fill_(7)
-    save_file(own.state_dict(), tmp_path / "w.safetensors")
-    assert same_weights(vitflow.load_model("resnet10t", checkpoint=tmp_path / "w.safetensors", num_classes=3), own)
+    entry = timm.create_model("resnet10t", num_classes=3).eval()
+    counter = next(name for name in entry.state_dict() if name.endswith("num_batches_tracked"))
+    entry.state_dict()[counter].fill_(7)
+    save_file(entry.state_dict(), tmp_path / "w.safetensors")
+    assert same_weights(vitflow.load_model("resnet10t", checkpoint=tmp_path / "w.safetensors", num_classes=3), entry)
 
 
 @pytest.mark.parametrize("name", ["head.weight", "pos_embed", "norm.bias"])
@@ -160,8 +160,8 @@ def test_an_image_is_no_weights_file_and_could_run_no_code(tmp_path):
 
 
 def test_a_file_may_set_sizes_of_its_architecture_and_nothing_else(tmp_path):
-    own = timm.create_model(ID, img_size=96, depth=2, num_classes=3)
-    for told, message in (
+    entry = timm.create_model(ID, img_size=96, depth=2, num_classes=3)
+    for reported, message in (
         ({"img_size": 96, "depth": 2, "num_classes": 3}, None),
         ({"pretrained": True}, "must not set the architecture option 'pretrained'"),
         ({"checkpoint_path": "/etc/passwd"}, "must not set the architecture option 'checkpoint_path'"),
@@ -170,10 +170,10 @@ def test_a_file_may_set_sizes_of_its_architecture_and_nothing_else(tmp_path):
         ({"img_size": [96, {}]}, "Expected img_size"),
         ([1], "Expected architecture_options in .* to be a JSON object"),
     ):
-        metadata = {"architecture": ID, "architecture_options": json.dumps(told)}
-        save_file(own.state_dict(), tmp_path / "w.safetensors", metadata)
+        metadata = {"architecture": ID, "architecture_options": json.dumps(reported)}
+        save_file(entry.state_dict(), tmp_path / "w.safetensors", metadata)
         if message is None:
-            assert same_weights(vitflow.load_model(tmp_path / "w.safetensors"), own)
+            assert same_weights(vitflow.load_model(tmp_path / "w.safetensors"), entry)
             continue
         with pytest.raises(ModelError, match=message):
             vitflow.load_model(tmp_path / "w.safetensors")
@@ -290,16 +290,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_broken_configuration_is_told_in_one_line(model, tmp_path, case):
+def test_a_broken_configuration_is_reported_in_one_line(model, tmp_path, case):
     held, message = WRONG[case]
     if isinstance(held, dict) and held.keys() <= PRETRAINED.keys() | {"crop_pct"}:
         held = {"architecture": ID, "num_classes": 1000, "pretrained_cfg": PRETRAINED | held}
     text = held if isinstance(held, str) else json.dumps(held)
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=message) as told:
+    with pytest.raises(ModelError, match=message) as reported:
         vitflow.Explainer(tmp_path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(reported.value)
 
 
 def test_names_of_classes_that_are_none_are_left(model):
@@ -308,7 +308,7 @@ def test_names_of_classes_that_are_none_are_left(model):
     assert class_names_of(model)[0] == "tench"
 
 
-def test_names_that_no_file_can_have_are_told_as_unknown_models():
+def test_names_that_no_file_can_have_are_reported_as_unknown_models():
     for name in ("x" * 300, "\udcff" * 300):
         with pytest.raises(ModelError, match="Unknown model"):
             vitflow.load_model(name)
@@ -336,7 +336,7 @@ def test_an_unreachable_hub_gives_one_line_with_the_remedies(name, tmp_path, mon
         assert remedy in message
 
 
-def test_unknown_names_are_told_with_what_was_meant():
+def test_unknown_names_are_reported_with_what_was_meant():
     with pytest.raises(ModelError, match="Did you mean vit_base_patch16_224"):
         vitflow.load_model("vit_base_patch16_242")
     with pytest.raises(ModelError, match=r"Known tags: .*vit_tiny_patch16_224\.augreg_in21k_ft_in1k"):
@@ -363,7 +363,7 @@ def test_class_names_from_files(tmp_path, file, text, expected):
     assert read_class_names(tmp_path / file) == expected
 
 
-def test_a_wrong_number_of_class_names_is_told():
+def test_a_wrong_number_of_class_names_is_reported():
     with pytest.raises(ModelError, match="Expected 8 class names, .* got 2"):
         vitflow.load_model("demo", class_names=["a", "b"])
 
@@ -383,11 +383,11 @@ def test_the_input_spec_is_what_the_model_was_trained_on():
     assert (grey.channels, len(grey.mean)) == (1, 3)
 
 
-def test_a_model_that_does_not_tell_its_normalisation_is_asked_for_it():
-    own = nn.Sequential(nn.Linear(2, 2))
+def test_a_model_that_does_not_report_its_normalisation_is_requested_it():
+    entry = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ModelError, match="Pass data_config"):
-        read_input_spec(own)
-    spec = read_input_spec(own, {"input_size": (3, 64, 48), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+        read_input_spec(entry)
+    spec = read_input_spec(entry, {"input_size": (3, 64, 48), "mean": (0.5,) * 3, "std": (0.5,) * 3})
     assert spec.size == (64, 48)
 
 
@@ -418,18 +418,18 @@ def test_weights_that_are_not_known_are_called_by_their_architecture(model, tmp_
 def test_weights_are_called_by_what_they_were_loaded_as_until_they_change(model, tmp_path, monkeypatch):
     name = f"{ID}.r160_in1k"
     save_file(model.state_dict(), tmp_path / "w.safetensors")
-    told = vitflow.load_model(name, checkpoint=tmp_path / "w.safetensors")
+    reported = vitflow.load_model(name, checkpoint=tmp_path / "w.safetensors")
     build = timm.create_model
     monkeypatch.setattr(hub.timm, "create_model", lambda name, pretrained, **options: build(name, **options))
     downloaded = vitflow.load_model(ID)
-    for loaded in (told, downloaded, copy.deepcopy(downloaded), pickle.loads(pickle.dumps(told))):
+    for loaded in (reported, downloaded, copy.deepcopy(downloaded), pickle.loads(pickle.dumps(reported))):
         assert model_id(loaded) == name
     assert vitflow.Explainer(downloaded, dtype="bfloat16").model_id == name
     assert model_id(vitflow.load_model(ID, num_classes=3)) == ID  # its head is new
-    told.load_state_dict(vitflow.load_model(ID).state_dict())
+    reported.load_state_dict(vitflow.load_model(ID).state_dict())
     with torch.no_grad():
         downloaded.head.bias.add_(1.0)
-    assert [model_id(changed) for changed in (told, downloaded)] == [ID, ID]
+    assert [model_id(changed) for changed in (reported, downloaded)] == [ID, ID]
     with pytest.warns(VitflowWarning, match="has 3 classes"):
         save_file(build(ID, num_classes=3).state_dict(), tmp_path / "three.safetensors")
         assert model_id(vitflow.load_model(name, checkpoint=tmp_path / "three.safetensors")) == ID

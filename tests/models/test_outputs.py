@@ -1,4 +1,4 @@
-"""What an image is asked about: a function of the model's output, through every method and every kind of run."""
+"""Functions of the model's output as outputs, through every method and every kind of run."""
 
 import copy
 from dataclasses import replace
@@ -60,7 +60,7 @@ def dense():
 
 
 @pytest.fixture(scope="module")
-def asked(dense):
+def requested(dense):
     return Explainer(dense, outputs=corner, class_names=LABELS, data_config=DATA)
 
 
@@ -70,41 +70,43 @@ def image():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_function_is_asked_as_a_module_would_be(dense, asked, image, method):
+def test_a_function_is_requested_as_a_module_would_be(dense, requested, image, method):
     whole = Explainer(Pooled(dense), class_names=LABELS, data_config=DATA, activation="value")
     options = {
         name: OPTIONS[name] for name in OPTIONS if any(m.name == method and m.accepts(name) for m in list_methods())
     }
-    found, expected = (one.explain(image, method=method, target="sky", **options) for one in (asked, whole))
-    np.testing.assert_allclose(found.grid, expected.grid, rtol=1e-5, atol=1e-7 * max(1.0, np.abs(expected.grid).max()))
-    assert found.score == expected.score and found.score.name == "sky"
-    assert found.to_dict()["value"] == pytest.approx(float(whole.logits(whole.pixels(image))[0, 1].detach()), rel=1e-5)
-    assert found.probability is None
+    actual, expected = (one.explain(image, method=method, target="sky", **options) for one in (requested, whole))
+    np.testing.assert_allclose(actual.grid, expected.grid, rtol=1e-5, atol=1e-7 * max(1.0, np.abs(expected.grid).max()))
+    assert actual.score == expected.score and actual.score.name == "sky"
+    assert actual.to_dict()["value"] == pytest.approx(float(whole.logits(whole.pixels(image))[0, 1].detach()), rel=1e-5)
+    assert actual.probability is None
 
 
-def test_its_gradient_is_that_of_the_function(dense, asked, image):
-    pixels = asked.pixels(image).requires_grad_()
+def test_its_gradient_is_that_of_the_function(dense, requested, image):
+    pixels = requested.pixels(image).requires_grad_()
     (expected,) = torch.autograd.grad(corner(dense(pixels))[0, 2], pixels)
-    found = asked.explain(image, method="input_gradient", target=2).grid
-    rows, cols = found.shape
+    actual = requested.explain(image, method="input_gradient", target=2).grid
+    rows, cols = actual.shape
     sums = expected[0].abs().sum(0).reshape(rows, 32 // rows, cols, 32 // cols).sum((1, 3))
-    np.testing.assert_allclose(found, sums, rtol=1e-4)
+    np.testing.assert_allclose(actual, sums, rtol=1e-4)
 
 
-def test_every_kind_of_run_takes_it(asked, image, tmp_path):
+def test_every_kind_of_run_takes_it(requested, image, tmp_path):
     write_image(tmp_path / "in" / "one.png", image)
     (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
-    strip = compare([image], model=asked, methods=["rollout", "gae"], targets="top2")
+    strip = compare([image], model=requested, methods=["rollout", "gae"], targets="top2")
     assert [one.score.unit for one in strip.saliencies] == [""] * 4  # the readout depends on the answer, too
     strip.figure(tmp_path / "strip.png")
-    page = explore(image, model=asked, methods=["gae"])
+    page = explore(image, model=requested, methods=["gae"])
     assert "sky" in page.html
-    summary = explain_folder(tmp_path / "in", tmp_path / "out", model=asked, methods=["gae"], target="sky")
+    summary = explain_folder(tmp_path / "in", tmp_path / "out", model=requested, methods=["gae"], target="sky")
     assert summary.explained == 1
-    again = explain_folder(tmp_path / "in", tmp_path / "out", model=asked, methods=["gae"], target="sky")
+    again = explain_folder(tmp_path / "in", tmp_path / "out", model=requested, methods=["gae"], target="sky")
     assert again.kept == 1
-    found = evaluate(tmp_path / "in", model=asked, methods=["gae"], metrics=["deletion_auc"], points=3, resamples=10)
-    assert not found.failures
+    actual = evaluate(
+        tmp_path / "in", model=requested, methods=["gae"], metrics=["deletion_auc"], points=3, resamples=10
+    )
+    assert not actual.failures
 
 
 def test_another_function_is_another_run(dense, image, tmp_path):
@@ -150,15 +152,16 @@ CHANGED = {
 @pytest.mark.parametrize("what", CHANGED)
 def test_other_answers_are_another_run(dense, image, tmp_path, what):
     write_image(tmp_path / "in" / "one.png", image)
-    own = Outputs(corner, tuple(LABELS), 3, **BASE)
-    changed, told = CHANGED[what]
+    entry = Outputs(corner, tuple(LABELS), 3, **BASE)
+    changed, reported = CHANGED[what]
     first, same, other = (
-        Explainer(dense, outputs=outputs, data_config=DATA) for outputs in (own, replace(own), replace(own, **changed))
+        Explainer(dense, outputs=outputs, data_config=DATA)
+        for outputs in (entry, replace(entry), replace(entry, **changed))
     )
     run = partial(explain_folder, tmp_path / "in", tmp_path / "out", methods=["gae"], target=1)
     assert run(model=first).explained == 1
     assert run(model=same).kept == 1
-    with pytest.raises(OptionError, match=told):
+    with pytest.raises(OptionError, match=reported):
         run(model=other)
     assert run(model=other, overwrite=True).explained == 1
 
@@ -167,15 +170,15 @@ def test_an_evaluation_of_other_answers_is_another_run(dense, image, tmp_path):
     write_image(tmp_path / "in" / "one.png", image)
     (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
     options = {"methods": ["gae"], "metrics": ["deletion_auc"], "points": 3, "resamples": 10}
-    own = Outputs(corner, tuple(LABELS), 3, **BASE)
+    entry = Outputs(corner, tuple(LABELS), 3, **BASE)
     run = partial(evaluate, tmp_path / "in", output=tmp_path / "out", **options)
-    run(model=Explainer(dense, outputs=own, data_config=DATA))
-    run(model=Explainer(dense, outputs=own, data_config=DATA))
+    run(model=Explainer(dense, outputs=entry, data_config=DATA))
+    run(model=Explainer(dense, outputs=entry, data_config=DATA))
     with pytest.raises(OptionError, match=r"outputs\.apart"):
-        run(model=Explainer(dense, outputs=replace(own, apart=False), data_config=DATA))
+        run(model=Explainer(dense, outputs=replace(entry, apart=False), data_config=DATA))
 
 
-def test_a_closure_beside_a_large_output_is_another_run(dense, image, tmp_path):
+def test_a_closure_next_to_a_large_output_is_another_run(dense, image, tmp_path):
     write_image(tmp_path / "in" / "one.png", image)
 
     class Loud(nn.Module):
@@ -207,7 +210,7 @@ def _times(output, scale):
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "reported"),
     [
         (lambda output: output["logits"], r"\[images, 3, one for each name\].*logits.\] \(2, 3, 4, 4\)"),
         (lambda output: output["logits"].mean(), "got shape"),
@@ -222,8 +225,8 @@ def _times(output, scale):
         (lambda output: torch.from_numpy(corner(output).detach().numpy()), "not differentiable"),
     ],
 )
-def test_what_is_wrong_with_a_function_is_told(dense, image, function, told):
-    with pytest.raises(ModelError, match=told):
+def test_what_is_wrong_with_a_function_is_reported(dense, image, function, reported):
+    with pytest.raises(ModelError, match=reported):
         Explainer(dense, outputs=function, class_names=LABELS, data_config=DATA).explain(image, method="gae")
 
 
@@ -287,7 +290,7 @@ def test_rounding_by_the_size_of_a_batch_is_no_mixing(dense):
 
 
 @pytest.mark.parametrize(
-    ("rest", "told"),
+    ("rest", "reported"),
     [
         (
             lambda output: corner(output).mean(1),
@@ -298,8 +301,8 @@ def test_rounding_by_the_size_of_a_batch_is_no_mixing(dense):
         (lambda output: output.missing, "AttributeError"),
     ],
 )
-def test_what_is_wrong_with_rest_is_told(dense, rest, told):
-    with pytest.raises(ModelError, match=told):
+def test_what_is_wrong_with_rest_is_reported(dense, rest, reported):
+    with pytest.raises(ModelError, match=reported):
         Explainer(dense, outputs=Outputs(corner, rest=rest), data_config=DATA)
 
 
@@ -315,7 +318,7 @@ def test_without_a_function_construction_runs_no_model(dense):
         hook.remove()
 
 
-def test_what_is_no_function_is_told(dense):
+def test_what_is_no_function_is_reported(dense):
     with pytest.raises(OptionError, match="a function of the model's output"):
         Explainer(dense, outputs=["a dog"], data_config=DATA)
     with pytest.raises(OptionError, match="activation"):
@@ -326,11 +329,11 @@ def test_a_frozen_model_has_gradients(dense, image):
     for weight in dense.parameters():
         weight.requires_grad_(False)
     try:
-        found = Explainer(dense, outputs=corner, data_config=DATA).explain(image, method="gae")
+        actual = Explainer(dense, outputs=corner, data_config=DATA).explain(image, method="gae")
     finally:
         for weight in dense.parameters():
             weight.requires_grad_(True)
-    assert found.grid.any() and found.score.name == f"class {found.target}"
+    assert actual.grid.any() and actual.score.name == f"class {actual.target}"
 
 
 def test_numbers_are_read_as_they_are_said_to_be(dense, image):
@@ -341,11 +344,11 @@ def test_numbers_are_read_as_they_are_said_to_be(dense, image):
     assert torch.equal(log_odds(numbers, "cosine"), numbers.double())
     sigmoid = Explainer(dense, outputs=corner, data_config=DATA, activation="sigmoid").explain(image)
     assert 0 < sigmoid.probability < 1
-    own = Outputs(corner, LABELS, unit="degrees")
-    assert Explainer(dense, outputs=own, data_config=DATA).explain(image).score.display.endswith(" degrees")
+    entry = Outputs(corner, LABELS, unit="degrees")
+    assert Explainer(dense, outputs=entry, data_config=DATA).explain(image).score.display.endswith(" degrees")
 
 
-def test_two_of_them_are_set_against_each_other(asked, image):
-    numbers = asked.logits(asked.pixels(image))[0].detach().double()
-    found = asked.explain(image, method="gae", target=Contrast("sky", against="road"))
-    assert found.contrast.value == pytest.approx(float(numbers[1] - numbers[0]), rel=1e-5)
+def test_two_of_them_are_set_against_each_other(requested, image):
+    numbers = requested.logits(requested.pixels(image))[0].detach().double()
+    actual = requested.explain(image, method="gae", target=Contrast("sky", against="road"))
+    assert actual.contrast.value == pytest.approx(float(numbers[1] - numbers[0]), rel=1e-5)

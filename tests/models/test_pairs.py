@@ -33,15 +33,15 @@ def explainer(kind: str, texts=PROMPTS, **options) -> Explainer:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def asked(request) -> Explainer:
+def requested(request) -> Explainer:
     return explainer(request.param)
 
 
 # --- the numbers -----------------------------------------------------------------------------------------------------
 
 
-def its_own(kind: str, pixels: torch.Tensor) -> torch.Tensor:
-    """What the model itself says of an image and the prompts, [1, prompts]."""
+def its_custom(kind: str, pixels: torch.Tensor) -> torch.Tensor:
+    """Return the model's logits for an image and the prompts, [1, prompts]."""
     model, texts = pair(kind), PROMPTS
     with torch.no_grad():
         if kind == "open_clip":
@@ -62,22 +62,22 @@ def its_own(kind: str, pixels: torch.Tensor) -> torch.Tensor:
 def cut(pixels: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """An image as patches of 8 × 8 pixels, row by row, by hand."""
     rows, cols = pixels.shape[2] // 8, pixels.shape[3] // 8
-    found = [
+    actual = [
         pixels[0, :, 8 * row : 8 * row + 8, 8 * col : 8 * col + 8].permute(1, 2, 0).reshape(-1)
         for row in range(rows)
         for col in range(cols)
     ]
-    return torch.stack(found)[None], rows, cols
+    return torch.stack(actual)[None], rows, cols
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_are_those_of_the_model(kind):
-    own = explainer(kind)
-    pixels = own.pixels(photo())
-    torch.testing.assert_close(own.logits(pixels).detach(), its_own(kind, pixels), rtol=1e-5, atol=1e-5)
-    with torch.no_grad(), record_attention(own.model, outputs=own.outputs.numbers) as trace:
-        own.forward(pixels)
-    torch.testing.assert_close(trace.logits, its_own(kind, pixels), rtol=1e-5, atol=1e-5)
+    entry = explainer(kind)
+    pixels = entry.pixels(photo())
+    torch.testing.assert_close(entry.logits(pixels).detach(), its_custom(kind, pixels), rtol=1e-5, atol=1e-5)
+    with torch.no_grad(), record_attention(entry.model, outputs=entry.outputs.numbers) as trace:
+        entry.forward(pixels)
+    torch.testing.assert_close(trace.logits, its_custom(kind, pixels), rtol=1e-5, atol=1e-5)
     assert trace.pooling == ("class token" if "clip" in kind else "attention pooling")
     assert (trace.layout.rows, trace.layout.cols) == ((3, 5) if kind == "siglip2" else (4, 4))
 
@@ -136,22 +136,22 @@ def by_hand(model: nn.Module, pixels: torch.Tensor, vectors: torch.Tensor) -> to
 @pytest.mark.parametrize("raw", [True, False])
 def test_the_gradient_of_a_prompt_is_that_of_a_model_by_hand(kind, raw):
     model = copy.deepcopy(pair(kind)).double()
-    found = pair_of(model, Words())
-    outputs = prompt_outputs(found, prompts(PROMPTS, raw=raw))
-    asked = outputs if raw else outputs.against_rest()
+    actual = pair_of(model, Words())
+    outputs = prompt_outputs(actual, prompts(PROMPTS, raw=raw))
+    requested = outputs if raw else outputs.against_rest()
     pixels = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with record_attention(found.tower, gradients=True, outputs=asked.numbers) as trace:
-        found.tower(pixels)
+    with record_attention(actual.tower, gradients=True, outputs=requested.numbers) as trace:
+        actual.tower(pixels)
     read = Words()(PROMPTS, padding="longest" if kind == "clip" else "max_length")
     if kind != "clip":
         del read["attention_mask"]
     with torch.no_grad():
         vectors = normalize(model.get_text_features(**read).pooler_output, dim=1)
-    own = pixels.clone().requires_grad_()
-    numbers = by_hand(model, own, vectors)
+    entry = pixels.clone().requires_grad_()
+    numbers = by_hand(model, entry, vectors)
     torch.testing.assert_close(outputs.numbers(trace.output), numbers, rtol=1e-6, atol=1e-6)
     wanted = numbers[:, 1] if raw else numbers[:, 1] - (numbers[:, 0] + numbers[:, 2]) / 2
-    (expected,) = torch.autograd.grad(wanted.sum(), own)
+    (expected,) = torch.autograd.grad(wanted.sum(), entry)
     torch.testing.assert_close(trace.backward(torch.tensor([1, 1])).pixels, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -170,49 +170,49 @@ class Applied(nn.Module):
 @pytest.fixture(scope="module")
 def both():
     """CLIP asked by prompts, and the same as a module."""
-    own = explainer("clip", raw=True)
+    entry = explainer("clip", raw=True)
     model = pair("clip")
     with torch.no_grad():
         texts = normalize(model.get_text_features(**Words()(PROMPTS, padding="longest")).pooler_output, dim=1)
-    module = Applied(own.model, texts, float(model.logit_scale.detach().exp())).eval()
-    return own, Explainer(module, class_names=PROMPTS, data_config=DATA)
+    module = Applied(entry.model, texts, float(model.logit_scale.detach().exp())).eval()
+    return entry, Explainer(module, class_names=PROMPTS, data_config=DATA)
 
 
 @pytest.mark.parametrize("method", [method.name for method in list_methods()])
 def test_prompts_are_what_a_module_with_their_vectors_is(both, method):
     options = {name: value for name, value in OPTIONS.items() if get_method(method).accepts(name)}
-    found, expected = (one.explain(photo(), method=method, target="red", **options) for one in both)
+    actual, expected = (one.explain(photo(), method=method, target="red", **options) for one in both)
     scale = max(1e-6, float(np.abs(expected.grid).max()))
-    np.testing.assert_allclose(found.grid / scale, expected.grid / scale, atol=2e-4)
-    assert found.score.value == pytest.approx(expected.score.value, rel=1e-4)
-    assert found.score.name == expected.score.name == "red"
+    np.testing.assert_allclose(actual.grid / scale, expected.grid / scale, atol=2e-4)
+    assert actual.score.value == pytest.approx(expected.score.value, rel=1e-4)
+    assert actual.score.name == expected.score.name == "red"
 
 
 # --- prompts against each other --------------------------------------------------------------------------------------
 
 
-def test_a_map_is_of_the_number_less_the_others(asked):
-    pixels = asked.pixels(photo())
-    numbers = asked.logits(pixels).detach()
-    less = asked.outputs.against_rest().numbers(asked.forward(pixels)).detach()
+def test_a_map_is_of_the_number_less_the_others(requested):
+    pixels = requested.pixels(photo())
+    numbers = requested.logits(pixels).detach()
+    less = requested.outputs.against_rest().numbers(requested.forward(pixels)).detach()
     for one in range(3):
         others = [other for other in range(3) if other != one]
         torch.testing.assert_close(less[:, one], numbers[:, one] - numbers[:, others].mean(1), rtol=1e-4, atol=1e-5)
-    found = asked.explain(photo(), method="gae", target="red")
-    assert found.facts["against"] == "the mean of the other prompts"
-    assert any("minus the mean of the other prompts" in line for line in found._notes())
-    assert "against" not in asked.explain(photo(), method="rollout").facts
+    actual = requested.explain(photo(), method="gae", target="red")
+    assert actual.facts["against"] == "the mean of the other prompts"
+    assert any("minus the mean of the other prompts" in line for line in actual._notes())
+    assert "against" not in requested.explain(photo(), method="rollout").facts
     plain = explainer("clip", raw=True).explain(photo(), method="gae")
     assert "against" not in plain.facts
 
 
 def test_one_prompt_alone_is_set_against_an_empty_one():
-    own = explainer("clip", ["red"])
-    found = own.explain(photo(), method="gae")
-    assert found.score.unit == "cosine" and found.score.display.startswith("cosine ")
-    assert found.facts["against"] == "that of an empty prompt"
+    entry = explainer("clip", ["red"])
+    actual = entry.explain(photo(), method="gae")
+    assert actual.score.unit == "cosine" and actual.score.display.startswith("cosine ")
+    assert actual.facts["against"] == "that of an empty prompt"
     two = explainer("clip", ["red", "nothing"], raw=True)
-    assert two.explain(photo(), target="red").facts["cosine"] == pytest.approx(found.score.value, abs=1e-4)
+    assert two.explain(photo(), target="red").facts["cosine"] == pytest.approx(actual.score.value, abs=1e-4)
     sigmoid = explainer("siglip", ["red"]).explain(photo())
     assert sigmoid.score.unit == "probability" and 0 < sigmoid.probability < 1
 
@@ -220,15 +220,15 @@ def test_one_prompt_alone_is_set_against_an_empty_one():
 def test_classes_are_set_against_the_rest():
     demo = Explainer("demo")
     image = draw_image(0).image
-    found = demo.explain(image, method="input_gradient", target=Contrast(1, against="rest"))
+    actual = demo.explain(image, method="input_gradient", target=Contrast(1, against="rest"))
     pixels = demo.pixels(image).requires_grad_()
     numbers = demo.model(pixels)[0]
     others = [other for other in range(len(numbers)) if other != 1]
     (expected,) = torch.autograd.grad(numbers[1] - numbers[others].mean(), pixels)
-    rows, cols = found.grid.shape
+    rows, cols = actual.grid.shape
     sums = expected[0].abs().sum(0).unflatten(0, (rows, -1)).unflatten(2, (cols, -1)).sum((1, 3))
-    np.testing.assert_allclose(found.grid, sums, rtol=1e-3, atol=1e-6)
-    assert found.facts["against"] == "the mean of the other classes" and found.target == 1
+    np.testing.assert_allclose(actual.grid, sums, rtol=1e-3, atol=1e-6)
+    assert actual.facts["against"] == "the mean of the other classes" and actual.target == 1
     with pytest.raises(OptionError, match="against a class and against the rest"):
         demo.explain_batch([image], methods=["gae"], targets=[Contrast(1, against="rest"), Contrast(1, against=2)])
     with pytest.raises(OptionError, match="class-specific"):
@@ -238,20 +238,20 @@ def test_classes_are_set_against_the_rest():
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_kind_of_run_takes_prompts(asked, tmp_path):
+def test_every_kind_of_run_takes_prompts(requested, tmp_path):
     for number, size in enumerate([(40, 56), (56, 40)]):
         write_image(tmp_path / "in" / f"{number}.png", photo(*size))
     (tmp_path / "in" / "labels.csv").write_text("file,label\n0.png,a dog\n1.png,red\n")
-    strip = compare(photo(), model=asked, methods=["rollout", "gae", "random"], targets=PROMPTS)
+    strip = compare(photo(), model=requested, methods=["rollout", "gae", "random"], targets=PROMPTS)
     assert [one.label for one in strip.saliencies if one.method == "gae"] == PROMPTS
     strip.figure(tmp_path / "strip.png")
-    assert "a cat on a mat" in explore(photo(), model=asked, methods=["gae"], targets=PROMPTS).html
+    assert "a cat on a mat" in explore(photo(), model=requested, methods=["gae"], targets=PROMPTS).html
     for kept in (0, 2):
-        summary = explain_folder(tmp_path / "in", tmp_path / "out", model=asked, methods=["gae"], target="a dog")
+        summary = explain_folder(tmp_path / "in", tmp_path / "out", model=requested, methods=["gae"], target="a dog")
         assert (summary.explained, summary.kept) == (2, kept)
     options = {"methods": ["gae"], "points": 3, "resamples": 10, "sanity_images": 0}
-    found = evaluate(tmp_path / "in", model=asked, metrics=["faithfulness"], **options)
-    assert not found.failures
+    actual = evaluate(tmp_path / "in", model=requested, metrics=["faithfulness"], **options)
+    assert not actual.failures
 
 
 def test_other_prompts_are_another_run(tmp_path):
@@ -278,13 +278,13 @@ def test_texts_are_read_as_the_models_were_trained():
 
 
 def test_a_template_is_a_mean_of_unit_vectors():
-    found = pair_of(pair("clip"), Words())
-    sentences = found.embed(["a red", "the red"]).detach()
+    actual = pair_of(pair("clip"), Words())
+    sentences = actual.embed(["a red", "the red"]).detach()
     mean = normalize(normalize(sentences, dim=1).mean(0, keepdim=True), dim=1)
     features = torch.randn(2, 24)
-    expected = normalize(features, dim=1) @ mean.T * found.scale
-    told = prompt_outputs(found, prompts(["red"], templates=["a {}", "the {}"])).numbers(features)
-    torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-5)
+    expected = normalize(features, dim=1) @ mean.T * actual.scale
+    reported = prompt_outputs(actual, prompts(["red"], templates=["a {}", "the {}"])).numbers(features)
+    torch.testing.assert_close(reported, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_text_features_may_be_a_tensor():
@@ -294,9 +294,9 @@ def test_text_features_may_be_a_tensor():
 
     earlier = Earlier(pair("clip").config).eval()
     earlier.load_state_dict(pair("clip").state_dict())
-    own = Explainer(earlier, outputs=prompts(PROMPTS, processor=Words()), data_config=DATA)
-    pixels = own.pixels(photo())
-    torch.testing.assert_close(own.logits(pixels), explainer("clip").logits(pixels))
+    entry = Explainer(earlier, outputs=prompts(PROMPTS, processor=Words()), data_config=DATA)
+    pixels = entry.pixels(photo())
+    torch.testing.assert_close(entry.logits(pixels), explainer("clip").logits(pixels))
 
 
 @pytest.mark.parametrize("size", [(40, 56), (400, 56), (7, 900), (64, 64), (9, 9), (301, 299)])
@@ -305,8 +305,8 @@ def test_as_many_patches_as_the_processor_takes(size):
     theirs = processor(photo(*size), return_tensors="pt")
     placed = place(size, (32, 32), crop_mode="patches", patch_size=8).input_size
     assert [side // 8 for side in placed] == theirs["spatial_shapes"][0].tolist()
-    own = Explainer(pair("siglip2"), outputs=prompts(PROMPTS, processor=Both(processor)))
-    patches, rows, cols = cut(own.pixels(photo(*size)))
+    entry = Explainer(pair("siglip2"), outputs=prompts(PROMPTS, processor=Both(processor)))
+    patches, rows, cols = cut(entry.pixels(photo(*size)))
     ours, expected = patches[0], theirs["pixel_values"][0][: rows * cols]
     assert (ours - expected).abs().max() <= 2.1 / 127.5  # levels of 8 bits, rounded by two libraries
 
@@ -322,7 +322,7 @@ class Both(Words):
 # --- what cannot be asked --------------------------------------------------------------------------------------------
 
 
-def test_a_pair_that_is_asked_nothing_says_what_to_write():
+def test_a_pair_that_is_requested_nothing_says_what_to_write():
     with pytest.raises(UnsupportedModelError, match=r'outputs=vitflow.prompts\(\["a dog", "a cat"\]\)'):
         Explainer(pair("clip"), data_config=DATA)
 
@@ -342,7 +342,7 @@ def test_a_tower_without_a_head_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"texts": "a dog"}, "as a list of texts"),
         ({"texts": []}, "as a list of texts"),
@@ -351,8 +351,8 @@ def test_a_tower_without_a_head_is_refused():
         ({"templates": ["a photo"]}, "templates with one {}"),
     ],
 )
-def test_invalid_prompts_are_refused(options, told):
-    with pytest.raises(OptionError, match=told):
+def test_invalid_prompts_are_refused(options, reported):
+    with pytest.raises(OptionError, match=reported):
         prompts(**{"texts": PROMPTS, **options})
 
 
@@ -361,7 +361,7 @@ def test_prompts_take_no_class_names():
         Explainer(pair("clip"), outputs=prompts(PROMPTS, processor=Words()), class_names=["a"], data_config=DATA)
 
 
-def test_a_tokenizer_that_is_not_at_hand_is_told():
+def test_a_tokenizer_that_is_not_at_hand_is_reported():
     with pytest.raises(ModelError, match="processor=transformers"):
         Explainer(pair("clip"), outputs=prompts(PROMPTS), data_config=DATA)
 
@@ -386,8 +386,8 @@ def folder(tmp_path_factory):
 
 
 def test_a_folder_of_transformers_is_loaded(folder, tmp_path):
-    own = Explainer(str(folder), outputs=prompts(["a dog", "red"]))
-    assert own.model_id == str(folder) and own.class_names == ["a dog", "red"] and own.spec.mean == (0.5,) * 3
+    entry = Explainer(str(folder), outputs=prompts(["a dog", "red"]))
+    assert entry.model_id == str(folder) and entry.class_names == ["a dog", "red"] and entry.spec.mean == (0.5,) * 3
     write_image(tmp_path / "one.png", photo())
     path, model = str(tmp_path / "one.png"), ["--model", str(folder), "--prompt", "a dog", "--prompt", "red"]
     for command, options in {
@@ -419,7 +419,7 @@ def test_a_model_that_reads_texts_alone_is_refused(tmp_path):
         load_model(str(tmp_path))
 
 
-def test_transformers_that_is_not_installed_is_told(monkeypatch):
+def test_transformers_that_is_not_installed_is_reported(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ModelError, match=r"vitflow\[transformers\]"):
         load_model("openai/clip-vit-base-patch16")

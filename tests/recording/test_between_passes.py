@@ -1,4 +1,4 @@
-"""What is kept of a model between two recordings, and what becomes of it when the model is another one then."""
+"""Cached properties of a model between two recordings, also if the model changes in between."""
 
 import copy
 import functools
@@ -80,7 +80,7 @@ def test_a_module_around_a_block_is_noticed():
     assert [layer.name for layer in recorded(model)[0].layers] == ["blocks.0.block.attn", "blocks.0", "blocks.1.attn"]
 
 
-def test_a_forward_method_of_its_own_is_noticed():
+def test_a_forward_method_is_noticed():
     model = model_of()
     recorded(model)
     block = model.blocks[0]
@@ -121,7 +121,7 @@ def test_a_part_that_moves_to_another_module_is_noticed():
     assert [path for path, _ in with_paths(model, eager)] == ["0.0", "1.1", "1.0"]
 
 
-def test_a_copy_has_what_is_its_own():
+def test_a_copy_has_what_is_its():
     model = model_of()
     recorded(model)
     other = copy.deepcopy(model)
@@ -148,11 +148,11 @@ def test_modules_come_in_the_order_of_torch():
     assert modules_of(model) == list(model.modules())
 
 
-def test_questions_are_asked_once_for_the_same_parts():
-    asked = []
-    question = those_that(lambda module: asked.append(module) or isinstance(module, nn.Linear))
+def test_questions_are_requested_once_for_the_same_parts():
+    requested = []
+    question = those_that(lambda module: requested.append(module) or isinstance(module, nn.Linear))
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
-    assert question(model) == question(model) == [model[1]] and len(asked) == 3
+    assert question(model) == question(model) == [model[1]] and len(requested) == 3
     model[0] = nn.Linear(2, 2)
     assert question(model) == [model[0], model[1]]
 

@@ -1,4 +1,4 @@
-"""Whether a token sees later ones is found by changing these, whatever a model is called and however it masks."""
+"""Causality is determined by changing later tokens, whatever the class of the model and its masks."""
 
 import copy
 
@@ -74,7 +74,7 @@ def numbers(length: int = 9) -> Tensor:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_whether_a_token_sees_later_ones_is_found_by_changing_these(name):
+def test_whether_a_token_sees_later_ones_is_detected_by_changing_these(name):
     model, causal = of_kind(name).train(), KINDS[name][3]
     before, random = state_of(model), generators()
     assert is_causal(model) is causal
@@ -88,25 +88,25 @@ def test_whether_a_token_sees_later_ones_is_found_by_changing_these(name):
 @pytest.mark.parametrize("name", [name for name in KINDS if "that" not in name and KINDS[name][3]])
 @pytest.mark.parametrize("options", [{}, {"discard_ratio": 0.5, "causal": "raw"}], ids=["relative", "discarded"])
 def test_uniform_attention_is_uniform_relative_to_the_receptive_field(name, options):
-    found = explain_text(TEXT, model=uniform(name), tokenizer=wordpiece_tokenizer(), **options)
-    assert found.causal and found.selected == (12,)
+    actual = explain_text(TEXT, model=uniform(name), tokenizer=wordpiece_tokenizer(), **options)
+    assert actual.causal and actual.selected == (12,)
     if not options:
-        assert found.options["causal"] == "receptive_field" and found.options["value_weighted"] is False
-        np.testing.assert_allclose(found.weights, [1 / 12] * 12 + [0], atol=1e-6)
+        assert actual.options["causal"] == "receptive_field" and actual.options["value_weighted"] is False
+        np.testing.assert_allclose(actual.weights, [1 / 12] * 12 + [0], atol=1e-6)
         return
     rows = np.tril(np.ones((13, 13)))  # of row t, half of its t + 1 visible keys is discarded, the first ones first
     for length, row in enumerate(rows, start=1):
         row[: length // 2] = 0
     rows = np.eye(13) + rows / np.arange(1, 14)[:, None]
     rows /= rows.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(found.weights, (rows @ rows)[-1], atol=1e-6)
+    np.testing.assert_allclose(actual.weights, (rows @ rows)[-1], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", WRITES)
 def test_uniform_attention_is_uniform_for_each_written_token(name):
     model = uniform(name)
-    found = explain_generation(model, numbers(), max_new_tokens=4, do_sample=False)
-    joined = np.concatenate([found.values, found.among_generated], axis=1)[..., -1]
+    actual = explain_generation(model, numbers(), max_new_tokens=4, do_sample=False)
+    joined = np.concatenate([actual.values, actual.among_generated], axis=1)[..., -1]
     expected = np.zeros((4, 13))
     for number in range(4):
         expected[number, : 8 + number] = 1 / (8 + number)
@@ -120,9 +120,9 @@ def test_prompts_padded_on_the_left_are_each_as_alone_with_a_mask_and_without(na
     model, padded = of_kind(name), torch.cat([numbers(9), numbers(9)])
     padded[1, :4] = 0
     if name == "OpenAI-GPT":  # older releases of transformers count its padding as places of the text
-        own = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+        entry = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
         scores = [
-            model.generate(ids, attention_mask=ids.ne(0).long(), **own).scores[0][-1]
+            model.generate(ids, attention_mask=ids.ne(0).long(), **entry).scores[0][-1]
             for ids in (padded, padded[1:, 4:])
         ]
         if not torch.allclose(*scores, atol=1e-4):

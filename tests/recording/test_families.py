@@ -161,28 +161,28 @@ class Applied(TorchFunctionMode):
 
 
 def reproduced(attention: Tensor, seen: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether this attention, applied to some values of the untouched model, gives what the model made of them."""
+    """Return True if this attention, applied to the values of the unmodified model, gives the model's output."""
     for value, output in seen:
         if value.ndim == attention.ndim and value.shape[-2] == attention.shape[-1]:
             value = value.expand(*attention.shape[:-2], -1, -1) if value.shape[1] == 1 else value
-            found = attention @ value if value.shape[:-2] == attention.shape[:-2] else None
-            if found is None or found.shape != output.shape:
+            actual = attention @ value if value.shape[:-2] == attention.shape[:-2] else None
+            if actual is None or actual.shape != output.shape:
                 continue
-            if (found - output).abs().max() <= 1e-5 * output.abs().max():
+            if (actual - output).abs().max() <= 1e-5 * output.abs().max():
                 return True
     return False
 
 
 @pytest.fixture(scope="module", autouse=True)
 def captured(request) -> Iterator[dict[str, str]]:
-    found: dict[str, str] = {}
-    yield found
+    actual: dict[str, str] = {}
+    yield actual
     known = {
         timm.models.model_entrypoint(name).__module__.rpartition(".")[2] for name, *_ in (*PLAIN, *STAGED, *REFUSED)
     }
-    if found:
+    if actual:
         with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
-            print(f"\nfamilies captured: {len(set(found.values()))} of {len(known)} with attention")
+            print(f"\nfamilies captured: {len(set(actual.values()))} of {len(known)} with attention")
 
 
 @pytest.mark.parametrize(("name", "options", "side", "prefix", "grid"), marked([*PLAIN, *STAGED]))
@@ -219,14 +219,14 @@ QUICK = ("test_vit", "test_maxvit", "tiny_vit_5m_224", "swin_tiny_patch4_window7
 
 
 @pytest.mark.parametrize(("name", "options", "side"), marked([one[:3] for one in (*PLAIN, *STAGED, *REFUSED)], QUICK))
-def test_a_family_in_training_mode_changes_as_by_its_own_pass_alone(name, options, side):
+def test_a_family_in_training_mode_changes_as_by_its_pass_alone(name, options, side):
     model = build(name, **options).train()
     twin, pixels = copy.deepcopy(model), torch.randn(2, 3, side, side)
     left = []
-    for own in (twin, model):
+    for entry in (twin, model):
         seed_all(1)
-        with record_attention(own) if own is model else nullcontext(), torch.no_grad():
-            own(pixels)
+        with record_attention(entry) if entry is model else nullcontext(), torch.no_grad():
+            entry(pixels)
         left.append(generators())
     assert left[0] == left[1]
     for (path, ours), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):

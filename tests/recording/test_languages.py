@@ -104,13 +104,13 @@ def test_every_family_is_recorded_as_it_comes(name, where, sees):
 
 
 def check_visible(visible: Tensor | None, heads: Tensor, mask: Tensor, sees: str) -> None:
-    """What a query may see is what some head attends to, as far as the query is no padding."""
+    """Return the keys that some head of a query attends to, except for padding."""
     attended = (heads > 0).any(dim=1)
-    told = torch.ones_like(attended) if visible is None else visible.expand_as(attended)
+    reported = torch.ones_like(attended) if visible is None else visible.expand_as(attended)
     real = mask.bool()
-    assert torch.equal(told[real], attended[real])
+    assert torch.equal(reported[real], attended[real])
     if "both" not in sees and sees != "all":
-        assert not told[real & (mask.sum(dim=1) == 12)[:, None]].reshape(-1, 12, 12).triu(1).any()
+        assert not reported[real & (mask.sum(dim=1) == 12)[:, None]].reshape(-1, 12, 12).triu(1).any()
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "Qwen2ForCausalLM", "GptOssForCausalLM"])
@@ -119,8 +119,8 @@ def test_padding_changes_nothing(name):
     model = built(name)
     side = "right" if "Bert" in name else "left"
     given = texts(side)
-    own = slice(0, 9) if side == "right" else slice(3, 12)
-    alone = {key: value[1:, own] for key, value in given.items()}
+    entry = slice(0, 9) if side == "right" else slice(3, 12)
+    alone = {key: value[1:, entry] for key, value in given.items()}
     if side == "left":
         given["position_ids"] = (given["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
     for options in ({}, {"fusions": [("max", "output")]}):
@@ -130,12 +130,12 @@ def test_padding_changes_nothing(name):
                 model(**texts_given)
             traces.append(trace)
         for together, single in zip(traces[0].attentions, traces[1].attentions, strict=True):
-            torch.testing.assert_close(together[1:, ..., own, own], single, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(together[1:, ..., entry, entry], single, atol=1e-6, rtol=1e-4)
         rows = [
             attention_rollout(trace.attentions, attention_mask=one["attention_mask"], causal="raw")
             for trace, one in zip(traces, (given, alone), strict=True)
         ]
-        torch.testing.assert_close(rows[0][1:, own, own], rows[1], atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(rows[0][1:, entry, entry], rows[1], atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"])
@@ -160,21 +160,21 @@ def test_masked_attention_is_fused_in_parts_as_whole(weighting, monkeypatch):
     from vitflow.recording import attending
 
     model, given = built("GPT2LMHeadModel"), texts("left", 40)
-    found = []
+    actual = []
     for size in (2**19, 2**6):
         monkeypatch.setattr(attending, "_CACHED_PROBABILITIES", size)
         for masked in (given, {"input_ids": given["input_ids"]}):
             with record_attention(model, fusions=[("mean", weighting)]) as trace, torch.no_grad():
                 logits = model(**masked).logits
-            found.append([*trace.attentions, logits])
+            actual.append([*trace.attentions, logits])
     with record_attention(model, values=True) as trace, torch.no_grad():
         model(**given)
     whole = trace.fused("mean", value_weighted=weighting)
-    for one, other in zip(found[0], found[2], strict=True):
+    for one, other in zip(actual[0], actual[2], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-    for one, other in zip(found[1], found[3], strict=True):
+    for one, other in zip(actual[1], actual[3], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(found[0][:2], whole, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(actual[0][:2], whole, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM", "Gemma2ForCausalLM"])
@@ -185,10 +185,10 @@ def test_gradients_of_a_words_logit_reach_every_layer(name, frozen):
     embedding = next(path for path, module in model.named_modules() if module is model.get_input_embeddings())
     with record_attention(model, gradients=True, features=[embedding]) as trace:
         logits = model(**given).logits
-    found = trace.gradients_of(logits[0, -1, 7])
-    assert all(torch.isfinite(one).all() and one.abs().max() > 0 for one in found.attentions)
-    assert found.features[embedding].shape == (1, 12, 32) and found.features[embedding].abs().max() > 0
-    assert found.pixels is None
+    actual = trace.gradients_of(logits[0, -1, 7])
+    assert all(torch.isfinite(one).all() and one.abs().max() > 0 for one in actual.attentions)
+    assert actual.features[embedding].shape == (1, 12, 32) and actual.features[embedding].abs().max() > 0
+    assert actual.pixels is None
     assert all(parameter.grad is None for parameter in model.parameters())
     first = trace.attentions[0].detach()
     nudged = first.clone()
@@ -208,7 +208,7 @@ def test_gradients_of_a_words_logit_reach_every_layer(name, frozen):
     if name != "Gemma2ForCausalLM":  # eager
         with torch.no_grad(), Given():
             moved = model(**given).logits[0, -1, 7]
-        expected = float(found.attentions[0][0, 0, -1, 0]) * 1e-3
+        expected = float(actual.attentions[0][0, 0, -1, 0]) * 1e-3
         assert float(moved - logits.detach()[0, -1, 7]) == pytest.approx(expected, rel=0.02)
 
 
@@ -225,7 +225,7 @@ def test_queries_that_see_nothing_give_nothing_and_no_gradient_of_theirs_is_lost
 # -- streams of tokens -------------------------------------------------------------------------------------------------
 
 
-def test_the_streams_of_an_encoder_decoder_are_told_apart():
+def test_the_streams_of_an_encoder_decoder_are_distinguished():
     config = transformers.T5Config(
         vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
     )
@@ -246,7 +246,7 @@ def test_the_streams_of_an_encoder_decoder_are_told_apart():
         assert trace.layout
 
 
-def test_the_streams_of_a_model_that_sees_and_reads_are_told_apart():
+def test_the_streams_of_a_model_that_sees_and_reads_are_distinguished():
     vision = transformers.CLIPVisionConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8
     )

@@ -40,17 +40,17 @@ def test_products_of_three_give_the_map_of_all_layers(fusion, weighting, depth, 
             logits = model(pixels)
         with record_attention(model, fusions=[(fusion, weighting)], residual=residual) as multiplied:
             assert torch.equal(model(pixels), logits)
-        found, expected = rollout(multiplied, **options).grids, rollout(whole, **options).grids
+        actual, expected = rollout(multiplied, **options).grids, rollout(whole, **options).grids
     assert [layer.multiplied for layer in multiplied.layers] == [3] * (depth // 3) + [depth % 3] * (depth % 3 > 0)
-    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-8)
+    torch.testing.assert_close(actual, expected, rtol=2e-6, atol=1e-8)
     for image in range(3):  # literally, in float64
         row = whole.readout[image].double().numpy()
         for layer in reversed(whole.fused(fusion, value_weighted=weighting)):
             row = row @ references.residual(layer[image].double().numpy(), residual)
-        np.testing.assert_allclose(found[image].flatten(), row[1:], rtol=1e-5)
+        np.testing.assert_allclose(actual[image].flatten(), row[1:], rtol=1e-5)
 
 
-def test_stages_and_windows_keep_their_own_layers():
+def test_stages_and_windows_keep_their_layers():
     torch.manual_seed(0)
     for name, options in (
         ("swin_tiny_patch4_window7_224", {"img_size": 112, "depths": (1, 1, 3, 2)}),
@@ -91,13 +91,13 @@ def test_a_query_that_sees_no_key_keeps_itself():
             expected = model(pixels)
         with record_attention(model, head_fusion="mean", residual=0.25) as multiplied:
             torch.testing.assert_close(model(pixels), expected)
-    for found, layers in zip(multiplied.attentions, (whole.attentions[:3], whole.attentions[3:]), strict=True):
+    for actual, layers in zip(multiplied.attentions, (whole.attentions[:3], whole.attentions[3:]), strict=True):
         product = np.stack([np.eye(6)] * 2)
         for layer in layers:
             fused = layer.double().mean(dim=1).numpy()
             product = np.stack([references.residual(*pair) for pair in zip(fused, (0.25, 0.25), strict=True)]) @ product
-        np.testing.assert_allclose(found.numpy(), product, rtol=1e-5, atol=1e-8)
-        np.testing.assert_array_equal(found[:, 0].numpy(), np.eye(6)[[0, 0]])
+        np.testing.assert_allclose(actual.numpy(), product, rtol=1e-5, atol=1e-8)
+        np.testing.assert_array_equal(actual[:, 0].numpy(), np.eye(6)[[0, 0]])
 
 
 def test_only_one_rollout_alone_is_multiplied():
@@ -109,15 +109,15 @@ def test_only_one_rollout_alone_is_multiplied():
     paper = ("rollout", {"preset": "paper", "residual": 0.25})
     assert residual(paper) == residual(paper, ("occlusion", {"refine": 0}), paper) == 0.25
     assert residual(("rollout", {"refine": 0, "discard_ratio": 0, "value_weighted": True})) == 0.5
-    for name, own in (
+    for name, entry in (
         ("rollout", {"preset": "paper"}),  # with another residual
         ("attention", {"preset": "paper"}),
         ("gae", {"refine": 0}),
         ("occlusion", {"refine": 1}),
     ):
-        assert residual(paper, (name, own)) == 0
-    for own in ({"discard_ratio": 0.1}, {"start_layer": 2}, {"refine": 1}, {"residual": 0.0}):
-        assert residual((whole.name, paper[1] | own)) == 0
+        assert residual(paper, (name, entry)) == 0
+    for entry in ({"discard_ratio": 0.1}, {"start_layer": 2}, {"refine": 1}, {"residual": 0.0}):
+        assert residual((whole.name, paper[1] | entry)) == 0
 
 
 def test_what_cannot_be_multiplied_is_refused():

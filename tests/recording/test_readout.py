@@ -182,7 +182,7 @@ def test_a_pooling_head_that_the_output_does_not_use_is_no_readout():
     np.testing.assert_allclose(trace.readout.detach(), np.eye(16)[[5, 5]], atol=1e-6)
 
 
-def test_an_own_module_that_averages_patches_has_the_maps_of_timms_average_pooling():
+def test_an_custom_module_that_averages_patches_has_the_maps_of_timms_average_pooling():
     """Today's guess from the class token gave gae maps that correlated 0.19."""
 
     class Mean(nn.Module):
@@ -195,7 +195,7 @@ def test_an_own_module_that_averages_patches_has_the_maps_of_timms_average_pooli
             return self.backbone.head(self.backbone.fc_norm(tokens))
 
     model = timm_vit(global_pool="avg")
-    own, timms = (Explainer(one, data_config=CONFIG) for one in (Mean(model), model))
+    entry, timms = (Explainer(one, data_config=CONFIG) for one in (Mean(model), model))
     options = {"masks": 32, "refine": 0}
     for method in [*QUICK, "gradcam", "input_gradient", "occlusion", "sampling", "consensus"]:
         used = {
@@ -203,11 +203,11 @@ def test_an_own_module_that_averages_patches_has_the_maps_of_timms_average_pooli
         }
         if method == "consensus":
             used.pop("refine")
-        first, second = (one.explain(photo(), method=method, target=2, **used) for one in (own, timms))
+        first, second = (one.explain(photo(), method=method, target=2, **used) for one in (entry, timms))
         np.testing.assert_allclose(first.grid, second.grid, rtol=1e-5, atol=1e-5 * np.abs(second.grid).max())
 
 
-def test_maps_of_two_regions_start_at_their_own_patches():
+def test_maps_of_two_regions_start_at_their_patches():
     model = Around(lambda tokens: tokens[:, 1:])
     outputs = lambda output: torch.stack([output[:, :4, 1].mean(dim=1), output[:, 12:, 1].mean(dim=1)], dim=1)  # noqa: E731
     explainer = Explainer(model, data_config=CONFIG, outputs=outputs, class_names=["top", "bottom"])
@@ -231,9 +231,9 @@ def test_an_ordinary_question_has_the_map_of_before_and_runs_the_model_once():
     explainer.explain(photo(), method="rollout")
     passes = []
     model.register_forward_hook(lambda module, args, output: passes.append(output.requires_grad))
-    found = explainer.explain(photo(1), method="rollout")
+    actual = explainer.explain(photo(1), method="rollout")
     assert passes == [False]
-    assert found.facts["readout"] == "class token" and not found.class_specific
+    assert actual.facts["readout"] == "class token" and not actual.class_specific
 
 
 def test_a_known_pooling_is_observed_in_blocks_that_run_on_a_few_tokens():
@@ -252,8 +252,8 @@ def test_a_known_pooling_is_observed_in_blocks_that_run_on_a_few_tokens():
             return self.inner(tokens + self.bias)
 
     model.blocks[1] = Rigid(model.blocks[1])
-    found = Explainer(model, data_config=CONFIG).explain(photo(), method="rollout")
-    assert found.facts["readout"] == "class token"
+    actual = Explainer(model, data_config=CONFIG).explain(photo(), method="rollout")
+    assert actual.facts["readout"] == "class token"
 
 
 def test_a_readout_by_gradient_costs_one_pass_with_gradients_in_the_head_alone():
@@ -361,12 +361,12 @@ def test_a_frozen_backbone_under_no_grad_and_a_checkpointed_one_have_rollouts():
             return self.probe(self.pool(tokens))
 
     model = Frozen(region)
-    found = Explainer(model, data_config=CONFIG).explain(photo(), method="rollout")
-    assert found.facts["readout"].startswith("4 patches")
+    actual = Explainer(model, data_config=CONFIG).explain(photo(), method="rollout")
+    assert actual.facts["readout"].startswith("4 patches")
     checkpointed = Around(region)
     checkpointed.backbone.set_grad_checkpointing(True)
-    found = Explainer(checkpointed, data_config=CONFIG).explain(photo(), method="rollout")
-    assert found.facts["readout"].startswith("4 patches")
+    actual = Explainer(checkpointed, data_config=CONFIG).explain(photo(), method="rollout")
+    assert actual.facts["readout"].startswith("4 patches")
 
 
 def test_trailing_tokens_are_no_patches_and_may_be_what_is_read():
@@ -387,7 +387,7 @@ def test_trailing_tokens_are_no_patches_and_may_be_what_is_read():
         step = 0.5 * torch.eye(22, dtype=torch.float64) + 0.5 * kept
         row = row @ (step / step.sum(dim=1, keepdim=True))
     options = {"discard_ratio": 0.5, "head_fusion": "mean", "value_weighted": False, "refine": 0, "start_layer": 1}
-    found = explainer.explain(photo(), method="rollout", target=0, **options)
-    np.testing.assert_allclose(found.grid, row[1:17].view(4, 4), rtol=1e-4)
+    actual = explainer.explain(photo(), method="rollout", target=0, **options)
+    np.testing.assert_allclose(actual.grid, row[1:17].view(4, 4), rtol=1e-4)
     for method in ["flow", "gae", "gradcam", "similarity", "legrad"]:
         assert np.isfinite(explainer.explain(photo(), method=method, target=0).grid).all()

@@ -216,7 +216,7 @@ def test_unfused_attention_is_recorded_too():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_precisions_keep_their_own_logits(dtype):
+def test_other_precisions_keep_their_logits(dtype):
     model, pixels = tiny().to(dtype), torch.randn(2, 3, 32, 32, dtype=dtype)
     with torch.no_grad():
         plain = model(pixels)
@@ -230,7 +230,7 @@ def test_other_precisions_keep_their_own_logits(dtype):
     torch.testing.assert_close(rows, torch.ones_like(rows), rtol=0, atol=1e-6)
 
 
-def test_autocast_keeps_its_own_logits():
+def test_autocast_keeps_its_logits():
     model, pixels = tiny(), torch.randn(2, 3, 32, 32)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         plain = model(pixels)
@@ -284,10 +284,10 @@ def test_parts_that_fit_the_cache_make_the_same_matrices(monkeypatch, room, sile
             logits = model(pixels)
     torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
     for fusion, weighting in keys:
-        for found, expected in zip(
+        for actual, expected in zip(
             parts.fused(fusion, value_weighted=weighting), whole.fused(fusion, value_weighted=weighting), strict=True
         ):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_model_is_exactly_as_it_was():
@@ -481,7 +481,7 @@ def test_differential_attention_is_refused():
         model(torch.randn(1, 3, 32, 32))
 
 
-class Own(nn.Module):
+class Custom(nn.Module):
     """A model of somebody's own, which says nothing of itself."""
 
     def __init__(self, skipped: int) -> None:
@@ -494,14 +494,14 @@ class Own(nn.Module):
         return self.attend(self.embed(pixels).flatten(2).transpose(1, 2)[:, self.skipped :]).mean(1)
 
 
-def test_a_grid_of_the_images_own_shape_needs_no_telling():
-    with torch.no_grad(), record_attention(Own(0).eval()) as trace:
+def test_a_grid_of_the_images_shape_needs_no_telling():
+    with torch.no_grad(), record_attention(Custom(0).eval()) as trace:
         trace.model(torch.randn(1, 3, 32, 40))
     assert trace.layout == TokenLayout(0, 4, 5)
 
 
-def test_a_model_whose_tokens_make_no_grid_is_asked_for_its_layout():
-    model, pixels = Own(3).eval(), torch.randn(1, 3, 32, 40)
+def test_a_model_whose_tokens_make_no_grid_is_requested_its_layout():
+    model, pixels = Custom(3).eval(), torch.randn(1, 3, 32, 40)
     with pytest.raises(UnsupportedModelError, match="layout=TokenLayout"), torch.no_grad(), record_attention(model):
         model(pixels)
     with torch.no_grad(), record_attention(model, layout=TokenLayout(1, 4, 4)) as trace:
@@ -612,13 +612,13 @@ def test_a_model_with_compiled_parts_is_recorded_as_it_would_be_without(compiled
     with torch.no_grad():
         expected = model(pixels) if ran else plain(pixels)
     before = state_of(model)
-    found = []
-    for own in (model, plain):
-        with record_attention(own, gradients=True, features=["blocks.1.norm1"]) as trace:
-            torch.testing.assert_close(own(pixels), expected)
-        found.append(trace)
+    actual = []
+    for entry in (model, plain):
+        with record_attention(entry, gradients=True, features=["blocks.1.norm1"]) as trace:
+            torch.testing.assert_close(entry(pixels), expected)
+        actual.append(trace)
     assert state_of(model) == before
-    ours, theirs = found
+    ours, theirs = actual
     assert [layer.name for layer in ours.layers] == [layer.name for layer in theirs.layers]
     assert ours.block_norms == theirs.block_norms
     targets = torch.tensor([1, 3])

@@ -43,7 +43,7 @@ def flags() -> tuple:
 
 
 def in_threads(work: Callable[[int], object]) -> list:
-    """What each of the threads gives; they start together."""
+    """Return the result of each thread; they start together."""
     start = threading.Barrier(THREADS)
 
     def run(number: int) -> object:
@@ -67,20 +67,20 @@ def test_eight_threads_explain_as_one_does(mode):
     model.train(mode == "train")
     explainer = Explainer(model, data_config=DATA)
     images = [np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8) for seed in range(5)]
-    asked = [(image, *METHODS[(number + image) % 10]) for number in range(10) for image in range(5)]
-    assert len(asked) == EACH
+    requested = [(image, *METHODS[(number + image) % 10]) for number in range(10) for image in range(5)]
+    assert len(requested) == EACH
 
     def explain(image: int, method: str, options: dict) -> tuple:
-        found = explainer.explain(images[image], method=method, **options)
-        return found.grid.tobytes(), found.probability, found.target
+        actual = explainer.explain(images[image], method=method, **options)
+        return actual.grid.tobytes(), actual.probability, actual.target
 
     before, at_first = state_of(model), flags()
-    alone = [explain(*one) for one in asked]
+    alone = [explain(*one) for one in requested]
 
     def work(number: int) -> int:
         order = list(range(EACH))
         random.Random(number).shuffle(order)
-        return sum(explain(*asked[index]) == alone[index] for index in order)
+        return sum(explain(*requested[index]) == alone[index] for index in order)
 
     assert in_threads(work) == [EACH] * THREADS
     assert state_of(model) == before
@@ -95,16 +95,16 @@ def test_eight_threads_record_one_model(build):
     options = [{}, {"head_fusion": "max"}, {"gradients": True}]
 
     def record(model: nn.Module, number: int) -> list[Tensor]:
-        own = options[number % 3]
-        with torch.set_grad_enabled(bool(own)), record_attention(model, **own) as trace:
+        entry = options[number % 3]
+        with torch.set_grad_enabled(bool(entry)), record_attention(model, **entry) as trace:
             logits = model(pixels[number])
-        gradients = trace.backward(logits.argmax(dim=1)).attentions if "gradients" in own else []
+        gradients = trace.backward(logits.argmax(dim=1)).attentions if "gradients" in entry else []
         return [logits, *trace.attentions, *gradients, *(layer.tokens.keys.num_patches for layer in trace.layers)]
 
     before, at_first = state_of(model), flags()
     alone = [record(other, number) for number in range(THREADS)]
-    for number, found in enumerate(in_threads(lambda number: [record(model, number) for _ in range(10)])):
-        for seen in found:
+    for number, actual in enumerate(in_threads(lambda number: [record(model, number) for _ in range(10)])):
+        for seen in actual:
             assert len(seen) == len(alone[number])
             for ours, theirs in zip(seen, alone[number], strict=True):
                 assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
@@ -144,7 +144,7 @@ def test_overlapping_recordings_of_two_models_leave_the_flags_as_they_were(first
 
 
 def elsewhere(work: Callable[[], object]) -> object:
-    """What another thread gives, while this one waits."""
+    """Return the result of another thread, while this one waits."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result(timeout=60)
 

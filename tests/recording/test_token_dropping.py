@@ -53,10 +53,10 @@ def test_every_readout_equals_the_model_run_by_hand_on_the_kept_tokens(readout, 
     pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     assert not tried or droppable_tokens(model, pixels).num_prefix_tokens == prefix
     with torch.no_grad():
-        found = run_on_patches(model, pixels, KEPT)
-        for row, kept in zip(found, KEPT.tolist(), strict=True):
+        actual = run_on_patches(model, pixels, KEPT)
+        for row, kept in zip(actual, KEPT.tolist(), strict=True):
             torch.testing.assert_close(row, by_hand(model, pixels, kept, prefix)[0], rtol=0, atol=1e-12)
-        assert (found[0] - found[1]).abs().max() > 1e-3
+        assert (actual[0] - actual[1]).abs().max() > 1e-3
         everything = run_on_patches(model, pixels, torch.arange(16)[None])
         torch.testing.assert_close(everything, model(pixels), rtol=0, atol=1e-12)
 
@@ -73,9 +73,9 @@ def test_named_models_equal_themselves_run_by_hand(name, prefix):
     pixels = torch.randn(1, 3, *explainer.spec.size)
     kept = torch.randperm(layout.num_patches)[:30].reshape(2, 15)
     with torch.no_grad():
-        found = run_on_patches(model, pixels, kept)
+        actual = run_on_patches(model, pixels, kept)
         expected = torch.cat([by_hand(model, pixels, row, layout.num_prefix_tokens) for row in kept.tolist()])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rope_type", ["cat", "mixed", "dinov3"])
@@ -84,8 +84,8 @@ def test_rotated_tokens_keep_their_positions(rope_type):
     model = rotating(rope_type)
     pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     with torch.no_grad():
-        found = run_on_patches(model, pixels, KEPT)
-        for row, kept in zip(found, KEPT.tolist(), strict=True):
+        actual = run_on_patches(model, pixels, KEPT)
+        for row, kept in zip(actual, KEPT.tolist(), strict=True):
             visible = torch.zeros(17, 17, dtype=torch.bool)
             visible[:, [0, *(1 + patch for patch in kept)]] = True
             torch.testing.assert_close(row, model(pixels, attn_mask=visible)[0], rtol=0, atol=1e-10)
@@ -98,8 +98,8 @@ def test_a_class_token_that_joins_late_sees_the_kept_patches():
     assert check_can_drop(Explainer(model, data_config=DATA), (32, 32)) == TokenLayout(0, 4, 4)
     pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     with torch.no_grad():
-        found = run_on_patches(model, pixels, KEPT)
-        for row, kept in zip(found, KEPT.tolist(), strict=True):
+        actual = run_on_patches(model, pixels, KEPT)
+        for row, kept in zip(actual, KEPT.tolist(), strict=True):
             x = (model.patch_embed(pixels) + model.pos_embed)[:, kept]
             for block in model.blocks:
                 x = block(x)
@@ -118,11 +118,11 @@ def test_a_model_of_transformers_equals_itself_run_by_hand_on_the_kept_tokens():
     assert check_can_drop(Explainer(model, data_config=DATA), (32, 32)) == TokenLayout(1, 4, 4)
     pixels = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     with torch.no_grad():
-        found = run_on_patches(model, pixels, KEPT)
+        actual = run_on_patches(model, pixels, KEPT)
         tokens = model.vit.embeddings(pixels)
         layers = [module for module in model.modules() if type(module).__name__ == "ViTLayer"]
         assert len(layers) == 3
-        for row, kept in zip(found, KEPT.tolist(), strict=True):
+        for row, kept in zip(actual, KEPT.tolist(), strict=True):
             x = tokens[:, [0, *(1 + patch for patch in kept)]]
             for layer in layers:
                 x = layer(x)
@@ -156,8 +156,8 @@ def test_a_model_that_pools_otherwise_by_now_and_answers_that_read_patches_need_
     droppable_tokens(model, pixels)
     model.global_pool = "avg"
     with torch.no_grad():
-        found = run_on_patches(model, pixels, KEPT)
-        torch.testing.assert_close(found[1], by_hand(model, pixels, KEPT[1].tolist(), 1)[0], rtol=0, atol=1e-12)
+        actual = run_on_patches(model, pixels, KEPT)
+        torch.testing.assert_close(actual[1], by_hand(model, pixels, KEPT[1].tolist(), 1)[0], rtol=0, atol=1e-12)
     model, seen = literal_vit.timm_model(), []
     model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
 
@@ -176,8 +176,8 @@ def test_images_of_other_sizes():
     assert check_can_drop(explainer, (128, 192)) == TokenLayout(1, 8, 12)
     pixels, kept = torch.randn(1, 3, 128, 192), [0, 13, 95]
     with torch.no_grad():
-        found = run_on_patches(model, pixels, torch.tensor([kept]))
-        torch.testing.assert_close(found, by_hand(model, pixels, kept, 1), rtol=1e-5, atol=1e-5)
+        actual = run_on_patches(model, pixels, torch.tensor([kept]))
+        torch.testing.assert_close(actual, by_hand(model, pixels, kept, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_only_what_pools_prefix_tokens_can_do_without_patches():

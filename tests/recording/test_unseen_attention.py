@@ -29,7 +29,7 @@ def build(**options) -> nn.Module:
     return model
 
 
-class Own(nn.Module):
+class Custom(nn.Module):
     """An attention module of somebody's own, with the weights of timm's."""
 
     def __init__(self, attention: nn.Module, how) -> None:
@@ -43,10 +43,10 @@ class Own(nn.Module):
         return self.proj(made.transpose(1, 2).reshape(batch, tokens, width))
 
 
-def with_own(how, blocks=(2,)) -> nn.Module:
+def with_custom(how, blocks=(2,)) -> nn.Module:
     model = build()
     for number in blocks:
-        model.blocks[number].attn = Own(model.blocks[number].attn, how)
+        model.blocks[number].attn = Custom(model.blocks[number].attn, how)
     return model
 
 
@@ -151,12 +151,12 @@ def agree(model: nn.Module, pixels: Tensor, layer: int = 2) -> None:
 @pytest.mark.parametrize("how", RECORDED.values(), ids=RECORDED)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_attention_is_recorded_however_it_is_called(how, batch):
-    agree(with_own(how), torch.randn(batch, 3, 32, 32))
+    agree(with_custom(how), torch.randn(batch, 3, 32, 32))
 
 
 @pytest.mark.parametrize("how", UNSEEN.values(), ids=UNSEEN)
 def test_a_layer_that_is_not_seen_is_refused_by_its_name(how):
-    model, pixels = with_own(how), torch.randn(1, 3, 32, 32)
+    model, pixels = with_custom(how), torch.randn(1, 3, 32, 32)
     before = state_of(model), generators()
     with torch.no_grad():
         plain = model(pixels)
@@ -176,7 +176,7 @@ def test_a_layer_that_is_not_seen_is_refused_by_its_name(how):
 
 
 def literal_heads(module: nn.MultiheadAttention, x: Tensor, hidden: Tensor | None) -> Tensor:
-    """What each query attends to by the definition, [batch, heads, queries, keys] with further keys behind the tokens.
+    """Return the attention of each query by its definition, [batch, heads, queries, keys].
 
     Args:
         module: of torch, batch first.
@@ -184,7 +184,7 @@ def literal_heads(module: nn.MultiheadAttention, x: Tensor, hidden: Tensor | Non
         hidden: true where a query does not see a token, [batch, heads, queries, tokens].
     """
     (batch, tokens, width), heads = x.shape, module.num_heads
-    x, found = x.double(), []
+    x, actual = x.double(), []
     if module.in_proj_weight is not None:
         weights = module.in_proj_weight.double().chunk(3)
     else:
@@ -201,12 +201,12 @@ def literal_heads(module: nn.MultiheadAttention, x: Tensor, hidden: Tensor | Non
         for head in range(heads):
             part = slice(head * width // heads, (head + 1) * width // heads)
             for q in range(tokens):
-                asked = query[image, q, part] / math.sqrt(width // heads)
-                scores = torch.stack([asked @ key[image, k, part] for k in range(key.shape[1])])
+                requested = query[image, q, part] / math.sqrt(width // heads)
+                scores = torch.stack([requested @ key[image, k, part] for k in range(key.shape[1])])
                 if hidden is not None:
                     scores[:tokens][hidden[image, head, q]] = -math.inf
-                found.append(scores.softmax(dim=0))
-    return torch.stack(found).view(batch, heads, tokens, -1)
+                actual.append(scores.softmax(dim=0))
+    return torch.stack(actual).view(batch, heads, tokens, -1)
 
 
 def upper(tokens: int) -> Tensor:
@@ -387,7 +387,7 @@ def in_fused_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("batch", [2, 3])  # as many as there are heads, too
 @pytest.mark.parametrize("how", [image_by_image, one_by_one])
 def test_a_loop_over_images_is_recorded_for_one_and_refused_for_several(how, batch):
-    model = with_own(how, blocks=(0, 1, 2))
+    model = with_custom(how, blocks=(0, 1, 2))
     agree(model, torch.randn(1, 3, 32, 32))
     with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.0\.attn\) .* image by image.* one image"):
         with torch.no_grad(), record_attention(model):
@@ -397,7 +397,7 @@ def test_a_loop_over_images_is_recorded_for_one_and_refused_for_several(how, bat
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("how", [in_chunks, in_fused_chunks])
 def test_queries_in_chunks_are_refused(how, batch):
-    model = with_own(how)
+    model = with_custom(how)
     with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) .* chunk by chunk.* occlusion"):
         with torch.no_grad(), record_attention(model):
             model(torch.randn(batch, 3, 32, 32))
@@ -411,7 +411,7 @@ def test_two_attentions_of_one_module_are_both_recorded():
         one, other = (q @ k.mT).softmax(dim=-1), (k @ q.mT).softmax(dim=-1)
         return one @ v / 2 + other @ v / 2
 
-    model = with_own(twice)
+    model = with_custom(twice)
     with torch.no_grad(), record_attention(model) as trace:
         model(torch.randn(2, 3, 32, 32))
     assert trace.attentions[2].shape == (2, 2 * HEADS, 17, 17)
@@ -432,7 +432,7 @@ def test_a_default_device_without_values_is_refused_in_a_sentence():
 
 
 def test_scripted_attention_in_every_layer_says_that_nothing_was_seen():
-    model = with_own(scripted, blocks=(0, 1, 2))
+    model = with_custom(scripted, blocks=(0, 1, 2))
     with pytest.raises(NoAttentionError, match="No attention between tokens was seen"):
         with torch.no_grad(), record_attention(model):
             model(torch.randn(1, 3, 32, 32))
@@ -469,7 +469,7 @@ def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
         assert trace.refusal is None
     assert counting.runs == [3, 2, 3, 3, 3]
     assert len(counting.kept) == 3  # of the recorded pass, not of the probe
-    model.blocks[1].attn = Own(model.blocks[1].attn, by_hand)
+    model.blocks[1].attn = Custom(model.blocks[1].attn, by_hand)
     assert "blocks.1.attn" in run(model, pixels).refusal
     assert counting.runs[5:] == [3, 2, 2]  # found in a few tokens, and confirmed in all
     model.blocks[1].attn.how = in_keywords  # no module was replaced, but more is seen
@@ -477,7 +477,7 @@ def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
 
 
 def test_methods_that_need_no_attention_explain_what_is_refused():
-    model = with_own(by_hand)
+    model = with_custom(by_hand)
     explainer = Explainer(model)
     image = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
     for method in ("rollout", "attention", "flow", "gae"):
@@ -498,7 +498,7 @@ class MixedMlp(nn.Module):
         return self.inner(x) + self.how(x)
 
 
-def test_mixing_beside_attention_that_is_seen_is_found():
+def test_mixing_next_to_attention_that_is_seen_is_detected():
     torch.manual_seed(0)
     mixing = torch.randn(17, 17) / 17
     model = build()
@@ -524,7 +524,7 @@ def test_mixing_that_is_known_is_no_unseen_attention(how):
     model = build()
     model.blocks[1].mlp = MixedMlp(model.blocks[1].mlp, how)
     assert run(model, torch.randn(1, 3, 32, 32)).refusal is None
-    model.blocks[2].attn = Own(model.blocks[2].attn, by_hand)  # and does not hide one in another block
+    model.blocks[2].attn = Custom(model.blocks[2].attn, by_hand)  # and does not hide one in another block
     assert "Own (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
 
 
@@ -542,12 +542,12 @@ def test_tokens_in_another_order_are_no_unseen_attention():
 def test_the_probe_holds_in_every_precision(dtype):
     pixels = torch.randn(1, 3, 32, 32, dtype=dtype)
     assert run(build().to(dtype), pixels).refusal is None
-    assert "Own (blocks.2.attn)" in run(with_own(by_hand).to(dtype), pixels).refusal
+    assert "Own (blocks.2.attn)" in run(with_custom(by_hand).to(dtype), pixels).refusal
 
 
 def test_the_probe_finds_attention_behind_a_small_scale_and_in_windows():
     model = build(init_values=1e-5)
-    model.blocks[2].attn = Own(model.blocks[2].attn, by_logarithm)
+    model.blocks[2].attn = Custom(model.blocks[2].attn, by_logarithm)
     assert "Own (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
     swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 2), img_size=56, window_size=7).eval()
     swin.set_input_size(img_size=(56, 56))
@@ -560,7 +560,7 @@ def test_the_probe_finds_attention_behind_a_small_scale_and_in_windows():
 
 
 def test_the_probe_leaves_a_model_in_training_mode_as_it_was():
-    model, pixels = with_own(by_hand).train(), torch.randn(2, 3, 32, 32)
+    model, pixels = with_custom(by_hand).train(), torch.randn(2, 3, 32, 32)
     model.norm_pre = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
     model.blocks[0].norm1 = MixedMlp(nn.Identity(), lambda x: norm(x.mT).mT)
     norm = model.blocks[0].norm2 = nn.BatchNorm1d(WIDTH)
@@ -581,20 +581,20 @@ def test_the_probe_leaves_a_model_in_training_mode_as_it_was():
 
 
 def test_threads_that_probe_one_model_get_the_same():
-    good, bad, pixels = build(), with_own(by_hand), torch.randn(8, 3, 32, 32)
+    good, bad, pixels = build(), with_custom(by_hand), torch.randn(8, 3, 32, 32)
     wanted = [run(build(), pixels[number : number + 1]).fused() for number in range(8)]
-    found: list = [None] * 8
+    actual: list = [None] * 8
 
     def work(number: int) -> None:
-        own = pixels[number : number + 1]
-        found[number] = run(bad, own).refusal, run(good, own)
+        entry = pixels[number : number + 1]
+        actual[number] = run(bad, entry).refusal, run(good, entry)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for (refusal, trace), layers in zip(found, wanted, strict=True):
+    for (refusal, trace), layers in zip(actual, wanted, strict=True):
         assert "Own (blocks.2.attn)" in refusal
         assert trace.refusal is None
         assert all(torch.equal(one, other) for one, other in zip(trace.fused(), layers, strict=True))
@@ -602,7 +602,7 @@ def test_threads_that_probe_one_model_get_the_same():
 
 def test_a_model_without_values_is_not_probed():
     with torch.device("meta"):
-        model = with_own(by_hand)
+        model = with_custom(by_hand)
     assert run(model, torch.randn(1, 3, 32, 32, device="meta")).refusal is None
 
 

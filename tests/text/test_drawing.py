@@ -62,7 +62,7 @@ def all_views(words: Words, hidden=None) -> list:
 # --- trust -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_trust_line_tells_shares_and_entropy():
+def test_the_trust_line_reports_shares_and_entropy():
     trust = Trust.of(WEIGHTS, WORDS, self_share=0.15, hidden=hide(WORDS, stop_words=ENGLISH_STOP_WORDS))
     assert trust.special == pytest.approx(0.35)
     assert trust.first == pytest.approx(0.3)
@@ -83,8 +83,8 @@ def test_uniform_weights_have_the_most_entropy_and_unseen_tokens_do_not_count():
 
 
 def shades_in(html: str) -> dict[str, float]:
-    found = re.findall(r'class="token[^"]*" style="--w:([\d.]+)" title="[^"]*"><bdi>([^<]*)</bdi>', html)
-    return {text: float(shade) for shade, text in found}
+    actual = re.findall(r'class="token[^"]*" style="--w:([\d.]+)" title="[^"]*"><bdi>([^<]*)</bdi>', html)
+    return {text: float(shade) for shade, text in actual}
 
 
 def test_shades_are_shares_of_the_largest_that_is_shown():
@@ -107,7 +107,7 @@ def test_a_part_of_a_word_is_no_stop_word():
     assert hide(words, stop_words=ENGLISH_STOP_WORDS) == {4: "stop words"}
 
 
-def test_the_asked_token_is_outlined_and_sets_no_scale():
+def test_the_requested_token_is_outlined_and_sets_no_scale():
     view = ShadedText(WORDS, WEIGHTS, selected=(0,))
     assert shades_in(view.html())["key"] == 1.0
     assert 'class="token selected plain"' in view.html() and "outlined" in view.html()
@@ -159,7 +159,7 @@ def test_a_sheet_has_a_row_for_each_layer_the_last_on_top():
     assert sheet.trust.first == pytest.approx(0.1)  # of the last layer
 
 
-def test_a_sheet_of_generated_words_tells_the_rest_of_each_row():
+def test_a_sheet_of_generated_words_reports_the_rest_of_each_row():
     sheet = Sheet(words_of("abc"), [[0.5, 0.3, 0.2], [0.2, 0.2, 0.2]], ["x", "y"], rest=[0.0, 0.4], rest_name="written")
     assert re.findall(r'<td class="rest">([^<]*)', sheet.html()) == ["0", "40"]
     assert sheet.text().splitlines()[:2] == [
@@ -168,7 +168,7 @@ def test_a_sheet_of_generated_words_tells_the_rest_of_each_row():
     ]
 
 
-def test_rows_that_do_not_sum_to_1_are_told_as_shares_and_their_own_token_sets_no_scale():
+def test_rows_that_do_not_sum_to_1_are_reported_as_shares_and_their_token_sets_no_scale():
     sheet = Sheet(words_of("abc"), [[0.2, 0.1, 1.5], [0.2, 1.0, 0.4]], ["x", "y"], rest=[0.2, 0.0], self_tokens=[2, 1])
     html = sheet.html()
     assert re.findall(r'--w:[\d.]+">([^<]+)', html) == ["10", "5", "75", "12", "62", "25"]
@@ -201,7 +201,7 @@ def test_a_graph_draws_an_edge_for_each_weight_that_counts():
     assert widths[0] == widths[1] < widths[2]
 
 
-def test_a_graph_leaves_hidden_tokens_out_and_tells_its_strongest_edges():
+def test_a_graph_leaves_hidden_tokens_out_and_reports_its_strongest_edges():
     graph = np.zeros((1, 12, 12))
     graph[0, 8, 2], graph[0, 8, 0] = 0.7, 0.3
     view = GraphView(WORDS, [Panel("raw attention", graph, graph)], selected=(8,), hidden=hide(WORDS))
@@ -209,7 +209,7 @@ def test_a_graph_leaves_hidden_tokens_out_and_tells_its_strongest_edges():
     assert "Not shown: special tokens (30 % of the weight)." in view.text()
 
 
-def test_what_cannot_be_told_apart_is_refused_with_a_remedy():
+def test_what_cannot_be_distinguished_is_refused_with_a_remedy():
     with pytest.raises(OptionError, match="at most 40 tokens .* got 1 of 41 tokens .* draw a sheet"):
         GraphView(words_of(["x"] * 41), [Panel("raw", np.zeros((1, 41, 41)))])
     with pytest.raises(ShapeError, match=r"Expected weights \[layers, 12, 12\]"):
@@ -320,12 +320,12 @@ def test_no_word_of_a_figure_is_cut_or_lies_on_another(words, framed):
     for view in views:
         figure = view.figure(framed=framed)
         width, height = figure.get_size_inches() * figure.dpi
-        found = drawn_texts(figure)
-        assert len(found) >= tokens
-        for text, box in found:
+        actual = drawn_texts(figure)
+        assert len(actual) >= tokens
+        for text, box in actual:
             assert not text.get_parse_math(), text
             assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text
-        for (first, a), (second, b) in combinations(found, 2):
+        for (first, a), (second, b) in combinations(actual, 2):
             across, down = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
             # Boxes reach from ascender to descender: lines set close may share a few pixels of these.
             assert across <= 2 or down <= 3, (first, second, across, down)

@@ -1,4 +1,4 @@
-"""What a model with an encoder and a decoder writes rests on its source: held against each sum written out slowly."""
+"""Attribution of encoder–decoder models to their source, against sums written out slowly."""
 
 from functools import lru_cache
 
@@ -69,20 +69,20 @@ def written(model: nn.Module, given: object, **options: object) -> Generation:
     return explain_generation(model, given, **options)
 
 
-def joined(found: Generation) -> np.ndarray:
+def joined(actual: Generation) -> np.ndarray:
     """[n, source, beginning and read tokens, layers]."""
-    return np.concatenate([found.values, found.among_generated[:, :-1]], axis=1)
+    return np.concatenate([actual.values, actual.among_generated[:, :-1]], axis=1)
 
 
-def attentions(model: nn.Module, given: dict[str, torch.Tensor], found: Generation) -> tuple:
+def attentions(model: nn.Module, given: dict[str, torch.Tensor], actual: Generation) -> tuple:
     """The model's own word on its attention, in one pass over the finished text, and its logits."""
-    ids = torch.tensor([decoder_ids(model, found)[:-1]])
+    ids = torch.tensor([decoder_ids(model, actual)[:-1]])
     output = model(**given, decoder_input_ids=ids, output_attentions=True, use_cache=False)
     return output.encoder_attentions, output.decoder_attentions, output.cross_attentions, output.logits
 
 
-def decoder_ids(model: nn.Module, found: Generation) -> tuple[int, ...]:
-    return (found.prompt_tokens.ids[-1], *found.generated_tokens.ids)
+def decoder_ids(model: nn.Module, actual: Generation) -> tuple[int, ...]:
+    return (actual.prompt_tokens.ids[-1], *actual.generated_tokens.ids)
 
 
 def heads_mean(layers: tuple) -> list[np.ndarray]:
@@ -94,44 +94,44 @@ def literal(encoder: list, decoder: list, crossing: list, alpha: float = 0.5) ->
     below = np.eye(len(encoder[0]))
     for layer in encoder:
         below = references.residual(layer, alpha) @ below
-    own = [references.residual(layer, alpha) for layer in decoder]
-    found = []
-    for top in range(1, len(own) + 1):
-        source = np.zeros((len(own[0]), len(below)))
+    entry = [references.residual(layer, alpha) for layer in decoder]
+    actual = []
+    for top in range(1, len(entry) + 1):
+        source = np.zeros((len(entry[0]), len(below)))
         for layer in range(top):
-            above = np.eye(len(own[0]))
+            above = np.eye(len(entry[0]))
             for higher in range(layer + 1, top):
-                above = alpha * own[higher] @ above
+                above = alpha * entry[higher] @ above
             source += above @ ((1 - alpha) * crossing[layer]) @ below
-        rest = np.eye(len(own[0]))
+        rest = np.eye(len(entry[0]))
         for layer in range(top):
-            rest = alpha * own[layer] @ rest
-        found.append(np.concatenate([source, rest], axis=1))
-    return np.stack(found, axis=-1)
+            rest = alpha * entry[layer] @ rest
+        actual.append(np.concatenate([source, rest], axis=1))
+    return np.stack(actual, axis=-1)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rollout_is_the_sum_over_layers_with_cache_and_without(name):
     model, given = MODELS[name](), source_of(name)
-    found = written(model, given, preset="paper")
+    actual = written(model, given, preset="paper")
     plain = written(model, given, preset="paper", use_cache=False)
-    encoder, decoder, crossing, _ = attentions(model, given, found)
+    encoder, decoder, crossing, _ = attentions(model, given, actual)
     expected = literal(heads_mean(encoder), heads_mean(decoder), heads_mean(crossing))
     m = encoder[0].shape[-1]
-    assert found.prompt_tokens.length == m + 1 and not found.prompt_tokens.strings[0].isspace()
-    assert found.values.shape == (NEW, m + 1, 2) and found.among_generated.shape == (NEW, NEW, 2)
-    np.testing.assert_allclose(joined(found), expected, atol=2e-6)
+    assert actual.prompt_tokens.length == m + 1 and not actual.prompt_tokens.strings[0].isspace()
+    assert actual.values.shape == (NEW, m + 1, 2) and actual.among_generated.shape == (NEW, NEW, 2)
+    np.testing.assert_allclose(joined(actual), expected, atol=2e-6)
     np.testing.assert_allclose(joined(plain), expected, atol=2e-6)
-    np.testing.assert_allclose(joined(found).sum(axis=1), 1, atol=1e-5)
-    assert np.ptp(found.values[..., -1], axis=1).max() > 0.02  # it is not even
+    np.testing.assert_allclose(joined(actual).sum(axis=1), 1, atol=1e-5)
+    assert np.ptp(actual.values[..., -1], axis=1).max() > 0.02  # it is not even
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_relative_to_the_receptive_field_it_is_divided_by_even_attention(name):
     model, given = MODELS[name](), source_of(name)
-    found = written(model, given)
-    assert found.options["causal"] == "receptive_field" and found.options["value_weighted"] is False
-    encoder, decoder, crossing, _ = attentions(model, given, found)
+    actual = written(model, given)
+    assert actual.options["causal"] == "receptive_field" and actual.options["value_weighted"] is False
+    encoder, decoder, crossing, _ = attentions(model, given, actual)
     m, n = encoder[0].shape[-1], decoder[0].shape[-1]
     raw = literal(heads_mean(encoder), heads_mean(decoder), heads_mean(crossing))
     back = np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
@@ -140,15 +140,15 @@ def test_relative_to_the_receptive_field_it_is_divided_by_even_attention(name):
         for layer in range(2):
             quotient = [raw[row, k, layer] / even[row, k, layer] if even[row, k, layer] else 0 for k in range(m + n)]
             quotient[m + row] = 0.0
-            np.testing.assert_allclose(joined(found)[row, :, layer], np.array(quotient) / sum(quotient), atol=5e-6)
-            assert found.self_share[row, layer] == pytest.approx(raw[row, m + row, layer], abs=2e-6)
+            np.testing.assert_allclose(joined(actual)[row, :, layer], np.array(quotient) / sum(quotient), atol=5e-6)
+            assert actual.self_share[row, layer] == pytest.approx(raw[row, m + row, layer], abs=2e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gae_follows_the_rules_of_the_publication(name):
     model, given = MODELS[name](), source_of(name)
-    found = written(model, given, method="gae", preset="paper")
-    encoder, decoder, crossing, logits = attentions(model, given, found)
+    actual = written(model, given, method="gae", preset="paper")
+    encoder, decoder, crossing, logits = attentions(model, given, actual)
     everything = [*encoder, *decoder, *crossing]
 
     def normalised(relevance: np.ndarray) -> np.ndarray:
@@ -156,7 +156,7 @@ def test_gae_follows_the_rules_of_the_publication(name):
         sums = added.sum(axis=1, keepdims=True)
         return np.eye(len(relevance)) + np.divide(added, sums, out=np.zeros_like(added), where=sums > 0)
 
-    for place, token in enumerate(found.generated_tokens.ids):
+    for place, token in enumerate(actual.generated_tokens.ids):
         gradients = torch.autograd.grad(logits[0, place, token], everything, retain_graph=True)
         weights = [
             (layer * gradient).clamp_min(0)[0].mean(dim=0).detach().double().numpy()
@@ -165,20 +165,20 @@ def test_gae_follows_the_rules_of_the_publication(name):
         source = np.eye(weights[0].shape[0])
         for layer in weights[: len(encoder)]:
             source = source + layer @ source
-        own, across, rows = np.eye(NEW), np.zeros((NEW, len(source))), []
+        entry, across, rows = np.eye(NEW), np.zeros((NEW, len(source))), []
         for among, over in zip(weights[len(encoder) : -2], weights[-2:], strict=True):
-            own, across = own + among @ own, across + among @ across
-            across = across + normalised(own).T @ over @ normalised(source)
-            rows.append(np.concatenate([across[place], own[place]]))
-        np.testing.assert_allclose(joined(found)[place].T, rows, rtol=2e-4, atol=2e-6)
+            entry, across = entry + among @ entry, across + among @ across
+            across = across + normalised(entry).T @ over @ normalised(source)
+            rows.append(np.concatenate([across[place], entry[place]]))
+        np.testing.assert_allclose(joined(actual)[place].T, rows, rtol=2e-4, atol=2e-6)
 
 
 def test_raw_attention_is_that_to_the_source_alone():
     model = t5()
-    found = written(model, SOURCE, method="attention", preset="paper")
-    *_, crossing, _ = attentions(model, {"input_ids": SOURCE}, found)
-    np.testing.assert_allclose(found.values[:, :6].transpose(2, 0, 1), heads_mean(crossing), atol=2e-6)
-    assert not found.values[:, 6:].any() and not found.among_generated.any()
+    actual = written(model, SOURCE, method="attention", preset="paper")
+    *_, crossing, _ = attentions(model, {"input_ids": SOURCE}, actual)
+    np.testing.assert_allclose(actual.values[:, :6].transpose(2, 0, 1), heads_mean(crossing), atol=2e-6)
+    assert not actual.values[:, 6:].any() and not actual.among_generated.any()
 
 
 def test_flow_is_the_greatest_through_the_joint_graph():
@@ -188,8 +188,8 @@ def test_flow_is_the_greatest_through_the_joint_graph():
     m, n = len(encoder[0]), len(decoder[0])
     one = joined(written(model, SOURCE, method="flow", layers=1, below="none", value_weighted=False, **RAW))
     for row in range(n):  # one layer of the decoder: to the source nothing stands in the way
-        own = references.residual(decoder[1], 0.5)[row]
-        flows = np.concatenate([0.5 * crossing[1][row], np.minimum(0.5, own)])
+        entry = references.residual(decoder[1], 0.5)[row]
+        flows = np.concatenate([0.5 * crossing[1][row], np.minimum(0.5, entry)])
         np.testing.assert_allclose(one[row, :, 1], flows / flows.sum(), atol=2e-6)
     below = joined(written(model, SOURCE, method="flow", layers=1, below="rollout", value_weighted=False, **RAW))
     lower = literal(encoder, decoder[:1], crossing[:1])[..., 0]
@@ -236,10 +236,10 @@ def test_several_sources_are_each_as_alone_whatever_the_padding():
 
 def test_a_beginning_of_the_decoder_belongs_to_the_prompt():
     model = t5()
-    found = written(model, SOURCE, decoder_input_ids=torch.tensor([[0, 9, 11]]))
-    assert found.prompt_tokens.ids == (*SOURCE[0].tolist(), 0, 9, 11) and found.values.shape == (NEW, 9, 2)
+    actual = written(model, SOURCE, decoder_input_ids=torch.tensor([[0, 9, 11]]))
+    assert actual.prompt_tokens.ids == (*SOURCE[0].tolist(), 0, 9, 11) and actual.values.shape == (NEW, 9, 2)
     assert (
-        found.self_share.shape == (NEW, 2) and not found.values[0, 8].any()
+        actual.self_share.shape == (NEW, 2) and not actual.values[0, 8].any()
     )  # the first is written at the last of them
 
 
@@ -291,19 +291,19 @@ def seeing() -> nn.Module:
     return captioner()
 
 
-def beside(image: object = None, **options: object) -> Generation:
+def adjacent(image: object = None, **options: object) -> Generation:
     options = {"image": photograph() if image is None else image, "processor": prepares(), **options}
     return written(seeing(), options.pop("inputs", None), **options)
 
 
 @pytest.mark.parametrize("method", ["rollout", "attention", "flow", "gae"])
 def test_a_word_has_its_map_on_the_image_that_the_encoder_reads(method):
-    found = beside(method=method)
+    actual = adjacent(method=method)
     given = prepares()(images=[photograph()], return_tensors="pt")
     plain = written(seeing(), dict(given), method=method)
-    np.testing.assert_array_equal(found.values, plain.values)
-    saliency = found.image(2)
-    row = joined(found)[2, :, -1]
+    np.testing.assert_array_equal(actual.values, plain.values)
+    saliency = actual.image(2)
+    row = joined(actual)[2, :, -1]
     np.testing.assert_allclose(saliency.grid.flatten(), row[1:17])  # behind the class token
     assert saliency.facts["on_image"] == pytest.approx(row[1:17].sum() / row.sum(), rel=1e-5)
     assert saliency.image.shape == (48, 96, 3)
@@ -316,7 +316,7 @@ def test_a_word_has_its_map_on_the_image_that_the_encoder_reads(method):
 @pytest.mark.parametrize("crop", [False, True])
 def test_each_patch_of_the_encoder_lies_where_its_token_sees(crop):
     processor, model = prepares(crop), seeing()
-    part = beside(processor=processor).images.parts[0]
+    part = adjacent(processor=processor).images.parts[0]
     assert (part.rows, part.cols, part.positions) == (4, 4, tuple(range(1, 17)))
 
     def tokens(image: np.ndarray) -> torch.Tensor:
@@ -333,26 +333,26 @@ def test_each_patch_of_the_encoder_lies_where_its_token_sees(crop):
 
 def test_a_beginning_in_words_and_images_of_any_size():
     words = wordpiece_tokenizer()
-    found = beside(inputs="the key", tokenizer=words)
+    actual = adjacent(inputs="the key", tokenizer=words)
     begin = words("the key", add_special_tokens=False)["input_ids"]
-    assert found.prompt_tokens.ids[-len(begin) - 1 :] == (1, *begin)
-    saliency = beside(Image.new("RGB", (1, 1))).image(0)
+    assert actual.prompt_tokens.ids[-len(begin) - 1 :] == (1, *begin)
+    saliency = adjacent(Image.new("RGB", (1, 1))).image(0)
     assert saliency.image.shape == (1, 1, 3) and np.isfinite(saliency.heatmap).all()
-    assert beside([photograph()]).image(0).grid.shape == (4, 4)
+    assert adjacent([photograph()]).image(0).grid.shape == (4, 4)
 
 
-def test_what_an_encoder_cannot_be_shown_is_told():
+def test_what_an_encoder_cannot_be_shown_is_reported():
     with pytest.raises(OptionError, match="Expected one image for VisionEncoderDecoderModel, got 2"):
-        beside([photograph(), photograph()])
+        adjacent([photograph(), photograph()])
     with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
-        beside([])
+        adjacent([])
     for options in ({"neutral": "the"}, {"through_tower": True}):
         with pytest.raises(OptionError, match="has no prompt alongside the image.*omit neutral"):
-            beside(**options)
+            adjacent(**options)
     with pytest.raises(
         OptionError, match=r"Expected pixel_values \[1, channels, height, width\] .* got \(2, 3, 32, 32\)"
     ):
-        beside(inputs=torch.zeros(2, 3, 32, 32))
+        adjacent(inputs=torch.zeros(2, 3, 32, 32))
     with pytest.raises(OptionError, match="Expected a processor for VisionEncoderDecoderModel, which was not loaded"):
         written(seeing(), None, image=photograph())
     with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration has no image token"):
@@ -369,5 +369,5 @@ def test_an_encoder_by_its_folder_brings_what_prepares_its_images(tmp_path):
     ):
         explain_generation(tmp_path, image=photograph(), max_new_tokens=2)
     prepares().save_pretrained(tmp_path)
-    found = explain_generation(tmp_path, image=photograph(), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-    np.testing.assert_allclose(found.image(2).grid, beside().image(2).grid, atol=1e-6)
+    actual = explain_generation(tmp_path, image=photograph(), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    np.testing.assert_allclose(actual.image(2).grid, adjacent().image(2).grid, atol=1e-6)

@@ -33,12 +33,12 @@ def written(model: nn.Module, *, new: int = NEW, **options: object) -> Generatio
     return explain_generation(model, prompt(), **options)
 
 
-def literal(model: nn.Module, found: Generation, **options: object) -> tuple[np.ndarray, np.ndarray]:
+def literal(model: nn.Module, actual: Generation, **options: object) -> tuple[np.ndarray, np.ndarray]:
     """[n, tokens, layers] by one pass over the finished text, written out slowly in float64; and of even attention."""
-    text = torch.tensor([(found.prompt_tokens + found.generated_tokens).ids[:-1]])
+    text = torch.tensor([(actual.prompt_tokens + actual.generated_tokens).ids[:-1]])
     with record_attention(model, visible=True) as trace, torch.no_grad():
         model(input_ids=text)
-    m, products = found.prompt_tokens.length, []
+    m, products = actual.prompt_tokens.length, []
     for which in ("attention", "even"):
         product, rows = np.eye(text.shape[1]), []
         for layer in trace.layers:
@@ -53,9 +53,9 @@ def literal(model: nn.Module, found: Generation, **options: object) -> tuple[np.
     return products[0][m - 1 :], relative[m - 1 :]
 
 
-def joined(found: Generation) -> np.ndarray:
+def joined(actual: Generation) -> np.ndarray:
     """[n, prompt and read tokens, layers]."""
-    return np.concatenate([found.values, found.among_generated[:, :-1]], axis=1)
+    return np.concatenate([actual.values, actual.among_generated[:, :-1]], axis=1)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -69,8 +69,8 @@ def test_each_slice_is_that_of_the_finished_text_with_cache_and_without(name):
     np.testing.assert_allclose(cached.among_generated, plain.among_generated, atol=1e-5)
     assert cached.generated_tokens.ids == plain.generated_tokens.ids
     expected, _ = literal(model, cached)
-    for found in (cached, plain):
-        np.testing.assert_allclose(joined(found), expected, atol=1e-5)
+    for actual in (cached, plain):
+        np.testing.assert_allclose(joined(actual), expected, atol=1e-5)
     np.testing.assert_allclose(joined(cached).sum(axis=1), 1, atol=1e-5)
     assert not np.triu(cached.among_generated[..., -1]).any()  # no token rests on itself or a later one
 
@@ -79,12 +79,12 @@ def test_each_slice_is_that_of_the_finished_text_with_cache_and_without(name):
 def test_relative_to_the_receptive_field_and_discarded_in_rows_it_is_that_too(name):
     model = built(name)
     options = {**PAPER, "discard_ratio": 0.4}
-    _, expected = literal(model, found := written(model, **options, causal="receptive_field"), ratio=0.4)
-    np.testing.assert_allclose(joined(found), expected, atol=1e-5)
+    _, expected = literal(model, actual := written(model, **options, causal="receptive_field"), ratio=0.4)
+    np.testing.assert_allclose(joined(actual), expected, atol=1e-5)
     raw, _ = literal(model, written(model, **options), ratio=0.4)
-    own = raw[np.arange(NEW), 8 + np.arange(NEW)]
-    np.testing.assert_allclose(found.self_share, own, atol=1e-5)
-    assert (found.values[0, 8] == 0).all()
+    entry = raw[np.arange(NEW), 8 + np.arange(NEW)]
+    np.testing.assert_allclose(actual.self_share, entry, atol=1e-5)
+    assert (actual.values[0, 8] == 0).all()
 
 
 @pytest.mark.parametrize("weighting", [True, "output"])
@@ -92,16 +92,16 @@ def test_relative_to_the_receptive_field_and_discarded_in_rows_it_is_that_too(na
 def test_value_weighting_works_as_in_one_pass(name, weighting):
     model = built(name)
     options = {"value_weighted": weighting, "causal": "raw"}
-    found = written(model, **options)
-    text = torch.tensor([(found.prompt_tokens + found.generated_tokens).ids[:-1]])
+    actual = written(model, **options)
+    text = torch.tensor([(actual.prompt_tokens + actual.generated_tokens).ids[:-1]])
     with record_attention(model, fusions=[("mean", weighting)]) as trace, torch.no_grad():
         model(input_ids=text)
     product, rows = np.eye(text.shape[1]), []
     for layer in trace.attentions:
         product = references.residual(layer[0].double().numpy(), 0.5) @ product
         rows.append(product[8:])
-    np.testing.assert_allclose(joined(found), np.stack(rows, axis=-1), atol=1e-5)
-    assert np.abs(found.values - written(model, **PAPER).values).max() > 1e-3
+    np.testing.assert_allclose(joined(actual), np.stack(rows, axis=-1), atol=1e-5)
+    assert np.abs(actual.values - written(model, **PAPER).values).max() > 1e-3
 
 
 def test_sampling_writes_the_same_and_leaves_the_model_as_it_was():
@@ -112,11 +112,11 @@ def test_sampling_writes_the_same_and_leaves_the_model_as_it_was():
     model.train()
     before, state = state_of(model), generators()
     torch.manual_seed(7)
-    found = explain_generation(model, prompt(), **given)
-    assert (found.prompt_tokens + found.generated_tokens).ids == tuple(expected[0].tolist())
+    actual = explain_generation(model, prompt(), **given)
+    assert (actual.prompt_tokens + actual.generated_tokens).ids == tuple(expected[0].tolist())
     assert state_of(model) == before and generators() == state  # as many random numbers were drawn
     again = explain_generation(model, prompt(), use_cache=False, **given)
-    assert again.generated_tokens.ids != found.generated_tokens.ids  # other random numbers
+    assert again.generated_tokens.ids != actual.generated_tokens.ids  # other random numbers
 
 
 def test_several_prompts_are_each_as_alone():
@@ -142,23 +142,23 @@ def test_what_is_written_after_the_end_of_a_text_is_left_out():
     with torch.no_grad():
         sequences = model.generate(**given, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     end = int(sequences[1, 14])
-    found = explain_generation(model, given, max_new_tokens=NEW, do_sample=False, generation_config=ending(model, end))
-    assert found[1].generated_tokens.ids[-1] == end and found[1].generated_tokens.length <= 3
-    assert found[1].values.shape[0] == found[1].generated_tokens.length
+    actual = explain_generation(model, given, max_new_tokens=NEW, do_sample=False, generation_config=ending(model, end))
+    assert actual[1].generated_tokens.ids[-1] == end and actual[1].generated_tokens.length <= 3
+    assert actual[1].values.shape[0] == actual[1].generated_tokens.length
 
 
-def test_the_end_of_a_text_may_be_an_option_of_its_own():
+def test_the_end_of_a_text_may_be_an_option():
     model, given = built("GPT2LMHeadModel"), texts("left")
     with torch.no_grad():
         sequences = model.generate(**given, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     end = int(sequences[1, 14])
     for method in ("rollout", "attention"):
         options = {"max_new_tokens": NEW, "do_sample": False, "method": method}
-        told = explain_generation(model, given, generation_config=ending(model, end), **options)[1]
+        reported = explain_generation(model, given, generation_config=ending(model, end), **options)[1]
         for ends in (end, [end, 49]):
-            found = explain_generation(model, given, eos_token_id=ends, **options)[1]
-            assert found.generated_tokens == told.generated_tokens and found.generated_tokens.length <= 3
-            np.testing.assert_array_equal(found.values, told.values)
+            actual = explain_generation(model, given, eos_token_id=ends, **options)[1]
+            assert actual.generated_tokens == reported.generated_tokens and actual.generated_tokens.length <= 3
+            np.testing.assert_array_equal(actual.values, reported.values)
 
 
 def test_strings_end_a_text_too():
@@ -168,8 +168,8 @@ def test_strings_end_a_text_too():
     options = {"tokenizer": tokenizer, "max_new_tokens": NEW, "do_sample": False, "suppress_tokens": silent}
     whole = explain_generation(model, prompts, **options, eos_token_id=None)
     word = whole[1].generated_tokens.strings[2]
-    found = explain_generation(model, prompts, stop_strings=[word], **options)
-    for one, longer in zip((found[0], found[1]), (whole[0], whole[1]), strict=True):
+    actual = explain_generation(model, prompts, stop_strings=[word], **options)
+    for one, longer in zip((actual[0], actual[1]), (whole[0], whole[1]), strict=True):
         strings = longer.generated_tokens.strings
         length = next((place + 1 for place, string in enumerate(strings) if word in string), NEW)
         assert one.generated_tokens == longer.generated_tokens[:length]
@@ -184,10 +184,10 @@ def test_prompts_are_padded_where_their_tokenizer_has_no_padding():
     prompts = ["The key to the cabinets is", "the key"]
     expected = explain_generation(model, prompts, tokenizer=tokenizer, **options)
     tokenizer.pad_token = None
-    found = explain_generation(model, prompts, tokenizer=tokenizer, **options)
+    actual = explain_generation(model, prompts, tokenizer=tokenizer, **options)
     for number in range(2):
-        assert found[number].prompt_tokens.ids == expected[number].prompt_tokens.ids
-        np.testing.assert_array_equal(found[number].values, expected[number].values)
+        assert actual[number].prompt_tokens.ids == expected[number].prompt_tokens.ids
+        np.testing.assert_array_equal(actual[number].values, expected[number].values)
 
 
 def test_a_model_is_taken_by_its_folder(tmp_path):
@@ -196,9 +196,9 @@ def test_a_model_is_taken_by_its_folder(tmp_path):
     for one in (model, tokenizer):
         one.save_pretrained(tmp_path)
     for name in (tmp_path, str(tmp_path)):
-        found = explain_generation(name, "the key", max_new_tokens=2, do_sample=False)
-        assert found.generated_tokens == expected.generated_tokens and found.model == str(tmp_path)
-        np.testing.assert_allclose(found.values, expected.values, atol=1e-6)
+        actual = explain_generation(name, "the key", max_new_tokens=2, do_sample=False)
+        assert actual.generated_tokens == expected.generated_tokens and actual.model == str(tmp_path)
+        np.testing.assert_allclose(actual.values, expected.values, atol=1e-6)
     with pytest.raises(ModelError, match="hub id or a transformers folder"):
         explain_generation("nobody/nothing-here", "the key")
 
@@ -226,13 +226,13 @@ def ending(model: nn.Module, end: int) -> object:
 def test_other_methods_read_the_finished_text_once(method):
     model = built("GPT2LMHeadModel")
     options = {"value_weighted": False, **({"layers": 2, "causal": "raw"} if method == "flow" else {})}
-    found = written(model, method=method, **options, new=4)
-    text = torch.tensor([(found.prompt_tokens + found.generated_tokens).ids[:-1]])
+    actual = written(model, method=method, **options, new=4)
+    text = torch.tensor([(actual.prompt_tokens + actual.generated_tokens).ids[:-1]])
     with record_attention(model, gradients=method == "gae") as trace:
         logits = model(input_ids=text).logits
     heads = [layer[0].detach().double().numpy() for layer in trace.attentions]
-    assert found.values.shape == (4, 9, 2)
-    for number, token in enumerate(found.generated_tokens.ids):
+    assert actual.values.shape == (4, 9, 2)
+    for number, token in enumerate(actual.generated_tokens.ids):
         row = 8 + number
         if method == "attention":
             expected = [layer.mean(axis=0)[row] for layer in heads]
@@ -248,10 +248,10 @@ def test_other_methods_read_the_finished_text_once(method):
             )
             eye = np.eye(len(low))
             expected = [(eye + low)[row], ((eye + high) @ (eye + low))[row]]
-        np.testing.assert_allclose(joined(found)[number].T, expected, atol=2e-6, err_msg=method)
+        np.testing.assert_allclose(joined(actual)[number].T, expected, atol=2e-6, err_msg=method)
 
 
-def test_a_progress_bar_is_told_of_every_step():
+def test_a_progress_bar_is_reported_of_every_step():
     steps: list[int] = []
 
     class Bar:
@@ -304,7 +304,7 @@ def wordless() -> object:
     return tokenizer
 
 
-def test_other_mistakes_are_told_before_anything_is_written():
+def test_other_mistakes_are_reported_before_anything_is_written():
     model = built("GPT2LMHeadModel")
     with pytest.raises(UnsupportedModelError, match="BertForMaskedLM.*explain_text"):
         written(built("BertForMaskedLM"))

@@ -1,4 +1,4 @@
-"""Where the patches of an image stand among the tokens: found by lighting one place, and seeing which token moves."""
+"""Positions of image patches among the tokens: determined by changing one patch and comparing tokens."""
 
 import copy
 from dataclasses import replace
@@ -45,7 +45,7 @@ def silenced(name: str) -> Family:
 
 
 def embedded(one: Family, image: np.ndarray, **options: object) -> tuple[dict[str, Tensor], Tensor]:
-    """What the processor makes of an image and a question, and the vectors that the decoder is given."""
+    """Return the processor's inputs for an image and a question, and the embeddings of the decoder."""
     return embedded_of(one, Image.fromarray(image), f"{one.prompt} what is on", **options)
 
 
@@ -76,8 +76,8 @@ def holding(part: ImageTokens, square: tuple[int, int, int]) -> int | None:
     return None
 
 
-def beside(part: ImageTokens, square: tuple[int, int, int]) -> bool:
-    """Whether a square lies outside of what a part covers, by more than a filter reaches."""
+def adjacent(part: ImageTokens, square: tuple[int, int, int]) -> bool:
+    """Return True if a square is outside of a part by more than the size of a filter."""
     (left, top, _, _), (_, _, right, bottom) = part.box(0, 0), part.box(part.rows - 1, part.cols - 1)
     x, y, side = square
     reach = 3 * max((right - left) / part.cols, (bottom - top) / part.rows)
@@ -110,17 +110,17 @@ def test_the_token_that_moves_is_the_one_whose_box_holds_what_was_lit(name, opti
         assert moved[[place for place in range(len(moved)) if place not in placed]].max() < 1e-5
         for other in parts:
             expected = holding(other, (left, top, 3))
-            own = moved[list(other.positions)]
-            assert not beside(other, (left, top, 3)) or own.max() < 1e-5
+            entry = moved[list(other.positions)]
+            assert not adjacent(other, (left, top, 3)) or entry.max() < 1e-5
             if expected is not None:
-                assert other.positions[int(own.argmax())] == expected, (other.role, x, y)
+                assert other.positions[int(entry.argmax())] == expected, (other.role, x, y)
 
 
 TWICE = [name for name in NAMES if name != "llava_onevision"]
 
 
 @pytest.mark.parametrize("name", [*TWICE, "llava_onevision", "llava_onevision together"])
-def test_of_two_images_each_has_its_own_tokens(name):
+def test_of_two_images_each_has_its_tokens(name):
     one = silenced(name.split()[0])
     text, sizes = f"{one.prompt} {one.prompt} what is on", [(48, 70), (64, 50)]
     pair = [Image.fromarray(np.full((*size, 3), 96, np.uint8)) for size in sizes]
@@ -163,10 +163,10 @@ def test_inputs_made_by_other_settings_than_the_stored_ones_are_refused(options)
     with pytest.raises(OptionError, match=r"with its stored settings, got pixel_values that differ .*do_pad = True"):
         with_images(one.model, dict(call(**options)), noise, one.processor, None)
     called = dict(call())
-    _, _, found = with_images(one.model, called, noise, one.processor, None)
-    assert found.parts == image_tokens(config, one.processor, called, sizes)
+    _, _, actual = with_images(one.model, called, noise, one.processor, None)
+    assert actual.parts == image_tokens(config, one.processor, called, sizes)
     half = {**called, "pixel_values": called["pixel_values"].bfloat16()}
-    assert with_images(one.model, half, noise, one.processor, None)[2].parts == found.parts
+    assert with_images(one.model, half, noise, one.processor, None)[2].parts == actual.parts
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -176,8 +176,8 @@ def test_what_a_processor_was_called_with_is_not_refused_where_its_placement_is_
     inputs = dict(
         one.processor(images=Image.fromarray(noise), text=f"{one.prompt} what", return_tensors="pt", **options)
     )
-    _, _, found = with_images(one.model, inputs, noise, one.processor, None)
-    assert found.parts == image_tokens(one.model.config, one.processor, inputs, [(64, 96)])
+    _, _, actual = with_images(one.model, inputs, noise, one.processor, None)
+    assert actual.parts == image_tokens(one.model.config, one.processor, inputs, [(64, 96)])
 
 
 def test_padding_on_the_left_is_not_counted():
@@ -189,7 +189,7 @@ def test_padding_on_the_left_is_not_counted():
     assert image_tokens(one.model.config, one.processor, given, [(30, 30)]) == expected
 
 
-def test_what_is_not_known_is_told_with_the_way_out():
+def test_what_is_not_known_is_reported_with_the_way_out():
     one, inputs = prepared()
     config, sizes = one.model.config, [(30, 30)]
     with pytest.raises(
@@ -213,7 +213,7 @@ def test_a_video_is_refused():
         image_tokens(one.model.config, one.processor, {**inputs, "input_ids": frame}, [(30, 30)])
 
 
-def test_parts_of_ones_own_are_checked():
+def test_parts_are_checked():
     with pytest.raises(ShapeError, match="Expected 2 × 2 distinct patch positions, got 4, 3 of them distinct"):
         ImageTokens([1, 2, 3, 3], 2, 2)
     with pytest.raises(OptionError, match="Unknown role 'crop'"):

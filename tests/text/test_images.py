@@ -1,4 +1,4 @@
-"""What the words of a vision–language model rest on in an image: rows against one pass written out, maps in place."""
+"""Attribution of generated words to an image: rows against one pass written out, maps at the right place."""
 
 import copy
 import json
@@ -56,15 +56,15 @@ def written(name: str = "llava", image: object = None, text: str = "what is on",
 
 @lru_cache
 def plainly(name: str) -> Generation:
-    """What a family writes on by default, made once."""
+    """Return the default generation of a family, computed once."""
     return written(name)
 
 
-def one_pass(one: Family, found: Generation, **options: object) -> object:
+def one_pass(one: Family, actual: Generation, **options: object) -> object:
     """The finished text in one pass by eager attention, with what stands beside it: kinds of tokens go on."""
     inputs = dict(one.processor(images=photograph(), text=f"{one.prompt} what is on", return_tensors="pt"))
     inputs.pop("labels", None)
-    after = torch.tensor([found.generated_tokens.ids[:-1]])
+    after = torch.tensor([actual.generated_tokens.ids[:-1]])
     for kind in ("token_type_ids", "mm_token_type_ids"):
         if kind in inputs:
             suffix = torch.full_like(after, int("PaliGemma" in type(one.model).__name__))
@@ -75,22 +75,22 @@ def one_pass(one: Family, found: Generation, **options: object) -> object:
     return model(**{**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}, **options)
 
 
-def joined(found: Generation) -> np.ndarray:
+def joined(actual: Generation) -> np.ndarray:
     """[n, prompt and read tokens, layers]."""
-    return np.concatenate([found.values, found.among_generated[:, :-1]], axis=1)
+    return np.concatenate([actual.values, actual.among_generated[:, :-1]], axis=1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_are_those_of_the_finished_text_and_the_answer_is_the_models_own(name):
-    one, found = family(name), plainly(name)
+def test_rows_are_those_of_the_finished_text_and_the_answer_is_the_models(name):
+    one, actual = family(name), plainly(name)
     inputs = one.processor(images=photograph(), text=f"{one.prompt} what is on", return_tensors="pt")
     inputs.pop("labels", None)
     with torch.no_grad():
         plain = one.model.generate(**inputs, **saying(one, ANSWER))
-        output = one_pass(one, found, output_attentions=True)
-    assert (found.prompt_tokens + found.generated_tokens).ids == tuple(plain[0].tolist())
-    np.testing.assert_allclose(joined(found).sum(axis=1), 1, atol=1e-6)
-    m, raw, even, rows = found.prompt_tokens.length, [], [], []
+        output = one_pass(one, actual, output_attentions=True)
+    assert (actual.prompt_tokens + actual.generated_tokens).ids == tuple(plain[0].tolist())
+    np.testing.assert_allclose(joined(actual).sum(axis=1), 1, atol=1e-6)
+    m, raw, even, rows = actual.prompt_tokens.length, [], [], []
     for layer in output.attentions:
         heads = layer[0].double().numpy()
         seen = (heads > 0).any(axis=0)
@@ -100,7 +100,7 @@ def test_rows_are_those_of_the_finished_text_and_the_answer_is_the_models_own(na
         rows.append(references.relative(raw[-1], even[-1]))
     both_ways = any(row[: m - 1].any() for row in np.triu(raw[-1], 1))
     assert both_ways == (name in ("paligemma", "gemma3"))
-    np.testing.assert_allclose(joined(found), np.stack(rows, axis=-1)[m - 1 :], atol=1e-5)
+    np.testing.assert_allclose(joined(actual), np.stack(rows, axis=-1)[m - 1 :], atol=1e-5)
     last = written(name, method="attention")
     expected = np.stack([layer[0].mean(dim=0).numpy() for layer in output.attentions], axis=-1)[m - 1 :]
     np.testing.assert_allclose(joined(last), expected, atol=1e-5)
@@ -121,14 +121,14 @@ def test_answers_with_and_without_recording_agree(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_weight_of_a_token_lies_where_its_patch_does(name):
-    found = plainly(name)
-    for number in np.random.default_rng(0).choice(len(found.images.parts), 3):
-        part = found.images.parts[number]
+    actual = plainly(name)
+    for number in np.random.default_rng(0).choice(len(actual.images.parts), 3):
+        part = actual.images.parts[number]
         place = int(np.random.default_rng(number).integers(len(part.positions)))
         left, top, right, bottom = part.box(*divmod(place, part.cols))
-        values = np.zeros_like(found.values)
+        values = np.zeros_like(actual.values)
         values[:, part.positions[place]] = 1
-        lit = replace(found, values=values).image("heart")
+        lit = replace(actual, values=values).image("heart")
         heatmap = np.nan_to_num(upsample(lit.grid, lit.placement, interpolation="nearest"))
         if left < 0 or top < 0 or right > 64 or bottom > 40:
             continue  # partly padding
@@ -169,45 +169,45 @@ def test_flow_is_that_of_the_layers():
 
 
 def test_a_word_of_several_pieces_speaks_with_all_of_them():
-    found = plainly("llava")
-    pieces = replace(found, generated_tokens=Words((" a", " he", "art"), (9, 10, 11), (False,) * 3))
-    expected = (found.image(1).grid.astype(float) + found.image(2).grid) / 2
+    actual = plainly("llava")
+    pieces = replace(actual, generated_tokens=Words((" a", " he", "art"), (9, 10, 11), (False,) * 3))
+    expected = (actual.image(1).grid.astype(float) + actual.image(2).grid) / 2
     np.testing.assert_allclose(pieces.image("heart").grid, expected, rtol=1e-6)
-    assert pieces.image("heart").label == "heart" and found.image(-1).label == "heart"
+    assert pieces.image("heart").label == "heart" and actual.image(-1).label == "heart"
     with pytest.raises(OptionError, match="'square' is not a word of the text"):
         pieces.image("square")
 
 
-def test_the_map_is_told_with_its_share_and_its_sinks():
-    found = plainly("llava")
-    saliency = found.image("heart")
-    row = joined(found)[2, :, -1]
-    inside = row[list(found.images.parts[0].positions)]
+def test_the_map_is_reported_with_its_share_and_its_sinks():
+    actual = plainly("llava")
+    saliency = actual.image("heart")
+    row = joined(actual)[2, :, -1]
+    inside = row[list(actual.images.parts[0].positions)]
     assert saliency.facts["on_image"] == pytest.approx(inside.sum())
     assert saliency.facts["on_first_patch"] == pytest.approx(inside[0] / inside.sum(), rel=1e-5)
     middle = inside.reshape(6, 6)[1:-1, 1:-1].sum()
     assert saliency.facts["on_edges"] == pytest.approx(1 - middle / inside.sum(), rel=1e-5)
     np.testing.assert_allclose(saliency.grid.flatten(), inside)
     assert saliency.image.shape == (40, 64, 3) and saliency.facts["layer"] == 2
-    np.testing.assert_allclose(found.image("heart", layer=1).grid.flatten(), found.values[2, 1:37, 0])
-    json.dumps([found.to_dict(), saliency.to_dict()])
-    covers = found.to_dict()["images"][0]["covers"]  # the middle 24 of 38 columns
+    np.testing.assert_allclose(actual.image("heart", layer=1).grid.flatten(), actual.values[2, 1:37, 0])
+    json.dumps([actual.to_dict(), saliency.to_dict()])
+    covers = actual.to_dict()["images"][0]["covers"]  # the middle 24 of 38 columns
     assert covers == pytest.approx({"left": 7 * 64 / 38, "top": 0, "right": 31 * 64 / 38, "bottom": 40})
-    hidden = found.sheet().hidden
-    assert found.shaded(-1).hidden == hidden and found.shaded(-1).trust.special is None
+    hidden = actual.sheet().hidden
+    assert actual.shaded(-1).hidden == hidden and actual.shaded(-1).trust.special is None
     assert [place for place, why in hidden.items() if why == "image patches"] == list(range(1, 37))
 
 
 def test_tiles_and_the_whole_are_shown_apart_or_added_by_area():
-    found = plainly("internvl")
-    tiles, small, both = (found.image("heart", role=role) for role in ("tile", "thumbnail", None))
+    actual = plainly("internvl")
+    tiles, small, both = (actual.image("heart", role=role) for role in ("tile", "thumbnail", None))
     assert small.grid.shape == (3, 3) and tiles.grid.shape == both.grid.shape == (6, 9)
     np.testing.assert_allclose(both.grid, tiles.grid + np.kron(small.grid, np.ones((2, 3))) / 6, atol=1e-6)
-    parts = [part for part in found.images.parts if part.role == "tile"]
-    first = found.values[2, list(parts[1].positions), -1].reshape(3, 3)
+    parts = [part for part in actual.images.parts if part.role == "tile"]
+    first = actual.values[2, list(parts[1].positions), -1].reshape(3, 3)
     np.testing.assert_allclose(tiles.grid[:3, 3:6], first, atol=1e-6)
     with pytest.raises(OptionError, match="Unknown role 'whole'. Known: thumbnail, tile"):
-        found.image("heart", role="whole")
+        actual.image("heart", role="whole")
 
 
 def test_maps_laid_together_hold_what_falls_into_each_cell():
@@ -219,42 +219,42 @@ def test_maps_laid_together_hold_what_falls_into_each_cell():
         Placement(size, size, (-10, 6), (40, 40)),  # padded above
     ]
     grids = [generator.random((5, 6)), generator.random((6, 8)), generator.random((4, 5))]
-    found, placement = lay_together(grids, placements)
-    assert found.shape == (10, 14) and placement.sees_everything
+    actual, placement = lay_together(grids, placements)
+    assert actual.shape == (10, 14) and placement.sees_everything
     canvas = np.zeros(size)
     for grid, place in zip(grids, placements, strict=True):
         left, top, right, bottom = (round(edge) for edge in place.window)
         height, width = (bottom - top) // grid.shape[0], (right - left) // grid.shape[1]
         spread = np.kron(grid, np.ones((height, width))) / (height * width)
         canvas[max(top, 0) : bottom, left:right] += spread[max(-top, 0) :]
-    np.testing.assert_allclose(found, canvas.reshape(10, 6, 14, 6).sum(axis=(1, 3)), rtol=1e-6)
+    np.testing.assert_allclose(actual, canvas.reshape(10, 6, 14, 6).sum(axis=(1, 3)), rtol=1e-6)
 
 
 def test_relative_is_the_quotient_with_the_row_of_a_neutral_prompt():
-    one, found = family("llava"), written(method="attention", neutral="user <image> the square")
-    saliency = found.image("heart", relative=True)
+    one, actual = family("llava"), written(method="attention", neutral="user <image> the square")
+    saliency = actual.image("heart", relative=True)
     inputs = one.processor(images=photograph(), text="user <image> the square", return_tensors="pt")
     with record_attention(one.model, within=decoder_path(one.model)) as trace, torch.no_grad():
         one.model(**inputs)
     neutral = trace.attentions[-1][0].mean(dim=0)[-1, 1:37].numpy()
-    quotient = found.values[2, 1:37, -1] / neutral
+    quotient = actual.values[2, 1:37, -1] / neutral
     np.testing.assert_allclose(saliency.grid.flatten(), quotient / quotient.sum(), rtol=1e-4)
     assert saliency.options["relative"] and saliency.facts["on_image"] == pytest.approx(
-        found.image("heart").facts["on_image"]
+        actual.image("heart").facts["on_image"]
     )
     with pytest.raises(OptionError, match="relative=True requires a neutral prompt: pass neutral="):
         written().image("heart", relative=True)
 
 
 def test_earlier_words_are_subtracted_as_far_as_they_explain_the_map():
-    found = written(method="logit_lens")
-    maps, weights = found.values[:, 1:37, -1].astype(float), found.among_generated[2, :2, -1].astype(float)
-    rows = found.values[:, :, -1].astype(float)
+    actual = written(method="logit_lens")
+    maps, weights = actual.values[:, 1:37, -1].astype(float), actual.among_generated[2, :2, -1].astype(float)
+    rows = actual.values[:, :, -1].astype(float)
     common = weights @ rows[:2]
     best = np.linalg.lstsq(common[:, None], rows[2], rcond=None)[0][0]
     expected = np.clip(maps[2] - best * common[1:37], 0, None)
-    np.testing.assert_allclose(found.image("heart", without_earlier=True).grid.flatten(), expected, atol=1e-7)
-    assert np.array_equal(found.image(0, without_earlier=True).grid, found.image(0).grid)
+    np.testing.assert_allclose(actual.image("heart", without_earlier=True).grid.flatten(), expected, atol=1e-7)
+    assert np.array_equal(actual.image(0, without_earlier=True).grid, actual.image(0).grid)
 
 
 @pytest.mark.parametrize("method", ["rollout", "logit_lens"])
@@ -270,18 +270,18 @@ def test_the_map_of_a_word_is_described_by_the_method_for_texts(method):
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "idefics3", "internvl", "paligemma", "gemma3"])
 def test_down_to_the_patches_of_the_tower(name):
-    one, found = family(name), written(name, through_tower=True)
-    shares = [rows.sum(axis=1) for rows in found.images.tower]
+    one, actual = family(name), written(name, through_tower=True)
+    shares = [rows.sum(axis=1) for rows in actual.images.tower]
     assert all((part <= 1 + 1e-5).all() and (part > 0.5).all() for part in shares)
-    fine, coarse = (found.image("heart", through_tower=through) for through in (None, False))
+    fine, coarse = (actual.image("heart", through_tower=through) for through in (None, False))
     assert fine.options["through_tower"] and fine.grid.sum() <= coarse.grid.sum() + 1e-6
     inputs = one.processor(images=photograph(), text=f"{one.prompt} what", return_tensors="pt")
     # Where the layers mix next to nothing, a token holds the patches that it was made of.
-    kept = tower_rows(one.model, inputs, found.images.parts, residual=1 - 1e-7)
-    for part, rows in zip(found.images.parts, kept, strict=True):
+    kept = tower_rows(one.model, inputs, actual.images.parts, residual=1 - 1e-7)
+    for part, rows in zip(actual.images.parts, kept, strict=True):
         finer = round((rows.shape[1] / len(part.positions)) ** 0.5)
-        own = np.kron(np.eye(part.rows), np.ones(finer)), np.kron(np.eye(part.cols), np.ones(finer))
-        np.testing.assert_allclose(rows, np.kron(*own) / finer**2, atol=1e-5)
+        entry = np.kron(np.eye(part.rows), np.ones(finer)), np.kron(np.eye(part.cols), np.ones(finer))
+        np.testing.assert_allclose(rows, np.kron(*entry) / finer**2, atol=1e-5)
 
 
 def test_the_towers_rollout_ends_where_its_features_are_taken():
@@ -309,13 +309,13 @@ def test_towers_that_cannot_be_followed_are_refused():
 
 def test_of_two_images_each_has_its_map():
     one = family("qwen2_vl")
-    found = written("qwen2_vl", [photograph(), photograph(1, (64, 40))], f"{one.prompt} what is on")
+    actual = written("qwen2_vl", [photograph(), photograph(1, (64, 40))], f"{one.prompt} what is on")
     with pytest.raises(OptionError, match="The prompt has 2 images: pass image=0"):
-        found.image("heart")
-    first, second = (found.image("heart", image=number) for number in (0, 1))
+        actual.image("heart")
+    first, second = (actual.image("heart", image=number) for number in (0, 1))
     assert first.grid.shape == (5, 8) and second.grid.shape == (8, 5) and second.image.shape == (64, 40, 3)
     with pytest.raises(OptionError, match="Expected an image index from 0 to 1, got 2"):
-        found.image("heart", image=2)
+        actual.image("heart", image=2)
 
 
 def test_an_image_of_one_pixel_has_a_map():
@@ -328,64 +328,64 @@ def test_an_image_of_one_pixel_has_a_map():
 def test_a_prompt_without_its_image_token_is_given_one():
     one = family("llava")
     options = {"image": photograph(), "processor": one.processor}
-    plain, told = (
+    plain, reported = (
         explain_generation(one.model, text, **options, **saying(one, ANSWER)) for text in ("what is", "<image> what is")
     )
-    assert plain.prompt_tokens == told.prompt_tokens
+    assert plain.prompt_tokens == reported.prompt_tokens
     template = copy.deepcopy(one.processor)
     parts = "{% for part in messages[0].content %}{{ part.text or '<image>' }} {% endfor %}"
     template.chat_template = f"user {parts}assistant"
-    asked = explain_generation(one.model, "what is", **{**options, "processor": template}, **saying(one, ANSWER))
-    words = one.processor.tokenizer.convert_ids_to_tokens(asked.prompt_tokens.ids)
+    requested = explain_generation(one.model, "what is", **{**options, "processor": template}, **saying(one, ANSWER))
+    words = one.processor.tokenizer.convert_ids_to_tokens(requested.prompt_tokens.ids)
     assert words == ["user", *["<image>"] * 36, "what", "is", "assistant"]
 
 
 def test_an_image_is_explained_by_gae_and_a_text_by_rollout():
     one = family("llava")
     options = {"processor": one.processor, **saying(one, ANSWER)}
-    found = explain_generation(one.model, "user <image> what is on", image=photograph(), **options)
-    assert found.method == "gae" and found.image("heart").class_specific
-    np.testing.assert_array_equal(found.values, written(method="gae").values)
+    actual = explain_generation(one.model, "user <image> what is on", image=photograph(), **options)
+    assert actual.method == "gae" and actual.image("heart").class_specific
+    np.testing.assert_array_equal(actual.values, written(method="gae").values)
     tokenizer = {"tokenizer": one.processor.tokenizer, **saying(one, ANSWER)}
     assert explain_generation(one.model, "what is on", **tokenizer).method == "rollout"
 
 
-def test_an_image_alone_is_asked_for_its_description():
+def test_an_image_alone_is_requested_its_description():
     one = family("llava")
     options = {"image": photograph(), "processor": one.processor, **saying(one, ANSWER)}
-    alone, told = (explain_generation(one.model, text, **options) for text in (None, "Describe the image."))
-    assert alone.prompt_tokens == told.prompt_tokens
+    alone, reported = (explain_generation(one.model, text, **options) for text in (None, "Describe the image."))
+    assert alone.prompt_tokens == reported.prompt_tokens
 
 
 def test_what_the_processor_has_made_is_taken_as_it_is():
     one = family("llava")
     inputs = one.processor(images=photograph(), text="user <image> what is on", return_tensors="pt")
     given = {"image": photograph(), "processor": one.processor, "method": "rollout"}
-    found = explain_generation(one.model, inputs, **given, **saying(one, ANSWER))
-    np.testing.assert_array_equal(found.image("heart").grid, plainly("llava").image("heart").grid)
+    actual = explain_generation(one.model, inputs, **given, **saying(one, ANSWER))
+    np.testing.assert_array_equal(actual.image("heart").grid, plainly("llava").image("heart").grid)
     without = explain_generation(one.model, inputs, tokenizer=one.processor.tokenizer, **saying(one, ANSWER))
-    np.testing.assert_array_equal(without.values, found.values)
+    np.testing.assert_array_equal(without.values, actual.values)
     with pytest.raises(OptionError, match="Expected an image in the prompt, got none: pass image="):
         without.image("heart")
 
 
-def test_a_layout_of_ones_own_takes_the_place_of_an_unknown_one(monkeypatch):
+def test_a_layout_takes_the_place_of_an_unknown_one(monkeypatch):
     one = family("llava")
     expected = plainly("llava").image("heart")
     monkeypatch.setattr(one.model.config, "model_type", "seer", raising=False)
     with pytest.raises(UnsupportedModelError, match=r"image tokens of seer .* pass layout=ImageTokens\(positions"):
         written()
-    own = ImageTokens(range(1, 37), 6, 6)
-    found = written(layout=own).image("heart")
-    np.testing.assert_array_equal(found.grid, expected.grid)
-    assert found.placement.sees_everything
+    entry = ImageTokens(range(1, 37), 6, 6)
+    actual = written(layout=entry).image("heart")
+    np.testing.assert_array_equal(actual.grid, expected.grid)
+    assert actual.placement.sees_everything
     with pytest.raises(OptionError, match="in a prompt of 40 tokens, got 1 with positions up to 40"):
-        written(layout=replace(own, positions=range(5, 41)))
+        written(layout=replace(entry, positions=range(5, 41)))
     with pytest.raises(ShapeError):
-        replace(own, rows=5)
+        replace(entry, rows=5)
 
 
-def test_what_is_no_image_is_told():
+def test_what_is_no_image_is_reported():
     one = family("qwen2_vl")
     text = one.processor(text="what is", return_tensors="pt")
     with pytest.raises(OptionError, match="Expected images, got a video: pass its frames"):
@@ -414,8 +414,10 @@ def test_a_model_by_its_folder_brings_its_processor(tmp_path):
     one.processor.save_pretrained(tmp_path)
     path = tmp_path / "photograph.png"
     photograph().save(path)
-    found = explain_generation(tmp_path, "user <image> what is on", image=path, method="rollout", **saying(one, ANSWER))
-    saliency = found.image("heart")
+    actual = explain_generation(
+        tmp_path, "user <image> what is on", image=path, method="rollout", **saying(one, ANSWER)
+    )
+    saliency = actual.image("heart")
     np.testing.assert_allclose(saliency.grid, plainly("llava").image("heart").grid, atol=1e-6)
     assert saliency.source == "photograph.png"
 
@@ -428,13 +430,15 @@ def test_a_processor_that_brings_code_is_refused(tmp_path):
         explain_generation(tmp_path, "user <image> what is on", image=photograph())
 
 
-def test_an_id_that_is_not_there_is_told_in_seconds(monkeypatch):
+def test_an_id_that_is_not_there_is_reported_in_seconds(monkeypatch):
     monkeypatch.setattr("vitflow.models.hub.hub_answers", lambda: False)
     started = time.perf_counter()
     for options in ({"image": photograph()}, {}):  # a processor and a tokenizer that are not there are no other fault
-        with pytest.raises(ModelError, match=r"got 'nobody/nothing-here': it is not in .* cache.* Fetch it") as told:
+        with pytest.raises(
+            ModelError, match=r"got 'nobody/nothing-here': it is not in .* cache.* Fetch it"
+        ) as reported:
             explain_generation("nobody/nothing-here", "what", **options)
-        assert "processor=" not in str(told.value)
+        assert "processor=" not in str(reported.value)
     assert time.perf_counter() - started < 10
 
 
@@ -448,11 +452,11 @@ def test_models_that_mix_tokens_otherwise_are_refused_by_name():
     for method in ("rollout", "flow", "gae"):
         with pytest.raises(UnsupportedModelError, match=f"convolutions over the text, which {method}, a product"):
             explain_generation(model, torch.tensor([[5, 6, 7]]), method=method, **options)
-    found = explain_generation(model, torch.tensor([[5, 6, 7]]), method="attention", **options)
-    assert found.values.shape[2] == 1
+    actual = explain_generation(model, torch.tensor([[5, 6, 7]]), method="attention", **options)
+    assert actual.values.shape[2] == 1
 
 
-def test_models_that_attend_to_an_image_beside_their_text_are_refused():
+def test_models_that_attend_to_an_image_next_to_their_text_are_refused():
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     blip = transformers.BlipForConditionalGeneration(
         transformers.BlipConfig(

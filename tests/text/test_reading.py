@@ -73,18 +73,18 @@ def reads(name: str = "BertForMaskedLM") -> nn.Module:
 
 
 def test_tokens_stand_as_in_the_text(wordpieces, bytes_tokenizer):
-    found = explain_text(TEXT, model=reads(), tokenizer=wordpieces)
+    actual = explain_text(TEXT, model=reads(), tokenizer=wordpieces)
     strings = ("[CLS]", "The", " key", " to", " the", " cab", "inets", " is", " on", " the", " table", ".", "[SEP]")
-    assert found.tokens.strings == strings
-    assert [place for place, special in enumerate(found.tokens.special) if special] == [0, 12]
-    assert found.selected == (0,) and not found.causal and found.options["causal"] == "raw"
+    assert actual.tokens.strings == strings
+    assert [place for place, special in enumerate(actual.tokens.special) if special] == [0, 12]
+    assert actual.selected == (0,) and not actual.causal and actual.options["causal"] == "raw"
     decoder = built("GPT2LMHeadModel", vocab_size=len(bytes_tokenizer))
-    found = explain_text("The keys é is", model=decoder, tokenizer=bytes_tokenizer)
-    assert "".join(found.tokens.strings) == "The keys é is"
-    assert found.tokens.strings[:2] == ("The", " keys") and found.tokens.strings[-1] == " is"
-    assert found.selected == (len(found.tokens.strings) - 1,) and found.causal
-    assert "".join(words_of(bytes_tokenizer, [0, *found.tokens.ids, 0]).strings) == "<|end|>The keys é is<|end|>"
-    assert found.text == "The keys é is" and found.model == "GPT2LMHeadModel"
+    actual = explain_text("The keys é is", model=decoder, tokenizer=bytes_tokenizer)
+    assert "".join(actual.tokens.strings) == "The keys é is"
+    assert actual.tokens.strings[:2] == ("The", " keys") and actual.tokens.strings[-1] == " is"
+    assert actual.selected == (len(actual.tokens.strings) - 1,) and actual.causal
+    assert "".join(words_of(bytes_tokenizer, [0, *actual.tokens.ids, 0]).strings) == "<|end|>The keys é is<|end|>"
+    assert actual.text == "The keys é is" and actual.model == "GPT2LMHeadModel"
 
 
 def test_more_layers_of_flow_than_there_are_are_refused_as_for_images_unless_by_default(wordpieces):
@@ -99,12 +99,12 @@ def test_more_layers_of_flow_than_there_are_are_refused_as_for_images_unless_by_
     [("rollout", {}), ("attention", {"layer": 1}), ("flow", {"layers": 2}), ("gae", {"target": "table"})],
 )
 @pytest.mark.parametrize("weighting", [False, "output"])
-def test_each_method_gives_its_own_row_layer_by_layer(method, options, weighting, wordpieces):
+def test_each_method_gives_its_row_layer_by_layer(method, options, weighting, wordpieces):
     model = reads()
-    found = explain_text(
+    actual = explain_text(
         TEXT, model=model, tokenizer=wordpieces, token="cabinets", method=method, value_weighted=weighting, **options
     )
-    assert found.selected == (5, 6)
+    assert actual.selected == (5, 6)
     inputs = wordpieces(TEXT, return_tensors="pt")
     with record_attention(model, values=True, gradients=True) as trace:
         logits = model(input_ids=inputs["input_ids"]).logits
@@ -131,14 +131,14 @@ def test_each_method_gives_its_own_row_layer_by_layer(method, options, weighting
         )
         eye = np.eye(13)
         expected = [row @ (eye + low), row @ (eye + high) @ (eye + low)]
-        assert found.target == "table"
-        assert found.probability == pytest.approx(float(logits[0, 6].detach().softmax(dim=-1)[target]), rel=1e-4)
-    np.testing.assert_allclose(found.layers, expected, atol=2e-5)
-    np.testing.assert_array_equal(found.weights, found.layers[0 if method == "attention" else -1])
-    assert found.matrices is not None and found.matrices.shape == (2, 13, 13)
-    assert found.weights.dtype == np.float32 and found.options["value_weighted"] == weighting
+        assert actual.target == "table"
+        assert actual.probability == pytest.approx(float(logits[0, 6].detach().softmax(dim=-1)[target]), rel=1e-4)
+    np.testing.assert_allclose(actual.layers, expected, atol=2e-5)
+    np.testing.assert_array_equal(actual.weights, actual.layers[0 if method == "attention" else -1])
+    assert actual.matrices is not None and actual.matrices.shape == (2, 13, 13)
+    assert actual.weights.dtype == np.float32 and actual.options["value_weighted"] == weighting
     if method != "gae":
-        np.testing.assert_allclose(found.matrices, fused, atol=1e-6)
+        np.testing.assert_allclose(actual.matrices, fused, atol=1e-6)
 
 
 def test_rollout_and_flow_of_a_tiny_bert_equal_the_literal_references(wordpieces):
@@ -151,30 +151,30 @@ def test_rollout_and_flow_of_a_tiny_bert_equal_the_literal_references(wordpieces
     product = vitflow.attention_rollout(attentions, attention_mask=mask)
     flow = vitflow.attention_flow(attentions, source=0, attention_mask=mask)
     for index, length in enumerate(lengths):
-        own = [layer[index, :, :length, :length].numpy() for layer in attentions]
-        np.testing.assert_allclose(product[index, :length, :length], references.rollout(own), atol=1e-12)
-        low, high = (references.residual(references.fuse(layer, "mean"), 0.5) for layer in own)
+        entry = [layer[index, :, :length, :length].numpy() for layer in attentions]
+        np.testing.assert_allclose(product[index, :length, :length], references.rollout(entry), atol=1e-12)
+        low, high = (references.residual(references.fuse(layer, "mean"), 0.5) for layer in entry)
         literal = np.minimum(high[0][:, None], low).sum(axis=0)
         np.testing.assert_allclose(flow.values[index, :length], literal, atol=1e-12)
         assert flow.values[index, length:].abs().sum() == 0
 
 
-def test_relative_to_the_receptive_field_the_own_token_stands_beside(bytes_tokenizer):
+def test_relative_to_the_receptive_field_the_self_token_stands_next_to(bytes_tokenizer):
     model = built("GPT2LMHeadModel", vocab_size=len(bytes_tokenizer))
     options = {"model": model, "tokenizer": bytes_tokenizer, "value_weighted": False}
-    for method, own in (("rollout", {}), ("flow", {"layers": 2})):
-        raw = explain_text("The keys is", method=method, causal="raw", **options, **own)
-        found = explain_text("The keys is", method=method, **options, **own)
-        assert found.options["causal"] == "receptive_field"  # the default of a decoder
-        assert found.weights[-1] == 0 and found.weights.sum() == pytest.approx(1)
-        assert found.self_share == pytest.approx(raw.weights[-1]) and raw.self_share is None
-        assert not np.allclose(found.weights, raw.weights)
+    for method, entry in (("rollout", {}), ("flow", {"layers": 2})):
+        raw = explain_text("The keys is", method=method, causal="raw", **options, **entry)
+        actual = explain_text("The keys is", method=method, **options, **entry)
+        assert actual.options["causal"] == "receptive_field"  # the default of a decoder
+        assert actual.weights[-1] == 0 and actual.weights.sum() == pytest.approx(1)
+        assert actual.self_share == pytest.approx(raw.weights[-1]) and raw.self_share is None
+        assert not np.allclose(actual.weights, raw.weights)
 
 
-def test_the_masked_word_is_asked_where_there_is_one_and_its_word_named(wordpieces):
-    found = explain_text("The key is on the [MASK]", model=reads(), tokenizer=wordpieces, method="gae")
-    assert found.tokens.strings[found.selected[0]] == "[MASK]"
-    assert found.target and 0 < found.probability < 1
+def test_the_masked_word_is_requested_where_there_is_one_and_its_word_named(wordpieces):
+    actual = explain_text("The key is on the [MASK]", model=reads(), tokenizer=wordpieces, method="gae")
+    assert actual.tokens.strings[actual.selected[0]] == "[MASK]"
+    assert actual.target and 0 < actual.probability < 1
 
 
 def test_a_saved_model_is_read_by_its_folder(tmp_path, wordpieces):
@@ -196,7 +196,7 @@ def test_value_weighting_that_does_not_apply_is_refused_with_the_way_out(wordpie
         explain_text(TEXT, model=reads(), tokenizer=wordpieces, value_weighted="output")
 
 
-def test_mistakes_are_told_with_a_remedy(wordpieces):
+def test_mistakes_are_reported_with_a_remedy(wordpieces):
     model = reads()
     read = {"model": model, "tokenizer": wordpieces}
     with pytest.raises(OptionError, match=r"'the' is in the text more than once, at tokens 4, 9: pass"):
@@ -230,7 +230,7 @@ def test_mistakes_are_told_with_a_remedy(wordpieces):
     assert explain_text(TEXT, model=encoder, tokenizer=wordpieces).weights.sum() == pytest.approx(1)
 
 
-def test_what_a_model_cannot_read_is_told(wordpieces):
+def test_what_a_model_cannot_read_is_reported(wordpieces):
     for name in ("BertForMaskedLM", "GPT2LMHeadModel"):  # of 64 positions
         with pytest.raises(OptionError, match="at most 64 tokens, .* got 82: shorten"):
             explain_text("the key " * 40, model=reads(name), tokenizer=wordpieces)
@@ -253,7 +253,7 @@ def test_what_a_model_cannot_read_is_told(wordpieces):
 # -- layouts of any tokens ---------------------------------------------------------------------------------------------
 
 
-def test_a_layout_tells_each_part_its_place():
+def test_a_layout_reports_each_part_its_place():
     words = Words(("what", " is", " this", "?"), (5, 6, 7, 8), (False,) * 4)
     for side, start in (("left", 3), ("right", 0)):
         layout = SequenceLayout((Prefix(1), words[:1], Grid(2, 3), words[1:]), num_padding=3, padding=side)

@@ -68,8 +68,8 @@ def test_the_shares_of_a_written_text_are_those_of_python(generation, opened):
     whole = np.concatenate([generation.values, generation.among_generated], axis=1).transpose(0, 2, 1)
     for word in range(NEW):
         for layer in range(2):
-            found = page.evaluate(SHARES, [word, str(layer + 1)])
-            np.testing.assert_allclose(found, shares_of(whole[word])[layer], rtol=1e-3, atol=1e-6)
+            actual = page.evaluate(SHARES, [word, str(layer + 1)])
+            np.testing.assert_allclose(actual, shares_of(whole[word])[layer], rtol=1e-3, atol=1e-6)
         np.testing.assert_allclose(page.evaluate(SHARES, [word, "all"]), page.evaluate(SHARES, [word, "2"]))
         mean = shares_of(whole[word]).mean(axis=0)
         np.testing.assert_allclose(page.evaluate(SHARES, [word, "mean"]), mean, rtol=1e-3, atol=1e-6)
@@ -85,26 +85,26 @@ def test_the_shares_of_a_written_text_are_those_of_python(generation, opened):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("method", ["rollout", "attention"])
-def test_each_word_of_a_text_that_was_read_has_its_own_row(method, causal, opened):
+def test_each_word_of_a_text_that_was_read_has_its_row(method, causal, opened):
     model = reads("GPT2LMHeadModel" if causal else "BertForMaskedLM")
     given = {"model": model, "tokenizer": wordpiece_tokenizer(), "method": method}
-    found = explain_text(TEXT, token="cabinets", **given)
-    page = opened(found.page())
+    actual = explain_text(TEXT, token="cabinets", **given)
+    page = opened(actual.page())
     words = page.evaluate("rows.map(({ positions }) => positions)")
-    assert list(found.selected) in words and sorted(place for word in words for place in word) == list(
-        range(found.tokens.length)
+    assert list(actual.selected) in words and sorted(place for word in words for place in word) == list(
+        range(actual.tokens.length)
     )
     for number, positions in enumerate(words):
         if len(positions) == 1:
             one = explain_text(TEXT, token=positions[0], **given)
-        elif positions == list(found.selected):
-            one = found
+        elif positions == list(actual.selected):
+            one = actual
         for layer, row in enumerate(one.layers):
             shares = page.evaluate(SHARES, [number, str(layer + 1)])
             np.testing.assert_allclose(shares, shares_of(row.astype(float)), rtol=2e-3, atol=1e-5)
 
 
-def test_other_methods_answer_for_the_asked_word_alone(opened):
+def test_other_methods_answer_for_the_requested_word_alone(opened):
     given = {"model": reads("BertForMaskedLM"), "tokenizer": wordpiece_tokenizer()}
     page = opened(explain_text(TEXT, token="is", method="gae", target="table", **given).page())
     assert page.evaluate("rows.length") == 1 and "for “table”, probability" in page.inner_text(".summary")
@@ -135,8 +135,8 @@ def test_a_reader_clicks_through_a_written_text(generation, opened):
     assert lines[0] == ["", *texts[:m], "earlier generated words"]
     assert [line[0] for line in lines[1:]] == ["layer 2", "layer 1"]
     whole = np.concatenate([generation.values, generation.among_generated], axis=1)[3].T
-    for line, own in zip(lines[1:], shares_of(whole)[::-1], strict=True):
-        expected = [*own[:m], own[m:].sum()]
+    for line, entry in zip(lines[1:], shares_of(whole)[::-1], strict=True):
+        expected = [*entry[:m], entry[m:].sum()]
         assert all(
             abs(float(text.replace("<1", "0.5")) - 100 * value) <= 0.6
             for text, value in zip(line[1:], expected, strict=True)
@@ -194,7 +194,7 @@ def test_what_is_hidden_is_said_with_its_share(reading, opened):
     assert "punctuation" in page.inner_text("#left-out")
 
 
-def test_even_weights_are_told_as_such(reading, opened):
+def test_even_weights_are_reported_as_such(reading, opened):
     page = opened(reading.page())
     assert page.evaluate("evenness([1, 1, 1, 1])") == "nearly uniform: uninformative (entropy 2.00 of 2.00 bits)"
     assert page.evaluate("evenness([97, 1, 1, 1])").startswith("concentrated on few words")
@@ -208,20 +208,20 @@ def test_a_narrow_window_holds_it(scheme, generation, reading, opened):
         assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
-def test_a_words_own_place_is_no_earlier_word(opened):
+def test_a_words_custom_place_is_no_earlier_word(opened):
     options = {"method": "gae", "max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-    found = explain_generation(
+    actual = explain_generation(
         reads("GPT2LMHeadModel"), "The key to the cabinets is", tokenizer=wordpiece_tokenizer(), **options
     )
-    page, m = opened(found.page()), found.prompt_tokens.length
+    page, m = opened(actual.page()), actual.prompt_tokens.length
     for word in range(NEW):
-        row = np.concatenate([found.values, found.among_generated], axis=1)[word, :, -1].astype(float)
+        row = np.concatenate([actual.values, actual.among_generated], axis=1)[word, :, -1].astype(float)
         row /= row.sum()
-        own = row[m + word - 1]
+        entry = row[m + word - 1]
         prompt, earlier = row[: m + word - 1][:m].sum(), row[m : m + word - 1].sum() if word else 0.0
         page.evaluate(SHARES, [word, "all"])
         percents = [int(one) for one in re.findall(r"(\d+) % on", page.inner_text("#summary"))]
-        assert percents[:3] == pytest.approx([100 * prompt, 100 * earlier, 100 * own], abs=1), page.inner_text(
+        assert percents[:3] == pytest.approx([100 * prompt, 100 * earlier, 100 * entry], abs=1), page.inner_text(
             "#summary"
         )
         if word:
@@ -229,16 +229,16 @@ def test_a_words_own_place_is_no_earlier_word(opened):
                 "[...document.querySelectorAll('#sheet tbody tr:first-child td')].map(one => one.textContent)"
             )
             sums = [0 if one == "<1" else int(one) for one in last[-2:]]
-            assert sums == pytest.approx([100 * earlier, 100 * own], abs=1)
+            assert sums == pytest.approx([100 * earlier, 100 * entry], abs=1)
             assert (
                 page.evaluate("[...document.querySelectorAll('#sheet thead th')].at(-1).textContent") == "query token"
             )
 
 
 def test_a_source_with_an_encoder_can_be_clicked_too(opened):
-    found = explain_generation(t5(), SOURCE, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    page = opened(found.page())
-    row = found.values[0, :, -1]
+    actual = explain_generation(t5(), SOURCE, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    page = opened(actual.page())
+    row = actual.values[0, :, -1]
     np.testing.assert_allclose(page.evaluate(SHARES, [0, "all"])[:7], row / row.sum(), rtol=1e-3, atol=1e-6)
     page.click(".token >> nth=1")
     assert page.inner_text("h1").startswith("Attribution to")
@@ -246,13 +246,13 @@ def test_a_source_with_an_encoder_can_be_clicked_too(opened):
 
 @pytest.mark.parametrize("name", ["llava", "internvl"])
 def test_a_word_shows_its_map_on_the_image(name, opened):
-    found = written(name, neutral="user <image> the square", through_tower=name == "llava")
+    actual = written(name, neutral="user <image> the square", through_tower=name == "llava")
     for options in ({}, {"relative": True}):
-        page = opened(found.page(**options))
+        page = opened(actual.page(**options))
         for word in range(len(ANSWER)):
             shares = []
             for layer in (1, 2):
-                saliency = found.image(word, layer=layer, **options)
+                saliency = actual.image(word, layer=layer, **options)
                 share = saliency.grid / saliency.grid.sum() * saliency.facts["on_image"]
                 page.evaluate(SHARES, [word, str(layer)])
                 shown = page.evaluate(
@@ -268,13 +268,13 @@ def test_a_word_shows_its_map_on_the_image(name, opened):
 
 
 def test_a_reader_clicks_from_word_to_word_on_the_image(opened):
-    found = written()
-    page, drawn = opened(found.page()), "document.querySelector('.stage canvas').toDataURL()"
+    actual = written()
+    page, drawn = opened(actual.page()), "document.querySelector('.stage canvas').toDataURL()"
     assert page.inner_text("h1") == "Attribution of “red”"  # the first word that says something
     first = page.evaluate(drawn)
     page.click(".token >> text=heart")
     assert page.evaluate(drawn) != first
-    on_image = found.image("heart").facts["on_image"]
+    on_image = actual.image("heart").facts["on_image"]
     assert page.inner_text(".image .share") == f"{100 * on_image:.1f} % of “heart” on this image"
     assert f"({round(100 * on_image)} % on the image)" in page.inner_text("#summary")
     assert [one.inner_text() for one in page.query_selector_all(".small")] == ["red", "heart"]

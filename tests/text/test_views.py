@@ -50,17 +50,17 @@ def generation(n: int = 3, m: int = 4, layers: int = 2) -> Generation:
     return Generation(rows[:, :m], rows[:, m:], words(STRINGS[:m]), written, "m", "rollout", {"residual": 0.5})
 
 
-def test_what_comes_after_the_asked_token_is_unseen_by_a_decoder():
-    found = reading()
-    view = found.shaded()
+def test_what_comes_after_the_requested_token_is_unseen_by_a_decoder():
+    actual = reading()
+    view = actual.shaded()
     assert np.isnan(view.weights[4]) and not np.isnan(view.weights[:4]).any()
-    assert np.isnan(found.sheet().weights[:, 4]).all()
+    assert np.isnan(actual.sheet().weights[:, 4]).all()
     assert not np.isnan(reading(causal=False).shaded().weights).any()
-    np.testing.assert_allclose(view.weights[:4], found.weights[:4])
+    np.testing.assert_allclose(view.weights[:4], actual.weights[:4])
     assert view.title == "Attribution of “is”" and view.caption == "Attention rollout · m"
 
 
-def test_the_share_of_the_asked_token_is_told_beside_where_the_map_leaves_it_out():
+def test_the_share_of_the_requested_token_is_reported_next_to_where_the_map_leaves_it_out():
     assert "query token 40 %" in str(reading(self_share=0.4).shaded().trust)
 
 
@@ -68,18 +68,18 @@ def test_the_writing_position_has_no_number_where_its_share_stands_apart():
     raw = generation()
     values, among = raw.values.copy(), raw.among_generated.copy()
     values[0, 3] = among[1, 0] = among[2, 1] = 0  # as the receptive field leaves it
-    found = replace(raw, values=values, among_generated=among, self_share=np.full((3, 2), 0.4, np.float32))
-    view = found.sheet(generated=True)
+    actual = replace(raw, values=values, among_generated=among, self_share=np.full((3, 2), 0.4, np.float32))
+    view = actual.sheet(generated=True)
     numbers = [[cell.text for cell in row.cells if cell.selected] for row in view._table]
     assert numbers == [["·"]] * 3 and "query token 40 %" in view.text() and "· is the query token" in view.text()
-    assert "·" not in found.shaded(1)._tokens[4].number and "query token, reported" not in raw.sheet().text()
-    page = found.shaded(1).html()
+    assert "·" not in actual.shaded(1)._tokens[4].number and "query token, reported" not in raw.sheet().text()
+    page = actual.shaded(1).html()
     assert 'title="w0: query token, raw share 40.00 %, token 4"' in page and 'w1: not seen, token 5"' in page
 
 
 def test_what_is_printed_of_a_result_is_one_short_line():
-    told = repr(reading(text="the key " * 40 + "\x1b"))
-    assert told == f"Reading({('the key ' * 40)[:60]!r}, rollout, token='is', 5 tokens, 3 layers, m)"
+    reported = repr(reading(text="the key " * 40 + "\x1b"))
+    assert reported == f"Reading({('the key ' * 40)[:60]!r}, rollout, token='is', 5 tokens, 3 layers, m)"
     assert (
         repr(generation())
         == "Generation('<s> the key is w0 w1 w2', 3 tokens after a prompt of 4, rollout, 2 layers, m)"
@@ -96,22 +96,22 @@ def test_what_is_printed_of_a_result_is_one_short_line():
     assert repr(both[1]) == repr(one)
 
 
-def test_a_word_of_several_pieces_is_asked_about_as_one():
+def test_a_word_of_several_pieces_is_requested_about_as_one():
     assert reading(("<s>", "the", " cab", "inet"), selected=(2, 3)).shaded().title == "Attribution of “cabinet”"
 
 
 def test_the_sheet_has_the_rows_of_the_layers():
-    found = reading()
-    assert found.sheet().rows == ["layer 1", "layer 2", "layer 3"]
-    np.testing.assert_allclose(found.sheet().weights[:, :4], found.layers[:, :4])
+    actual = reading()
+    assert actual.sheet().rows == ["layer 1", "layer 2", "layer 3"]
+    np.testing.assert_allclose(actual.sheet().weights[:, :4], actual.layers[:, :4])
 
 
 def test_the_graph_shows_raw_attention_rollout_and_flow_of_each_layer():
-    found = reading()
-    raw, rollout, flow = found.graph().panels
-    np.testing.assert_allclose(raw.matrices, found.matrices, rtol=1e-6)
+    actual = reading()
+    raw, rollout, flow = actual.graph().panels
+    np.testing.assert_allclose(raw.matrices, actual.matrices, rtol=1e-6)
     expected = np.eye(5)
-    for layer, drawn in zip(found.matrices, rollout.matrices, strict=True):
+    for layer, drawn in zip(actual.matrices, rollout.matrices, strict=True):
         expected = (0.5 * layer + 0.5 * np.eye(5)) @ expected
         np.testing.assert_allclose(drawn, expected, atol=1e-6)
     # One layer's flow is its row; rows of later layers sum to 1, too.
@@ -122,9 +122,9 @@ def test_the_graph_shows_raw_attention_rollout_and_flow_of_each_layer():
 
 
 def test_the_paths_of_raw_attention_carry_what_arrives():
-    found = reading()
-    paths = found.graph().panels[0].paths
-    expected = np.eye(5)[3] @ found.matrices[2] @ found.matrices[1] @ found.matrices[0]
+    actual = reading()
+    paths = actual.graph().panels[0].paths
+    expected = np.eye(5)[3] @ actual.matrices[2] @ actual.matrices[1] @ actual.matrices[0]
     np.testing.assert_allclose(paths[0].sum(axis=0), expected, atol=1e-6)
 
 
@@ -138,13 +138,13 @@ def test_a_text_too_long_for_a_graph_is_refused_before_any_flow_is_solved():
 
 
 def test_a_generation_is_a_row_for_each_written_token():
-    found = generation()
-    sheet = found.sheet()
-    np.testing.assert_allclose(sheet.weights, found.values[..., -1])
+    actual = generation()
+    sheet = actual.sheet()
+    np.testing.assert_allclose(sheet.weights, actual.values[..., -1])
     np.testing.assert_allclose(sheet.weights.sum(axis=1) + sheet.rest, 1, atol=1e-6)
     assert sheet.rows == ["w0", "w1", "w2"] and sheet.rest[0] == 0
-    np.testing.assert_allclose(found.sheet(1).weights, found.values[..., 0])
-    whole = found.sheet(generated=True).weights
+    np.testing.assert_allclose(actual.sheet(1).weights, actual.values[..., 0])
+    whole = actual.sheet(generated=True).weights
     assert whole.shape == (3, 7) and np.isnan(whole[0, 4:]).all() and not np.isnan(whole[2, :6]).any()
 
 
@@ -175,19 +175,19 @@ def test_several_prompts_are_drawn_one_by_one():
 
 
 def test_results_are_json_and_show_themselves(tmp_path):
-    found, written = reading(), generation()
-    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["selected"] == [3]
+    actual, written = reading(), generation()
+    assert json.loads(json.dumps(actual.to_dict(), allow_nan=False))["selected"] == [3]
     assert json.loads(json.dumps(written.to_dict(), allow_nan=False))["generated_tokens"] == [" w0", " w1", " w2"]
-    assert "<bdi>key</bdi>" in found._repr_mimebundle_()["text/html"]
-    for one in (found, written):
+    assert "<bdi>key</bdi>" in actual._repr_mimebundle_()["text/html"]
+    for one in (actual, written):
         assert one.save(tmp_path / "view.png").stat().st_size > 1000
 
 
 @pytest.mark.skipif(not MINILM.is_dir(), reason="needs the trained BERT that is kept outside the project")
 def test_the_trained_bert_is_read():
-    found = vitflow.text.explain_text("The keys to the cabinet are here.", model=MINILM, token="are", preset="paper")
-    assert "[CLS]" in found.shaded().text()
-    layers = [layer[None] for layer in torch.from_numpy(found.matrices)]
-    rolled = attention_rollout(layers, num_prefix_tokens=0)[0, found.selected[0]]
-    np.testing.assert_allclose(found.weights, rolled.numpy(), atol=1e-5)
-    assert "keys" in found.graph(special=False).text()
+    actual = vitflow.text.explain_text("The keys to the cabinet are here.", model=MINILM, token="are", preset="paper")
+    assert "[CLS]" in actual.shaded().text()
+    layers = [layer[None] for layer in torch.from_numpy(actual.matrices)]
+    rolled = attention_rollout(layers, num_prefix_tokens=0)[0, actual.selected[0]]
+    np.testing.assert_allclose(actual.weights, rolled.numpy(), atol=1e-5)
+    assert "keys" in actual.graph(special=False).text()

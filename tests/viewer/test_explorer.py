@@ -33,8 +33,8 @@ CLASS = "</script><script>alert(2)</script>"
 
 @pytest.fixture(scope="module")
 def explainer() -> Explainer:
-    own = Explainer("demo")
-    return Explainer(own.model, class_names=[CLASS + name for name in own.class_names])
+    entry = Explainer("demo")
+    return Explainer(entry.model, class_names=[CLASS + name for name in entry.class_names])
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,10 @@ MAP = """async (asked) => {
 }"""
 
 
-def map_of(page, **asked) -> tuple[np.ndarray, tuple[float, float]]:
+def map_of(page, **requested) -> tuple[np.ndarray, tuple[float, float]]:
     """The browser's map of the first photograph for a state, and the limits of its colours."""
-    found = page.evaluate(MAP, asked)
-    return np.array(found["values"]).reshape(found["shape"]), (found["low"], found["high"])
+    actual = page.evaluate(MAP, requested)
+    return np.array(actual["values"]).reshape(actual["shape"]), (actual["low"], actual["high"])
 
 
 # --- Python's maps of the stored numbers -----------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def decoded(packed: dict) -> torch.Tensor:
         values = (upper.astype(np.uint16) << 8 | lower).view(np.float16)
     elif packed["code"] == "table":
         codes = np.frombuffer(raw, np.uint8).reshape(len(packed["tables"]), -1)
-        values = np.stack([np.array(table)[own] for table, own in zip(packed["tables"], codes, strict=True)])
+        values = np.stack([np.array(table)[entry] for table, entry in zip(packed["tables"], codes, strict=True)])
     else:
         values = np.frombuffer(raw, np.int8)
     return torch.from_numpy(values.reshape(shape).astype(np.float64))
@@ -124,35 +124,39 @@ def data(place) -> dict:
     return data_of(place / "page.html")
 
 
-def expected(image: dict, asked: dict) -> np.ndarray:
+def expected(image: dict, requested: dict) -> np.ndarray:
     """The map of a state by vitflow's own functions, in float64, of the numbers that the page holds."""
     rows, cols = image["grid"]
     readout = torch.tensor(image["readout"], dtype=torch.float64)
-    if asked.get("patch"):
-        row, col = map(int, asked["patch"].split(","))
+    if requested.get("patch"):
+        row, col = map(int, requested["patch"].split(","))
         readout = torch.eye(len(readout), dtype=torch.float64)[image["prefix"] + row * cols + col]
-    if asked["map"] in ("gae", "sampling", "consensus"):
-        grid = torch.tensor(next(own for own in image["maps"] if own["method"] == asked["map"])["values"])
-        if asked["map"] == "sampling" and asked["refine"]:
+    if requested["map"] in ("gae", "sampling", "consensus"):
+        grid = torch.tensor(next(entry for entry in image["maps"] if entry["method"] == requested["map"])["values"])
+        if requested["map"] == "sampling" and requested["refine"]:
             grid = grid.clamp_min(0.0)
     else:
-        options = {"discard_ratio": asked["discard_ratio"], "num_prefix_tokens": image["prefix"], "readout": readout}
-        name = f"{asked['head_fusion']} {'weighted' if asked['value_weighted'] else 'plain'}"
+        options = {
+            "discard_ratio": requested["discard_ratio"],
+            "num_prefix_tokens": image["prefix"],
+            "readout": readout,
+        }
+        name = f"{requested['head_fusion']} {'weighted' if requested['value_weighted'] else 'plain'}"
         layers = [layer.unsqueeze(0) for layer in unpacked(image["attention"][name])]
-        if asked["map"] == "rollout":
-            own = {"residual": asked["residual"], "start_layer": asked["start"]}
-            tokens = attention_rollout(layers[: asked["end"]], **own, **options)
+        if requested["map"] == "rollout":
+            entry = {"residual": requested["residual"], "start_layer": requested["start"]}
+            tokens = attention_rollout(layers[: requested["end"]], **entry, **options)
         else:
-            if asked["head"]:
+            if requested["head"]:
                 heads = unpacked(image["heads"]).unflatten(0, (len(layers), -1))
-                layers = [layer.unsqueeze(0) for layer in heads[:, int(asked["head"])]]
-            tokens = raw_attention(layers, layer=asked["layer"], **options)
+                layers = [layer.unsqueeze(0) for layer in heads[:, int(requested["head"])]]
+            tokens = raw_attention(layers, layer=requested["layer"], **options)
         grid = tokens[0, image["prefix"] :]
     grid = grid.double().reshape(1, rows, cols)
-    if asked["refine"] and asked["map"] != "consensus":
-        names = ["attention", "keys"] if asked["affinity"] == "both" else [asked["affinity"]]
+    if requested["refine"] and requested["map"] != "consensus":
+        names = ["attention", "keys"] if requested["affinity"] == "both" else [requested["affinity"]]
         whole = [matrix_of(unpacked(image["affinities"][name]), rows * cols) for name in names]
-        for _ in range(asked["refine"]):
+        for _ in range(requested["refine"]):
             grid = sum(refine(grid, Affinity(keys=balance(matrix.unsqueeze(0))), 1) for matrix in whole) / len(whole)
     return grid[0].numpy()
 
@@ -164,17 +168,17 @@ def matrix_of(triangle: torch.Tensor, size: int) -> torch.Tensor:
     return matrix
 
 
-def departure(image: dict, asked: dict) -> str:
-    """How Python tells that a map departs from its publication; its layers and patch have a line of their own."""
-    method = get_method(asked["map"])
-    if asked["map"] not in ("rollout", "attention"):
-        [options, *_] = [own["options"] for own in image["maps"] if own["method"] == asked["map"]]
-        options = {**options, **({"refine": asked["refine"]} if method.refined != "within" else {})}
-        return departures(method, options | ({"affinity": asked["affinity"]} if method.refined != "within" else {}))
+def departure(image: dict, requested: dict) -> str:
+    """Return the caption of a map's departures in Python; layers and patch have a separate line."""
+    method = get_method(requested["map"])
+    if requested["map"] not in ("rollout", "attention"):
+        [options, *_] = [entry["options"] for entry in image["maps"] if entry["method"] == requested["map"]]
+        options = {**options, **({"refine": requested["refine"]} if method.refined != "within" else {})}
+        return departures(method, options | ({"affinity": requested["affinity"]} if method.refined != "within" else {}))
     named = ("discard_ratio", "residual", "refine", "affinity")
-    given = {name: asked[name] for name in named if method.accepts(name)}
-    if asked["map"] == "rollout" or not asked["head"]:
-        given |= {"head_fusion": asked["head_fusion"], "value_weighted": asked["value_weighted"] and "output"}
+    given = {name: requested[name] for name in named if method.accepts(name)}
+    if requested["map"] == "rollout" or not requested["head"]:
+        given |= {"head_fusion": requested["head_fusion"], "value_weighted": requested["value_weighted"] and "output"}
     return departures(method, {**method.published, **given})
 
 
@@ -199,12 +203,12 @@ def random_state(generator: np.random.Generator, layers: int, heads: int, number
 def test_the_maps_of_the_browser_are_those_of_python(page, data):
     generator = np.random.default_rng(0)
     for number in range(20):
-        asked = random_state(generator, data["layers"], data["heads"], number) | {"b": -1}
-        found, limits = map_of(page, **asked)
-        wanted = expected(data["images"][0], asked)
-        assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max(), asked
-        assert limits == pytest.approx(scale_range(wanted), rel=1e-6), asked
-        assert page.locator("#panel-a .departs").text_content() == departure(data["images"][0], asked), asked
+        requested = random_state(generator, data["layers"], data["heads"], number) | {"b": -1}
+        actual, limits = map_of(page, **requested)
+        wanted = expected(data["images"][0], requested)
+        assert np.abs(actual - wanted).max() <= 1e-6 * np.abs(wanted).max(), requested
+        assert limits == pytest.approx(scale_range(wanted), rel=1e-6), requested
+        assert page.locator("#panel-a .departs").text_content() == departure(data["images"][0], requested), requested
 
 
 def test_ties_are_discarded_by_position(page):
@@ -223,7 +227,7 @@ def test_ties_are_discarded_by_position(page):
 
 def test_with_nothing_discarded_the_browser_is_within_a_thousandth_of_full_precision(page, place, explainer):
     for fusion, weighted, patch in (("mean", False, None), ("max", True, (3, 7)), ("min", False, (11, 0))):
-        found, _ = map_of(
+        actual, _ = map_of(
             page,
             map="rollout",
             head_fusion=fusion,
@@ -234,16 +238,16 @@ def test_with_nothing_discarded_the_browser_is_within_a_thousandth_of_full_preci
         )
         options = {"head_fusion": fusion, "value_weighted": "output" if weighted else False, "patch": patch}
         wanted = explainer.explain(place / "first.png", method="rollout", discard_ratio=0, refine=1, **options).grid
-        assert np.abs(found - wanted).max() <= 1e-3 * wanted.max()
+        assert np.abs(actual - wanted).max() <= 1e-3 * wanted.max()
 
 
-def test_likeness_is_the_cosine_of_what_the_patches_hold(page, data):
-    asked = (
+def test_similarity_is_the_cosine_of_what_the_patches_hold(page, data):
+    requested = (
         "async () => { take({ map: 'similarity', patch: '2,3' }); await update(); return [...panels.b.map.values]; }"
     )
-    found = np.array(page.evaluate(asked))
+    actual = np.array(page.evaluate(requested))
     first, second = (torch.nn.functional.normalize(unpacked(one["features"]), dim=-1) for one in data["images"])
-    assert found == pytest.approx((second @ first[2 * 12 + 3]).numpy(), abs=1e-6)
+    assert actual == pytest.approx((second @ first[2 * 12 + 3]).numpy(), abs=1e-6)
     limits = page.evaluate("sides.map((side) => [panels[side].map.low, panels[side].map.high])")
     assert limits[0] == limits[1]
 
@@ -252,7 +256,7 @@ def test_likeness_is_the_cosine_of_what_the_patches_hold(page, data):
 
 
 def point_of(page, side: str, row: int, col: int) -> tuple[float, float]:
-    """Where on the screen the middle of a patch lies."""
+    """Return the position of a patch's centre on the screen."""
     box = page.locator(f"#panel-{side} .frame").bounding_box()
     left, top, right, bottom = page.evaluate(f"imageOf('{side}').window")
     rows, cols = page.evaluate(f"imageOf('{side}').grid")
@@ -267,22 +271,29 @@ def test_a_click_asks_a_patch_and_the_pointer_reads_values(page, data):
         page.mouse.click(*point_of(page, side, 4, 9))
         assert "from the patch in row 4, column 9" in panel.locator(".from").text_content()
         defaults = {"map": "rollout", "head_fusion": "max", "value_weighted": True, "discard_ratio": 0.9}
-        asked = {**defaults, "residual": 0.5, "start": 1, "end": data["layers"], "refine": 1, "affinity": "attention"}
-        wanted = expected(image, {**asked, "patch": "4,9"})
+        requested = {
+            **defaults,
+            "residual": 0.5,
+            "start": 1,
+            "end": data["layers"],
+            "refine": 1,
+            "affinity": "attention",
+        }
+        wanted = expected(image, {**requested, "patch": "4,9"})
         page.mouse.move(*point_of(page, side, 5, 6))
         reading = panel.locator(".reading").text_content()
-        found = re.fullmatch(r"row 5, column 6: (\S+) — number (\d+) of 144 patches", reading)
-        assert float(found[1].replace("−", "-")) == pytest.approx(wanted[5, 6], rel=1e-3)
-        assert int(found[2]) == 1 + (wanted > wanted[5, 6]).sum()
+        actual = re.fullmatch(r"row 5, column 6: (\S+) — number (\d+) of 144 patches", reading)
+        assert float(actual[1].replace("−", "-")) == pytest.approx(wanted[5, 6], rel=1e-3)
+        assert int(actual[2]) == 1 + (wanted > wanted[5, 6]).sum()
     page.mouse.move(*(point_of(page, "b", 5, -2)))  # the crop left this out
     assert page.locator("#panel-b .reading").text_content() == "the model did not see this part"
     assert page.locator("#panel-b .seen").is_visible() and page.locator("#panel-a .seen").is_hidden()
 
 
-def test_a_map_that_cannot_be_asked_says_so_over_the_image(page):
-    told = page.locator("#panel-a .message")
+def test_a_map_that_cannot_be_requested_says_so_over_the_image(page):
+    reported = page.locator("#panel-a .message")
     page.mouse.click(*point_of(page, "a", 4, 9))
-    assert told.is_hidden() and page.locator("#keys").text_content().startswith("Click a patch")
+    assert reported.is_hidden() and page.locator("#keys").text_content().startswith("Click a patch")
     page.get_by_role("tab", name="GAE").click()
     until(page, "panels.a.map.own")
     silent = "GAE was computed for the whole output and is not available for a single patch."
@@ -292,10 +303,10 @@ def test_a_map_that_cannot_be_asked_says_so_over_the_image(page):
         page.evaluate("update()")
         until(page, "panels.a.message.hidden")
         ask()
-        assert told.text_content() == silent == page.locator("#silent").text_content()
-        inside, stage = told.bounding_box(), page.locator("#panel-a .stage").bounding_box()
+        assert reported.text_content() == silent == page.locator("#silent").text_content()
+        inside, stage = reported.bounding_box(), page.locator("#panel-a .stage").bounding_box()
         assert stage["y"] < inside["y"] and inside["y"] + inside["height"] < stage["y"] + stage["height"]
-        assert told.evaluate("(one) => getComputedStyle(one).pointerEvents") == "none"
+        assert reported.evaluate("(one) => getComputedStyle(one).pointerEvents") == "none"
     page.get_by_role("tab", name="Attention rollout").click()
     until(page, "panels.a.message.hidden && panels.a.map.layers !== null")
 
@@ -329,30 +340,32 @@ def test_colours_can_be_chosen_on_every_tab(page, mode):
     assert len(seen) == 4
 
 
-def test_who_opens_the_page_is_invited_to_click_until_something_is_asked(browser, place):
+def test_who_opens_the_page_is_invited_to_click_until_something_is_requested(browser, place):
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     address = (place / "page.html").as_uri()
     page.goto(address)
-    told = page.locator("#panel-a .message")
-    told.wait_for(state="visible")
-    assert told.text_content() == "Click a patch to see its attention."
+    reported = page.locator("#panel-a .message")
+    reported.wait_for(state="visible")
+    assert reported.text_content() == "Click a patch to see its attention."
     assert page.locator("#panel-b .message").is_hidden()
     page.mouse.click(*point_of(page, "a", 4, 9))
-    told.wait_for(state="hidden")
+    reported.wait_for(state="hidden")
     page.evaluate("begin({})")  # the whole answer again: the reader knows by now
     until(page, "panels.a.map && state.patch === ''")
-    assert told.is_hidden()
+    assert reported.is_hidden()
     page.goto("about:blank")
     page.goto(address + "#patch=2,3")  # an address that asks something was sent by someone
     until(page, "panels.a.map && state.patch === '2,3'")
-    assert told.is_hidden()
+    assert reported.is_hidden()
     page.close()
 
 
-def test_tabs_say_which_maps_can_be_asked_of_a_patch(page):
+def test_tabs_say_which_maps_can_be_requested_of_a_patch(page):
     groups = page.locator("#maps .group")
-    told = {one.locator(".which").text_content(): one.get_by_role("tab").all_text_contents() for one in groups.all()}
-    assert told == {
+    reported = {
+        one.locator(".which").text_content(): one.get_by_role("tab").all_text_contents() for one in groups.all()
+    }
+    assert reported == {
         "Click a patch:": ["Attention rollout", "Raw attention", "Similar patches"],
         "Whole answer only:": ["GAE", "Sampling", "Consensus"],
     }
@@ -360,18 +373,18 @@ def test_tabs_say_which_maps_can_be_asked_of_a_patch(page):
 
 
 @pytest.mark.parametrize("mode", ["rollout", "attention"])
-def test_the_map_of_a_patch_is_told_and_shown_beside_that_of_the_whole_answer(page, data, mode):
+def test_the_map_of_a_patch_is_reported_and_shown_next_to_that_of_the_whole_answer(page, data, mode):
     whole, _ = map_of(page, map=mode)
     assert page.locator("#panel-a .comparison").is_hidden()
-    own, _ = map_of(page, map=mode, patch="4,9")
-    alike = np.corrcoef(own.ravel(), whole.ravel())[0, 1]
-    told = page.locator("#panel-a .correlation").text_content()
-    assert told == f"Correlation with the map of the whole answer: {alike:.2f}. ".replace("-", "−")
+    entry, _ = map_of(page, map=mode, patch="4,9")
+    similar = np.corrcoef(entry.ravel(), whole.ravel())[0, 1]
+    reported = page.locator("#panel-a .correlation").text_content()
+    assert reported == f"Correlation with the map of the whole answer: {similar:.2f}. ".replace("-", "−")
     page.locator("#panel-a .less").click()
     until(page, "state.less && panels.a.map.ends")
     assert page.locator("#panel-a .less").text_content() == "Show the map itself"
-    difference = np.array(page.evaluate("[...panels.a.map.values]")).reshape(own.shape)
-    np.testing.assert_allclose(difference, own / own.sum() - whole / whole.sum(), atol=1e-9)
+    difference = np.array(page.evaluate("[...panels.a.map.values]")).reshape(entry.shape)
+    np.testing.assert_allclose(difference, entry / entry.sum() - whole / whole.sum(), atol=1e-9)
     ends = page.locator("#panel-a .ends")
     assert ends.is_visible() and ends.inner_text().split("\n") == ["more in the whole answer", "more in this patch"]
     assert "less the map of the whole answer" in page.locator("#panel-a .from").text_content()
@@ -452,10 +465,10 @@ def test_the_strip_shows_the_map_layer_by_layer(page):
     "drawing", [{"alpha": 0.0}, {"alpha": 0.8}, {"alpha": 0.3, "background": "dim"}, {"contours": True}]
 )
 def test_the_png_is_the_overlay_of_vitflow(page, place, explainer, drawing):
-    asked = {"discard_ratio": 0.0, **drawing}
-    if "alpha" in asked:
-        asked["opacity"] = asked.pop("alpha")
-    page.evaluate("(asked) => begin(asked)", asked)
+    requested = {"discard_ratio": 0.0, **drawing}
+    if "alpha" in requested:
+        requested["opacity"] = requested.pop("alpha")
+    page.evaluate("(asked) => begin(asked)", requested)
     with page.expect_download() as download:
         page.locator("#save").click()
     assert download.value.suggested_filename == "first-rollout.png"
@@ -497,21 +510,21 @@ def test_everything_has_a_name_and_fits_on_a_phone(page):
 # --- the command and the code ----------------------------------------------------------------------------------------
 
 
-def test_the_code_of_a_difference_makes_it(own_page, place, monkeypatch):
+def test_the_code_of_a_difference_makes_it(custom_page, place, monkeypatch):
     monkeypatch.chdir(place)
-    asked = {"map": "rollout", "patch": "4,9", "less": True}
-    call = own_page.evaluate(CALLS, asked)
+    requested = {"map": "rollout", "patch": "4,9", "less": True}
+    call = custom_page.evaluate(CALLS, requested)
     assert call["command"].startswith("# the map of the patch; the difference is made in Python\nvitflow explain")
     names: dict = {}
     exec(call["python"], names)
-    np.testing.assert_allclose(names["difference"], map_of(own_page, **asked)[0], atol=2e-5)
+    np.testing.assert_allclose(names["difference"], map_of(custom_page, **requested)[0], atol=2e-5)
 
 
 CALLS = "async (asked) => { await begin(asked); return currentCall(); }"
 
 
 @pytest.fixture
-def own_page(browser, place, monkeypatch):
+def custom_page(browser, place, monkeypatch):
     """A page that the command line made in the folder of the photographs, with its model called demo."""
     monkeypatch.chdir(place)
     arguments = ["explore", "first.png", HOSTILE, "--model", "demo", "--method", "gae", "-o", "own.html"]
@@ -524,7 +537,7 @@ def own_page(browser, place, monkeypatch):
     page.close()
 
 
-def test_the_command_and_the_code_make_the_map_that_is_seen(own_page, place):
+def test_the_command_and_the_code_make_the_map_that_is_seen(custom_page, place):
     states = [
         {"map": "rollout", "patch": "3,4", "discard_ratio": 0, "start": 2, "head_fusion": "mean"},
         {
@@ -541,20 +554,22 @@ def test_the_command_and_the_code_make_the_map_that_is_seen(own_page, place):
         {"map": "rollout", "end": 3, "patch": "1,1", "discard_ratio": 0},
         {"map": "similarity", "patch": "2,3"},
     ]
-    for asked in states:
-        told, (found, _) = own_page.evaluate(CALLS, asked), map_of(own_page, **asked)
+    for requested in states:
+        reported, (actual, _) = custom_page.evaluate(CALLS, requested), map_of(custom_page, **requested)
         names: dict = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exec(told["python"], names)
+            exec(reported["python"], names)
         code = names["saliency"].grid
-        tolerance = {"similarity": 0.02, "attention": 0.04}.get(asked["map"], 1e-3)  # of 8 bits, and of half precision
-        assert np.abs(code - found).max() <= tolerance * np.abs(found).max(), told["python"]
-        words = shlex.split(told["command"])
+        tolerance = {"similarity": 0.02, "attention": 0.04}.get(
+            requested["map"], 1e-3
+        )  # of 8 bits, and of half precision
+        assert np.abs(code - actual).max() <= tolerance * np.abs(actual).max(), reported["python"]
+        words = shlex.split(reported["command"])
         done = CliRunner().invoke(cli, [*words[1:], "--save-map", "-o", "map.png"])
         assert done.exit_code == 0, done.output
         with np.load("map.npz") as saved:
-            assert np.abs(saved["grid"] - code).max() <= 1e-6 * np.abs(code).max(), told["command"]
+            assert np.abs(saved["grid"] - code).max() <= 1e-6 * np.abs(code).max(), reported["command"]
 
 
 # --- what fits, and what does not ------------------------------------------------------------------------------------
@@ -575,16 +590,20 @@ def test_what_does_not_fit_is_left_out_and_said(browser, tmp_path, explainer):
     least = explore(image, model=explainer, methods=["gae"], max_size=0.01)
     [held] = whole_data(least)["images"]
     assert list(held["attention"]) == ["max weighted"] and held["attention"]["max weighted"]["code"] == "table"
-    told = " ".join(least.notes)
-    assert "stored in 8 bits" in told and "cannot be made as small as 0.01 MB" in told and "min over heads" in told
+    reported = " ".join(least.notes)
+    assert (
+        "stored in 8 bits" in reported
+        and "cannot be made as small as 0.01 MB" in reported
+        and "min over heads" in reported
+    )
     assert all(note in least.html.replace("&#39;", "'") for note in least.notes[:-1])
     page = browser.new_page()
     page.goto(least.save(tmp_path / "least.html").as_uri())
-    asked = {"discard_ratio": 0.9, "residual": 0.5, "start": 1, "end": 4, "refine": 1, "affinity": "attention"}
-    asked |= {"map": "rollout", "head_fusion": "max", "value_weighted": True, "patch": "5,5"}
-    asked["end"] = whole_data(least)["layers"]
-    found, wanted = map_of(page, **asked)[0], expected(held, asked)
-    assert np.abs(found - wanted).max() <= 1e-6 * wanted.max()
+    requested = {"discard_ratio": 0.9, "residual": 0.5, "start": 1, "end": 4, "refine": 1, "affinity": "attention"}
+    requested |= {"map": "rollout", "head_fusion": "max", "value_weighted": True, "patch": "5,5"}
+    requested["end"] = whole_data(least)["layers"]
+    actual, wanted = map_of(page, **requested)[0], expected(held, requested)
+    assert np.abs(actual - wanted).max() <= 1e-6 * wanted.max()
     assert page.locator('[data-name="head_fusion"]').is_disabled()
     assert "had room for this one fusion only" in page.locator('fieldset[data-for="attention"] .why').text_content()
     page.close()
@@ -618,7 +637,7 @@ def test_a_model_with_windows_says_what_its_page_cannot_compute(browser, tmp_pat
     page.close()
 
 
-def test_a_notebook_shows_the_page_in_a_frame_of_its_own(browser):
+def test_a_notebook_shows_the_page_in_a_frame(browser):
     page = browser.new_page()
     made = vitflow.explore(Image.new("RGB", (64, 64), "teal"), model=small(), methods=["gae"])
     page.set_content(made._repr_html_())

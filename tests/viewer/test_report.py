@@ -109,10 +109,10 @@ def test_the_slider_moves_the_opacity_of_this_image_alone(page):
 def test_tabs_change_the_map(page):
     draw = "() => document.getElementById('heat').toDataURL()"
     before = page.evaluate(draw)
-    told = page.locator("#departs")
-    assert told.text_content() == "max over heads, 90% discarded, value-weighted, refined by attention"
+    reported = page.locator("#departs")
+    assert reported.text_content() == "max over heads, 90% discarded, value-weighted, refined by attention"
     page.get_by_role("tab", name="centre").click()
-    assert told.text_content() == ""
+    assert reported.text_content() == ""
     assert page.get_by_role("tab", name="centre").get_attribute("aria-selected") == "true"
     assert page.get_by_role("tab", name="rollout").get_attribute("aria-selected") == "false"
     assert page.evaluate(draw) != before
@@ -120,7 +120,7 @@ def test_tabs_change_the_map(page):
     assert page.evaluate(draw) == before
 
 
-def test_pointing_at_a_patch_tells_its_value(page, summary):
+def test_pointing_at_a_patch_reports_its_value(page, summary):
     row = next(iter(summary))
     page.locator(".card", has_text=row["input"]).first.click()
     grid, box = grid_of(summary, row, "rollout"), page.locator("#frame").bounding_box()
@@ -130,10 +130,10 @@ def test_pointing_at_a_patch_tells_its_value(page, summary):
         scale = box["width"] / 48
         page.mouse.move(box["x"] + scale * (left + right) / 2, box["y"] + scale * (top + bottom) / 2)
         reading = page.locator("#reading").text_content()
-        found = re.fullmatch(r"row (\d), column (\d): (\S+) — number (\d+) of 16 patches", reading)
-        assert (int(found[1]), int(found[2])) == (line, column)
-        assert float(found[3]) == pytest.approx(grid[line, column], rel=1e-3)
-        assert int(found[4]) == 1 + (grid > grid[line, column]).sum()
+        actual = re.fullmatch(r"row (\d), column (\d): (\S+) — number (\d+) of 16 patches", reading)
+        assert (int(actual[1]), int(actual[2])) == (line, column)
+        assert float(actual[3]) == pytest.approx(grid[line, column], rel=1e-3)
+        assert int(actual[4]) == 1 + (grid > grid[line, column]).sum()
         patch = page.locator("#patch").bounding_box()
         assert patch["x"] - box["x"] == pytest.approx(left * scale, abs=1)
         assert patch["width"] == pytest.approx((right - left) * scale, abs=1)
@@ -359,8 +359,8 @@ def test_names_stand_in_their_natural_order(tmp_path):
         (source / f"{number}.jpg").write_bytes(image_bytes(number))
     model = timm.create_model("vit_tiny_patch16_224", num_classes=12, img_size=32, depth=1)
     model.pretrained_cfg["label_names"] = [f"class {number}" for number in range(12)]
-    found = explain_folder(source, tmp_path / "out", model=model, methods=["centre"], workers=0, report=True)
-    text = found.report.read_text()
+    actual = explain_folder(source, tmp_path / "out", model=model, methods=["centre"], workers=0, report=True)
+    text = actual.report.read_text()
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
     assert [image["name"] for image in data["images"]] == [f"{number}.jpg" for number in (1, 2, 9, 10, 11, 100)]
     classes = re.findall(r"<option>class (\d+)</option>", text)
