@@ -38,17 +38,22 @@ default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!vitflow\.[\w.]+$).*"),
-    (r"py:class", r"vitflow\..*\.(Balanced|Coordinate|ModuleAttention|Panel|ShownImage|Values)"),
+    (
+        r"py:class",
+        r"vitflow\..*\.(_?[A-Z]\w*Options|Balanced|Call|ClosedReadout|Coordinate|Head|ModuleAttention|Panel)",
+    ),
+    (r"py:class", r"vitflow\..*\.(PlacedImage|Prompts|ShownImage|SimilarityTo|Thumbnails|Values|_Token)"),
 ]
 
 
 def public_names() -> dict[str, str]:
     """What a reader calls each public name, by where it is made."""
     found = {}
-    for room in ("vitflow", "vitflow.evaluation", "vitflow.demo"):
+    namespaces = ("text", "folder", "methods", "evaluation", "demo")
+    for room in ("vitflow", *(f"vitflow.{namespace}" for namespace in namespaces)):
         stub = Path(find_spec(room).origin).with_suffix(".pyi")
         for node in ast.parse(stub.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ImportFrom):
+            if isinstance(node, ast.ImportFrom) and node.module:  # `from . import text` is a namespace
                 names = {f"{room}.{node.module}.{alias.name}": f"{room}.{alias.name}" for alias in node.names}
                 found = names | found
     return found
@@ -98,12 +103,12 @@ def options_of_methods() -> str:
     for method in vitflow.list_methods():
         defaults = ", ".join(f"`{key}={value!r}`" for key, value in method.defaults.items())
         paper = ", ".join(f"`{key}={value!r}`" for key, value in method.presets.get("paper", {}).items())
-        texts += [f"### {method.name}\n", f"{method.summary}\n", f"- It answers: {method.question}"]
-        texts += ["- It depends on the class that is asked for."] * method.class_specific
+        texts += [f"### {method.name}\n", f"{method.summary}\n", f"- Question: {method.question}"]
+        texts += ["- Class-specific."] * method.class_specific
         texts += [f"- Options and defaults: {defaults or 'none'}"]
         texts += [f'- As published, `preset="paper"`: {paper}'] * bool(paper)
         texts += [f"- Source: {method.paper}"] * bool(method.paper) + [""]
-    texts += ["## Options\n", "| option | what it says | values |", "|---|---|---|"]
+    texts += ["## Options\n", "| option | meaning | values |", "|---|---|---|"]
     texts += [
         f"| `{name}` | {option.help} | {option.values.replace('|', ', ')} |".replace("\n", " ")
         for name, option in METHOD_OPTIONS.items()
@@ -113,7 +118,7 @@ def options_of_methods() -> str:
 
 def all_names() -> str:
     """A row for each public name: what it is, in one sentence."""
-    rows = ["| name | what it is |", "|---|---|"]
+    rows = ["| name | description |", "|---|---|"]
     for name in PUBLIC.values():
         room, _, last = name.rpartition(".")
         found = getattr(import_module(room), last)

@@ -106,10 +106,10 @@ def open_dataset(
     """Open data to evaluate on; images are read later.
 
     - `demo:500`: 500 demo images with an exact mask of every object (`demo:500:1000`: starting at seed 1000).
-    - COCO JSON (boxes, polygons, run lengths), or a JSON list of `{"file": …, "boxes": [[left, top, right, bottom], …],
-      "label": …}` such as boxes.json; a folder with one of these. `label` is a class name and `label_index` an index,
-      `size` [width, height] is compared with the image, and a box may be `{"box": […], "label": …}`. Edges are in
-      pixels; right and bottom are exclusive.
+    - COCO JSON (boxes, polygons, run lengths), or a JSON list such as boxes.json, with entries
+      `{"file": …, "boxes": [[left, top, right, bottom], …], "label": …}`; a folder with one of these. `label` is a
+      class name and `label_index` an index, `size` [width, height] is compared with the image, and a box may be
+      `{"box": […], "label": …}`. Edges are in pixels; right and bottom are exclusive.
     - A folder with masks: the mask of `NAME.jpg` is `NAME_mask.png`, `NAME-mask.png` or `NAME.mask.png` next to it, or
       `masks/NAME.png`. Pixels other than 0 are the region. If there is a file `classes.txt` next to the masks or the
       images, pixels of value k have the class in its line k, and 255 is unknown.
