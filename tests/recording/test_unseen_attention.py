@@ -165,7 +165,7 @@ def test_a_layer_that_is_not_seen_is_refused_by_its_name(how):
     torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
     assert (state_of(model), generators()) == before
     with pytest.raises(
-        UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) .* sampling, occlusion, gradcam"
+        UnsupportedModelError, match=r"Custom \(blocks\.2\.attn\) .* sampling, occlusion, gradcam"
     ) as error:
         _ = trace.readout
     assert "\n" not in str(error.value)
@@ -389,7 +389,7 @@ def in_fused_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_a_loop_over_images_is_recorded_for_one_and_refused_for_several(how, batch):
     model = with_custom(how, blocks=(0, 1, 2))
     agree(model, torch.randn(1, 3, 32, 32))
-    with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.0\.attn\) .* image by image.* one image"):
+    with pytest.raises(UnsupportedModelError, match=r"Custom \(blocks\.0\.attn\) .* image by image.* one image"):
         with torch.no_grad(), record_attention(model):
             model(torch.randn(batch, 3, 32, 32))
 
@@ -398,7 +398,7 @@ def test_a_loop_over_images_is_recorded_for_one_and_refused_for_several(how, bat
 @pytest.mark.parametrize("how", [in_chunks, in_fused_chunks])
 def test_queries_in_chunks_are_refused(how, batch):
     model = with_custom(how)
-    with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) .* chunk by chunk.* occlusion"):
+    with pytest.raises(UnsupportedModelError, match=r"Custom \(blocks\.2\.attn\) .* chunk by chunk.* occlusion"):
         with torch.no_grad(), record_attention(model):
             model(torch.randn(batch, 3, 32, 32))
     model.zero_grad()
@@ -481,7 +481,7 @@ def test_methods_that_need_no_attention_explain_what_is_refused():
     explainer = Explainer(model)
     image = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
     for method in ("rollout", "attention", "flow", "gae"):
-        with pytest.raises(UnsupportedModelError, match=r"Own \(blocks\.2\.attn\) in VisionTransformer mixes"):
+        with pytest.raises(UnsupportedModelError, match=r"Custom \(blocks\.2\.attn\) in VisionTransformer mixes"):
             explainer.explain(image, method=method, **({"target": 1} if method == "gae" else {}))
     for method, options in (("sampling", {"masks": 8}), ("occlusion", {}), ("gradcam", {}), ("input_gradient", {})):
         assert explainer.explain(image, method=method, target=1, **options).heatmap.shape == (32, 32)
@@ -525,7 +525,7 @@ def test_mixing_that_is_known_is_no_unseen_attention(how):
     model.blocks[1].mlp = MixedMlp(model.blocks[1].mlp, how)
     assert run(model, torch.randn(1, 3, 32, 32)).refusal is None
     model.blocks[2].attn = Custom(model.blocks[2].attn, by_hand)  # and does not hide one in another block
-    assert "Own (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
+    assert "Custom (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
 
 
 def test_tokens_in_another_order_are_no_unseen_attention():
@@ -542,13 +542,13 @@ def test_tokens_in_another_order_are_no_unseen_attention():
 def test_the_probe_holds_in_every_precision(dtype):
     pixels = torch.randn(1, 3, 32, 32, dtype=dtype)
     assert run(build().to(dtype), pixels).refusal is None
-    assert "Own (blocks.2.attn)" in run(with_custom(by_hand).to(dtype), pixels).refusal
+    assert "Custom (blocks.2.attn)" in run(with_custom(by_hand).to(dtype), pixels).refusal
 
 
 def test_the_probe_finds_attention_behind_a_small_scale_and_in_windows():
     model = build(init_values=1e-5)
     model.blocks[2].attn = Custom(model.blocks[2].attn, by_logarithm)
-    assert "Own (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
+    assert "Custom (blocks.2.attn)" in run(model, torch.randn(1, 3, 32, 32)).refusal
     swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(2, 2), img_size=56, window_size=7).eval()
     swin.set_input_size(img_size=(56, 56))
     pixels = torch.randn(1, 3, 56, 56)
@@ -573,7 +573,7 @@ def test_the_probe_leaves_a_model_in_training_mode_as_it_was():
         twin(pixels)
     after = generators()
     torch.manual_seed(1)
-    assert "Own (blocks.2.attn)" in run(model, pixels).refusal
+    assert "Custom (blocks.2.attn)" in run(model, pixels).refusal
     assert generators() == after
     assert all(module.training for module in model.modules())
     assert norm.num_batches_tracked == twin.batch_norm.num_batches_tracked == 1
@@ -595,7 +595,7 @@ def test_threads_that_probe_one_model_get_the_same():
     for thread in threads:
         thread.join()
     for (refusal, trace), layers in zip(actual, wanted, strict=True):
-        assert "Own (blocks.2.attn)" in refusal
+        assert "Custom (blocks.2.attn)" in refusal
         assert trace.refusal is None
         assert all(torch.equal(one, other) for one, other in zip(trace.fused(), layers, strict=True))
 
