@@ -179,7 +179,9 @@ model_options = _together(
     ),
     click.option("--class-names", panel="Model", type=FILE, help="File with class names: one per line, or JSON."),
     name_option,
-    click.option("--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device.  [default: a GPU if available]"),
+    click.option(
+        "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device to run on.  [default: a GPU if available]"
+    ),
     click.option(
         "--dtype", panel="Model", type=click.Choice(DTYPES), help="Floating-point precision.  [default: the model's]"
     ),
@@ -188,7 +190,7 @@ model_options = _together(
         panel="Images",
         type=click.Choice(FITS),
         default="crop",
-        help="How to fit the image to the model input: the model's center crop, squash the whole image, pad it, or "
+        help="How to fit the image to the model input: the model's centre crop, squash the whole image, pad it, or "
         "keep its aspect ratio and size (native).",
     ),
 )
