@@ -43,10 +43,12 @@ check: install
 	$(BIN)/python -m tests.option_types
 	$(BIN)/python -m tests.language
 
-# The source distribution and the wheel, checked, and tried in an empty environment.
+# The source distribution and the wheel, checked, and tried without network in an empty environment of each Python.
+PYTHONS ?= $(PYTHON)
+
 dist: install
 	$(BIN)/python -m pip install --quiet --editable ".[dist]"
-	$(BIN)/python -m tests.package
+	$(BIN)/python -m tests.package $(foreach python,$(PYTHONS),--python $(python))
 
 # The site of the documentation, without network: docs/_build/html/index.html. A warning is an error.
 docs: install
