@@ -55,11 +55,13 @@ def public_names() -> dict[str, str]:
         for node in ast.parse(stub.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ImportFrom) and node.module:  # `from . import text` is a namespace
                 names = {f"{room}.{node.module}.{alias.name}": f"{room}.{alias.name}" for alias in node.names}
-                found = names | found
+                found |= {made: name for made, name in names.items() if made not in found}
     return found
 
 
 PUBLIC = public_names()
+#: The names with which the table of all names begins.
+FIRST = [f"vitflow.{name}" for name in ("explain", "Explainer", "Saliency", "compare", "Comparison")]
 
 
 def under_its_public_name(app, env, node, content):
@@ -119,7 +121,7 @@ def options_of_methods() -> str:
 def all_names() -> str:
     """A row for each public name: what it is, in one sentence."""
     rows = ["| name | description |", "|---|---|"]
-    for name in PUBLIC.values():
+    for name in sorted(PUBLIC.values(), key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)):
         room, _, last = name.rpartition(".")
         found = getattr(import_module(room), last)
         first = (found.__doc__ or "").strip().partition("\n")[0] if hasattr(found, "__name__") else "A constant."

@@ -22,6 +22,8 @@ VALUES = {
     "email": "the address to which violations of the code of conduct are reported",
     "orcid": "the author's ORCID, such as 0000-0002-1825-0097",
     "affiliation": "where the author works",
+    "tools": "the names and versions of the AI tools that were used, for the paper",
+    "review": "what of the AI tools' results the authors have reviewed, for the paper",
 }
 
 

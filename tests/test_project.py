@@ -74,3 +74,14 @@ def test_one_command_fills_in_every_placeholder(tmp_path, capsys):
     assert placeholders.main(given, tmp_path) == 0
     assert (tmp_path / "CODE_OF_CONDUCT.md").read_text(encoding="utf-8") == "Write to the-email.\n"
     assert "PLACEHOLDER" not in "".join(file.read_text(encoding="utf-8") for file in tmp_path.iterdir())
+
+
+def test_the_paper_cites_each_reference_and_has_the_length_that_joss_requests():
+    text, references = ((ROOT / name).read_text(encoding="utf-8") for name in ("paper.md", "paper.bib"))
+    _, head, body = text.split("---\n", 2)
+    assert {"title", "tags", "authors", "affiliations", "date", "bibliography"} <= yaml.safe_load(head).keys()
+    assert 1000 <= len(body.split()) <= 1500
+    entries = re.findall(r"^@\w+{(\w+),(.*?)^}", references, re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"@(\w+)", body)) == {key for key, _ in entries}
+    assert all("doi = {10." in entry or "url = {https://" in entry for _, entry in entries)
+    assert [image for image in re.findall(r"\]\((assets/[^)]+)\)", body) if not (ROOT / image).exists()] == []
