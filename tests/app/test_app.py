@@ -123,14 +123,14 @@ def test_two_visitors_at_once_each_get_their_answer(ask):
 
 
 def test_methods_stand_side_by_side_and_the_page_says_how_far_they_agree(ask):
-    strip, files, code, notes = ask("compare", SAMPLE)
-    with Image.open(strip["value"]) as drawn:
+    strip, files, code, *_, notes = ask("compare", SAMPLE)
+    with Image.open(strip) as drawn:
         assert drawn.width > 1000
     assert "vitflow.compare" in code and "Agreement of the methods" in notes and len(files) == 2
 
 
 def test_prompts_are_requested_of_a_model_of_images_and_texts(ask, siglip):
-    *_, files, code, _, classes, notes = ask("explain", SAMPLE, siglip, "gae", "a dog", "a dog\n a cat \n\n")
+    *_, files, code, _, classes, _, notes = ask("explain", SAMPLE, siglip, "gae", "a dog", "a dog\n a cat \n\n")
     entry = vitflow.Explainer(siglip, outputs=vitflow.prompts(["a dog", "a cat"])).explain(
         SAMPLE, method="gae", target="a dog"
     )
@@ -310,7 +310,7 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tmp_path,
     models = Models(["test_vit", "demo"], [], checkpoint="own.safetensors", class_names=Path("names.txt"))
     tab = SimpleNamespace(names=images._NAMES)
     given = fields(tab, image={"path": SAMPLE.name}, model="test_vit", method="gae", target="birch")
-    _, _, files, code, _, classes, _ = images._Answers(models).explain(*given)
+    _, _, files, code, _, classes, *_ = images._Answers(models).explain(*given)
     names: dict = {}
     exec(code, names)
     np.testing.assert_array_equal(grid_of(files), names["saliency"].grid)
@@ -326,14 +326,14 @@ def visit(page, browser):
     """Open the page in a window of some width; what it asks of other hosts, and what it complains of, is kept."""
     contexts = []
 
-    def open_page(width: int = 1280):
-        contexts.append(browser.new_context(viewport={"width": width, "height": 900}))
+    def open_page(width: int = 1280, height: int = 900, query: str = ""):
+        contexts.append(browser.new_context(viewport={"width": width, "height": height}))
         tab = contexts[-1].new_page()
         tab.set_default_timeout(120_000)  # the machine may be busy
         tab.requested, tab.complaints = [], []
         tab.on("request", lambda request: tab.requested.append(request.url))
         tab.on("pageerror", lambda error: tab.complaints.append(str(error)))
-        tab.goto(page.local_url)
+        tab.goto(f"{page.local_url}{query}")
         tab.get_by_role("button", name="Explain").first.wait_for()
         return tab
 
@@ -359,10 +359,13 @@ def test_a_photograph_a_patch_and_a_comparison_in_a_browser(visit, page, width):
     box = figure.bounding_box()
     figure.click(position={"x": box["width"] * 0.3, "y": box["height"] * 0.5})
     tab.locator(f"img[src*='-gae.png']:not([src='{before}'])").wait_for()
-    tab.get_by_text("Take it along").first.click()
+    tab.get_by_text("Download").first.click()
     tab.get_by_text("patch=(").wait_for()
     tab.get_by_role("button", name="Compare methods").click()
-    tab.locator("img[src*='-compare.png']").wait_for()
+    strip = tab.locator("img[src*='-compare.png']")
+    strip.wait_for()
+    if width == 1280:  # the result is not below the fold
+        assert strip.bounding_box()["y"] + strip.bounding_box()["height"] < 900
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.complaints == [] and other_hosts(tab, page) == []
     assert len(tab.requested) > 10
@@ -375,7 +378,7 @@ def test_a_class_and_a_wrong_file_in_a_browser(visit, page, tmp_path):
     box = tab.get_by_label("Class")
     box.fill("yellow star")
     box.press("Enter")
-    tab.get_by_text("Take it along").first.click()
+    tab.get_by_text("Download").first.click()
     tab.get_by_role("button", name="Explain").first.click()
     tab.get_by_text("target='yellow star'").wait_for()
     (tmp_path / "letter.png").write_text("Dear all,")
@@ -388,6 +391,53 @@ def test_a_class_and_a_wrong_file_in_a_browser(visit, page, tmp_path):
     tab.get_by_role("button", name="Compare methods").scroll_into_view_if_needed()
     assert 0 <= error.bounding_box()["y"] < 900  # it is seen wherever the page is scrolled to
     assert other_hosts(tab, page) == []
+
+
+def test_a_sample_and_its_map_fit_one_screen(visit):
+    tab = visit(1280, 800)
+    tab.locator("button.gallery-item").first.click()
+    tab.locator("img[src*='-gae.png']").wait_for()
+    assert tab.evaluate("document.documentElement.scrollHeight") <= 800
+
+
+def test_the_address_opens_the_same_map_and_the_same_comparison(visit, page):
+    tab = visit()
+    tab.locator("button.gallery-item").nth(1).click()
+    tab.locator("img[src*='-gae.png']").wait_for()
+    tab.goto(f"{page.local_url}?image={SAMPLE.name}&method=rollout&target=yellow+star&head_fusion=mean&contours=true")
+    tab.locator("img[src*='-rollout.png']").wait_for()
+    assert tab.get_by_label("Class").input_value() == "yellow star"
+    tab.get_by_text("Download").first.click()
+    tab.get_by_text("head_fusion='mean'").wait_for()
+    figure = tab.locator("img[src*='-rollout.png']")
+    before, box = figure.get_attribute("src"), figure.bounding_box()
+    figure.click(position={"x": box["width"] * 0.3, "y": box["height"] * 0.5})
+    tab.locator(f"img[src*='-rollout.png']:not([src='{before}'])").wait_for()
+    tab.wait_for_url("**view=*")
+    for part in ("method=rollout", "target=yellow", "head_fusion=mean", "contours=true", f"image={SAMPLE.name}"):
+        assert part in tab.url
+    code = tab.get_by_text("patch=(")
+    code.wait_for()
+    entry = re.search(r"patch=\(\d+, \d+\)", code.first.inner_text())[0]
+    tab.goto(tab.url)
+    tab.locator("img[src*='-rollout.png']").wait_for()
+    tab.get_by_text("Download").first.click()
+    tab.get_by_text(entry).wait_for()
+    tab.get_by_role("button", name="Compare methods").click()
+    tab.wait_for_url("**view=compare*")
+    tab.goto(tab.url)
+    tab.locator("img[src*='-compare.png']").wait_for()
+    assert tab.complaints == [] and other_hosts(tab, page) == []
+
+
+@pytest.mark.parametrize(
+    "query", ["image=/etc/hostname", "image=no.png&view=compare", "method=rolout&model=other&view=9,9&fit=%00"]
+)
+def test_an_address_with_wrong_values_opens_the_page_as_it_is(visit, page, query):
+    tab = visit(query=f"?{query}")
+    tab.wait_for_timeout(500)
+    assert tab.locator("img[src*='.png'][src*='/gradio_api/file']").count() == len(sample_images())
+    assert tab.locator(".error").count() == 0 and tab.complaints == []
 
 
 def test_words_in_a_browser(visit, page):
@@ -443,11 +493,12 @@ def test_the_command_serves_what_it_was_reported(monkeypatch):
     monkeypatch.setattr(app, "serve", instead)
     line = ["app", str(SAMPLE), "--model", "demo", "--no-open", "--port", "8000", "--time-limit", "5"]
     line += ["--checkpoint", str(SAMPLE), "--class-names", str(SAMPLE), "--allowed-host", "a", "--allowed-host", "*.b"]
+    line += ["--prompt", "a dog", "--prompt", "a cat"]
     done = CliRunner().invoke(cli, line)
     assert done.exit_code == 0 and "http://127.0.0.1:7860/" in done.stderr
     assert reported["samples"] == (SAMPLE,) and reported["models"] == ("demo",) and reported["host"] == "127.0.0.1"
     assert reported["checkpoint"] == reported["class_names"] == SAMPLE and reported["allowed_hosts"] == ("a", "*.b")
-    assert reported["time_limit"] == 5
+    assert reported["time_limit"] == 5 and reported["prompts"] == ("a dog", "a cat")
     assert not reported["browser"] and reported["port"] == 8000 and reported["language_models"] == ("demo-caption",)
 
 

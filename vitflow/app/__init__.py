@@ -14,6 +14,7 @@ def serve(
     *,
     checkpoint: str | Path | None = None,
     class_names: str | Path | None = None,
+    prompts: Sequence[str] = (),
     samples: Sequence[str | Path] = (),
     host: str = "127.0.0.1",
     allowed_hosts: Sequence[str] = (),
@@ -33,6 +34,7 @@ def serve(
         language_models: for texts and captions, as `explain_text` and `explain_generation` take them.
         checkpoint: weights of the first of `models`, as for `load_model`.
         class_names: a file with the names of its classes.
+        prompts: texts to begin with, for a first model of images and texts.
         samples: images to begin with; by default the drawn ones that vitflow ships.
         host: this machine alone can reach it; with "0.0.0.0" whoever reaches this machine can.
         allowed_hosts: names by which browsers may ask for the page, besides `host` and localhost, such as that of a
@@ -59,7 +61,7 @@ def serve(
         raise OptionError("The page needs Gradio: pip install 'vitflow[app]'.") from error
     offered = Models(models, language_models, checkpoint=checkpoint, class_names=class_names)
     where: dict[str, Any] = {"host": host, "allowed_hosts": allowed_hosts, "port": port}
-    page = launch(offered, samples, browser=browser, time_limit=time_limit, **where)
+    page = launch(offered, samples, prompts=prompts, browser=browser, time_limit=time_limit, **where)
     if wait:
         page.block_thread()
     return page

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, wraps
 from html import escape
 from pathlib import Path
+from shutil import copy
 from tempfile import mkdtemp
 from typing import Any
 
@@ -126,7 +127,7 @@ def limited(seconds: float, now: Callable[[], float] = time.monotonic) -> Abstra
 
 def asks(
     trigger: Any, function: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Any], **more: Any
-) -> None:
+) -> Any:
     """Let a trigger call a function, whose last output is the notes; of an error these alone are shown.
 
     Inputs are what the browser sent, as far as their fields can have such values: a file is {"path": …}. A click comes
@@ -147,7 +148,7 @@ def asks(
 
     named = {"api_visibility": "private"} if function.__name__.startswith("_") else {"api_name": function.__name__}
     turn = {"concurrency_id": "model", "concurrency_limit": 1, "trigger_mode": "always_last", "preprocess": False}
-    trigger(answer, list(inputs), list(outputs), **turn, **named, **more)
+    return trigger(answer, list(inputs), list(outputs), **turn, **named, **more)
 
 
 def _messages(kind: str, lines: Iterable[object]) -> str:
@@ -158,7 +159,8 @@ def _messages(kind: str, lines: Iterable[object]) -> str:
 def photograph(samples: Sequence[str | Path]) -> tuple[Any, Any]:
     """Build the upload field for an image, with samples below."""
     sources: Any = ["upload", "clipboard", "webcam"]
-    image = gr.Image(label="Photograph", type="filepath", image_mode=None, sources=sources, buttons=["fullscreen"])
+    shown: dict[str, Any] = {"height": 170, "sources": sources, "buttons": ["fullscreen"]}
+    image = gr.Image(label="Photograph", type="filepath", image_mode=None, **shown)
     return image, gr.Examples([[str(one)] for one in samples or sample_images()], [image], label="Samples")
 
 
@@ -175,8 +177,9 @@ def answer_column(hint: str, words: Any = None) -> list[Any]:
     notes = gr.HTML(elem_classes="messages")
     if words is not None:
         words.render()
-    figure = gr.Image(show_label=False, interactive=False, type="filepath", buttons=["download", "fullscreen"])
-    with gr.Accordion("Take it along", open=False):
+    shown: dict[str, Any] = {"elem_classes": "result", "buttons": ["download", "fullscreen"]}
+    figure = gr.Image(show_label=False, interactive=False, type="filepath", **shown)
+    with gr.Accordion("Download", open=False):
         files = gr.File(label="Files", file_count="multiple", interactive=False)
         code = gr.Code(label="The same in Python", language="python", interactive=False)
     return [figure, gr.State(), files, code, notes]
@@ -190,3 +193,9 @@ def drawn(figure: Figure, name: str, save_map: Callable[[Path], object] | None =
     if save_map is not None:
         files.append(str(save_map(Path(f"{path}.npz"))))
     return files[0], files
+
+
+def shared(sample: Path) -> str:
+    """Copy a sample to the files that the page may show, and return the path."""
+    Path(get_upload_folder()).mkdir(parents=True, exist_ok=True)
+    return str(copy(sample, mkdtemp(dir=get_upload_folder())))

@@ -1,5 +1,6 @@
 """The tab for photographs: a map for a class, a prompt or a clicked patch, and methods side by side."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 import gradio as gr
 
-from vitflow.app.asking import Models, answer_column, asks, drawn, path_of, photograph
+from vitflow.app.asking import Models, answer_column, asks, drawn, path_of, photograph, shared
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.comparison import compare
@@ -23,10 +25,22 @@ _METHOD, _OF_PATCHES = "gae", "rollout"
 _OPTIONS = [option for option in METHOD_OPTIONS.values() if option.name not in ("patch", "occlusion_batch")]
 # What a visitor may ask for at most, where the table of options has no limit.
 _MOST = {"masks": 4096, "cells": 64, "random_seed": 2**31 - 1}
+_PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 _LARGEST, _MOST_PROMPTS, _PROMPT_CHARACTERS = 10_000, 16, 2000
 _DRAWING, _USUAL = ("background", "interpolation", "contours"), ("grey", "smooth", False)
 _NAMES = ["image", "model", "method", "target", "prompts", "against", "fit", *_DRAWING]
 _NAMES += [one.name for one in _OPTIONS]
+# What the result shows, in the address: a map, the map of a patch as "ROW,COL", or the comparison.
+_COMPARISON = "compare"
+# The address of the page holds the fields that differ from their defaults, and the name of the image if it is a sample.
+_ADDRESS = """(...given) => {
+  const fields = %s, usual = %s, query = new URLSearchParams();
+  fields.forEach((name, i) => {
+    const value = name === "image" ? given[i]?.orig_name : given[i];
+    if (value && String(value) !== usual[name]) query.set(name, value);
+  });
+  history.replaceState(null, "", "?" + query);
+}"""
 
 
 class _Request:
@@ -77,10 +91,13 @@ class _Answers:
         (left, top, right, bottom), placement, grid = click
         down, across = (event.index[1] - top) / (bottom - top), (event.index[0] - left) / (right - left)
         height, width = placement.image_size
+        return self._of_patch(placement.patch_at(down * height, across * width, grid), fields)
+
+    def _of_patch(self, patch: tuple[int, int], fields: Sequence[Any]) -> tuple[Any, ...]:
         request = _Request(self._models, fields)
         if not request.method.accepts("patch"):
             request.method, request.options = get_method(_OF_PATCHES), {}
-        return self._map(request, patch=placement.patch_at(down * height, across * width, grid))
+        return self._map(request, patch=patch)
 
     def _map(self, request: _Request, **more: Any) -> tuple[Any, ...]:
         arguments = {"method": request.method.name, "target": request.target, **request.options, **more}
@@ -94,7 +111,8 @@ class _Answers:
         )
         classes = gr.update(choices=["", *(request.explainer.class_names or [])])
         notes = [saliency.facts["note"]] if "note" in saliency.facts else []
-        return image, click, files, f"{request.code}\nsaliency = {made}\n{written}", request.method.name, classes, notes
+        code, view = f"{request.code}\nsaliency = {made}\n{written}", ",".join(map(str, more.get("patch", ())))
+        return image, click, files, code, request.method.name, classes, view, notes
 
     def compare(self, *fields: Any) -> tuple[Any, ...]:
         request = _Request(self._models, fields)
@@ -105,37 +123,78 @@ class _Answers:
         image, files = drawn(comparison.figure(**request.drawing), name)
         made = python_call("vitflow.compare", request.path.name, targets=request.targets, model=Code("explainer"))
         code = f"{request.code}\nfound = {made}\n{_written('found.figure', name, request)}"
-        return (
-            gr.update(value=image, visible=True),
-            files,
-            code,
-            [" ".join(str(comparison.agreement()).splitlines()[:2])],
-        )
+        agreement = [" ".join(str(comparison.agreement()).splitlines()[:2])]
+        return image, None, files, code, request.method.name, gr.skip(), _COMPARISON, agreement
+
+    def _open(self, *fields: Any) -> tuple[Any, ...]:
+        """Compute the result that the address of the page names."""
+        *values, view = fields
+        if values[0] is None:
+            return *(gr.skip() for _ in range(7)), []
+        if view == _COMPARISON:
+            return self.compare(*values)
+        patch = view.split(",")
+        if len(patch) == 2 and all(number.isdecimal() for number in patch):
+            return self._of_patch((int(patch[0]), int(patch[1])), values)
+        return self.explain(*values)
 
     def _method(self, name: str) -> tuple[Any, ...]:
-        return *(_field(option, name) for option in _OPTIONS), []
+        return *(_field(option, name, gr.update) for option in _OPTIONS), []
 
     def _model(self, name: str) -> tuple[Any, ...]:
-        return gr.update(visible=self._models.takes_prompts(name)), gr.update(choices=[""], value=""), []
+        takes = self._models.takes_prompts(name)
+        kept = {} if takes else {"value": ""}
+        return gr.update(visible=takes, **kept), gr.update(choices=[""], value=""), []
 
 
 def _written(function: str, name: str, request: _Request) -> str:
     return python_call(function, f"{name}.png", **request.drawing)
 
 
-def _field(option: Option, name: str) -> Any:
-    """Build the field of a method's option; empty means the default."""
+def _field(option: Option, name: str, make: Any = None) -> Any:
+    """Build the field of a method's option, or with `gr.update` change it; empty means the default."""
     method = get_method(name)
     default = f"default: {shown(method.defaults.get(option.name))}"
     about: dict[str, Any] = {"label": option.name, "info": option.help, "visible": method.accepts(option.name)}
+    about |= {} if make else {"value": ""}
     if option.kind is bool or option.kind == "choice":
-        return gr.Dropdown([(default, ""), *((one, one) for one in option.values.split("|"))], value="", **about)
+        choices = [(default, ""), *((one, one) for one in option.values.split("|"))]
+        return (make or gr.Dropdown)(choices=choices, **about)
     most = f", at most {_MOST[option.name]:,} here" if option.name in _MOST else ""
-    return gr.Textbox("", placeholder=f"{option.values}{most}, {default}", **about)
+    return (make or gr.Textbox)(placeholder=f"{option.values}{most}, {default}", **about)
 
 
-def images_tab(models: Models, samples: Sequence[str | Path]) -> None:
-    """Lay the tab out, and say what its buttons do."""
+def _restored(models: Models, samples: Sequence[str | Path], fields: Sequence[Any], request: gr.Request) -> list[Any]:
+    """Return the values of the fields that the address of the page names, and of the view; others stay as they are."""
+    query = {name: value for name, value in dict(request.query_params).items() if isinstance(value, str)}
+    known = {Path(one).name: Path(one) for one in samples or sample_images()}
+    values: list[Any] = []
+    for name, field in zip([*_NAMES, "view"], fields, strict=True):
+        if name not in query:
+            values.append(gr.skip())
+        elif name == "image":
+            values.append(shared(known[query[name]]) if query[name] in known else gr.skip())
+        elif name == "prompts":
+            values.append(gr.update(value=query[name], visible=True))
+        elif isinstance(field, gr.Checkbox):
+            values.append(query[name] == "true")
+        elif isinstance(field, gr.Dropdown) and not field.allow_custom_value:
+            allowed = [value for _, value in field.choices]
+            values.append(query[name] if query[name] in allowed else gr.skip())
+        else:
+            values.append(query[name])
+    return values
+
+
+def images_tab(models: Models, samples: Sequence[str | Path], first_prompts: Sequence[str], loaded: Any) -> None:
+    """Lay the tab out, and say what its buttons do.
+
+    Args:
+        models: the models of the page.
+        samples: images to begin with.
+        first_prompts: prompts to begin with.
+        loaded: the trigger of the page when a browser has loaded it.
+    """
     answers = _Answers(models)
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
@@ -147,7 +206,11 @@ def images_tab(models: Models, samples: Sequence[str | Path]) -> None:
             target = gr.Dropdown([""], value="", label="Class", info=hint, allow_custom_value=True)
             hint = f"What to ask, one per line, at most {_MOST_PROMPTS}."
             longest: dict[str, Any] = {"lines": 3, "max_length": _PROMPT_CHARACTERS}
-            prompts = gr.Textbox("", label="Prompts", info=hint, visible=False, **longest)
+            prompts = gr.Textbox(
+                "\n".join(first_prompts), label="Prompts", info=hint, visible=bool(first_prompts), **longest
+            )
+            with gr.Row():
+                go, compare_button = gr.Button("Explain", variant="primary"), gr.Button("Compare methods")
             with gr.Accordion("Options", open=False):
                 against = gr.Textbox("", label="Against", info="Another class: what speaks for the one, not for this.")
                 fit = gr.Dropdown([one for one in FITS if one != "native"], label="Fit")
@@ -155,19 +218,28 @@ def images_tab(models: Models, samples: Sequence[str | Path]) -> None:
                 interpolation = gr.Dropdown([*INTERPOLATIONS], label="Interpolation")
                 contours = gr.Checkbox(label="Contours")
                 options = [_field(option, _METHOD) for option in _OPTIONS]
-            with gr.Row():
-                go, compare_button = gr.Button("Explain", variant="primary"), gr.Button("Compare methods")
         with gr.Column(scale=3, min_width=320):
             *answer, notes = answer_column("Click the photograph below to see what that patch of it looks at.")
-    strip = gr.Image(label="Methods side by side", interactive=False, type="filepath", visible=False)
+    view = gr.Textbox("", visible="hidden", max_length=_PROMPT_CHARACTERS)
     fields = [image, model, method, target, prompts, against, fit, background, interpolation, contours, *options]
-    drawing = [*answer, method, target, notes]
+    drawing = [*answer, method, target, view, notes]
+    usual = {"model": models.images[0], "method": _METHOD, "fit": "crop", "prompts": "\n".join(first_prompts)}
+    usual |= dict(zip(_DRAWING, map(str, _USUAL), strict=True))
+    address: dict[str, Any] = {"js": _ADDRESS % (json.dumps([*_NAMES, "view"]), json.dumps(usual))}
     chosen = examples.load_input_event
     if not samples and "demo" in models.images:  # which alone knows the drawn ones
-        chosen = chosen.then(lambda: "demo", None, model, api_visibility="private")
-    for trigger in (go.click, image.upload, chosen.then):
-        asks(trigger, answers.explain, fields, drawing)
-    asks(answer[0].select, answers._patch, [answer[1], *fields], drawing)
-    asks(compare_button.click, answers.compare, fields, [strip, *answer[2:], notes], scroll_to_output=True)
+        chosen = chosen.then(lambda: ("demo", gr.update(value="", visible=False)), None, [model, prompts], **_PRIVATE)
+    results = [asks(trigger, answers.explain, fields, drawing) for trigger in (go.click, image.upload, chosen.then)]
+    results += [
+        asks(answer[0].select, answers._patch, [answer[1], *fields], drawing),
+        asks(compare_button.click, answers.compare, fields, drawing),
+    ]
+    for result in results:
+        result.then(None, [*fields, view], None, **address)
     asks(method.change, answers._method, [method], [*options, notes])
-    asks(model.change, answers._model, [model], [prompts, target, notes])
+    asks(model.input, answers._model, [model], [prompts, target, notes])
+
+    def restored(request: gr.Request) -> list[Any]:
+        return _restored(models, samples, [*fields, view], request)
+
+    asks(loaded(restored, None, [*fields, view], **_PRIVATE).then, answers._open, [*fields, view], drawing)

@@ -20,6 +20,9 @@ from vitflow.images.reading import MAX_PIXELS
 # How many visitors may wait or are remembered, and how many seconds what they made is kept.
 _VISITORS, _KEPT = 32, 3600
 _CSS = """
+.gradio-container > main { padding-top: 8px }
+.gallery-item, .gallery-item :is(img, .container) { max-width: 60px; max-height: 60px }
+.result img { max-height: calc(100vh - 250px); object-fit: contain }
 .messages p { margin: 0; padding: .5em .75em; white-space: pre-wrap; overflow-wrap: anywhere; border-left: 4px solid }
 .messages .note { border-color: #2b5fb3 }
 .messages .error { border-color: #c0392b; font-weight: 600; background: var(--body-background-fill) }
@@ -53,13 +56,21 @@ async def _unknown(_request: Request, _error: Exception) -> JSONResponse:
     return JSONResponse({"detail": "This page has no such function, or the function has no such argument."}, 404)
 
 
-def launch(models: Models, samples: Sequence[str | Path], *, browser: bool, time_limit: float, **where: Any) -> Any:
+def launch(
+    models: Models,
+    samples: Sequence[str | Path],
+    *,
+    prompts: Sequence[str],
+    browser: bool,
+    time_limit: float,
+    **where: Any,
+) -> Any:
     """Make the page and serve it in the background; arguments as for `serve`."""
     about: dict[str, Any] = {"title": "vitflow", "analytics_enabled": False, "delete_cache": (_KEPT, _KEPT)}
     with _Page(time_limit, **about) as page:
-        gr.Markdown("# vitflow\nSee what a Vision Transformer looks at.")
+        gr.Markdown("### vitflow: see what a Vision Transformer looks at")
         with gr.Tab("Photographs"):
-            images_tab(models, samples)
+            images_tab(models, samples, prompts, page.load)
         if models.words:
             with gr.Tab("Texts and captions"):
                 words_tab(models, samples)

@@ -37,6 +37,14 @@ from vitflow.cli.messages import say
     "--class-names", panel="Model", type=shared.FILE, help="File with its class names: one per line, or JSON."
 )
 @click.option(
+    "--prompt",
+    "prompts",
+    panel="Model",
+    multiple=True,
+    metavar="TEXT",
+    help="Prompt to begin with, for a first --model of images and texts; repeatable.",
+)
+@click.option(
     "--host",
     panel="Server",
     metavar="ADDRESS",
