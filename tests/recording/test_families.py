@@ -82,6 +82,7 @@ STAGED = [
     ("hiera_tiny_224", {}, 224, 0, 56),
     ("sam2_hiera_tiny", {}, 256, 0, 64),
     ("davit_tiny", {"depths": (1, 1, 1, 1)}, 224, 0, 56),
+    ("mobilenetv5_base", {}, 256, 0, 16),
     ("samvit_base_patch16_224", {**SHRUNK, "window_size": 8, "global_attn_indexes": (1,)}, 224, 0, 14),
 ]
 # Seen, but no product of layers: the words with which it is refused.
@@ -91,7 +92,6 @@ REFUSED = [
     ("nextvit_small", {}, 224, "runs of neighbours"),
     ("efficientvit_m0", {}, 224, "CascadedGroupAttention"),
     ("halonet26t", {}, 256, "HaloAttn"),
-    ("mobilenetv5_base", {}, 256, "several blocks"),
 ]
 # No attention between tokens at all: what is computed instead.
 OTHERS = [

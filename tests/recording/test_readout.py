@@ -266,7 +266,7 @@ def test_a_readout_by_gradient_costs_one_pass_with_gradients_in_the_head_alone()
             lambda module, args, output, path=path: seen.append((path, output.requires_grad))
         )
     explainer.explain(photo(1), method="rollout")
-    assert seen == [("backbone.blocks.2", False), ("backbone.norm", False), ("", True)]
+    assert seen == [("backbone.blocks.2", False), ("backbone.norm", True), ("", True)]
     assert not any(parameter.grad is not None for parameter in model.parameters())
     assert torch.is_grad_enabled()
 
@@ -291,24 +291,105 @@ def test_a_recording_in_inference_mode_has_the_readout_of_one_without():
     assert torch.equal(*rows)
 
 
-def test_an_output_of_several_blocks_is_refused_by_their_names():
-    class LastTwo(nn.Module):
-        def __init__(self, norm: bool) -> None:
-            super().__init__()
-            self.backbone, self.probe, self.norm = timm_vit(), nn.Linear(96, 5), norm
+class Several(nn.Module):
+    """A head on the mean of the patches after each block, weighted; `also` adds something else to the output."""
 
+    def __init__(self, weights: list[float], also=None, **options) -> None:
+        super().__init__()
+        self.backbone, self.weights, self.also = timm_vit(depth=len(weights), **options), weights, also
+        self.probe = jitter(nn.Linear(48, 5))
+
+    def forward(self, images: Tensor) -> Tensor:
+        blocks = self.backbone.forward_intermediates(images, output_fmt="NLC", intermediates_only=True)
+        pooled = [weight * tokens.mean(dim=1) for weight, tokens in zip(self.weights, blocks, strict=True)]
+        outputs = self.probe(torch.stack(pooled).sum(dim=0))
+        return outputs if self.also is None else outputs + self.also(images)
+
+
+WEIGHTS = [0.6, 0.0, 2.4, 1.0]
+
+
+def test_the_shares_of_blocks_are_the_weights_that_the_head_gives_them():
+    model = Several(WEIGHTS).double()
+    with record_attention(model, gradients=True) as trace:
+        model(pixels().double())
+    taps = trace.taps_of(torch.tensor([1, 4]))
+    assert [tap.layers for tap in taps] == [1, 3, 4]
+    shares = torch.stack([tap.share for tap in taps], dim=1)
+    torch.testing.assert_close(shares, torch.tensor([[3, 12, 5]] * 2, dtype=torch.float64) / 20)
+    for tap in taps:
+        assert (tap.readout[:, 0] < 1e-9).all()
+        torch.testing.assert_close(tap.readout[:, 1:], torch.full((2, 16), 1 / 16, dtype=tap.readout.dtype))
+    with pytest.raises(UnsupportedModelError, match=r"after layers 1, 3, 4.*last layer"):
+        trace.readout_of(None)
+
+
+def test_maps_of_several_blocks_are_means_over_literal_maps_from_each():
+    model = Several(WEIGHTS).double()
+    explainer = Explainer(model, data_config=CONFIG)
+    image = torch.rand(1, 3, SIZE, SIZE, dtype=torch.float64) * 2 - 1
+    with record_attention(model, gradients=True) as trace:
+        model(image)
+    gradients = trace.backward(torch.tensor([2])).attentions
+    literal = {"rollout": np.zeros(16), "gae": np.zeros(16), "attention": np.zeros(16)}
+    for weight, count in zip(WEIGHTS, range(1, 5), strict=True):
+        rows = {name: np.full(17, 1 / 16) for name in literal}
+        for row in rows.values():
+            row[0] = 0.0
+        rolled, explained = np.eye(17), np.eye(17)
+        for layer in range(count):
+            heads, slopes = (each[layer][0].detach().numpy() for each in (trace.attentions, gradients))
+            mean = heads.mean(axis=0)
+            rolled = (0.5 * np.eye(17) + 0.5 * mean) @ rolled
+            explained = explained + np.maximum(heads * slopes, 0).mean(axis=0) @ explained
+        share = weight / sum(WEIGHTS)
+        literal["rollout"] += share * (rows["rollout"] @ rolled)[1:]
+        literal["gae"] += share * (rows["gae"] @ explained)[1:]
+        literal["attention"] += share * (rows["attention"] @ mean)[1:]
+    plain = {"head_fusion": "mean", "value_weighted": False, "refine": 0}
+    for name, options in {"rollout": {"residual": 0.5, "discard_ratio": 0.0}, "attention": {}, "gae": {}}.items():
+        actual = explainer.explain(image, method=name, target=2, **plain, **options)
+        np.testing.assert_allclose(actual.grid.ravel(), literal[name], rtol=1e-4, atol=1e-7)
+        assert actual.facts["readout"] == (
+            "16 patches, from the gradient of the output, after layers 1 (15%), 3 (60%), 4 (25%)"
+        )
+    flow = explainer.explain(image, method="flow", refine=0)
+    assert np.isfinite(flow.grid).all() and flow.facts["flow_layers"] == [1, 4]
+    with pytest.raises(UnsupportedModelError, match="last layer"):
+        explainer.explain(image, method="legrad", target=2)
+    given = explainer.explain(image, method="rollout", readout=np.eye(4)[0] * np.ones((4, 4)))
+    assert given.facts["readout"] == "4 patches, given as argument"
+
+
+def test_a_last_block_that_the_head_does_not_read_is_left_out():
+    model = Several([0.0, 1.0, 0.0])
+    explainer = Explainer(model, data_config=CONFIG)
+    short = Explainer(Several([0.0, 1.0]), data_config=CONFIG)
+    short.model.load_state_dict(model.state_dict(), strict=False)
+    for method in ("rollout", "gae", "attention"):
+        actual = explainer.explain(photo(), method=method, target=1, refine=0)
+        assert actual.facts["readout"].endswith("after layers 2 (100%)")
+        expected = short.explain(photo(), method=method, target=1, refine=0)
+        np.testing.assert_allclose(actual.grid, expected.grid, rtol=1e-4, atol=1e-7)
+
+
+def test_a_head_that_reads_the_image_or_passes_around_blocks_is_refused():
+    shortcut = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE * SIZE, 5))
+    with pytest.raises(UnsupportedModelError, match=r"from the image directly.*readout="):
+        Explainer(Several(WEIGHTS, also=shortcut), data_config=CONFIG).explain(photo(), method="rollout")
+
+    class LongSkip(Several):
         def forward(self, images: Tensor) -> Tensor:
-            blocks = self.backbone.get_intermediate_layers(images, n=2, norm=self.norm)
-            return self.probe(torch.cat([one.mean(dim=1) for one in blocks], dim=-1))
+            tokens, kept = self.backbone._pos_embed(self.backbone.patch_embed(images)), []
+            for index, block in enumerate(self.backbone.blocks):
+                tokens = block(tokens if index < 2 else tokens + kept[0])
+                kept.append(tokens)
+            return self.probe(sum(tokens.mean(dim=1) for tokens in kept))
 
-    for norm in (False, True):
-        explainer = Explainer(LastTwo(norm), data_config=CONFIG)
-        for method in ("rollout", "gae"):
-            with pytest.raises(UnsupportedModelError, match=r"several blocks.*backbone\.blocks\.1.*readout="):
-                explainer.explain(photo(), method=method)
-        explainer.explain(photo(), method="gradcam")
-        given = explainer.explain(photo(), method="rollout", readout=np.eye(4)[0] * np.ones((4, 4)))
-        assert given.facts["readout"] == "4 patches, given as argument"
+    explainer = Explainer(LongSkip([1.0] * 3), data_config=CONFIG)
+    with pytest.raises(UnsupportedModelError, match=r"connections around.*readout="):
+        explainer.explain(photo(), method="gae")
+    assert np.isfinite(explainer.explain(photo(), method="gradcam").grid).all()
 
 
 @pytest.mark.parametrize("function", ["detached", "behind a ReLU"])

@@ -1,7 +1,8 @@
 """Compute maps from a trace: the function of each method."""
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +44,50 @@ class Maps:
 
     grids: Tensor
     facts: list[dict[str, Any]] = field(default_factory=list)
+
+
+def over_taps(function: Callable[..., Maps]) -> Callable[..., Maps]:
+    """Compute a map from each block that the head reads, and return their mean weighted by the shares of these blocks.
+
+    A map that starts at a patch, or a model whose head reads only its last block, has one start: nothing is averaged.
+    Layer numbers above a block mean this block.
+    """
+
+    @functools.wraps(function)
+    def averaged(trace: Trace, **options: Any) -> Maps:
+        taps = [] if options.get("patch") is not None else trace.taps
+        if not taps or (len(taps) == 1 and taps[0].layers == len(trace.layers)):
+            return function(trace, **options)
+        count, grids, facts = len(trace.layers), [], []
+        for tap in reversed(taps):  # each trace continues with the gradients of the one above
+            trace = trace.at(tap)
+            lower = {
+                name: min(check_layer(name, options[name], count) + 1, tap.layers)
+                for name in ("layer", "end_layer", "start_layer")
+                if isinstance(options.get(name), int)
+            }
+            maps = function(trace, **{**options, **lower})
+            grids.append(maps.grids * tap.share.to(maps.grids).view(-1, 1, 1))
+            facts.append(maps.facts)
+        if len({grid.shape for grid in grids}) > 1:
+            raise UnsupportedModelError(
+                f"{type(trace.model).__name__} computes its output from blocks with different patch grids, so their "
+                "maps cannot be averaged. Use sampling, occlusion or gradcam."
+            )
+        return Maps(torch.stack(grids).sum(dim=0), [_of_all(each) for each in zip(*facts, strict=True)])
+
+    return averaged
+
+
+def _of_all(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the facts about the maps of several blocks: the most saturated flow, and the range of all layers."""
+    merged = dict(facts[0])
+    if "saturated" in merged:
+        merged["saturated"] = max(fact["saturated"] for fact in facts)
+    if "flow_layers" in merged:
+        ranges = [fact["flow_layers"] for fact in facts]
+        merged["flow_layers"] = [min(first for first, _ in ranges), max(last for _, last in ranges)]
+    return merged
 
 
 def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
@@ -95,6 +140,7 @@ def _for_the_class(
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny), matrices
 
 
+@over_taps
 def rollout(
     trace: Trace,
     *,
@@ -113,6 +159,7 @@ def rollout(
     return _through_layers(trace, matrices, readout, end_layer=end_layer, residual=shares, **options)
 
 
+@over_taps
 def flow(
     trace: Trace,
     *,
@@ -163,6 +210,7 @@ def flow(
     return Maps(layout.to_grid(tokens), facts)
 
 
+@over_taps
 def attention(
     trace: Trace,
     *,
@@ -186,6 +234,7 @@ def attention(
     return Maps(layout.to_grid(row))
 
 
+@over_taps
 def gradient_rollout(
     trace: TargetedTrace,
     *,
@@ -277,6 +326,7 @@ def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
             f"{type(trace.model).__name__} has windows, stages, or attention outside of its blocks. Use gae, "
             "gradient_rollout or gradcam."
         )
+    trace.readout_of(trace.targets)  # refuses a head that reads several blocks
     first = check_layer("start_layer", start_layer, len(paths))
     gradient: list[Tensor] = []
     with tracking("LeGrad", len(paths) - first) as progress:

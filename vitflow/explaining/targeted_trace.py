@@ -13,6 +13,7 @@ from vitflow.errors import OptionError
 from vitflow.images.geometry import Placement
 from vitflow.models.facts import ModelFacts
 from vitflow.models.outputs import Outputs, activate, log_odds
+from vitflow.recording.readout import Tap
 from vitflow.recording.trace import Backward, Trace
 
 
@@ -89,6 +90,11 @@ class TargetedTrace(Trace):
     def readout(self) -> Tensor:
         """Readout of the explained outputs; see `Trace.readout`."""
         return self.readout_of(self.targets)
+
+    @property
+    def taps(self) -> list[Tap]:
+        """Readouts of the explained outputs at each block that the head reads; see `Trace.taps_of`."""
+        return self.taps_of(self.targets)
 
     def backward(self, targets: Tensor | None = None) -> Backward:
         """Backward pass, by default for the targets; see `Trace.backward`."""

@@ -7,7 +7,7 @@ compute from the last one, are replaced by leaves; the gradients at these leaves
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 from weakref import ref
 
@@ -24,6 +24,8 @@ from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_n
 
 # Tolerance for the difference between a closed form and the gradient, by bytes per element.
 _ROUNDING = {8: 1e-9, 4: 1e-5, 2: 2e-2}
+_FROM_INPUT = "also from the image directly, without its blocks"
+_AROUND = "from several blocks, with connections around some of them"
 # Up to this many outputs are tested one by one; of more, random combinations of all, and the largest one.
 _FEW_OUTPUTS = 8
 
@@ -156,14 +158,16 @@ def _observe_on(
             returning_all(call.model, shortened, whole),
             _Cuts(call.model, blocks) as cuts,
         ):
-            noise = torch.randn(shape, generator=random).to(device, pixels.dtype)
+            noise = torch.randn(shape, generator=random).to(device, pixels.dtype).requires_grad_()
             outputs = read(call(noise))
-            heads.append(_head(outputs, cuts, blocks, top, closed))
-    taps = [head.tap for head in heads]
-    tap = next((cut.path for cut in cuts.cuts if cut.path in taps), None)
-    several = tuple(sorted({path for head in heads for path in head.blocks}))
-    names = {head.closed for head in heads}
-    return Head(names.pop() if len(names) == 1 else None, blocks[0], tap, several)
+            heads.append(_head(outputs, noise, cuts, blocks, top, closed))
+    names, refusals = {head.closed for head in heads}, {head.refusal for head in heads} - {""}
+    return Head(
+        names.pop() if len(names) == 1 else None,
+        tuple(blocks),
+        _taps({tap for head in heads for tap in head.taps}, cuts, blocks),
+        min(refusals, default=""),
+    )
 
 
 class _Cuts:
@@ -175,6 +179,7 @@ class _Cuts:
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._model, self._blocks = model, blocks
         self.earlier: list[Cut] = []  # blocks except the last
+        self.inputs: dict[str, Tensor | None] = {}  # the input tokens of each block
         self.cuts: list[Cut] = []  # the last block and later modules, in order
 
     def __enter__(self) -> "_Cuts":
@@ -183,7 +188,7 @@ class _Cuts:
         containers = {last[:i] for i, sign in enumerate(last) if sign == "."}
         for path, module in module_paths(self._model):
             if path in self._blocks:
-                self._hook(path, self._stop, before=True)
+                self._hook(path, self._entering(path), before=True)
                 self._hook(path, self._block(path, path == last), before=False)
             elif path in containers or (path and is_norm(module)):
                 self._hook(path, self._after(path, path not in containers), before=False)
@@ -195,11 +200,15 @@ class _Cuts:
         self._stack.close()
 
     def _hook(self, path: str, act: Callable[..., Any], *, before: bool) -> None:
-        hook = Hook(self._model.get_submodule(path), act, before=before, in_aside=True)
+        hook = Hook(self._model.get_submodule(path), act, before=before, in_aside=True, first=True)
         self._stack.callback(hook.remove)
 
-    def _stop(self, args: Any, kwargs: Any) -> None:
-        torch.set_grad_enabled(False)
+    def _entering(self, path: str) -> Callable[..., None]:
+        def act(args: Any, kwargs: Any) -> None:
+            self.inputs[path] = tokens_of(args or kwargs.get("hidden_states"))
+            torch.set_grad_enabled(False)
+
+        return act
 
     def _block(self, path: str, last: bool) -> Callable[..., Any]:
         def act(args: Any, output: Any) -> Any:
@@ -240,21 +249,58 @@ class _Cuts:
 
 
 def _head(
-    outputs: Tensor | None, cuts: _Cuts, blocks: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout]
+    outputs: Tensor | None,
+    noise: Tensor,
+    cuts: _Cuts,
+    blocks: Sequence[str],
+    top: TokenLayout,
+    closed: Sequence[ClosedReadout],
 ) -> Head:
     """Derive the head from one forward pass on noise."""
     if outputs is None or outputs.ndim != 2 or not cuts.cuts:
-        return Head(None, blocks[0])
-    holding, taps, several = list(closed), set[str | None](), set[str]()
-    for score in _scores(outputs):
+        return Head(None, tuple(blocks))
+    holding, paths, scores = list(closed), set[str](), _scores(outputs)
+    for score in scores:
         _differentiate(score, cuts)
         tap, earlier = _tap(cuts, top)
-        taps.add(None if tap is None else tap.path)
-        several |= earlier
+        paths |= earlier if tap is None else {tap.path, *earlier}
         holding = [readout for readout in holding if _holds(tap, cuts.cuts, top, readout)]
-    path = next((cut.path for cut in cuts.cuts if cut.path in taps), None)
-    name = holding[0].name if holding and taps and not several else None
-    return Head(name, blocks[0], path, tuple(sorted(several)))
+    taps = _taps(paths, cuts, blocks)
+    if paths.isdisjoint(blocks[:-1]):
+        return Head(holding[0].name if holding and scores else None, tuple(blocks), taps)
+    to_input = [torch.autograd.grad(score, noise, retain_graph=True, allow_unused=True)[0] for score in scores]
+    refusal = _FROM_INPUT if any(map(_is_nonzero, to_input)) else "" if _is_chain(cuts, blocks) else _AROUND
+    return Head(None, tuple(blocks), taps, refusal)
+
+
+def _taps(paths: set[str], cuts: _Cuts, blocks: Sequence[str]) -> tuple[str, ...]:
+    """Return the taps among the paths that gradients reach, lowest first.
+
+    The highest one is the first module after the last block that gradients reach, such as the final norm. If there are
+    lower ones, it is the last block, as norms have gradients of another scale.
+    """
+    lower = [path for path in dict.fromkeys(blocks[:-1]) if path in paths]
+    after = next((cut.path for cut in cuts.cuts if cut.path in paths), None)
+    return (*lower, *(() if after is None else (blocks[-1],) if lower else (after,)))
+
+
+def _is_chain(cuts: _Cuts, blocks: Sequence[str]) -> bool:
+    """Return True if the input of each block is computed from the output of the previous block alone."""
+    leaves = {cut.path: cut.leaf for cut in [*cuts.earlier, cuts.cuts[0]]}
+    for before, path in pairwise(blocks):
+        tokens = cuts.inputs.get(path)
+        if tokens is None or before not in leaves:
+            return False
+        if tokens is leaves[before]:
+            continue
+        reached = (
+            torch.autograd.grad(tokens.sum(), list(leaves.values()), retain_graph=True, allow_unused=True)
+            if tokens.requires_grad
+            else []
+        )
+        if {name for name, gradient in zip(leaves, reached, strict=False) if gradient is not None} != {before}:
+            return False
+    return True
 
 
 def _scores(outputs: Tensor) -> list[Tensor]:
@@ -299,7 +345,8 @@ def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
     Container outputs of another width may be internal to a head, and are only used if there are no others.
 
     Returns:
-        The cut, and the paths of earlier blocks that gradients reach without passing it.
+        The cut, and the paths of earlier blocks that gradients reach without passing it; without a cut, of all blocks
+        that the head reads if it does not read the last one.
     """
     every, first = [*cuts.earlier, *cuts.cuts], len(cuts.earlier)
     for index in sorted(range(first, len(every)), key=lambda index: (every[index].other, -index)):
@@ -310,7 +357,9 @@ def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
         token_wise = not cut.norm or _is_token_wise(cuts.cuts, index - first, top)
         if token_wise and not any(place >= first for place in reached):
             return cut, {every[place].path for place in reached}
-    return None, set()
+    if any(_is_nonzero(cut.total) for cut in cuts.cuts):
+        return None, set()
+    return None, {cut.path for cut in cuts.earlier if _is_nonzero(cut.direct)}
 
 
 def _reached(every: Sequence[Cut], index: int) -> set[int]:
@@ -323,7 +372,7 @@ def _reached(every: Sequence[Cut], index: int) -> set[int]:
 
 
 def _is_token_wise(cuts: Sequence[Cut], index: int, top: TokenLayout) -> bool:
-    """Return True if a token of a cut depends on only one token of earlier cuts."""
+    """Return True if a token of a cut depends on only one token of earlier cuts, and so do norms between them."""
     original, before = cuts[index].original, [cut.leaf for cut in cuts[:index]]
     channels = channel_axis(original.shape, top)
     places = [side // 2 if axis else 0 for axis, side in enumerate(original.shape)]
@@ -331,9 +380,13 @@ def _is_token_wise(cuts: Sequence[Cut], index: int, top: TokenLayout) -> bool:
     chosen = torch.zeros_like(original)
     chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
     reached = torch.autograd.grad(original, before, chosen, retain_graph=True, allow_unused=True)
-    for gradient in filter(_is_nonzero, reached):
+    for place, gradient in enumerate(reached):
+        if gradient is None or not _is_nonzero(gradient):
+            continue
         norms = token_norms(gradient, top)
         if norms is None or int((norms > 0).sum()) > 1:
+            return False
+        if cuts[place].norm and not _is_token_wise(cuts, place, top):
             return False
     return True
 

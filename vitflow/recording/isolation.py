@@ -142,16 +142,26 @@ class Hook:
             forward pass, or with the arguments and the output after it.
         before: True to act before the forward pass; otherwise it acts afterwards, also after an exception.
         in_aside: act only while the thread runs a model `aside`.
+        first: act before the module's other hooks, which then see the replaced output. transformers collects hidden
+            states by hooks.
     """
 
-    def __init__(self, module: nn.Module, act: Callable[..., Any], *, before: bool, in_aside: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        act: Callable[..., Any],
+        *,
+        before: bool,
+        in_aside: bool = False,
+        first: bool = False,
+    ) -> None:
         self._module, self._thread, self._in_aside = module, threading.get_ident(), in_aside
         self._act: Callable[..., Any] | None = act
         with _guard:  # torch assigns hook ids without a lock
             self._handle = (
                 module.register_forward_pre_hook(self, with_kwargs=True)
                 if before
-                else module.register_forward_hook(self, always_call=True)
+                else module.register_forward_hook(self, always_call=True, prepend=first)
             )
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:

@@ -14,7 +14,24 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout
 from vitflow.recording.attention_kinds import is_class_attention, is_traced
 from vitflow.recording.layers import AttentionLayer
+from vitflow.recording.trace import CROSS, stream_of
 from vitflow.recording.windows import Size, Windows, find_windows, token_orders
+
+
+def without_decoder(names: Sequence[str]) -> list[str]:
+    """Remove the attention layers of a decoder on top: the last layers, in stacks with cross-attention.
+
+    Their queries are no image tokens, even if there are as many of them as patches. The decoder is a part of the head:
+    its outputs have gradients at the tokens of the layers below.
+
+    >>> without_decoder(["encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.encoder_attn"])
+    ['encoder.layers.0.self_attn']
+    """
+    streams = [stream_of(name) for name in names]
+    crossing = {stream.removesuffix(CROSS) for stream in streams if stream.endswith(CROSS)}
+    in_decoder = [stream.removesuffix(CROSS) in crossing for stream in streams]
+    first = in_decoder.index(True) if True in in_decoder else len(names)
+    return list(names[:first]) if first and all(in_decoder[first:]) else list(names)
 
 
 def find_tokens(

@@ -7,6 +7,7 @@ reads nothing else, otherwise those after the last block. Known poolings have a 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,15 +36,40 @@ class Head:
 
     Attributes:
         closed: name of the verified known pooling; None if the gradient is needed.
-        first: path of the first block; the head reads nothing before it.
-        tap: path of the module whose output is y; None if no module returns the top layer's tokens.
-        blocks: paths of earlier blocks whose tokens the output is computed from directly.
+        blocks: path of the block of each attention layer, first layer first.
+        taps: paths of the modules whose output tokens the head reads, lowest first: blocks, or a norm after the last
+            block; empty if no module returns these tokens.
+        refusal: why the taps cannot be explained, or an empty string.
     """
 
     closed: str | None
-    first: str = ""
-    tap: str | None = None
     blocks: tuple[str, ...] = ()
+    taps: tuple[str, ...] = ()
+    refusal: str = ""
+
+    @property
+    def reads_several(self) -> bool:
+        """True if the head reads the tokens of several blocks, or of one below the last."""
+        return len(self.taps) > 1 or (bool(self.taps) and self.layers_below(self.taps[0]) < len(self.blocks))
+
+    def layers_below(self, tap: str) -> int:
+        """Return the number of attention layers up to a tap."""
+        return len(self.blocks) - self.blocks[::-1].index(tap) if tap in self.blocks else len(self.blocks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tap:
+    """Tokens of one block that the head reads, with the readout there.
+
+    Attributes:
+        layers: the number of attention layers up to this block.
+        readout: weights of the tokens of the last of these layers, [batch, tokens]; rows sum to 1.
+        share: share of this tap in the readouts of all taps, [batch].
+    """
+
+    layers: int
+    readout: Tensor
+    share: Tensor
 
 
 def tap_candidates(model: nn.Module, attending: Sequence[str]) -> list[str]:
@@ -107,32 +133,56 @@ def channel_axis(shape: Sequence[int], layout: TokenLayout) -> int | None:
     return None
 
 
-def gradient_readout(
-    outputs: Tensor, targets: Tensor, tokens: Tensor, layout: TokenLayout, order: Tensor | None = None
-) -> Tensor:
-    """Return the readout of one output of each image, [batch, tokens], with rows that sum to 1.
+def gradient_norms(
+    outputs: Tensor,
+    targets: Tensor,
+    tokens: Sequence[Tensor],
+    layouts: Sequence[TokenLayout],
+    orders: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """Return the norm of the direct gradient of one output of each image at each tap, [batch, tokens] per tap.
+
+    The direct gradient is the total one minus the part that passes the next tap: `G_l − (∂y_m/∂y_l)ᵀ G_m`.
 
     Args:
         outputs: the outputs of each image, [batch, outputs].
         targets: index of the output f of each image, [batch].
-        tokens: y, in the autograd graph.
-        layout, order: as for `token_norms`.
+        tokens: the tokens y of each tap, lowest first, in the autograd graph or leaves of it.
+        layouts, orders: of each tap, as for `token_norms`.
 
     Raises:
-        UnsupportedModelError: a gradient is zero everywhere, or not finite.
+        UnsupportedModelError: the gradient of an image is zero everywhere, or not finite; or tokens have no layout.
     """
     scale = HALF_SCALE if outputs.dtype == torch.float16 else 1.0
-    gradient = None
+    total: list[Tensor | None] = [None] * len(tokens)
     with torch.inference_mode(False), torch.enable_grad():
         scores = outputs.gather(1, targets.view(-1, 1))
         scores = scores.float() if scores.dtype.itemsize < 4 else scores
         if scores.requires_grad:
-            [gradient] = torch.autograd.grad(scores.sum() * scale, [tokens], retain_graph=True, allow_unused=True)
-    norms = None if gradient is None else token_norms(gradient, layout, order)
-    sums = None if norms is None else norms.sum(dim=1, keepdim=True)
-    if norms is None or sums is None or not (torch.isfinite(sums) & (sums > 0)).all():
+            total = list(torch.autograd.grad(scores.sum() * scale, tokens, retain_graph=True, allow_unused=True))
+    direct = list(total)
+    for lower, (gradient, above) in enumerate(pairwise(total)):
+        if gradient is not None and above is not None and tokens[lower + 1].grad_fn is not None:
+            [passed] = torch.autograd.grad(
+                tokens[lower + 1], [tokens[lower]], above, retain_graph=True, allow_unused=True
+            )
+            direct[lower] = gradient if passed is None else gradient - passed
+    norms = [
+        torch.zeros(len(outputs), layout.num_tokens, dtype=torch.float64, device=outputs.device)
+        if gradient is None
+        else token_norms(gradient, layout, order)
+        for gradient, layout, order in zip(direct, layouts, orders, strict=True)
+    ]
+    fitting = [each for each in norms if each is not None]
+    if len(fitting) < len(norms):
+        raise UnsupportedModelError(
+            "The output is computed from tokens that do not fit the patch grid of their block. Pass readout=, or use "
+            "sampling or occlusion."
+        )
+    sums = torch.stack([each.sum(dim=1) for each in fitting]).sum(dim=0)
+    if not (torch.isfinite(sums) & (sums > 0)).all():
         raise UnsupportedModelError(_ZERO)
-    return norms / sums
+    return fitting
 
 
 def readout_words(readout: Tensor, layout: TokenLayout) -> str:

@@ -43,7 +43,7 @@ from vitflow.recording.isolation import (
     turn,
     uncompiled,
 )
-from vitflow.recording.layer_tokens import find_tokens
+from vitflow.recording.layer_tokens import find_tokens, without_decoder
 from vitflow.recording.layers import AttentionLayer, FusionKey
 from vitflow.recording.listening import Listening
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
@@ -80,7 +80,7 @@ class record_attention:
         readout: weights instead of the model's readout: for the top layer's tokens, [tokens] or [batch, tokens], or for
             its patches, [rows, cols]; rows are divided by their sums.
         head: `trace.head` of an earlier pass: blocks run without gradients and the head with gradients, so that
-            `trace.readout` is available. The forward pass must run with gradients enabled, and the model's output is
+            `trace.taps` are available. The forward pass must run with gradients enabled, and the model's output is
             detached from its input.
         within: path of the submodule whose attention is recorded, such as the language model of a vision-language
             model; by default the whole model.
@@ -127,6 +127,8 @@ class record_attention:
             raise OptionError("residual > 0 requires one fusion, and neither gradients, keys, visible nor on_layer.")
         self._gradients = gradients
         values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
+        if head is not None and head.reads_several:
+            residual = 0.0  # the map from each block requires the layers below it one by one
         self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual, within)
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
@@ -182,10 +184,12 @@ class record_attention:
             stack.callback(Hook(embedding, _begin_graph, before=False).remove)
         for path, module in self._features.items():
             stack.callback(Hook(module, self._keeping(path), before=False).remove)
-        if self._head is not None and self._head.tap is not None:
-            stack.callback(Hook(_submodule(self._model, self._head.first), _stop_graph, before=True).remove)
-            tap = _submodule(self._model, self._head.tap)
-            stack.callback(Hook(tap, self._cutting(self._head.tap), before=False).remove)
+        if self._head is not None and self._head.taps:
+            for path in self._head.blocks:
+                stack.callback(Hook(_submodule(self._model, path), _stop_graph, before=True).remove)
+            for path in {*self._head.blocks, *self._head.taps}:
+                act = self._cutting(path, path in self._head.taps)
+                stack.callback(Hook(_submodule(self._model, path), act, before=False, first=True).remove)
         elif self._attention and torch.is_grad_enabled():
             attending = [path for path, _ in with_paths(self._model, may_attend)]
             for path in tap_candidates(self._model, attending):
@@ -259,12 +263,12 @@ class record_attention:
 
         return act
 
-    def _cutting(self, path: str) -> Callable[..., Any]:
+    def _cutting(self, path: str, taps: bool) -> Callable[..., Any]:
         def act(args: Any, output: Any) -> Any:
-            torch.set_grad_enabled(True)  # as it was before the first block
-            if (tokens := tokens_of(output)) is None:
+            torch.set_grad_enabled(True)  # as it was before the block
+            if not taps or (tokens := tokens_of(output)) is None:
                 return None
-            self.trace.candidates = {path: tokens.detach().requires_grad_()}
+            self.trace.candidates[path] = tokens.detach().requires_grad_()
             return with_tokens(output, self.trace.candidates[path])
 
         return act
@@ -329,6 +333,8 @@ class record_attention:
         trace = self.trace
         layers, refusal = trace.layers, refusal_of(self._model, trace.layers) if trace.layers else None
         if layers and refusal is None:
+            trace.names, below = without_decoder(trace.names), without_decoder([layer.name for layer in layers])
+            layers = layers[: len(below)]
             with aside():
                 layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
                 refusal = refusal or self._unseen(layers, pixels)

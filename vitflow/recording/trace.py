@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout, logits_of
 from vitflow.recording.heads import Call, observed_head
 from vitflow.recording.layers import AttentionLayer, fuse_parts
-from vitflow.recording.readout import HALF_SCALE, Head, Read, gradient_readout, readout_words
+from vitflow.recording.readout import HALF_SCALE, Head, Read, Tap, gradient_norms, readout_words
 
 # Names of cross-attention modules, in lower case.
+CROSS = ".cross_attention"
 _CROSSING = ("cross", "encdec", "encoder_attn")
 
 
@@ -59,10 +60,10 @@ class Trace:
         model: the model, for methods that run it again.
         refusal: why rollout and flow do not apply to this model, or None.
         affinities: patch affinities by kind and patch grid, filled on request.
-        names: paths of the attention modules that ran, first layer first.
+        names: paths of the attention modules that ran, first layer first, without those of a decoder on top.
         read: maps the model's return value to the explained outputs.
         again: the call of the model, for other pixels.
-        candidates: differentiable outputs of modules after the last attention layer, by path.
+        candidates: differentiable tokens that the head may read, by the path of the module that returned them.
     """
 
     layers: list[AttentionLayer] = field(default_factory=list)
@@ -84,7 +85,7 @@ class Trace:
     _layout: TokenLayout | None = None
     _top: TokenLayout | None = None
     _given: Tensor | None = None
-    _readouts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _taps: dict[tuple[int, ...], list[Tap]] = field(default_factory=dict)
     _heads: dict[Read, Head] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
 
@@ -98,7 +99,7 @@ class Trace:
         """Reset the trace for a new forward pass on this model input."""
         self.read, self.again = read, again
         self.layers, self.features, self.feature_layouts, self._backward = [], {}, {}, {}
-        self.affinities, self.names, self.candidates, self._readouts = {}, [], {}, {}
+        self.affinities, self.names, self.candidates, self._taps = {}, [], {}, {}
         self.closed, self._heads = (), {}
         self.pixels, self.block_norms = pixels, block_norms
         self.output = self.logits = self.refusal = self.pooled = self._layout = self._top = None
@@ -168,6 +169,11 @@ class Trace:
         return self.readout_of(None)
 
     @property
+    def taps(self) -> list[Tap]:
+        """Readouts of the most probable class at each block that the head reads; see `taps_of`."""
+        return self.taps_of(None)
+
+    @property
     def pooling(self) -> str:
         """Source of the readout: "class token", "average over patches", …, "gradient of the output"."""
         if not self.closed:
@@ -198,6 +204,14 @@ class Trace:
         return self._heads[self.read]
 
     @property
+    def _layers_read(self) -> int:
+        """Number of layers up to the highest block that the head reads."""
+        head = self.head
+        if head is None or not head.taps or len(head.blocks) != len(self.layers):
+            return len(self.layers)
+        return head.layers_below(head.taps[-1])
+
+    @property
     def _pooling(self) -> ClosedReadout:
         """Readout of the verified pooling, or of the declared pooling if none can be verified."""
         name = None if self.head is None else self.head.closed
@@ -206,48 +220,89 @@ class Trace:
     def readout_of(self, targets: Tensor | None) -> Tensor:
         """Return the readout: weights of the top layer's tokens in each target output, [batch, tokens].
 
-        The closed form of the model's pooling if verified, else `‖∂f/∂y_i‖` for the tokens y that the head reads, with
-        rows that sum to 1.
+        Args:
+            targets: index of the output of each image, [batch]; by default the largest.
+
+        Raises:
+            UnsupportedModelError: as for `taps_of`; or the head reads the tokens of several blocks.
+        """
+        taps = self.taps_of(targets)
+        if len(taps) > 1 or taps[0].layers < len(self.layers):
+            read = ", ".join(str(tap.layers) for tap in taps)
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} computes its output from the tokens after layers {read}. This requires a "
+                "readout of the last layer: use rollout, attention, flow, gae or gradient_rollout, or pass readout=."
+            )
+        return taps[0].readout
+
+    def taps_of(self, targets: Tensor | None) -> list[Tap]:
+        """Return the tokens that the output is computed from: one tap for each block that the head reads, lowest first.
+
+        The readout of a tap is the closed form of the model's pooling if verified, else `‖∂f/∂y_i‖` for its tokens y,
+        along paths that pass no higher block.
 
         Args:
             targets: index of the output of each image, [batch]; by default the largest.
 
         Raises:
-            UnsupportedModelError: the gradient is needed and was not recorded, or is zero; or the output is computed
-                from the tokens of several blocks.
+            UnsupportedModelError: the gradient is needed and was not recorded, or is zero.
         """
         if self.refusal is not None:
             raise UnsupportedModelError(self.refusal)
         if not self.closed:
             raise VitflowError(_NOTHING_RECORDED)
+        example, batch = self.layers[-1].example, 1 if self.pixels is None else len(self.pixels)
         if self._given is not None:
-            return self._given
-        head, batch = self.head, 1 if self.pixels is None else len(self.pixels)
+            return [Tap(len(self.layers), self._given, example.new_ones(batch))]
+        head = self.head
         if head is None or head.closed is not None:
-            return self._pooling.weights.to(self.layers[-1].example).expand(batch, -1)
+            readout = self._pooling.weights.to(example).expand(batch, -1)
+            return [Tap(len(self.layers), readout, example.new_ones(batch))]
         assert isinstance(self.logits, Tensor)
         chosen = self.logits.detach().argmax(dim=1) if targets is None else targets.to(self.logits.device)
         key = tuple(chosen.tolist())
-        if key not in self._readouts:
-            readout = gradient_readout(self.logits, chosen, self._tokens_read_by(head), self.top, self._order)
-            self._readouts[key] = readout.to(self.layers[-1].example)
-        return self._readouts[key]
+        if key not in self._taps:
+            tokens, counts = self._tokens_read_by(head), [head.layers_below(path) for path in head.taps]
+            layouts = [self.layers[count - 1].tokens.queries for count in counts]
+            norms = gradient_norms(self.logits, chosen, tokens, layouts, [self._order(count) for count in counts])
+            sums = [each.sum(dim=1) for each in norms]
+            every = torch.stack(sums).sum(dim=0)
+            self._taps[key] = [
+                Tap(count, (each / own.clamp(min=_TINY).unsqueeze(1)).to(example), (own / every).to(example))
+                for count, each, own in zip(counts, norms, sums, strict=True)
+            ]
+        return self._taps[key]
 
-    def _tokens_read_by(self, head: Head) -> Tensor:
-        """Return the tokens y that the head reads, in the autograd graph."""
+    def at(self, tap: Tap) -> Self:
+        """Return this trace up to a tap, with the readout there."""
+        layers = self.layers[: tap.layers]
+        if tap.layers == len(self.layers) and self._given is not None:
+            return self
+        return replace(
+            self,
+            layers=layers,
+            pooled=None,
+            _top=layers[-1].tokens.queries,
+            _given=tap.readout,
+            _backward={
+                key: replace(each, attentions=each.attentions[: tap.layers]) for key, each in self._backward.items()
+            },
+        )
+
+    def _tokens_read_by(self, head: Head) -> list[Tensor]:
+        """Return the tokens y of each tap, in the autograd graph."""
         model = type(self.model).__name__
-        if head.blocks:
+        if head.refusal:
             raise UnsupportedModelError(
-                f"{model} computes its output from several blocks (the last and {', '.join(head.blocks)}), so a map "
-                "from the last block is incomplete. Pass readout= with weights for its tokens, or use sampling, "
-                "gradcam, input_gradient or occlusion."
+                f"{model} computes its output {head.refusal}, so a map from its attention is incomplete. Pass readout= "
+                "with weights for the tokens of its last block, or use sampling, gradcam, input_gradient or occlusion."
             )
-        tokens = None if head.tap is None else self.candidates.get(head.tap)
-        if tokens is None or not tokens.requires_grad:
+        tokens = [self.candidates[path] for path in head.taps if path in self.candidates]
+        if not tokens or len(tokens) < len(head.taps) or not all(each.requires_grad for each in tokens):
             why = (
-                "it has no gradient for the tokens of any module (the head is zero or the output is detached)"
-                if head.tap is None
-                else "this pass was recorded without gradients"
+                "this pass was recorded without gradients"
+                if head.taps
+                else "it has no gradient for the tokens of any module (the head is zero or the output is detached)"
             )
             raise UnsupportedModelError(
                 f"This output of {model} has no known pooling, so its readout is a gradient, but {why}. Record with "
@@ -255,19 +310,29 @@ class Trace:
             )
         return tokens
 
-    @property
-    def _order(self) -> Tensor | None:
-        """Raster index of each token of the top layer, if the model uses another order."""
-        tokens = self.layers[-1].tokens
+    def _order(self, count: int) -> Tensor | None:
+        """Return the raster index of each token after `count` layers, if the model uses another order."""
+        tokens = self.layers[count - 1].tokens
         index = None if tokens.query_index is None or tokens.windows > 1 else tokens.query_index[0]
-        return index if index is not None and len(index) == self.top.num_tokens else None
+        return index if index is not None and len(index) == tokens.queries.num_tokens else None
 
     def readout_words(self, targets: Tensor | None) -> list[str]:
         """Describe the readout of each image, for captions."""
         if self._given is None and not self.reads_target:
             return [self.pooling] * (0 if self.pixels is None else len(self.pixels))
-        source = "given as argument" if self._given is not None else "from the gradient of the output"
-        return [f"{readout_words(row, self.top)}, {source}" for row in self.readout_of(targets)]
+        if self._given is not None:
+            return [f"{readout_words(row, self.top)}, given as argument" for row in self._given]
+        taps = self.taps_of(targets)
+        words = []
+        for index in range(len(taps[0].readout)):
+            strongest = max(taps, key=lambda tap: float(tap.share[index]))
+            layout = self.layers[strongest.layers - 1].tokens.queries
+            text = f"{readout_words(strongest.readout[index], layout)}, from the gradient of the output"
+            if len(taps) > 1 or strongest.layers < len(self.layers):
+                shares = ", ".join(f"{tap.layers} ({float(tap.share[index]):.0%})" for tap in taps)
+                text += f", after layers {shares}"
+            words.append(text)
+        return words
 
     @property
     def streams(self) -> dict[str, tuple[AttentionLayer, ...]]:
@@ -414,8 +479,9 @@ class Trace:
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
         with torch.inference_mode(False), torch.enable_grad():
             raw = torch.autograd.grad(scores.float().sum() * scale, inputs, retain_graph=True, allow_unused=True)
+        unread = {layer.name for layer in self.layers[self._layers_read :]}
         for (name, _), gradient in zip(parts, raw, strict=False):
-            if gradient is None:
+            if gradient is None and name not in unread:
                 raise UnsupportedModelError(
                     f"The attention of {name} has no part in the logits of {type(self.model).__name__}, or was copied: "
                     "it has no gradient. Use a method without gradients, such as rollout or occlusion."
@@ -444,7 +510,7 @@ def stream_of(path: str) -> str:
     stack = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     name = ".".join(parts[: max(stack - 1, 1)])  # without the list of blocks, unless nothing else is left
     crosses = any(word in part.lower() for part in parts[stack:] for word in _CROSSING)
-    return f"{name}.cross_attention" if crosses else name
+    return f"{name}{CROSS}" if crosses else name
 
 
 def _detached(heads: Tensor) -> Tensor:
@@ -461,4 +527,6 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 
+# Lower limit of a divisor.
+_TINY = torch.finfo(torch.float64).tiny
 _NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass inside `with record_attention(model)`."

@@ -1,0 +1,180 @@
+"""Readouts of transformers' detection and segmentation models with random weights, each against separate gradients."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitflow import Explainer, record_attention
+from vitflow.errors import UnsupportedModelError
+from vitflow.recording.layer_tokens import without_decoder
+
+transformers = pytest.importorskip("transformers")
+
+VIT = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 16}
+RESNET = {
+    "embedding_size": 8,
+    "hidden_sizes": [8, 8, 16, 16],
+    "depths": [1, 1, 1, 1],
+    "out_features": ["stage4"],
+    "layer_type": "basic",
+}
+DETR = {
+    "use_timm_backbone": False,
+    "use_pretrained_backbone": False,
+    "backbone": None,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "num_labels": 4,
+}
+
+
+def dpt() -> nn.Module:
+    necks = {"neck_hidden_sizes": [8] * 4, "fusion_hidden_size": 8, "backbone_out_indices": [0, 1, 2, 3]}
+    config = transformers.DPTConfig(
+        **VIT, **necks, image_size=64, num_labels=5, is_hybrid=False, use_auxiliary_head=False
+    )
+    return transformers.DPTForSemanticSegmentation(config)
+
+
+def beit() -> nn.Module:
+    head = {"out_indices": [0, 1, 2, 3], "pool_scales": [1, 2], "use_auxiliary_head": False}
+    return transformers.BeitForSemanticSegmentation(transformers.BeitConfig(**VIT, **head, image_size=64, num_labels=5))
+
+
+def upernet() -> nn.Module:
+    stages = [f"stage{number}" for number in range(1, 5)]
+    backbone = transformers.BeitConfig(**VIT, image_size=64, out_features=stages, reshape_hidden_states=True)
+    config = transformers.UperNetConfig(
+        backbone_config=backbone, num_labels=5, use_auxiliary_head=False, pool_scales=[1, 2], hidden_size=16
+    )
+    return transformers.UperNetForSemanticSegmentation(config)
+
+
+def segformer() -> nn.Module:
+    sizes = {"hidden_sizes": [8, 16, 24, 32], "num_attention_heads": [1, 2, 2, 2], "depths": [1, 1, 1, 1]}
+    config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=5)
+    return transformers.SegformerForSemanticSegmentation(config)
+
+
+def yolos() -> nn.Module:
+    config = transformers.YolosConfig(**VIT, image_size=[64, 64], num_detection_tokens=5, num_labels=4)
+    return transformers.YolosForObjectDetection(config)
+
+
+def detr() -> nn.Module:
+    config = transformers.DetrConfig(backbone_config=transformers.ResNetConfig(**RESNET), **DETR, num_queries=100)
+    return transformers.DetrForObjectDetection(config)
+
+
+def conditional_detr() -> nn.Module:
+    resnet = transformers.ResNetConfig(**RESNET)
+    config = transformers.ConditionalDetrConfig(backbone_config=resnet, **DETR, num_queries=20)
+    return transformers.ConditionalDetrForObjectDetection(config)
+
+
+def sam() -> nn.Module:
+    attention = {"num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 64}
+    vision = {"hidden_size": 32, "image_size": 64, "patch_size": 16, "window_size": 2, "global_attn_indexes": [1]}
+    config = transformers.SamConfig(
+        vision_config=attention | vision,
+        prompt_encoder_config={"image_size": 64, "patch_size": 16},
+        mask_decoder_config=attention | {"iou_head_hidden_dim": 16},
+    )
+    return transformers.SamModel(config)
+
+
+def scores(output) -> Tensor | None:
+    """Classes in the lower half of the image, classes of query 2, or the mean of the first mask."""
+    if getattr(output, "pred_boxes", None) is not None:
+        return output.logits[:, 2]
+    if getattr(output, "pred_masks", None) is not None:
+        return output.pred_masks.flatten(1).mean(dim=1, keepdim=True)
+    logits = output.logits
+    return logits[:, :, logits.shape[2] // 2 :].mean(dim=(2, 3))
+
+
+# The model, the input size, and the number of blocks that the head reads.
+MODELS = {
+    "yolos": (yolos, 64, 1),
+    "dpt": (dpt, 64, 4),
+    "beit": (beit, 64, 3),
+    "upernet": (upernet, 64, 4),
+    "detr": (detr, 320, 1),  # 100 queries on 10 × 10 patches
+    "conditional_detr": (conditional_detr, 256, 1),
+    "sam": (sam, 64, 1),
+    "segformer": (segformer, 64, 4),
+}
+STAGED = ["sam", "segformer"]  # windows or stages, to which attention flow does not apply
+
+
+def built(name: str) -> tuple[nn.Module, int]:
+    torch.manual_seed(0)
+    build, size, _ = MODELS[name]
+    model = build().eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.15)
+    return model, size
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_maps_of_a_detection_or_segmentation_model_are_finite(name):
+    model, size = built(name)
+    config = {"input_size": (3, size, size), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    explainer = Explainer(model, outputs=scores, data_config=config)
+    image = torch.randn(1, 3, size, size).clamp(-1, 1)
+    methods = ["rollout", "gae", "gradient_rollout", *([] if name == "segformer" else ["attention"])]
+    for method in [*methods, *([] if name in STAGED else ["flow"])]:
+        actual = explainer.explain(image, method=method, target=0)
+        assert np.isfinite(actual.grid).all() and actual.grid.std() > 0
+        assert "from the gradient of the output" in actual.facts["readout"]
+    if name == "segformer":
+        with pytest.raises(UnsupportedModelError, match="different patch grids"):
+            explainer.explain(image, method="attention", target=0)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "segformer"])
+def test_the_readout_is_the_gradient_at_the_tokens_that_the_head_reads(name):
+    model, size = built(name)
+    model = model.double()
+    image = torch.randn(1, 3, size, size, dtype=torch.float64)
+    with record_attention(model, gradients=True, outputs=scores) as trace:
+        model(image)
+    taps = trace.taps_of(torch.tensor([0]))
+    assert len(taps) == MODELS[name][2]
+    # Separately: the output of each block is replaced by a leaf, so that no gradient passes to lower blocks.
+    paths = [*trace.head.blocks[:-1], trace.head.taps[-1]]
+    leaves: list[Tensor] = []
+
+    def cut(module, args, output):
+        tokens = output[0] if isinstance(output, tuple) else output
+        leaves.append(tokens.detach().requires_grad_())
+        return (leaves[-1], *output[1:]) if isinstance(output, tuple) else leaves[-1]
+
+    handles = [model.get_submodule(path).register_forward_hook(cut, prepend=True) for path in paths]
+    scores(model(image))[0, 0].backward()
+    for handle in handles:
+        handle.remove()
+    norms = [leaf.grad[0].norm(dim=-1).flatten() for leaf in leaves if leaf.grad is not None and leaf.grad.any()]
+    total = sum(norm.sum() for norm in norms)
+    for tap, norm in zip(taps, norms, strict=True):
+        torch.testing.assert_close(tap.readout[0], norm / norm.sum())
+        torch.testing.assert_close(tap.share[0], norm.sum() / total)
+
+
+def test_layers_of_a_decoder_on_top_are_no_layers_of_image_tokens():
+    model, size = built("detr")
+    with record_attention(model) as trace, torch.no_grad():
+        model(torch.randn(1, 3, size, size))
+    assert [layer.name for layer in trace.layers] == [f"model.encoder.layers.{index}.self_attn" for index in range(2)]
+    assert (trace.layout.rows, trace.layout.cols, trace.layout.num_prefix_tokens) == (10, 10, 0)
+    plain = ["blocks.0.attn", "blocks.1.attn"]
+    assert without_decoder(plain) == plain
+    first = ["encoder.cross_attention", "encoder.self_attends.0.attention"]  # as in a Perceiver
+    assert without_decoder(first) == first
