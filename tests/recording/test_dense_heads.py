@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
 from vitflow import Explainer, record_attention
 from vitflow.errors import UnsupportedModelError
-from vitflow.recording.layer_tokens import without_decoder
 
 transformers = pytest.importorskip("transformers")
 
@@ -174,7 +174,33 @@ def test_layers_of_a_decoder_on_top_are_no_layers_of_image_tokens():
         model(torch.randn(1, 3, size, size))
     assert [layer.name for layer in trace.layers] == [f"model.encoder.layers.{index}.self_attn" for index in range(2)]
     assert (trace.layout.rows, trace.layout.cols, trace.layout.num_prefix_tokens) == (10, 10, 0)
-    plain = ["blocks.0.attn", "blocks.1.attn"]
-    assert without_decoder(plain) == plain
-    first = ["encoder.cross_attention", "encoder.self_attends.0.attention"]  # as in a Perceiver
-    assert without_decoder(first) == first
+
+
+def test_a_decoder_of_a_custom_module_is_a_part_of_the_head():
+    class Detector(nn.Module):
+        def __init__(self, queries: int) -> None:
+            super().__init__()
+            self.backbone = timm.create_model("test_vit", img_size=64, num_classes=0)
+            width = self.backbone.num_features
+            self.queries = nn.Parameter(torch.randn(1, queries, width))
+            self.layers = nn.ModuleList(nn.MultiheadAttention(width, 2, batch_first=True) for _ in range(2))
+            self.classes = nn.Linear(width, 4)
+
+        def forward(self, pixels: Tensor) -> Tensor:
+            tokens = self.backbone.forward_features(pixels)
+            states = self.queries.expand(len(pixels), -1, -1)
+            for layer in self.layers:
+                states = states + layer(states, tokens, tokens)[0]
+            return self.classes(states)[:, 2]
+
+    torch.manual_seed(0)
+    model, image = Detector(7).eval(), torch.randn(1, 3, 64, 64)
+    with record_attention(model, gradients=True) as trace:
+        model(image)
+    assert {layer.name.split(".")[0] for layer in trace.layers} == {"backbone"}
+    readout = trace.readout_of(torch.tensor([1]))[0]
+    tokens = model.backbone.forward_features(image).detach().requires_grad_()
+    model.backbone.forward_features = lambda pixels: tokens
+    model(image)[0, 1].backward()
+    norms = tokens.grad[0].norm(dim=-1)
+    torch.testing.assert_close(readout, norms / norms.sum(), rtol=1e-4, atol=1e-6)

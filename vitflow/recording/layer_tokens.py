@@ -1,5 +1,6 @@
 """Token positions of each attention layer on the image: the windows and stages of a recorded forward pass."""
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,24 +15,33 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout
 from vitflow.recording.attention_kinds import is_class_attention, is_traced
 from vitflow.recording.layers import AttentionLayer
-from vitflow.recording.trace import CROSS, stream_of
+from vitflow.recording.trace import stack_of, stream_of
 from vitflow.recording.windows import Size, Windows, find_windows, token_orders
 
 
-def without_decoder(names: Sequence[str]) -> list[str]:
-    """Remove the attention layers of a decoder on top: the last layers, in stacks with cross-attention.
+def decoder_stacks(layers: Sequence[AttentionLayer], batch: int) -> set[str]:
+    """Return the names of the stacks of a decoder on top: the last layers, in stacks with cross-attention.
 
     Their queries are no image tokens, even if there are as many of them as patches. The decoder is a part of the head:
     its outputs have gradients at the tokens of the layers below.
-
-    >>> without_decoder(["encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.encoder_attn"])
-    ['encoder.layers.0.self_attn']
     """
-    streams = [stream_of(name) for name in names]
-    crossing = {stream.removesuffix(CROSS) for stream in streams if stream.endswith(CROSS)}
-    in_decoder = [stream.removesuffix(CROSS) in crossing for stream in streams]
-    first = in_decoder.index(True) if True in in_decoder else len(names)
-    return list(names[:first]) if first and all(in_decoder[first:]) else list(names)
+    stacks = [stack_of(layer.name) for layer in layers]
+    square = {layer.example.shape[-1] for layer in layers if len(set(layer.example.shape[-2:])) == 1}
+    crossing = {
+        stack
+        for layer, stack in zip(layers, stacks, strict=True)
+        if stream_of(layer.name) != stack or "decoder" in stack.lower() or _reads_others(layer, batch, square)
+    }
+    first = next((index for index, stack in enumerate(stacks) if stack in crossing), 0)
+    return crossing if first and crossing.issuperset(stacks[first:]) else set()
+
+
+def _reads_others(layer: AttentionLayer, batch: int, square: set[int]) -> bool:
+    """Return True if a layer's queries, of which there is no grid, attend to the tokens of other layers."""
+    queries, keys = layer.example.shape[-2:]
+    return (
+        len(layer.example) == batch and 1 < queries != keys and keys in square and math.isqrt(queries) ** 2 != queries
+    )
 
 
 def find_tokens(

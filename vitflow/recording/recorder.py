@@ -43,11 +43,11 @@ from vitflow.recording.isolation import (
     turn,
     uncompiled,
 )
-from vitflow.recording.layer_tokens import find_tokens, without_decoder
+from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey
 from vitflow.recording.listening import Listening
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
-from vitflow.recording.trace import Trace
+from vitflow.recording.trace import Trace, stack_of
 from vitflow.recording.unseen import unseen_mixing
 
 
@@ -333,8 +333,9 @@ class record_attention:
         trace = self.trace
         layers, refusal = trace.layers, refusal_of(self._model, trace.layers) if trace.layers else None
         if layers and refusal is None:
-            trace.names, below = without_decoder(trace.names), without_decoder([layer.name for layer in layers])
-            layers = layers[: len(below)]
+            above = decoder_stacks(layers, len(pixels))
+            layers = [layer for layer in layers if stack_of(layer.name) not in above]
+            trace.names = [name for name in trace.names if stack_of(name) not in above]
             with aside():
                 layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
                 refusal = refusal or self._unseen(layers, pixels)

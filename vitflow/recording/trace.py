@@ -18,7 +18,7 @@ from vitflow.recording.layers import AttentionLayer, fuse_parts
 from vitflow.recording.readout import HALF_SCALE, Head, Read, Tap, gradient_norms, readout_words
 
 # Names of cross-attention modules, in lower case.
-CROSS = ".cross_attention"
+_CROSS = ".cross_attention"
 _CROSSING = ("cross", "encdec", "encoder_attn")
 
 
@@ -510,7 +510,12 @@ def stream_of(path: str) -> str:
     stack = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     name = ".".join(parts[: max(stack - 1, 1)])  # without the list of blocks, unless nothing else is left
     crosses = any(word in part.lower() for part in parts[stack:] for word in _CROSSING)
-    return f"{name}{CROSS}" if crosses else name
+    return f"{name}{_CROSS}" if crosses else name
+
+
+def stack_of(path: str) -> str:
+    """Return the name of the stack of an attention module: its stream, together with that of its cross-attention."""
+    return stream_of(path).removesuffix(_CROSS)
 
 
 def _detached(heads: Tensor) -> Tensor:
