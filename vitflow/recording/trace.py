@@ -268,8 +268,8 @@ class Trace:
             sums = [each.sum(dim=1) for each in norms]
             every = torch.stack(sums).sum(dim=0)
             self._taps[key] = [
-                Tap(count, (each / own.clamp(min=_TINY).unsqueeze(1)).to(example), (own / every).to(example))
-                for count, each, own in zip(counts, norms, sums, strict=True)
+                Tap(count, (each / total.clamp(min=_TINY).unsqueeze(1)).to(example), (total / every).to(example))
+                for count, each, total in zip(counts, norms, sums, strict=True)
             ]
         return self._taps[key]
 
