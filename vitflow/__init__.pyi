@@ -15,6 +15,8 @@ from .explaining.features import feature_maps as feature_maps
 from .explaining.image_model import similarity_to as similarity_to
 from .explaining.layer_maps import layer_maps as layer_maps
 from .explaining.method_table import register_method as register_method
+from .explaining.regions import boxes as boxes
+from .explaining.regions import masks as masks
 from .explaining.saliency import Saliency as Saliency
 from .explaining.targets import Contrast as Contrast
 from .folder.run import explain_folder as explain_folder

@@ -315,7 +315,7 @@ def targets_of(given: Mapping[str, Any]) -> list[Any]:
 
 def asks(given: Mapping[str, Any]) -> bool:
     """Return True if a target other than the predicted class is given."""
-    return any(given.get(name) for name in ("target", "targets", "prompts", "like", "against"))
+    return _is_about_box(given) or any(given.get(name) for name in ("target", "targets", "prompts", "like", "against"))
 
 
 def say_default(method: str) -> None:
@@ -325,7 +325,16 @@ def say_default(method: str) -> None:
 
 def method_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the method options given by the user."""
-    return given_options(given, options_of(*_OF_METHODS))
+    values = given_options(given, options_of(*_OF_METHODS))
+    if _is_about_box(given):  # a question, not an option of the method
+        del values["box"]
+    return values
+
+
+def _is_about_box(given: Mapping[str, Any]) -> bool:
+    """Return True if --box names a detection or a region to explain, not the patches that similarity compares with."""
+    methods = [given.get("method"), *(given.get("methods") or ())]
+    return given.get("box") is not None and "similarity" not in methods
 
 
 def drawing_values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,16 +364,22 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
     )
     device = given["device"] or default_device()
     settings = {name: given[name] for name in ("dtype", "fit", "name")}
-    return Explainer(model, device=device, outputs=_outputs(given), **settings)
+    return Explainer(model, device=device, outputs=_outputs(given, model), **settings)
 
 
-def _outputs(given: Mapping[str, Any]) -> Any:
+def _outputs(given: Mapping[str, Any], model: Any) -> Any:
     """Return the outputs that the options request; None for the model's classes."""
     from vitflow.explaining.image_model import similarity_to
+    from vitflow.explaining.regions import boxes, masks
+    from vitflow.models.detection import is_segmenting
     from vitflow.models.pairs import prompts
 
     if given.get("prompts") and given.get("like"):
         raise OptionError("--prompt and --like cannot be used together.")
+    if _is_about_box(given):
+        if given.get("prompts") or given.get("like"):
+            raise OptionError("--box cannot be used with --prompt or --like.")
+        return masks(given["box"]) if is_segmenting(model) else boxes(given["box"])
     if given.get("prompts"):
         return prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
     if given.get("templates") or given.get("raw"):

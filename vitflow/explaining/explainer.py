@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -37,6 +38,7 @@ from vitflow.explaining.targets import (
     resolve_targets,
 )
 from vitflow.images.reading import ImageSource
+from vitflow.models.detection import refuse_deformable
 from vitflow.models.outputs import Outputs
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
@@ -130,7 +132,8 @@ class Explainer(ImageModel):
             softmax.
         name: name of the model in figures and rows; by default the id passed to `load_model`, or the architecture.
         outputs: what to explain instead of the model's classes: `prompts([...])` for an image–text model,
-            `similarity_to([...])` for reference images, or a differentiable function of the model's output that
+            `similarity_to([...])` for reference images, `boxes(...)` for a detection, `masks(...)` for a class
+            inside a region, or a differentiable function of the model's output that
             returns scores [images, k], named by `class_names`; or `Outputs`, which also has a unit.
 
     Attributes:
@@ -241,8 +244,12 @@ class Explainer(ImageModel):
         if readout is not None and not any(map(starts_at_readout, chosen)):
             listed = ", ".join(each.name for each in chosen)
             raise OptionError(f"readout= requires a method that starts at tokens, such as rollout; got {listed}.")
+        if self.regions is not None and any(each.options.get("shifts") for each in chosen):
+            raise OptionError("shifts cannot be used with boxes and masks: use shifts=0.")
         if contrasts := contrasts_among(targets):
             check_class_specific(chosen)
+            if self.regions is not None and not contrasts[0].against_rest:
+                raise OptionError("Boxes and masks can be contrasted with against='rest' only.")
             if not contrasts[0].against_rest:
                 sides = [side for contrast in contrasts for side in contrast.sides]
                 maps = self._explain_sources(sources, chosen, sides, names, self.outputs, readout)
@@ -283,6 +290,12 @@ class Explainer(ImageModel):
         self, images: Sequence[PlacedImage], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
     ) -> list[list[Saliency]]:
         """Explain placed images, in batches of the same input size: [images][methods and targets]."""
+        if self.regions is not None:
+            each_target = [
+                targets[i : i + 1].tolist() if is_per_image(targets) else targets for i in range(len(images))
+            ]
+            pairs = zip(images, each_target, strict=True)
+            return [self._explain_regions(*pair, chosen, outputs, readout) for pair in pairs]
         results: list[list[Saliency]] = [[] for _ in images]
         groups: dict[tuple[int, int], list[int]] = {}
         for index, image in enumerate(images):
@@ -293,6 +306,24 @@ class Explainer(ImageModel):
             for index, maps in zip(members, by_image, strict=True):
                 results[index] = maps
         return results
+
+    def _explain_regions(
+        self, image: PlacedImage, targets: Any, chosen: Chosen, outputs: Outputs, readout: Any
+    ) -> list[Saliency]:
+        """Explain the detections or regions of one image, which a plain forward pass selects."""
+        assert self.regions is not None
+        if any(map(starts_at_readout, chosen)):
+            refuse_deformable(self.model)
+        with torch.inference_mode(False), evaluating(self.model):
+            with torch.no_grad():
+                output = self.forward(self._tensor([image]))
+            runs = []
+            for selected in self.regions.select(output, image.placement, targets, self.outputs):
+                with self.regions.binding(selected):
+                    [maps] = self._run([image], chosen, [selected.index], outputs, readout)
+                runs.append([replace(each, facts={**each.facts, **selected.facts}) for each in maps])
+        by_method = zip(*runs, strict=True)
+        return [each for maps in by_method for i, each in enumerate(maps) if i == 0 or each.class_specific]
 
     def refusals(self, methods: Sequence[MethodChoice], image: ImageSource | None = None) -> dict[str, str]:
         """Try each method on an image (by default a grey one); return the errors of those that do not apply."""
@@ -326,7 +357,7 @@ class Explainer(ImageModel):
             targeted = TargetedTrace.of(
                 trace,
                 None,
-                run=partial(self.logits, outputs=outputs),
+                run=partial(self.logits, outputs=outputs.followed or outputs),
                 outputs=outputs,
                 facts=self.facts,
                 images=images,

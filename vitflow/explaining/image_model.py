@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, VitflowWarning, printable, unknown_name
+from vitflow.explaining.regions import Boxes, Masks, Regions
 from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import FITS
 from vitflow.images.geometry import place
@@ -21,7 +22,7 @@ from vitflow.images.reading import ImageSource, image_name, read_image
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import no_logits, unwrap
-from vitflow.models.checkpoints import ClassNames, check_name_count, weights_sha256
+from vitflow.models.checkpoints import ClassNames, check_name_count, checked_class_names, weights_sha256
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config
 from vitflow.models.loading import load_model
@@ -85,7 +86,7 @@ class ImageModel:
         layout: TokenLayout | None = None,
         activation: str | None = None,
         name: str | None = None,
-        outputs: Outputs | Callable[[Any], Tensor] | Prompts | SimilarityTo | None = None,
+        outputs: Outputs | Callable[[Any], Tensor] | Prompts | SimilarityTo | Boxes | Masks | None = None,
     ) -> None:
         if fit not in FITS:  # before a model is loaded
             raise OptionError(unknown_name("fit", fit, FITS))
@@ -106,6 +107,11 @@ class ImageModel:
         if references is not None:
             data_config = data_config or library_data_config(self.model)
             self.model, outputs = headless(self.model), Outputs(count=0)
+        self.regions: Regions | None = None
+        if isinstance(outputs, Boxes | Masks):
+            given = None if class_names is None else list(checked_class_names(class_names, None))
+            self.regions = Regions(outputs, given, activation)
+            outputs, class_names, activation, named = self.regions.outputs(), None, None, True
         refuse_without_prompts(self.model)
         self._warned = False  # of a tensor that does not look normalised
         self._heads: dict[bool, Head | None] = {}  # for the outputs (False) and their contrasts with the rest (True)
@@ -125,6 +131,7 @@ class ImageModel:
         elif outputs is not None:  # errors come before the first image
             with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
                 tried = self.outputs.tried(self.forward, self._two_images(), alone=not named)
+                tried = tried if self.regions is None else self.regions.completed(tried, self.model)
             self.facts = replace(self.facts, outputs=tried)
         if class_names is not None and self.facts.outputs.count is None:
             check_name_count(self.facts.outputs.names or (), self.num_classes)

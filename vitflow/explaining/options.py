@@ -188,7 +188,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "box",
             "box",
-            "Box of the image to compare with, in pixels.",
+            "Region of the image, in pixels: detectors explain the detection there, models for segmentation the class "
+            "inside; similarity compares with its patches.",
             (),
             "LEFT,TOP,RIGHT,BOTTOM",
         ),

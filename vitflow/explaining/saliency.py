@@ -145,7 +145,9 @@ class Saliency:
 
     @property
     def patch_box(self) -> tuple[float, float, float, float] | None:
-        """Query patch or box of the map, (left, top, right, bottom) in pixels of the image; else None."""
+        """Query patch, box or detection of the map, (left, top, right, bottom) in pixels of the image; else None."""
+        if detection := self.facts.get("detection"):
+            return tuple(detection["box"])
         patch, box = self.options.get("patch"), self.options.get("box")
         if patch is None:
             return None if box is None else tuple(box)
@@ -200,6 +202,8 @@ class Saliency:
             yield f"{warning[0].upper()}{warning[1:]}."
         if compared := self.facts.get("compared_with"):
             yield f"Each patch is compared with {compared}."
+        elif detection := self.facts.get("detection"):
+            yield f"The frame marks the detection (query {detection['query']})."
         elif self.patch_box is not None:
             yield "The frame marks the query patch."
         if not self.placement.sees_everything:

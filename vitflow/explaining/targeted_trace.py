@@ -96,17 +96,22 @@ class TargetedTrace(Trace):
         """Readouts of the explained outputs at each block that the head reads; see `Trace.taps_of`."""
         return self.taps_of(self.targets)
 
+    @property
+    def followed(self) -> Outputs:
+        """Outputs that are computed for changed images."""
+        return self.outputs.followed or self.outputs
+
     def backward(self, targets: Tensor | None = None) -> Backward:
         """Backward pass, by default for the targets; see `Trace.backward`."""
         return Trace.backward(self, self.wanted if targets is None else targets)
 
     def predict(self, pixels: Tensor) -> Tensor:
         """Run the model again and return the probabilities [batch, classes]."""
-        return activate(self._run_again(pixels), self.outputs.activation)
+        return activate(self._run_again(pixels), self.followed.activation)
 
     def log_odds(self, pixels: Tensor) -> Tensor:
         """Run the model again and return the log-odds [batch, classes], which do not saturate at probability 1."""
-        return log_odds(self._run_again(pixels), self.outputs.activation)
+        return log_odds(self._run_again(pixels), self.followed.activation)
 
     def _run_again(self, pixels: Tensor) -> Tensor:
         assert self.run is not None

@@ -46,6 +46,7 @@ class Outputs:
         against: what that is, in words.
         images: what each answer compares with, uint8 RGB [height, width, 3], to be shown beside the map.
         apart: whether maps are of each answer less what stands against it, where nothing else is asked for.
+        followed: outputs of changed images, whose object another output may give; None for these outputs.
 
     >>> outputs = Outputs(lambda output: output[:, :2] - output[:, 2:], ("left", "right"), 2)
     >>> outputs.numbers(torch.tensor([[1.0, 2.0, 3.0, 5.0]]))
@@ -63,6 +64,7 @@ class Outputs:
     against: str = "the mean of the other classes"
     images: tuple[NDArray[np.uint8], ...] = ()
     apart: bool = False
+    followed: "Outputs | None" = None
 
     def __post_init__(self) -> None:
         check_known("activation", self.activation, ACTIVATIONS)
@@ -143,7 +145,7 @@ class Outputs:
         """
         if self.rest is None and self.count in (0, 1):
             raise OptionError(_NO_REST)
-        return replace(self, function=self._less_the_rest, activation="value", rest=None)
+        return replace(self, function=self._less_the_rest, activation="value", rest=None, followed=None)
 
     def _less_the_rest(self, output: Any) -> Tensor:
         numbers, *rest = self.with_rest(output) or [torch.empty(0)]
@@ -218,8 +220,8 @@ def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None,
     """
     if not callable(function):
         raise OptionError(
-            f"Expected outputs as prompts(…), similarity_to(…), a function of the model's output or Outputs, "
-            f"got {function!r:.80}."
+            f"Expected outputs as prompts(…), similarity_to(…), boxes(…), masks(…), a function of the model's "
+            f"output or Outputs, got {function!r:.80}."
         )
     count = None if names is None else len(names)
     return Outputs(function, names, count, activation or "value", against="the mean of the other outputs")

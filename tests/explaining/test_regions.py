@@ -1,0 +1,297 @@
+"""Questions about detections and regions: selection, following, place of the maps, errors."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import vitflow
+from vitflow import Explainer
+from vitflow.cli import cli
+from vitflow.errors import ModelError, OptionError, OutsideImageError, ShapeError, UnsupportedModelError
+from vitflow.explaining.regions import _input_shares, _weights, iou
+from vitflow.images.geometry import place
+from vitflow.images.reading import write_image
+
+SIZE = 64
+CONFIG = {"input_size": (3, SIZE, SIZE), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+NAMES = [f"thing {number}" for number in range(5)]
+
+
+def photo(seed=0, height=80, width=100):
+    return np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+
+
+def yolos(**options):
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    names = dict(enumerate(NAMES))
+    config = transformers.YolosConfig(
+        **small, image_size=[SIZE, SIZE], patch_size=16, num_detection_tokens=6, id2label=names, **options
+    )
+    torch.manual_seed(0)
+    model = transformers.YolosForObjectDetection(config).eval()
+    for weight in model.parameters():
+        weight.data += 0.2 * torch.randn_like(weight)
+    return model
+
+
+class Cells(nn.Module):
+    """A detector with known answers: query q reports how bright quarter q of the image is, as class q % 2."""
+
+    def __init__(self, shift=False):
+        super().__init__()
+        self.shift, self.weight = shift, nn.Parameter(torch.ones(1))
+        edges = [[0.25, 0.25], [0.75, 0.25], [0.25, 0.75], [0.75, 0.75]]
+        self.register_buffer("boxes", torch.tensor([[*middle, 0.5, 0.5] for middle in edges]))
+
+    def forward(self, pixels):
+        bright = self.weight * nn.functional.adaptive_avg_pool2d(pixels.mean(dim=1), 2).flatten(1)  # [batch, 4]
+        boxes = self.boxes.expand(len(pixels), -1, -1)
+        if self.shift:  # the queries change their places when the first corner is dark
+            turned = pixels[:, 0, 0, 0] < 0
+            bright = torch.where(turned[:, None], bright.flip(1), bright)
+            boxes = torch.where(turned[:, None, None], boxes.flip(1), boxes)
+        kinds = torch.tensor([[1.0, 0.0], [0.0, 1.0]] * 2).expand(len(pixels), -1, -1)
+        if self.shift:
+            kinds = torch.where(turned[:, None, None], kinds.flip(1), kinds)
+        logits = torch.cat([4 * bright[..., None] * kinds, torch.zeros(len(pixels), 4, 1)], dim=2)
+        return {"pred_logits": logits, "pred_boxes": boxes}
+
+
+class Dense(nn.Module):
+    """Logits per patch: the brightness of each cell, for class 0, and its negative, for class 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, pixels):
+        bright = self.weight * nn.functional.adaptive_avg_pool2d(pixels.mean(dim=1, keepdim=True), 4)
+        return torch.cat([bright, -bright], dim=1)
+
+
+def bright(*quarters):
+    image = np.full((SIZE, SIZE, 3), 60, np.uint8)
+    for quarter in quarters:
+        row, col = divmod(quarter, 2)
+        image[32 * row : 32 * row + 32, 32 * col : 32 * col + 32] = 230
+    return image
+
+
+def literal_iou(a, b):
+    width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
+    height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+    area = lambda box: (box[2] - box[0]) * (box[3] - box[1])  # noqa: E731
+    return width * height / (area(a) + area(b) - width * height)
+
+
+def test_the_selected_query_has_the_best_product_of_iou_and_probability():
+    model, box = yolos(), (10.0, 10.0, 60.0, 50.0)
+    explainer = Explainer(model, data_config=CONFIG, outputs=vitflow.boxes(box), fit="squash")
+    assert explainer.class_names == [*NAMES, "no object"]
+    image = photo()
+    output = model(explainer.pixels(image))
+    probabilities = output.logits[0].detach().double().softmax(dim=-1)
+    middles = output.pred_boxes[0].detach().double().numpy()
+    scores = []
+    for (x, y, width, height), values in zip(middles, probabilities, strict=True):
+        left, top, right, bottom = (
+            (x - width / 2) * 100,
+            (y - height / 2) * 80,
+            (x + width / 2) * 100,
+            (y + height / 2) * 80,
+        )
+        scores.append(literal_iou((left, top, right, bottom), box) * float(values[2]))
+    saliency = explainer.explain(image, target="thing 2")
+    result = saliency.facts["detection"]
+    assert result["query"] == int(np.argmax(scores))
+    assert saliency.probability == pytest.approx(float(probabilities[result["query"], 2]), abs=1e-6)
+    assert saliency.method == "gae" and saliency.class_name == "thing 2"
+    assert saliency.patch_box == tuple(result["box"]) and result["requested"] == list(box)
+    assert json.dumps(saliency.to_dict())
+
+
+def test_the_output_is_the_class_logit_of_the_selected_query():
+    model = yolos()
+    question = Explainer(model, data_config=CONFIG, outputs=vitflow.boxes(), fit="squash").explain(photo(), target=3)
+    query = question.facts["detection"]["query"]
+    by_hand = Explainer(model, data_config=CONFIG, outputs=lambda output: output.logits[:, query], fit="squash")
+    np.testing.assert_allclose(question.grid, by_hand.explain(photo(), target=3, method="gae").grid, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["gae", "rollout", "gradcam", "legrad", "sampling", "occlusion", "input_gradient"])
+def test_every_method_gives_a_finite_map_for_each_of_the_top_detections(method):
+    explainer = Explainer(yolos(), data_config=CONFIG, outputs=vitflow.boxes(top=3), fit="squash")
+    maps = explainer.explain_batch([photo(0), photo(1)], methods=[method])
+    assert all(np.isfinite(each.grid).all() and np.ptp(each.grid) > 0 for each in maps)
+    for name in ("image 1", "image 2"):
+        result = [each for each in maps if each.source == name]  # fewer where two are of one object
+        probabilities = [each.probability for each in result]
+        assert 2 <= len({each.facts["detection"]["query"] for each in result}) == len(result) <= 3
+        assert probabilities == sorted(probabilities, reverse=True)
+
+
+@pytest.mark.parametrize("quarter", range(4))
+@pytest.mark.parametrize("method", ["input_gradient", "occlusion", "sampling"])
+def test_a_detection_is_explained_by_its_place(method, quarter):
+    row, col = divmod(quarter, 2)
+    box = (32 * col, 32 * row, 32 * col + 32, 32 * row + 32)
+    explainer = Explainer(Cells(), data_config=CONFIG, outputs=vitflow.boxes(box), fit="squash")
+    options = {} if method == "sampling" else {"patch_size": 16}
+    saliency = explainer.explain(bright(quarter), method=method, **options)
+    means = saliency.grid.reshape(2, len(saliency.grid) // 2, 2, -1).mean(axis=(1, 3)).flatten()
+    assert means.argmax() == quarter and saliency.facts["detection"]["query"] == quarter
+
+
+def test_perturbation_follows_the_object_when_its_query_changes():
+    follow = Explainer(Cells(shift=True), data_config=CONFIG, outputs=vitflow.boxes((32, 32, 64, 64)), fit="squash")
+    image = bright(3)
+    image[:16, :16] = 255  # where the queries change places if it is hidden
+    saliency = follow.explain(image, method="occlusion", patch_size=16)
+    assert saliency.facts["detection"]["query"] == 3
+    # The detection in the last quarter does not change when the first patch is hidden.
+    assert abs(saliency.grid[0, 0]) < 0.2 * saliency.grid[2:, 2:].min()
+
+
+def test_iou_and_input_shares_against_literal_references():
+    random = np.random.default_rng(0)
+    low, sides = random.uniform(0, 1, (20, 2)), random.uniform(0.1, 1, (20, 2))
+    boxes = np.concatenate([low, low + sides], axis=1)
+    expected = [literal_iou(box, boxes[0]) for box in boxes]
+    np.testing.assert_allclose(iou(torch.from_numpy(boxes), torch.from_numpy(boxes[0])), expected, rtol=1e-12)
+    placement = place((80, 100), (SIZE, SIZE), fit="squash")
+    np.testing.assert_allclose(_input_shares((25.0, 20.0, 50.0, 80.0), placement), [0.25, 0.25, 0.5, 1.0])
+
+
+def test_the_score_of_a_region_is_the_mean_logit_inside():
+    model, image = Dense(), photo(3, SIZE, SIZE)
+    mask = np.zeros((SIZE, SIZE), bool)
+    mask[16:32, 32:64] = True  # the cells (1, 2) and (1, 3)
+    explainer = Explainer(model, data_config=CONFIG, outputs=vitflow.masks(mask), fit="squash")
+    expected = model(explainer.pixels(image))[0, :, 1, 2:4].mean(dim=1).detach()
+    for region in (mask, (32, 16, 64, 32)):
+        explainer = Explainer(model, data_config=CONFIG, outputs=vitflow.masks(region), fit="squash")
+        saliency = explainer.explain(image, target=1, method="input_gradient", patch_size=16)
+        assert saliency.facts["region"]["mean_logit"] == pytest.approx(float(expected[1]), abs=1e-4)
+        assert saliency.probability == pytest.approx(float(expected.softmax(0)[1]), abs=1e-5)
+        assert (saliency.grid > 0).nonzero()[0].tolist() == [1, 1] and saliency.facts["region"]["pixels"] == 512
+
+
+def test_a_point_and_the_predicted_region():
+    model, image = Dense(), bright(1)
+    at = Explainer(model, data_config=CONFIG, outputs=vitflow.masks((40.5, 3)), fit="squash")
+    saliency = at.explain(image, target=0, method="input_gradient", patch_size=16)
+    assert np.argwhere(saliency.grid > 0).tolist() == [[0, 2]]
+    predicted = Explainer(model, data_config=CONFIG, outputs=vitflow.masks(), fit="squash")
+    saliency = predicted.explain(image, target=0, method="input_gradient", patch_size=16)
+    assert np.argwhere(saliency.grid > 0).tolist() == [[0, 2], [0, 3], [1, 2], [1, 3]]
+    assert saliency.facts["region"]["pixels"] == 32 * 32
+    assert predicted.explain(image, method="input_gradient", patch_size=16).target == 1  # most pixels
+
+
+def test_weights_of_a_region_against_a_literal_reference():
+    outline = np.zeros((80, 100), bool)
+    outline[7:33, 41:90] = True
+    placement = place((80, 100), (SIZE, SIZE), fit="squash")
+    expected = np.zeros((8, 8))
+    for row in range(SIZE):
+        for col in range(SIZE):
+            y, x = placement.to_image(row + 0.5, col + 0.5)
+            expected[row // 8, col // 8] += outline[int(y), int(x)] / 64
+    np.testing.assert_allclose(_weights(outline, placement, (8, 8)).numpy(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Segformer", "DPT", "Beit"])
+def test_models_of_transformers_for_segmentation(name):
+    transformers = pytest.importorskip("transformers")
+    options = {
+        "Segformer": {"hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4, "decoder_hidden_size": 16},
+        "DPT": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+        | {"image_size": SIZE, "patch_size": 16, "backbone_out_indices": [0, 1, 2, 3], "fusion_hidden_size": 16}
+        | {"neck_hidden_sizes": [16, 16, 16, 16], "use_auxiliary_head": False},
+        "Beit": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+        | {"image_size": SIZE, "patch_size": 16, "out_indices": [1, 2, 3, 4], "use_auxiliary_head": False},
+    }[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**options, num_labels=5)
+    model = getattr(transformers, f"{name}ForSemanticSegmentation")(config).eval()
+    explainer = Explainer(model, data_config=CONFIG, outputs=vitflow.masks((8, 8, 40, 40)), fit="squash")
+    saliency = explainer.explain(photo(), method="occlusion", target=2, patch_size=16)
+    assert np.isfinite(saliency.grid).all() and np.ptp(saliency.grid) > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: vitflow.boxes((5, 5, 5, 9)), OptionError, "left < right"),
+        (lambda: vitflow.boxes(top=0), OptionError, "at least 1"),
+        (lambda: vitflow.boxes((1, 2, 3, 4), top=2), OptionError, "without a box"),
+        (lambda: vitflow.masks((1, 2, 3)), OptionError, "a mask"),
+        (lambda: Explainer("demo", outputs=vitflow.boxes()), ModelError, "DETR or YOLOS"),
+        (lambda: Explainer("demo", outputs=vitflow.masks()), ModelError, "semantic segmentation"),
+    ],
+)
+def test_wrong_questions_are_refused(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "options", "error", "words"),
+    [
+        (vitflow.boxes((10, 10, 20, 20)), {"target": "thing 9"}, OptionError, "Unknown class"),
+        (vitflow.boxes(), {"target": "no object"}, OptionError, "class of an object"),
+        (vitflow.boxes(), {"target": "top2"}, OptionError, "boxes"),
+        (vitflow.boxes((900, 900, 950, 950)), {}, OptionError, "None of the 6 detections"),
+        (vitflow.boxes(), {"target": vitflow.Contrast(0, against=1)}, OptionError, "rest"),
+        (vitflow.boxes(), {"method": "gae", "shifts": 4}, OptionError, "shifts"),
+    ],
+)
+def test_wrong_targets_are_refused(outputs, options, error, words):
+    with pytest.raises(error, match=words):
+        Explainer(yolos(), data_config=CONFIG, outputs=outputs, fit="squash").explain(photo(), **options)
+
+
+@pytest.mark.parametrize(
+    ("region", "options", "error", "words"),
+    [
+        (np.ones((3, 4)), {}, ShapeError, r"\[80, 100\]"),
+        ((300, 5), {}, OutsideImageError, "100 × 80"),
+        ((300, 5, 400, 9), {}, OutsideImageError, "100 × 80"),
+        (np.zeros((80, 100)), {}, OutsideImageError, "no pixel"),
+    ],
+)
+def test_wrong_regions_are_refused(region, options, error, words):
+    explainer = Explainer(Dense(), data_config=CONFIG, outputs=vitflow.masks(region), fit="squash")
+    with pytest.raises(error, match=words):
+        explainer.explain(photo(), method="occlusion", patch_size=16, **options)
+
+
+def test_deformable_attention_is_refused_by_name_but_occlusion_works():
+    class MultiscaleDeformableAttention(nn.Identity):
+        pass
+
+    model = Cells()
+    model.attention = MultiscaleDeformableAttention()
+    explainer = Explainer(model, data_config=CONFIG, outputs=vitflow.boxes(), fit="squash")
+    with pytest.raises(UnsupportedModelError, match="Use sampling, occlusion"):
+        explainer.explain(bright(1), method="gae")
+    assert explainer.explain(bright(1), method="occlusion", patch_size=16).facts["detection"]["query"] == 1
+
+
+def test_the_command_line_names_a_detection_by_its_box(tmp_path, monkeypatch):
+    model = yolos()
+    monkeypatch.setattr("vitflow.models.loading.load_model", lambda *args, **options: model)
+    monkeypatch.setattr("vitflow.models.facts.library_data_config", lambda model: CONFIG)
+    write_image(tmp_path / "photo.png", photo())
+    words = ["explain", str(tmp_path / "photo.png"), "--model", "any", "--box", "10,10,60,50", "--class", "thing 2"]
+    done = CliRunner().invoke(cli, [*words, "--fit", "squash", "--json", "-o", str(tmp_path / "map.png")])
+    assert done.exit_code == 0, done.output
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    record = json.loads(line)
+    assert record["facts"]["detection"]["requested"] == [10, 10, 60, 50] and record["class_name"] == "thing 2"
+    assert record["method"] == "gae" and (tmp_path / "map.png").exists()

@@ -1,0 +1,356 @@
+"""Questions about a region of the image: a detection of an object detector, or a class inside a region."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d
+
+from vitflow.errors import OptionError, OutsideImageError, ShapeError
+from vitflow.explaining.similarity import check_box
+from vitflow.explaining.targets import class_index, is_several, is_top
+from vitflow.images.geometry import Placement
+from vitflow.models.detection import NO_OBJECT, dense_logits_of, detections_of, label_count, output_names
+from vitflow.models.outputs import Outputs, activate
+
+_SAME = 0.5  # detections of one class with a larger IoU are of one object
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """Detections as the outputs of a model; see `boxes`."""
+
+    box: tuple[float, float, float, float] | None = None
+    top: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masks:
+    """A class inside a region as the outputs of a model; see `masks`."""
+
+    region: Any = None
+
+
+def boxes(box: Sequence[float] | None = None, top: int | None = None) -> Boxes:
+    """Explain a detection: `Explainer(model, outputs=boxes((40, 20, 300, 260)))`, for detectors like DETR and YOLOS.
+
+    The outputs are the class logits of one detection: the one with the largest product of IoU with the box and
+    probability of the target class (of any class without a target); without a box, the most probable one. Methods that
+    change the image (sampling, occlusion, consensus) follow it as D-RISE does, by the largest product of IoU and
+    probability over all detections, because another query may detect the object then.
+
+    Args:
+        box: left, top, right and bottom in pixels of the image.
+        top: explain the so many most probable detections, one map each; not together with a box.
+
+    Raises:
+        OptionError: the box has no area, or `top` is not at least 1.
+
+    References:
+        D-RISE: Petsiuk et al., CVPR 2021.
+
+    >>> boxes((40, 20, 300, 260))
+    Boxes(box=(40.0, 20.0, 300.0, 260.0), top=None)
+    """
+    if top is not None and (box is not None or isinstance(top, bool) or not isinstance(top, int) or top < 1):
+        raise OptionError(f"Expected top as an integer of at least 1, without a box, got top={top!r}, box={box!r}.")
+    return Boxes(None if box is None else check_box(box), top)
+
+
+def masks(region: Any = None) -> Masks:
+    """Explain a class inside a region: `Explainer(model, outputs=masks(mask))`, for semantic segmentation.
+
+    The output of a class is its mean logit over the region, at the resolution of the model's output. The reported
+    probability is the softmax of these means.
+
+    Args:
+        region: a mask [height, width] of the image, True inside; a box (left, top, right, bottom) or a point (x, y) in
+            its pixels; by default where the model predicts the target class.
+
+    Raises:
+        OptionError: the region is none of these.
+
+    >>> masks((12, 40))
+    Masks(region=(12.0, 40.0))
+    """
+    if region is None:
+        return Masks()
+    array = np.asarray(region)
+    if array.ndim == 2:
+        return Masks(array > 0)
+    if array.shape == (4,):
+        return Masks(check_box(region))
+    if array.shape != (2,) or not np.isfinite(array.astype(float)).all():
+        raise OptionError(
+            f"Expected region as a mask [height, width], a box (left, top, right, bottom) or a point (x, y), got "
+            f"{region!r:.60}."
+        )
+    return Masks((float(array[0]), float(array[1])))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selected:
+    """A detection, or a class inside a region, of one image.
+
+    Attributes:
+        index: the class index.
+        place: index of the query; or the weights of a region, [height, width].
+        box: of a detection, [4] in shares of the model input.
+        facts: facts about the map.
+        outline: the region in pixels of the image, bool [height, width].
+    """
+
+    index: int
+    place: Any
+    box: Tensor | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    outline: NDArray[np.bool_] | None = None
+
+
+class Regions:
+    """The outputs of a question about regions: bound to a detection or a region while an image is explained.
+
+    One object serves all images, so that the head of a model is observed once for a question.
+
+    Args:
+        question: what is explained.
+        names: class names given by the caller.
+        activation: given by the caller.
+    """
+
+    def __init__(self, question: Boxes | Masks, names: list[str] | None, activation: str | None) -> None:
+        self.question, self._names, self._activation = question, names, activation
+        self.bound: Selected | None = None
+
+    def outputs(self) -> Outputs:
+        """Return the outputs, before anything about the model is known."""
+        return Outputs(self._detected if isinstance(self.question, Boxes) else self._segmented, activation="softmax")
+
+    def completed(self, tried: Outputs, model: nn.Module) -> Outputs:
+        """Return the outputs with the names and the activation for the number of classes that a trial run gave."""
+        assert tried.count is not None
+        names = output_names(model, self._names, tried.count)
+        if isinstance(self.question, Masks):
+            return Outputs(self._segmented, names, tried.count, self._activation or "softmax", made_of=self._made_of())
+        labels = len(self._names) if self._names else label_count(model)
+        activation = self._activation or ("sigmoid" if labels == tried.count else "softmax")
+        if activation == "softmax" and names is None:
+            names = (*(f"class {index}" for index in range(tried.count - 1)), NO_OBJECT)
+        self._activation = activation
+        return Outputs(
+            self._detected,
+            names,
+            tried.count,
+            activation,
+            made_of=self._made_of(),
+            followed=Outputs(self._followed, activation="sigmoid"),
+        )
+
+    def _made_of(self) -> dict[str, Any]:
+        """Describe the question for JSON."""
+        if isinstance(self.question, Boxes):
+            return {"boxes": [self.question.box, self.question.top]}
+        region = self.question.region
+        return {"masks": hashlib.sha256(region.tobytes()).hexdigest() if isinstance(region, np.ndarray) else region}
+
+    @contextmanager
+    def binding(self, selected: Selected) -> Iterator[None]:
+        """Compute the outputs for this detection or region."""
+        self.bound = selected
+        try:
+            yield
+        finally:
+            self.bound = None
+
+    def select(self, output: Any, placement: Placement, targets: Any, outputs: Outputs) -> list[Selected]:
+        """Select the detections or regions of one image, from the model's output for it.
+
+        Raises:
+            OptionError: there is no such detection, or the class is predicted nowhere.
+        """
+        with torch.no_grad():
+            given = targets if isinstance(targets, list | tuple) else [targets]
+            wanted = [self._class(target, outputs) for target in given]
+            if isinstance(self.question, Masks):
+                return [self._region(output, placement, index) for index in wanted]
+            logits, places = (each[0].detach().cpu() for each in detections_of(output))
+            scores = self._objects(activate(logits, outputs.activation))
+            return [one for index in wanted for one in self._matching(scores, places.double(), placement, index)]
+
+    def _class(self, target: Any, outputs: Outputs) -> int | None:
+        if is_several(target):
+            raise OptionError(
+                f"Expected class names or indices with boxes and masks, got {target!r}: use boxes(top=…)."
+            )
+        count = outputs.count or 0
+        return None if is_top(target) else class_index(target, count, outputs.names)
+
+    def _objects(self, probabilities: Tensor) -> Tensor:
+        """Return the probabilities of the objects, without "no object"."""
+        return probabilities[..., :-1] if self._activation != "sigmoid" else probabilities
+
+    # --- Detections -------------------------------------------------------------------------------------------------
+
+    def _detected(self, output: Any) -> Tensor:
+        """Class logits [batch, classes] of the bound detection, or of each image's most probable one."""
+        logits, _ = detections_of(output)
+        if self.bound is not None:
+            return logits[:, self.bound.place]
+        most = self._objects(activate(logits, self._activation or "softmax")).amax(dim=-1).argmax(dim=1)
+        return logits[torch.arange(len(logits)), most.to(logits.device)]
+
+    def _followed(self, output: Any) -> Tensor:
+        """Log-odds [batch, classes] of the largest product of IoU and probability over the queries."""
+        logits, places = detections_of(output)
+        probabilities = activate(logits, self._activation or "softmax")
+        if self.bound is None or self.bound.box is None:
+            products = probabilities
+        else:
+            products = iou(places.detach().cpu().double(), self.bound.box).unsqueeze(-1) * probabilities
+        return products.amax(dim=1).logit(eps=1e-9)
+
+    def _matching(self, scores: Tensor, places: Tensor, placement: Placement, index: int | None) -> list[Selected]:
+        """Select detections by class, box and number, from scores [queries, classes] and boxes [queries, 4]."""
+        assert isinstance(self.question, Boxes)
+        if index is not None and index >= scores.shape[1]:
+            raise OptionError(f"Expected the class of an object, got {NO_OBJECT!r}.")
+        ranked = scores if index is None else scores[:, [index]]
+        overlaps = torch.ones(len(scores)).double()
+        if self.question.box is not None:
+            overlaps = iou(places, _input_shares(self.question.box, placement))
+            if not overlaps.any():
+                raise OptionError(
+                    f"None of the {len(scores)} detections overlaps the box {self.question.box}. Remedy: give another "
+                    "box, or boxes(top=5) to see the most probable detections."
+                )
+        best, classes = (ranked * overlaps.unsqueeze(1)).max(dim=1)
+        selected: list[Selected] = []
+        for query in best.argsort(descending=True, stable=True).tolist():
+            kind = int(classes[query]) if index is None else index
+            if any(
+                one.index == kind and iou(places[query], one.box) > _SAME for one in selected if one.box is not None
+            ):
+                continue  # the same object
+            left, top, right, bottom = places[query].tolist()
+            height, width = placement.input_size
+            y0, x0 = placement.to_image(top * height, left * width)
+            y1, x1 = placement.to_image(bottom * height, right * width)
+            detection: dict[str, Any] = {
+                "box": [round(float(edge), 1) for edge in (x0, y0, x1, y1)],
+                "probability": round(float(scores[query, kind]), 4),
+                "query": query,
+            }
+            if self.question.box is not None:
+                detection |= {"requested": list(self.question.box), "iou": round(float(overlaps[query]), 3)}
+            selected.append(Selected(kind, query, places[query], {"detection": detection}))
+            if len(selected) == (self.question.top or 1):
+                break
+        return selected
+
+    # --- Regions ----------------------------------------------------------------------------------------------------
+
+    def _segmented(self, output: Any) -> Tensor:
+        """Mean logits [batch, classes] over the bound region, or over the whole image."""
+        logits = dense_logits_of(output)
+        if self.bound is None:
+            return logits.mean(dim=(2, 3))
+        return torch.einsum("bchw,hw->bc", logits, self.bound.place.to(logits))
+
+    def _region(self, output: Any, placement: Placement, index: int | None) -> Selected:
+        assert isinstance(self.question, Masks)
+        logits, region = dense_logits_of(output)[0].detach().cpu().double(), self.question.region
+        size = (int(logits.shape[1]), int(logits.shape[2]))
+        height, width = placement.image_size
+        y, x = (np.arange(side) + 0.5 for side in (height, width))
+        if region is None:
+            predicted = logits.argmax(dim=0)
+            index = int(predicted.flatten().mode().values) if index is None else index
+            weights, words = (predicted == index).double(), "where the model predicts the class"
+            if not weights.any():
+                raise OptionError(
+                    "The model predicts this class nowhere in the image. Remedy: pass a region, or another class."
+                )
+            inputs: list[Any] = list(placement.to_input(y.astype(np.float64), x.astype(np.float64)))
+            cells = [
+                (each * n / side).astype(int) for each, n, side in zip(inputs, size, placement.input_size, strict=True)
+            ]
+            inside = [(each >= 0) & (each < n) for each, n in zip(inputs, placement.input_size, strict=True)]
+            rows, cols = (cell.clip(0, n - 1) for cell, n in zip(cells, size, strict=True))
+            outline = (weights.numpy() > 0)[np.ix_(rows, cols)] & np.outer(*inside)
+        else:
+            outline, words = _outline(region, placement)
+            weights = _weights(outline, placement, size)
+            if not weights.any():
+                raise OutsideImageError(
+                    f"The region has no pixel inside the region that the model saw, {placement.seen_box}: choose a "
+                    "region inside, or fit='squash' or 'pad'."
+                )
+        weights = weights / weights.sum()
+        means = torch.einsum("chw,hw->c", logits, weights)
+        index = int(means.argmax()) if index is None else index
+        facts = {"region": {"of": words, "mean_logit": round(float(means[index]), 4), "pixels": int(outline.sum())}}
+        return Selected(index, weights, None, facts, outline)
+
+
+def iou(boxes: Tensor, box: Tensor) -> Tensor:
+    """Compute the intersection over union of boxes [..., 4] with one box [4].
+
+    >>> iou(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([1.0, 0.0, 3.0, 2.0]))
+    tensor([0.3333])
+    """
+    low, high = torch.maximum(boxes[..., :2], box[:2]), torch.minimum(boxes[..., 2:], box[2:])
+    common = (high - low).clamp_min(0.0).prod(dim=-1)
+    sizes = (boxes[..., 2:] - boxes[..., :2]).clamp_min(0.0).prod(dim=-1) + (box[2:] - box[:2]).clamp_min(0.0).prod()
+    return common / (sizes - common).clamp_min(torch.finfo(boxes.dtype).tiny)
+
+
+def _input_shares(box: tuple[float, float, float, float], placement: Placement) -> Tensor:
+    """Return a box of the image in shares of the model input, [4]."""
+    left, top, right, bottom = box
+    (y0, x0), (y1, x1) = placement.to_input(top, left), placement.to_input(bottom, right)
+    height, width = placement.input_size
+    return torch.tensor([x0 / width, y0 / height, x1 / width, y1 / height], dtype=torch.float64)
+
+
+def _outline(region: Any, placement: Placement) -> tuple[NDArray[np.bool_], str]:
+    """Return a region of the image as a mask, and its kind in words."""
+    height, width = placement.image_size
+    if isinstance(region, np.ndarray):
+        if region.shape != (height, width):
+            raise ShapeError(f"Expected a mask [{height}, {width}] as the image, got {list(region.shape)}.")
+        return region, "the given mask"
+    mask = np.zeros((height, width), np.bool_)
+    if len(region) == 2:
+        x, y = (int(np.floor(each)) for each in region)
+        if not (0 <= x < width and 0 <= y < height):
+            raise OutsideImageError(f"The point {region} is outside the image of {width} × {height} pixels.")
+        mask[y, x] = True
+        return mask, "the given point"
+    left, top, right, bottom = (max(0, round(edge)) for edge in region)
+    mask[top:bottom, left:right] = True
+    if not mask.any():
+        raise OutsideImageError(f"The box {region} is outside the image of {width} × {height} pixels.")
+    return mask, "the given box"
+
+
+def _weights(outline: NDArray[np.bool_], placement: Placement, size: tuple[int, int]) -> Tensor:
+    """Return the share of a region in each cell of the model's output, float64 [height, width]."""
+    fine = [max(n, side) for n, side in zip(size, placement.input_size, strict=True)]
+    (rows, cols) = ((np.arange(n) + 0.5) * side / n for n, side in zip(fine, placement.input_size, strict=True))
+    y, x = placement.to_image(rows, cols)
+    inside = np.outer((y >= 0) & (y < outline.shape[0]), (x >= 0) & (x < outline.shape[1]))
+    places = np.ix_(*(np.floor(each).astype(int).clip(0, n - 1) for each, n in zip((y, x), outline.shape, strict=True)))
+    shares = adaptive_avg_pool2d(torch.from_numpy((outline[places] & inside)[None].astype(np.float64)), size)[0]
+    if not shares.any() and outline.sum() == 1:  # a point between the pixels of a larger image
+        [[row, col]] = np.argwhere(outline)
+        at = placement.to_input(row + 0.5, col + 0.5)
+        cells = [int(each * n // side) for each, n, side in zip(at, size, placement.input_size, strict=True)]
+        if all(0 <= cell < n for cell, n in zip(cells, size, strict=True)):
+            shares[cells[0], cells[1]] = 1.0
+    return shares

@@ -1,0 +1,110 @@
+"""Outputs of models for object detection and semantic segmentation, in one form.
+
+Recognised by their fields, so that no library is imported: detectors in the format of DETR (DETR, Conditional DETR,
+YOLOS and others of transformers, and models that return `pred_logits` and `pred_boxes`), and segmentation by logits per
+pixel (SegFormer, DPT, UperNet, BEiT, torchvision, a tensor [batch, classes, height, width]) or by queries (MaskFormer,
+Mask2Former).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.models.anatomy import in_words
+
+#: Name of the last class of a detector with a softmax.
+NO_OBJECT = "no object"
+_DEFORMABLE = "deformable"
+
+
+def detections_of(output: Any) -> tuple[Tensor, Tensor]:
+    """Return the class logits and boxes of a detector in the format of DETR.
+
+    Returns:
+        Logits [batch, queries, classes]; and boxes [batch, queries, 4], left, top, right and bottom as shares of the
+        width and height of the model input.
+
+    Raises:
+        ModelError: the output has another format.
+
+    >>> output = {"pred_logits": torch.zeros(1, 1, 3), "pred_boxes": torch.tensor([[[0.5, 0.5, 0.2, 0.4]]])}
+    >>> detections_of(output)[1]
+    tensor([[[0.4000, 0.3000, 0.6000, 0.7000]]])
+    """
+    logits, boxes = _field(output, "logits", "pred_logits"), _field(output, "pred_boxes")
+    if logits is None or boxes is None or logits.ndim != 3 or boxes.shape != (*logits.shape[:2], 4):
+        raise ModelError(
+            "Expected the output of a detector in the format of DETR or YOLOS: logits [batch, queries, classes] and "
+            f"pred_boxes [batch, queries, 4], got {in_words(output)}. Remedy: for other models pass a function of the "
+            "output as outputs=."
+        )
+    middle, half = boxes[..., :2], boxes[..., 2:] / 2
+    return logits, torch.cat([middle - half, middle + half], dim=-1)
+
+
+def dense_logits_of(output: Any) -> Tensor:
+    """Return the logits [batch, classes, height, width] of a model for semantic segmentation.
+
+    Queries with masks are summed as by transformers: the probability of each class times that of each mask.
+
+    Raises:
+        ModelError: the output has another format.
+    """
+    classes, masks = _field(output, "class_queries_logits"), _field(output, "masks_queries_logits")
+    if classes is not None and masks is not None:
+        return torch.einsum("bqc,bqhw->bchw", classes.softmax(dim=-1)[..., :-1], masks.sigmoid())
+    logits = output if isinstance(output, Tensor) else _field(output, "logits", "out")
+    if logits is None or logits.ndim != 4:
+        raise ModelError(
+            "Expected the output of a model for semantic segmentation: logits [batch, classes, height, width], got "
+            f"{in_words(output)}. Remedy: for other models pass a function of the output as outputs=."
+        )
+    return logits
+
+
+def _field(output: Any, *names: str) -> Tensor | None:
+    """Return the first of the named tensors of an output."""
+    for name in names:
+        value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value
+    return None
+
+
+def label_count(model: nn.Module) -> int | None:
+    """Return the number of labels in the configuration of a transformers model; None for other models."""
+    count = getattr(getattr(model, "config", None), "num_labels", None)
+    return count if isinstance(count, int) else None
+
+
+def output_names(model: nn.Module, given: list[str] | None, count: int) -> tuple[str, ...] | None:
+    """Return the name of each output: those given, or of the model's configuration; the last may be "no object".
+
+    Raises:
+        OptionError: there is another number of names.
+    """
+    names: Any = getattr(getattr(model, "config", None), "id2label", None) or {}
+    listed = given or [str(names[index]) for index in sorted(names, key=int)]
+    if len(listed) in (count, count - 1):
+        return (*listed, NO_OBJECT)[:count]
+    if given:
+        raise OptionError(f"Expected {count} class names, or {count - 1} without {NO_OBJECT!r}, got {len(given)}.")
+    return None
+
+
+def is_segmenting(model: nn.Module) -> bool:
+    """Return True for a model of transformers for semantic segmentation."""
+    name = type(model).__name__
+    return name.endswith(("ForSemanticSegmentation", "ForUniversalSegmentation", "ForInstanceSegmentation"))
+
+
+def refuse_deformable(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a model has deformable attention, of which there is no matrix."""
+    if any(_DEFORMABLE in type(module).__name__.lower() for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has deformable attention: each query reads a few sampled points, so that there "
+            "is no attention matrix to follow to its patches. Use sampling, occlusion or gradcam."
+        )
