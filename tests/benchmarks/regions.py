@@ -1,17 +1,23 @@
 """Does the map of one region of a dense prediction have its largest mean in that region?
 
     python -m tests.benchmarks.regions [--model demo] [--checkpoint FILE] [--photographs FOLDER] [--images 15]
+    python -m tests.benchmarks.regions --cost [--model vit_small_patch16_224 --untrained]
 
 The model's classification head is applied to its patch tokens. Each image has four questions: the mean logit of the
 most probable class over one quarter of the patches. Per method and per readout ("gradient" follows from the question,
 "class token" is given by hand) the table shows wins, the share of questions whose quarter has the largest mean of the
 four (chance 25 %), and the mean ROC-AUC of the quarter's patches. Without photographs, the images are drawn ones.
+
+With `--cost`, seconds of a map of one region are compared with those of a map of a class, whose readout is the class
+token.
 """
 
 import argparse
+import time
 from pathlib import Path
 
 import numpy as np
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -80,13 +86,43 @@ def measure(explainer: Explainer, images: list, methods: list = METHODS) -> dict
     return {key: np.array(rows) for key, rows in scores.items()}
 
 
+def cost(name: str, checkpoint: str | None, *, pretrained: bool, rounds: int) -> None:
+    """Print the median seconds of maps of a class and of a region, and their ratio; the two are timed in turn."""
+    backbone = load_model(name, checkpoint=checkpoint) if pretrained else timm.create_model(name).eval()
+    cells, config = quarters(backbone.patch_embed.grid_size[0]), backbone.pretrained_cfg
+
+    def outputs(output: Tensor) -> Tensor:
+        return torch.stack([output[:, cell, 0].mean(dim=1) for cell in cells], dim=1)
+
+    of_class = Explainer(backbone, data_config=config)
+    of_region = Explainer(Dense(backbone), data_config=config, outputs=outputs)
+    pixels = of_class.pixels(draw_image(FIRST_SEED).image)
+    print("| method | class token, ms | region, ms | ratio of medians |\n|---|---|---|---|")
+    for method in ("gae", "gradient_rollout", "rollout"):
+        seconds: list[list[float]] = [[], []]
+        for number in range(rounds + 2):
+            for times, explainer in zip(seconds, (of_class, of_region), strict=True):
+                started = time.perf_counter()
+                explainer.explain(pixels, method=method, target=0)
+                if number > 1:  # the first ones observe the head
+                    times.append(time.perf_counter() - started)
+        ours, theirs = (1e3 * float(np.median(times)) for times in seconds)
+        print(f"| {method} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--checkpoint")
     parser.add_argument("--photographs", type=Path)
     parser.add_argument("--images", type=int, default=15)
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--untrained", action="store_true")
+    parser.add_argument("--rounds", type=int, default=30)
     given = parser.parse_args()
+    if given.cost:
+        cost(given.model, given.checkpoint, pretrained=not given.untrained, rounds=given.rounds)
+        return
     files = [] if given.photographs is None else sorted(given.photographs.glob("*.*g"))[: given.images]
     images = files or [draw_image(FIRST_SEED + number).image for number in range(given.images)]
     actual = measure(explainer_of(given.model, given.checkpoint), images)
