@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.options import OPTIONS, REFINING
@@ -176,6 +179,19 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
     if against := facts.get("against"):
         yield f"The map explains the score minus {against}."
+
+
+def top_share(grid: NDArray[np.floating[Any]], top: float = 0.1) -> str:
+    """Describe the share of a map's sum that its highest patches hold; absolute values if some are negative.
+
+    >>> top_share(np.array([[0.0, 1.0, 3.0, 0.0]]), 0.25), top_share(np.array([[-3.0, 1.0, 0.0, 0.0]]), 0.25)
+    ('top 25 % of patches hold 75 %', 'strongest 25 % of patches hold 75 %')
+    """
+    values = np.sort(np.abs(grid.astype(np.float64)).ravel())[::-1]
+    if not values.any():
+        return "every patch is 0"
+    held = np.interp(top * values.size, np.arange(values.size + 1), np.append(0.0, np.cumsum(values))) / values.sum()
+    return f"{'strongest' if (grid < 0).any() else 'top'} {top:.0%} of patches hold {held:.0%}".replace("%", " %")
 
 
 def duration(seconds: float) -> str:

@@ -18,7 +18,7 @@ from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.option_types import LayerMapOptions
 from vitflow.explaining.options import OPTIONS, takes_method_options
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import bars_of, in_rows, map_cell
+from vitflow.explaining.strips import SHARES, bars_of, in_rows, map_cell
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.images import figures
 from vitflow.images.figures import Block, Cell, Column, FigureResult, file_too
@@ -79,10 +79,8 @@ class LayerMaps(FigureResult):
 
     def _draw(self, pen: Pen) -> Figure:
         limits = {id(each): pen.limits(each.grid) for each in self.saliencies}
-        largest = max(abs(limit) for pair in limits.values() for limit in pair)
-        thousandths = 1e-4 < largest < 0.1
         cells = [
-            [(column, map_cell(each, limits[id(each)], pen, thousandths=thousandths)) for column, each in section]
+            [(column, map_cell(each, limits[id(each)], pen)) for column, each in section]
             for section in self._sections()
         ]
         whole = self.accumulated[-1]
@@ -94,7 +92,7 @@ class LayerMaps(FigureResult):
             for row in in_rows(section, _MOST_COLUMNS)
         ]
         bars = bars_of([(each, limits[id(each)]) for each in self.saliencies], pen)
-        return figures.draw_bands(bands, bars=bars, note=self._note(pen, thousandths), dpi=pen.dpi)
+        return figures.draw_bands(bands, bars=bars, note=self._note(pen), dpi=pen.dpi)
 
     def _sections(self) -> Iterator[list[tuple[Column, Saliency]]]:
         """Yield the columns of each section with their maps; the first section is the map of all layers."""
@@ -118,11 +116,10 @@ class LayerMaps(FigureResult):
             for head, each in enumerate(self.heads)
         ]
 
-    def _note(self, pen: Pen, thousandths: bool) -> str:
+    def _note(self, pen: Pen) -> str:
         whole = self.accumulated[-1]
         return (
-            "Each map has separate colour limits, which are printed below it"
-            f"{', in thousandths' if thousandths else ''}. {pen.contours}\n"
+            f"Each map has separate colour limits. Printed below each map: {SHARES}. {pen.note}\n"
             f"{method_in_words(get_method(whole.method), whole.options)}. "
             f"Model: {model_in_words(whole.model, whole.model_note)}."
         )

@@ -131,14 +131,15 @@ class Saliency:
         """Draw the map in colour over the original image, uint8 RGB [height, width, 3].
 
         Args:
-            interpolation: "smooth", "linear" (as `heatmap` is), "cubic", or "nearest" to see the patches.
+            interpolation: "smooth", "linear" (as `heatmap` is), "cubic", "nearest" to see the patches, or "guided" for
+                edges that follow the image.
             vmin, vmax: values of the first and last colour; by default the range of the map. If 0 is between them, as
                 for a map with negative values, 0 is transparent and the colours diverge from it.
             robust: use percentiles for that range, so that a single artefact patch does not determine it; values
                 beyond them approach the last colour.
             options: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
         """
-        heatmap = upsample(self.grid, self.placement, interpolation=interpolation)
+        heatmap = upsample(self.grid, self.placement, interpolation=interpolation, image=self.image)
         low, high = overlay.scale_range(self.grid, vmin=vmin, vmax=vmax, robust=robust)
         soft = overlay.is_soft(vmin, vmax, robust)
         return overlay.blend(self.image, heatmap, vmin=low, vmax=high, soft=soft, **options)

@@ -27,6 +27,9 @@ SATURATED = (
     "A saturated flow is limited by its first layer: for such a patch the map does not depend on the layers above."
 )
 
+#: What is printed below maps without common limits.
+SHARES = "the share of its sum that the top 10 % of patches hold"
+
 # Maximum number of maps per row.
 _MOST_MAPS = 5
 
@@ -62,7 +65,7 @@ def draw_comparison(images: Images, pen: Pen, *, same_scale: bool = False, timin
                 *([Column("Compared with")] if images[0][0].reference is not None else []),
                 *(_head(columns[0][index][0]) for index in members),
             ],
-            [_block([maps[index] for index in members], limits, pen, timings) for maps in columns],
+            [_block([maps[index] for index in members], limits, pen, timings, same_scale) for maps in columns],
         )
         for members in _bands(columns)
     ]
@@ -113,13 +116,14 @@ def _bands(columns: Sequence[Sequence[Sequence[Saliency]]]) -> list[list[int]]:
 
 
 def _block(
-    columns: Sequence[Sequence[Saliency]], limits: Mapping[int, Limits], pen: Pen, timings: bool
+    columns: Sequence[Sequence[Saliency]], limits: Mapping[int, Limits], pen: Pen, timings: bool, same_scale: bool
 ) -> list[list[Cell]]:
     """Return the cells of an image: the image with the target of each row, and its maps."""
     first = columns[0][0]
     named = max(columns, key=lambda maps: (len(maps), maps[0].class_specific))
     name, labels = (image_name(first.source),), [tuple(captions.class_lines(each.score)) for each in named]
-    maps = [[map_cell(each, limits[id(each)], pen, timings=timings) for each in column] for column in columns]
+    shown = {"timings": timings, "same_scale": same_scale}
+    maps = [[map_cell(each, limits[id(each)], pen, **shown) for each in column] for column in columns]
     if first.reference is None:
         pairs = zip(named, labels, strict=True)
         return [[Cell(pen.photograph(each.image), label, name) for each, label in pairs], *maps]
@@ -129,13 +133,15 @@ def _block(
     return [photographs, references, *maps]
 
 
-def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = False, thousandths: bool = False) -> Cell:
-    """Return the cell of a map with its colour limits and, with `timings`, its computation time.
+def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = False, same_scale: bool = False) -> Cell:
+    """Return the cell of a map with the share in its highest patches and, with `timings`, its computation time.
 
-    With `thousandths`, limits are in thousandths without a unit, which the caller prints once.
+    Limits that are not the map's own, by `same_scale` or set by the caller, are printed instead.
     """
-    (low, high), unit = readable(*limits, power=-3 if thousandths else None)
-    details = [f"{low} to {high} {'' if thousandths else unit}".strip()]
+    (low, high), unit = readable(*limits)
+    details = [
+        f"{low} to {high} {unit}".strip() if _common_limits(pen, same_scale) else captions.top_share(saliency.grid)
+    ]
     if timings:
         details.append(captions.duration(saliency.seconds))
     if (share := saliency.facts.get("saturated", 0.0)) >= SATURATED_LABEL:
@@ -144,6 +150,11 @@ def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = Fa
         details.append(warning.partition(":")[0])
     drawn = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits, saliency.patch_box)
     return Cell(drawn, (), tuple(details))
+
+
+def _common_limits(pen: Pen, same_scale: bool) -> bool:
+    """Return True if the colours of several maps have common limits."""
+    return same_scale or pen.vmin is not None or pen.vmax is not None
 
 
 def _head(saliency: Saliency) -> Column:
@@ -161,11 +172,12 @@ def _note(images: Images, pen: Pen, same_scale: bool, bars: Sequence[Bar]) -> st
     if pen.vmin is not None and pen.vmax is not None:
         limits = f"Colours run from {pen.vmin:g} to {pen.vmax:g}."
     else:
-        limits = f"Colours run from the {ends} of the patches, {taken}; the limits are printed below each map."
+        limits = f"Colours run from the {ends} of the patches, {taken}."
+    limits += f" Printed below each map: {'its limits' if _common_limits(pen, same_scale) else SHARES}."
     if pen.soft:
         limits += " Values beyond the limits approach the last colour."
     seen = "" if all(p[0].placement.sees_everything for p in images) else " The line marks the region the model saw."
-    seen += f"\n{pen.contours}" if pen.contours else ""
+    seen += f"\n{pen.note}" if pen.note else ""
     two_sides = any(bar.two_sides for bar in bars)
     further = "\nColours of maps with negative values diverge from 0, which is transparent." if two_sides else ""
     shown = [each for image in images for each in image]

@@ -81,8 +81,8 @@ def _marks(pen: Pen, limits: Limits) -> Iterator[str]:
             if overlay.has_two_sides(*limits)
             else f"Marked: the {low:g}nd and the {high:g}th percentile of the patches."
         )
-    if pen.contours:
-        yield pen.contours
+    if pen.note:
+        yield pen.note
 
 
 def _bar(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str], width: float) -> VPacker:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import cv2
@@ -20,6 +21,8 @@ Limits = tuple[float, float]
 
 #: Beyond a soft limit colours go on; bars show them up to so many times the limit.
 REACH = 1.5
+#: What captions say about guided upsampling.
+GUIDED = "Edges are those of the image, not of the map (guided upsampling): the map has one value for each patch."
 #: The photograph's grey that the colours of a bar lie on.
 _MID_GREY = 128
 
@@ -41,7 +44,8 @@ class Pen:
         width: of an image, in inches.
         dpi: pixels per inch.
         vmin, vmax, robust: limits of the colours, as in `overlay.scale_range`.
-        interpolation: how patches become pixels: "smooth", "linear", "cubic", or "nearest" to see the patches.
+        interpolation: how patches become pixels: "smooth", "linear", "cubic", "nearest" to see the patches, or
+            "guided" for edges that follow the image.
         blending: other options of `overlay.blend`: cmap, alpha, fade, background, contours and mark_unseen.
     """
 
@@ -66,8 +70,11 @@ class Pen:
         return overlay.is_soft(self.vmin, self.vmax, self.robust)
 
     @property
-    def contours(self) -> str:
-        """The sentence that explains the lines of the maps; empty if none are drawn."""
+    def note(self) -> str:
+        """The sentences that explain contours and guided upsampling; empty if neither is drawn."""
+        return " ".join(filter(None, (self._contours(), GUIDED if self.interpolation == "guided" else "")))
+
+    def _contours(self) -> str:
         drawn = self.blending.get("contours", False)
         percents = [f"{100 * share:g}" for share in (overlay.CONTOURS if drawn is True else drawn or ())]
         if not percents:
@@ -98,7 +105,7 @@ class Pen:
         photograph = self.photograph(image)
         # The placement's coordinates are continuous, so that it fits the image in any size.
         placement = replace(placement, image_size=photograph.shape[:2])
-        heatmap = upsample(grid, placement, interpolation=self.interpolation)
+        heatmap = upsample(grid, placement, interpolation=self.interpolation, image=photograph)
         drawn = overlay.blend(photograph, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
         if box is not None:
             down, across = photograph.shape[0] / image.shape[0], photograph.shape[1] / image.shape[1]
@@ -126,8 +133,9 @@ class Pen:
                 for mask, self_known in ((known, rows), (known[0], cols))
             )
         )
-        layers = [upsample(colours[..., c][nearest], placement, interpolation=self.interpolation) for c in range(3)]
-        covered = upsample(shown[nearest].astype(np.float32), placement, interpolation=self.interpolation)
+        spread = partial(upsample, placement=placement, interpolation=self.interpolation, image=photograph)
+        layers = [spread(colours[..., c][nearest]) for c in range(3)]
+        covered = spread(shown[nearest].astype(np.float32))
         plain = np.where(np.isnan(covered), covered, 0)
         drawn = overlay.blend(photograph, plain, **self.blending, mark_unseen=False)
         alpha = self.blending.get("alpha", 1.0)

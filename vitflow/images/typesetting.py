@@ -159,21 +159,18 @@ def decimal(value: float | None, digits: int = 3, *, signed: bool = False) -> st
     return f"{round(value, digits) + 0.0:{'+' if signed else ''}.{digits}f}".replace("-", "−")
 
 
-def readable(*values: float, largest: float | None = None, power: int | None = None) -> tuple[tuple[str, ...], str]:
+def readable(*values: float, largest: float | None = None) -> tuple[tuple[str, ...], str]:
     """Numbers in as many decimals as give the largest two digits, and the power of 10 that they are to be taken by.
 
-    The power is empty unless the numbers are too small or too large to be written out, or the caller gives it; he may
-    also name the number that gets two digits.
+    The power is empty unless the numbers are too small or too large to be written out. The caller may name the number
+    that gets two digits.
 
     >>> readable(0.00021, 0.0134), readable(-0.5, 0.0, 2.0), readable(1.2e-6, 3.4e-5)
     ((('0', '0.013'), ''), (('−0.5', '0', '2'), ''), (('1', '34'), '× 10⁻⁶'))
-    >>> readable(0.0012, 0.0048, power=-3)
-    (('1.2', '4.8'), '× 10⁻³')
     """
     largest = max(map(abs, values)) if largest is None else largest
     magnitude = math.floor(math.log10(largest)) if 0 < largest < math.inf else 0
-    if power is None:
-        power = 0 if -3 <= magnitude < 5 else 3 * (magnitude // 3)
+    power = 0 if -3 <= magnitude < 5 else 3 * (magnitude // 3)
     decimals = max(1 - magnitude + power, 0)
     texts = tuple(f"{value / 10.0**power:.{decimals}f}" for value in values)
     if decimals:

@@ -1,21 +1,27 @@
 """From patches to pixels: a map spread over the image that it belongs to, by the inverse of the preprocessing."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import ShapeError, check_known
+from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.images import INTERPOLATIONS, Interpolation
 from vitflow.images.geometry import Placement, strips
+from vitflow.images.guided import guided
 
 _OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
 
 
 def upsample(
-    grid: NDArray[np.floating[Any]], placement: Placement, *, interpolation: Interpolation = "linear"
+    grid: NDArray[np.floating[Any]],
+    placement: Placement,
+    *,
+    interpolation: Interpolation = "linear",
+    image: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.float32]:
     """Spread a map over patches to the pixels of the original image that the model saw.
 
@@ -27,13 +33,14 @@ def upsample(
         placement: how the image became the model input.
         interpolation: "linear" stays within the values of the grid; so does "smooth", without edges or corners but
             with lower peaks; "cubic" is smooth and may overshoot; "nearest" gives each pixel the value of the patch in
-            which its centre lies.
+            which its centre lies; "guided" lets edges follow the image, and keeps the mean of each patch.
+        image: the image, uint8 RGB [height, width, 3], for "guided".
 
     Returns:
         float32 [height, width] of the original image, NaN where the model saw nothing.
 
     Raises:
-        OptionError: the interpolation is unknown.
+        OptionError: the interpolation is unknown, or "guided" without an image.
         ShapeError: the grid has no two axes, no patches, or holds NaN or infinite values.
 
     >>> upsample(np.array([[0.0, 1.0]]), Placement((1, 8), (1, 8), (0, 1), (1, 6)), interpolation="nearest")
@@ -50,12 +57,20 @@ def upsample(
     left, top, right, bottom = placement.seen_box
     if left == right or top == bottom:
         return heatmap
-    if interpolation == "nearest":
+    if interpolation in ("nearest", "guided"):
         rows, cols = (
             _patch_of_pixels(axis, first, last, count, placement)
             for axis, first, last, count in ((0, top, bottom, grid.shape[0]), (1, left, right, grid.shape[1]))
         )
-        heatmap[top:bottom, left:right] = grid[np.ix_(rows, cols)]
+        if interpolation == "nearest":
+            heatmap[top:bottom, left:right] = grid[np.ix_(rows, cols)]
+            return heatmap
+        if image is None or image.shape[:2] != placement.image_size:
+            raise OptionError("interpolation='guided' requires the image, in the size of the placement.")
+        smooth = partial(upsample, placement=placement, interpolation="smooth")
+        heatmap[top:bottom, left:right] = guided(
+            grid, lambda one: smooth(one)[top:bottom, left:right], image[top:bottom, left:right], rows, cols
+        )
         return heatmap
     if interpolation == "smooth":
         centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5

@@ -153,7 +153,7 @@ def _line(width: int, *columns: Any) -> str:
 @click.command(short_help="Explain the bundled images with the bundled model.", panel="Setup")
 @click.option("-o", "--output", type=shared.NEW_FOLDER, default=Path("vitflow-demo"), help="Folder for the overlays.")
 def demo(output: Path) -> None:
-    """Explain the bundled images with the bundled model: overlays and one strip."""
+    """Explain the bundled images with the bundled model: overlays, and a strip of the first three by four methods."""
     from vitflow.demo import load_demo_model, sample_images
     from vitflow.explaining.comparison import compare
     from vitflow.explaining.explainer import Explainer
@@ -163,4 +163,5 @@ def demo(output: Path) -> None:
         for image in images:
             # The map explains the predicted class.
             click.echo(printable(explainer.explain(image, method="gae").save(output / f"{image.stem}-gae.png")))
-        click.echo(printable(compare(images, model=explainer).save(output / "strip.png")))
+        methods = ["rollout", "gae", "gradcam", "random"]
+        click.echo(printable(compare(images[:3], model=explainer, methods=methods).save(output / "strip.png", dpi=150)))
