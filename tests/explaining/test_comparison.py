@@ -295,7 +295,7 @@ def test_maps_with_negative_values_have_colours_on_both_sides_of_0_and_a_bar_of_
     [(_, [block], options)] = drawn
     assert block[2][0].details[0] == top_share_of(signed)
     one_side, two_sides = (bar.image for bar in options["bars"])
-    assert (one_side[0, 0] == 80).all() and (two_sides[0, 109:111] == 80).all()  # mid-grey, darkened
+    assert (one_side[0, 0] == 96).all() and (two_sides[0, 109:111] == 96).all()  # mid-grey, darkened
     red, _, blue = two_sides[0, -1].astype(int) - two_sides[0, 0]
     assert red > 100 and blue < -100
     drawn.clear()

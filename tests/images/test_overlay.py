@@ -33,7 +33,7 @@ def colors_of(values: np.ndarray, *, cmap: str | None = None, vmin: float, vmax:
 def on_background(image: np.ndarray, background: str, alpha: float = 1.0) -> np.ndarray:
     """Return the background of the colours: the photograph, its luminance, or their mean, the latter two darkened."""
     grey = (image @ np.array([0.299, 0.587, 0.114]))[..., None]
-    whole = {"photo": image, "grey": 0.625 * grey.repeat(3, axis=-1), "dim": 0.625 * (grey + image) / 2}[background]
+    whole = {"photo": image, "grey": 0.75 * grey.repeat(3, axis=-1), "dim": 0.75 * (grey + image) / 2}[background]
     strength = min(alpha / 0.5, 1.0)
     return (1 - strength) * image + strength * whole
 

@@ -91,7 +91,7 @@ def test_hostile_names_are_text(page, summary):
 
 def test_the_slider_moves_the_opacity_of_this_image_alone(page):
     heat, slider = page.locator("#heat"), page.locator("#opacity")
-    assert heat.evaluate("(canvas) => getComputedStyle(canvas).opacity") == "0.6"
+    assert heat.evaluate("(canvas) => getComputedStyle(canvas).opacity") == "0.75"
     clear = []
     for value in ("0", "100"):
         slider.fill(value)
@@ -101,7 +101,7 @@ def test_the_slider_moves_the_opacity_of_this_image_alone(page):
     page.keyboard.press("ArrowLeft")  # the slider has the focus, and the key is its own
     assert page.locator("#percent").text_content() == "99 %"
     page.locator(".card").nth(1).click()
-    assert page.locator("#percent").text_content() == "60 %"
+    assert page.locator("#percent").text_content() == "75 %"
     page.locator(".card").nth(0).click()
     assert page.locator("#percent").text_content() == "99 %"
 
@@ -202,7 +202,7 @@ def test_the_photograph_is_grey_under_the_map_where_the_model_saw_it(page):
     bare, grey = (np.asarray(shot).astype(float) for shot in shots)
     middle, edge = (slice(40, -40), slice(80, -80)), (slice(40, -40), slice(2, 20))
     luminance = bare @ np.array([0.299, 0.587, 0.114])
-    assert np.abs(grey - 0.625 * luminance[..., None])[middle].max() <= 2
+    assert np.abs(grey - 0.75 * luminance[..., None])[middle].max() <= 2
     assert np.abs(grey - bare)[edge].max() <= 1  # the crop left this out
 
 

@@ -129,7 +129,7 @@ class _Answers:
     def _open(self, *fields: Any) -> tuple[Any, ...]:
         """Compute the result that the address of the page names."""
         *values, view = fields
-        if values[0] is None:
+        if not view or values[0] is None:
             return *(gr.skip() for _ in range(7)), []
         if view == _COMPARISON:
             return self.compare(*values)
@@ -171,7 +171,7 @@ def _restored(models: Models, samples: Sequence[str | Path], fields: Sequence[An
     values: list[Any] = []
     for name, field in zip([*_NAMES, "view"], fields, strict=True):
         if name not in query:
-            values.append(gr.skip())
+            values.append("map" if name == "view" and query.get("image") in known else gr.skip())
         elif name == "image":
             values.append(shared(known[query[name]]) if query[name] in known else gr.skip())
         elif name == "prompts":

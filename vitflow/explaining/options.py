@@ -285,7 +285,13 @@ OPTIONS: dict[str, Option] = {
             default_help="plasma; red above and blue below 0 if a map has both",
         ),
         Option(
-            "alpha", float, "Opacity of the colours.", limits=(0, 1), metavar="0…1", scope="drawing", default_help="0.6"
+            "alpha",
+            float,
+            "Opacity of the colours.",
+            limits=(0, 1),
+            metavar="0…1",
+            scope="drawing",
+            default_help="0.75",
         ),
         Option(
             "vmin",

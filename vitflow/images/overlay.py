@@ -36,7 +36,7 @@ DIVERGING = "bwr"
 KNEE = 0.8
 
 #: What a background keeps of the photograph: of its brightness, and of its colour beside grey.
-KEPT: dict[Background, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.625, 0.0), "dim": (0.625, 0.5)}
+KEPT: dict[Background, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.75, 0.0), "dim": (0.75, 0.5)}
 
 #: What red, green and blue have in the luminance of ITU-R 601-2, as in Pillow's convert("L").
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -121,7 +121,7 @@ def blend(
     heatmap: NDArray[np.floating[Any]],
     *,
     cmap: str | None = None,
-    alpha: float = 0.6,
+    alpha: float = 0.75,
     fade: bool = True,
     vmin: float | None = None,
     vmax: float | None = None,
@@ -146,7 +146,7 @@ def blend(
         vmin, vmax, robust: limits of the colours, as in scale_range().
         soft: let values beyond the limits differ in colour, too: the last colours are neared, not reached at the limit.
             By default where the limits are robust and the caller sets none of them.
-        background: what the model saw of the photograph is drawn in "grey", darkened to five eighths, so that every
+        background: what the model saw of the photograph is drawn in "grey", darkened to three quarters, so that every
             colour is the map's; or "dim", as dark, with half its colour; or as it is, "photo". An alpha below 0.5
             brings the photograph back in proportion.
         contours: draw lines around the highest values that make up 10, 25 and 50 % of the map's mass, or these shares.

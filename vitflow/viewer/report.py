@@ -69,7 +69,7 @@ def write_report(
             data={
                 "images": entries,
                 "tables": tables,
-                "alpha": drawing.get("alpha", 0.6),
+                "alpha": drawing.get("alpha", 0.75),
                 "drawing": drawn,
                 "departures": departures or {},
             },

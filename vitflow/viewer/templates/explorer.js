@@ -15,7 +15,7 @@ function initialOf(map) {
     map, a: 0, b: images.length > 1 ? 1 : -1, patch: "", patchb: "", query: "a", class: "",
     start: own.start_layer, end: data.layers, layer: data.layers, head: "",
     head_fusion: own.head_fusion, value_weighted: Boolean(own.value_weighted), discard_ratio: own.discard_ratio, residual: own.residual,
-    refine: refinable ? own.refine : 0, affinity: own.affinity, less: false, opacity: 0.6, cmap: colourMaps[0], background: data.drawing.background, contours: false,
+    refine: refinable ? own.refine : 0, affinity: own.affinity, less: false, opacity: 0.75, cmap: colourMaps[0], background: data.drawing.background, contours: false,
   };
   return fusedSets.length && !fusedSets.includes(setName(found)) ? { ...found, ...setOf(fusedSets[0]) } : found;
 }

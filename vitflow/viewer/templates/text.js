@@ -7,7 +7,7 @@ rows[data.first].positions.forEach((position) => rowOf.set(position, data.first)
 const isWritten = (position) => data.written !== null && position >= data.written;
 let shares = null; // [rows, layers, tokens]
 let maps = []; // per image, [rows, layers, patches]
-let alpha = 0.6;
+let alpha = 0.75;
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
