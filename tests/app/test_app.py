@@ -266,6 +266,17 @@ def test_a_patch_is_answered_by_rollout_where_the_method_has_none(tabs, tmp_path
     assert method == "rollout" and "patch=(6, 6)" in code
 
 
+def test_a_page_computes_a_result_only_if_its_address_names_one(tabs, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+    monkeypatch.setattr(tabs.images, "explain", lambda *_: "map")
+    monkeypatch.setattr(tabs.images, "compare", lambda *_: "comparison")
+    monkeypatch.setattr(tabs.images, "_of_patch", lambda patch, _: patch)
+    results = {view: tabs.images._open(*fields(tabs), view) for view in ("map", "compare", "3,4", "3", "a,b")}
+    assert results == {"map": "map", "compare": "comparison", "3,4": (3, 4), "3": "map", "a,b": "map"}
+    for nothing in ([*fields(tabs), ""], [*fields(tabs, image=None), "map"]):
+        assert "map" not in tabs.images._open(*nothing)
+
+
 def test_a_click_on_a_word_is_that_word(tabs, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
 
