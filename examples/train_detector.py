@@ -9,21 +9,44 @@ objects of the image), for images with at least two objects.
 """
 
 import argparse
+import io
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, scaled_dot_product_attention
 
 import vitflow
-from vitflow.demo import draw_image
+from vitflow.demo import CLASS_NAMES, draw_image
+from vitflow.evaluation.measures.localisation import roc_auc
+from vitflow.images.figures import figure_bytes
 
 CLASSES, QUERIES, SIZE = 8, 10, 96
 FIRST_SEED = 900_000  # no image of these seeds was used to train the demo model
+
+
+class Attention(nn.Module):
+    """Attention of queries [batch, queries, width] to keys [batch, keys, width]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.queries, self.keys, self.out = (
+            nn.Linear(width, width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, width),
+        )
+
+    def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Weighted mean of the values of the keys for each query."""
+        parts = (self.queries(queries), *self.keys(keys).chunk(2, dim=-1))
+        split = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in parts)
+        return self.out(scaled_dot_product_attention(*split).transpose(1, 2).flatten(2))
 
 
 class Cross(nn.Module):
@@ -31,26 +54,15 @@ class Cross(nn.Module):
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
-        self.heads = heads
+        self.among, self.across = Attention(width, heads), Attention(width, heads)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
-        self.queries, self.keys = nn.Linear(width, width), nn.Linear(width, 2 * width)
-        self.mixed, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mixed_out = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def _split(self, tokens: Tensor) -> Tensor:
-        return tokens.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        parts = (self._split(each) for each in (queries, keys, values))
-        return scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
 
     def forward(self, states: Tensor, places: Tensor, patches: Tensor) -> Tensor:
         """States of the queries after this layer."""
-        queries, keys, values = self.mixed(self.norms[0](states) + places).chunk(3, dim=-1)
-        states = states + self.mixed_out(self._attend(queries, keys, values))
-        keys, values = self.keys(patches).chunk(2, dim=-1)
-        states = states + self.out(self._attend(self.queries(self.norms[1](states) + places), keys, values))
+        queries = self.norms[0](states) + places
+        states = states + self.among(queries, queries)
+        states = states + self.across(self.norms[1](states) + places, patches)
         return states + self.mlp(self.norms[2](states))
 
 
@@ -142,12 +154,52 @@ def train(detector: Detector, images: int, minutes: float) -> None:
         step += 1
 
 
+def measure(detector: Detector, boxes: int, methods: list[str]) -> None:
+    """Print, for boxes of new images with several objects, how well maps and detections lie on their objects."""
+    tower = vitflow.Explainer(detector.backbone)
+    config = {"input_size": (3, SIZE, SIZE), "mean": tower.spec.mean, "std": tower.spec.std, "crop_pct": 1.0}
+    rows: dict[str, list[tuple[float, float, float]]] = {}
+    right, count, seed = [], 0, 0
+    question = vitflow.Explainer(detector, data_config=config, class_names=CLASS_NAMES, outputs=vitflow.boxes())
+    while count < boxes:
+        seed += 1
+        image, objects = objects_of(seed)
+        for label, box, mask in objects if len(objects) > 1 else []:
+            question.regions.question = vitflow.boxes(box)
+            maps = question.explain_batch([image], methods=methods)
+            right.append([maps[0].target == label, maps[0].facts["detection"]["iou"]])
+            for each in maps:
+                means = [each.heatmap[other].mean() for _, _, other in objects]
+                place = [label for label, *_ in objects].index(label)
+                wins = float(int(np.argmax(means)) == place and np.ptp(means) > 0)
+                rows.setdefault(each.method, []).append((wins, roc_auc(each.heatmap, mask), 1 / len(objects)))
+            count += 1
+    known = np.array(right, dtype=float)
+    print(f"{count} boxes; class right {known[:, 0].mean():.1%}, IoU {known[:, 1].mean():.2f}\n")
+    print("| method | wins | ROC-AUC | chance |\n|---|---|---|---|")
+    for method, values in rows.items():
+        wins, area, chance = np.mean(values, axis=0)
+        print(f"| {method} | {wins:.1%} | {area:.3f} | {chance:.1%} |")
+
+
+def draw(detector: Detector, path: Path, seed: int = 7) -> None:
+    """Draw the maps of the most probable detections of one image."""
+    config = {"input_size": (3, SIZE, SIZE), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
+    question = {"outputs": vitflow.boxes(top=3), "class_names": CLASS_NAMES, "name": "a small detector"}
+    explainer = vitflow.Explainer(detector, data_config=config, **question)
+    image, _ = objects_of(seed)
+    figure = vitflow.compare(image, model=explainer, methods=["gae", "sampling", "occlusion"]).figure()
+    resized = Image.open(io.BytesIO(figure_bytes(figure, ".png"))).convert("RGB")
+    resized.resize((2 * resized.width // 3, 2 * resized.height // 3)).save(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=4000)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--boxes", type=int, default=200)
     parser.add_argument("--methods", nargs="+", default=["gae", "gradient_rollout", "rollout"])
+    parser.add_argument("--figure", type=Path, help="also draw the maps of one image here")
     parser.add_argument("--only-measure", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("detector.pt"))
     given = parser.parse_args()
@@ -157,6 +209,9 @@ def main() -> None:
         train(detector, given.images, given.minutes)
         torch.save(detector.state_dict(), given.output)
     detector.load_state_dict(torch.load(given.output))
+    if given.figure:
+        draw(detector, given.figure)
+    measure(detector, given.boxes, given.methods)
 
 
 if __name__ == "__main__":

@@ -246,6 +246,7 @@ def test_every_page_has_its_place_in_the_contents_of_the_site():
 WORDINGS = {
     "how-to/explain-a-class": ["explain a class", "why did the model predict this class", "heatmap for one class"],
     "how-to/compare-two-classes": ["compare two classes", "difference between two classes", "cat versus dog"],
+    "how-to/boxes-and-masks": ["object detection explanation", "bounding box", "semantic segmentation"],
     "how-to/fine-tune": ["my own fine-tune", "custom checkpoint weights", "load my trained model"],
     "how-to/no-classes": ["model without classes", "DINOv2 backbone features", "self-supervised"],
     "prompts": ["prompts", "CLIP text prompt", "ask about something that is not a class"],

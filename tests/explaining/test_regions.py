@@ -13,6 +13,7 @@ from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError, OutsideImageError, ShapeError, UnsupportedModelError
 from vitflow.explaining.regions import _input_shares, _weights, iou
+from vitflow.folder.work import check_target, make_job
 from vitflow.images.geometry import place
 from vitflow.images.reading import write_image
 
@@ -295,3 +296,25 @@ def test_the_command_line_names_a_detection_by_its_box(tmp_path, monkeypatch):
     record = json.loads(line)
     assert record["facts"]["detection"]["requested"] == [10, 10, 60, 50] and record["class_name"] == "thing 2"
     assert record["method"] == "gae" and (tmp_path / "map.png").exists()
+
+
+def test_overlays_and_figures_mark_the_detection_and_the_region(tmp_path):
+    box = (32, 32, 64, 64)
+    detected = Explainer(Cells(), data_config=CONFIG, outputs=vitflow.boxes(box), fit="squash")
+    inside = Explainer(Dense(), data_config=CONFIG, outputs=vitflow.masks(box), fit="squash")
+    for explainer in (detected, inside):
+        saliency = explainer.explain(bright(3), method="input_gradient", patch_size=16)
+        image = saliency.overlay()
+        assert (image[31, 32:] == 255).all() and (image[32:, 31] == 255).all() and (image[30, 32:] == 0).all()
+        assert not (image[10, 10] == 255).all()
+        saliency.figure(tmp_path / "map.png")
+        assert any("outline" in note or "frame" in note for note in saliency._notes())
+
+
+def test_rows_of_a_comparison_are_the_detections():
+    explainer = Explainer(yolos(), data_config=CONFIG, outputs=vitflow.boxes(top=2), fit="squash")
+    comparison = vitflow.compare(photo(), model=explainer, methods=["gae", "occlusion"])
+    queries = [each.facts["detection"]["query"] for each in comparison.saliencies]
+    assert len(queries) == 4 and queries[:2] == queries[2:]
+    with pytest.raises(OptionError, match="one detection an image"):
+        check_target(make_job(["gae"], {}), explainer)

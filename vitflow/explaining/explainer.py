@@ -321,7 +321,9 @@ class Explainer(ImageModel):
             for selected in self.regions.select(output, image.placement, targets, self.outputs):
                 with self.regions.binding(selected):
                     [maps] = self._run([image], chosen, [selected.index], outputs, readout)
-                runs.append([replace(each, facts={**each.facts, **selected.facts}) for each in maps])
+                runs.append(
+                    [replace(each, facts={**each.facts, **selected.facts}, region=selected.outline) for each in maps]
+                )
         by_method = zip(*runs, strict=True)
         return [each for maps in by_method for i, each in enumerate(maps) if i == 0 or each.class_specific]
 

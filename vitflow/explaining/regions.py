@@ -159,6 +159,11 @@ class Regions:
         region = self.question.region
         return {"masks": hashlib.sha256(region.tobytes()).hexdigest() if isinstance(region, np.ndarray) else region}
 
+    @property
+    def several(self) -> bool:
+        """Return True if one image can have several detections."""
+        return isinstance(self.question, Boxes) and (self.question.top or 1) > 1
+
     @contextmanager
     def binding(self, selected: Selected) -> Iterator[None]:
         """Compute the outputs for this detection or region."""

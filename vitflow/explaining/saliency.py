@@ -19,7 +19,7 @@ from vitflow.explaining.targets import Contrast, Score
 from vitflow.files import write_atomically
 from vitflow.images import Interpolation, overlay
 from vitflow.images.geometry import Placement
-from vitflow.images.pen import Pen, takes_drawing_options
+from vitflow.images.pen import Pen, mark, takes_drawing_options
 from vitflow.images.reading import image_name, write_image
 from vitflow.images.upsampling import upsample
 
@@ -44,6 +44,7 @@ class Saliency:
             difference of their logits.
         facts: further facts about the map, such as its readout or the saturated share of a flow.
         reference: reference image of a similarity, uint8 RGB [height, width, 3]; else None.
+        region: region of the image that a class was explained in, bool [height, width]; else None.
         seconds: time of the forward pass (the image's share of its batch) and of the method.
     """
 
@@ -59,6 +60,7 @@ class Saliency:
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     reference: NDArray[np.uint8] | None = None
+    region: NDArray[np.bool_] | None = None
 
     def __repr__(self) -> str:
         rows, cols = self.grid.shape
@@ -128,7 +130,7 @@ class Saliency:
         robust: bool = True,
         **options: Any,
     ) -> NDArray[np.uint8]:
-        """Draw the map in colour over the original image, uint8 RGB [height, width, 3].
+        """Draw the map in colour over the original image, uint8 RGB [height, width, 3], with a detection or region.
 
         Args:
             interpolation: "smooth", "linear" (as `heatmap` is), "cubic", "nearest" to see the patches, or "guided" for
@@ -142,7 +144,10 @@ class Saliency:
         heatmap = upsample(self.grid, self.placement, interpolation=interpolation, image=self.image)
         low, high = overlay.scale_range(self.grid, vmin=vmin, vmax=vmax, robust=robust)
         soft = overlay.is_soft(vmin, vmax, robust)
-        return overlay.blend(self.image, heatmap, vmin=low, vmax=high, soft=soft, **options)
+        drawn = overlay.blend(self.image, heatmap, vmin=low, vmax=high, soft=soft, **options)
+        if self.region is not None or "detection" in self.facts:
+            mark(drawn, self.marked)
+        return drawn
 
     @property
     def patch_box(self) -> tuple[float, float, float, float] | None:
@@ -157,6 +162,11 @@ class Saliency:
         top, left = self.placement.to_image(patch[0] * height, patch[1] * width)
         bottom, right = self.placement.to_image((patch[0] + 1) * height, (patch[1] + 1) * width)
         return left, top, right, bottom
+
+    @property
+    def marked(self) -> tuple[float, float, float, float] | NDArray[np.bool_] | None:
+        """Region that figures mark, or `patch_box`."""
+        return self.patch_box if self.region is None else self.region
 
     @takes_drawing_options
     def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 3.5, **drawing: Any) -> "Figure":
@@ -187,7 +197,7 @@ class Saliency:
                 details=captions.departures(self.definition, self.options),
                 notes=tuple(self._notes()),
                 ends=captions.ends(self.score, self.class_specific),
-                box=self.patch_box,
+                box=self.marked,
                 alongside=self.reference,
             ),
         )
@@ -205,6 +215,8 @@ class Saliency:
             yield f"Each patch is compared with {compared}."
         elif detection := self.facts.get("detection"):
             yield f"The frame marks the detection (query {detection['query']})."
+        elif region := self.facts.get("region"):
+            yield f"The outline marks the region: {region['of']}."
         elif self.patch_box is not None:
             yield "The frame marks the query patch."
         if not self.placement.sees_everything:

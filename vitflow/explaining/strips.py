@@ -148,7 +148,7 @@ def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = Fa
         details.append(f"{share:.0%} saturated")
     if warning := captions.unreliable(saliency.facts):
         details.append(warning.partition(":")[0])
-    drawn = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits, saliency.patch_box)
+    drawn = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits, saliency.marked)
     return Cell(drawn, (), tuple(details))
 
 

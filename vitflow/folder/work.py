@@ -186,8 +186,11 @@ def check_target(job: Job, explainer: Explainer) -> None:
     """Check the target before the run, rather than for each image.
 
     Raises:
-        OptionError: the model has no such class, or both sides of a contrast are always the same class.
+        OptionError: the model has no such class, both sides of a contrast are always the same class, or there are
+            several detections in an image.
     """
+    if explainer.regions is not None and explainer.regions.several:
+        raise OptionError("Runs over many images have one detection an image: use boxes() instead of boxes(top=…).")
     if job.target is not None:
         count = explainer.num_classes
         indices = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)

@@ -43,7 +43,7 @@ def draw_map(
     details: str,
     notes: Sequence[str],
     ends: tuple[str, str],
-    box: Box | None = None,
+    box: Box | NDArray[np.bool_] | None = None,
     alongside: NDArray[np.uint8] | None = None,
 ) -> Figure:
     """Draw one map over its image, with its title and a bar of its colours with values.
@@ -56,7 +56,7 @@ def draw_map(
         details: smaller, below these.
         notes: lines below the bar.
         ends: labels of the two ends of a bar with both sides of 0.
-        box: a box of the image to mark.
+        box: a box or region of the image to mark.
         alongside: an image to show on the left, with which this one was compared.
     """
     limits = pen.limits(grid)

@@ -99,9 +99,9 @@ class Pen:
         placement: Placement,
         image: NDArray[np.uint8],
         limits: Limits,
-        box: Box | None = None,
+        box: Box | NDArray[np.bool_] | None = None,
     ) -> NDArray[np.uint8]:
-        """Draw a map over its image at the size in the figure, with an optional box."""
+        """Draw a map over its image at the size in the figure, with an optional box or region."""
         photograph = self.photograph(image)
         # The placement's coordinates are continuous, so that it fits the image in any size.
         placement = replace(placement, image_size=photograph.shape[:2])
@@ -109,7 +109,9 @@ class Pen:
         drawn = overlay.blend(photograph, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
         if box is not None:
             down, across = photograph.shape[0] / image.shape[0], photograph.shape[1] / image.shape[1]
-            _mark(drawn, (box[0] * across, box[1] * down, box[2] * across, box[3] * down))
+            if not isinstance(box, np.ndarray):
+                box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
+            mark(drawn, box)
         return drawn
 
     def colours(
@@ -171,11 +173,17 @@ def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DP
     return max(round(high * scale), 1), max(round(wide * scale), 1)
 
 
-def _mark(image: NDArray[np.uint8], box: Box) -> None:
-    """Draw a white frame with a black one around it, in place, around a box (left, top, right, bottom)."""
-    left, top, right, bottom = (round(edge) for edge in box)
-    inside = np.zeros(image.shape[:2], dtype=np.uint8)
-    inside[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)] = 1
+def mark(image: NDArray[np.uint8], box: Box | NDArray[np.bool_] | None) -> None:
+    """Draw a white line with a black one around it, in place, around a box (left, top, right, bottom) or a region.
+
+    A region is resized to the image.
+    """
+    inside: NDArray[Any] = np.zeros(image.shape[:2], dtype=np.uint8)
+    if isinstance(box, np.ndarray):
+        inside = cv2.resize(box.astype(np.uint8), inside.shape[::-1], interpolation=cv2.INTER_NEAREST)
+    elif box is not None:
+        left, top, right, bottom = (round(edge) for edge in box)
+        inside[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)] = 1
     thickness = max(1, round(min(inside.shape) / 200))
     kernel = np.ones((2 * thickness + 1, 2 * thickness + 1), dtype=np.uint8)
     white = cv2.dilate(inside, kernel)
