@@ -1,5 +1,6 @@
 """Options shared by commands: models, methods, drawing and runs, and the objects built from them."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli.messages import say
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, printable
 from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import list_methods
 from vitflow.explaining.options import OPTIONS, Option, Scope, options_of, shown
@@ -179,6 +180,18 @@ model_options = _together(
     ),
     click.option("--class-names", panel="Model", type=FILE, help="File with class names: one per line, or JSON."),
     name_option,
+    click.option(
+        "--data-config",
+        panel="Model",
+        type=FILE,
+        help="JSON file with input_size, mean and std, for a model that does not state its preprocessing.",
+    ),
+    click.option(
+        "--channels",
+        panel="Images",
+        metavar="R,G,B",
+        help="Channels displayed as red, green and blue, from 0, for a model with other inputs than RGB (.npy files).",
+    ),
     click.option(
         "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device to run on.  [default: a GPU if available]"
     ),
@@ -364,7 +377,29 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
     )
     device = given["device"] or default_device()
     settings = {name: given[name] for name in ("dtype", "fit", "name")}
+    settings |= {"data_config": _data_config(given.get("data_config")), "channels": _channels(given.get("channels"))}
     return Explainer(model, device=device, outputs=_outputs(given, model), **settings)
+
+
+def _data_config(path: str | Path | None) -> Any:
+    """Read the preprocessing of a model from a JSON file."""
+    if path is None:
+        return None
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"Could not read --data-config {printable(path)} as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise OptionError(f"Expected --data-config as a JSON object with input_size, mean and std, got {config!r:.60}.")
+    return config
+
+
+def _channels(text: str | None) -> tuple[int, ...] | None:
+    """Return the numbers of `--channels`."""
+    try:
+        return None if text is None else tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise OptionError(f"Expected --channels as three numbers, such as 3,2,1, got {text!r}.") from error
 
 
 def _outputs(given: Mapping[str, Any], model: Any) -> Any:

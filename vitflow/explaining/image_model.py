@@ -18,7 +18,7 @@ from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import FITS
 from vitflow.images.geometry import place
 from vitflow.images.preprocessing import InputSpec
-from vitflow.images.reading import ImageSource, image_name, read_image
+from vitflow.images.reading import ImageSource, bands_in_colour, image_name, read_bands, read_image
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import no_logits, unwrap
@@ -86,6 +86,7 @@ class ImageModel:
         layout: TokenLayout | None = None,
         activation: str | None = None,
         name: str | None = None,
+        channels: Sequence[int] | None = None,
         outputs: Outputs | Callable[[Any], Tensor] | Prompts | SimilarityTo | Boxes | Masks | None = None,
     ) -> None:
         if fit not in FITS:  # before a model is loaded
@@ -126,6 +127,7 @@ class ImageModel:
             outputs=outputs,
         )
         self.preprocessing = self.facts.preprocessing(fit)
+        self.channels = _displayed(channels, self.spec.channels)
         if references is not None:
             self.facts = replace(self.facts, outputs=self._similarities(references))
         elif outputs is not None:  # errors come before the first image
@@ -227,12 +229,18 @@ class ImageModel:
             logits = self.outputs.numbers(self.forward(self.pixels(self.grey())))
         return 0 if logits is None or logits.ndim != 2 else logits.shape[1]
 
-    def grey(self) -> NDArray[np.uint8]:
-        """Return a grey image of the model's input size, uint8 [height, width, 3], for trial runs."""
-        return np.full((*self.spec.size, 3), 128, np.uint8)
+    def grey(self) -> NDArray[Any]:
+        """Return a uniform image of the model's input size for trial runs: grey, or the mean of each channel."""
+        if self.spec.channels in (1, 3):
+            return np.full((*self.spec.size, 3), 128, np.uint8)
+        return np.tile(np.asarray(self.spec.mean, np.float32), (*self.spec.size, 1))
 
     def _two_images(self) -> Tensor:
         """Return model inputs of two clearly different images: dark and bright noise."""
+        if self.spec.channels not in (1, 3):
+            values = np.random.RandomState(0).standard_normal((2, *self.spec.size, self.spec.channels))
+            values = values * [[[self.spec.std]], [[self.spec.std]]] + self.spec.mean
+            return torch.cat([self.pixels(values[0]), self.pixels(values[1] + self.spec.std)])
         noise = np.random.RandomState(0).randint(0, 96, (2, *self.spec.size, 3), dtype=np.uint8)
         return torch.cat([self.pixels(noise[0]), self.pixels(noise[1] + 160)])
 
@@ -246,10 +254,22 @@ class ImageModel:
             return source
         if isinstance(source, Tensor):
             return self._placed_tensor(source, name, original)
+        if self.spec.channels not in (1, 3):
+            return self._placed_bands(source, name, original)
         if original is not None:
             raise OptionError("original= requires a tensor, got an image: leave it out.")
         image = read_image(source)
         return PlacedImage(name, image, self.preprocessing.place((image.shape[0], image.shape[1])))
+
+    def _placed_bands(self, source: Any, name: str, original: ImageSource | None) -> PlacedImage:
+        """Place an image with another number of channels; it is displayed by three of them, or by its original."""
+        bands = read_bands(source, self.spec.channels)
+        size = bands.shape[0], bands.shape[1]
+        placement = self.preprocessing.place(size)
+        image = bands_in_colour(bands, self.channels) if original is None else read_image(original)
+        if image.shape[:2] != size:
+            raise ShapeError(f"Expected an original of {size} pixels, as the image has, got {image.shape[:2]}.")
+        return PlacedImage(name, image, placement, torch.from_numpy(self.preprocessing.prepare_bands(bands, placement)))
 
     def _placed_tensor(self, pixels: Tensor, name: str, original: ImageSource | None) -> PlacedImage:
         """Check a model input and place it on its original, or on the denormalised input."""
@@ -266,10 +286,14 @@ class ImageModel:
         values = pixels.float().cpu()
         mean, std = (torch.tensor(each[:channels]).view(-1, 1, 1) for each in (self.spec.mean, self.spec.std))
         shown = values * std + mean
-        if not self._warned and (
-            float(shown.min()) < -_OVERSHOOT
-            or float(shown.max()) > 1 + _OVERSHOOT
-            or (float(values.min()) >= 0 and float(values.max()) <= 1 < float(((1 - mean) / std).max()))
+        if (
+            not self._warned
+            and channels in (1, 3)
+            and (
+                float(shown.min()) < -_OVERSHOOT
+                or float(shown.max()) > 1 + _OVERSHOOT
+                or (float(values.min()) >= 0 and float(values.max()) <= 1 < float(((1 - mean) / std).max()))
+            )
         ):
             self._warned = True
             low, high = float((-mean / std).min()), float(((1 - mean) / std).max())
@@ -281,7 +305,11 @@ class ImageModel:
                 stacklevel=2,
             )
         if original is None:
-            image = (255 * shown).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0).numpy()
+            if channels in (1, 3):
+                shown = (255 * shown).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1)
+                image = shown.permute(1, 2, 0).numpy()
+            else:
+                image = bands_in_colour(shown.permute(1, 2, 0).numpy(), self.channels)
             return PlacedImage(name, np.ascontiguousarray(image), place(size, size, fit="squash"), pixels, True)
         image = read_image(original)
         placement = self.preprocessing.place((image.shape[0], image.shape[1]))
@@ -376,15 +404,23 @@ class ImageModel:
         return output if classes else self.outputs.with_rest(output)
 
 
-def several(images: Any) -> Any:
-    """Return images as a sequence; a path, bytes, an array [height, width(, 3)] or a 3D tensor is a single image.
+def _displayed(channels: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """Check which three channels are displayed as red, green and blue; by default the first three."""
+    if channels is None:
+        return (0, 1, 2) if count > 2 else (0, count - 1, count - 1)
+    if len(channels) != 3 or not all(isinstance(each, int) and 0 <= each < count for each in channels):
+        raise OptionError(f"Expected channels as three numbers from 0 to {count - 1}, got {channels!r}.")
+    return tuple(channels)
 
-    >>> several("cats/tabby.jpg"), len(several(np.zeros((5, 9, 3)))), len(several(np.zeros((5, 9, 9, 3))))
+
+def several(images: Any) -> Any:
+    """Return images as a sequence; a path, bytes, an array [height, width(, channels)] or a 3D tensor is one image.
+
+    >>> several("cats/tabby.jpg"), len(several(np.zeros((5, 9, 13)))), len(several(np.zeros((5, 9, 9, 3))))
     (['cats/tabby.jpg'], 1, 5)
     """
     if isinstance(images, np.ndarray):
-        single = images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))
-        return [images] if single else images
+        return [images] if images.ndim in (2, 3) else images
     if isinstance(images, Tensor):
         return [images] if images.ndim == 3 else list(images)
     if isinstance(images, str | bytes | PlacedImage) or not isinstance(images, Iterable):

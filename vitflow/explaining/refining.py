@@ -160,8 +160,11 @@ def explain_shifted(
     Raises:
         UnsupportedModelError: as for `moves`.
     """
-    if image.denormalised:
-        raise OptionError("shifts require an image, got a tensor: pass its image as original=, or use shifts=0.")
+    if image.denormalised or spec.channels not in (1, 3):
+        raise OptionError(
+            "shifts require an image, got a tensor or an array of bands: pass the tensor's image as original=, or use "
+            "shifts=0."
+        )
     pixels = moves(spec)
     crops = [replace(image, placement=moved(image.placement, move), pixels=None) for move in pixels]
     means = []

@@ -1,6 +1,7 @@
 """Preprocessing: what a model wants to see, and how an image becomes that."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,8 @@ class InputSpec:
 
     Attributes:
         size: (height, width) of the input in pixels.
-        channels: 3, or 1 for grey.
-        mean, std: per channel, for values in [0, 1].
+        channels: 3, 1 for grey, or another number of bands.
+        mean, std: per channel, for values in [0, 1]; in the image's units if there are neither 1 nor 3 channels.
         interpolation: the resize filter's name.
         crop_pct: share of the resized image that the crop keeps.
         crop_mode: "center", "squash" or "border".
@@ -85,23 +86,47 @@ class Preprocessing:
                 f"Expected a uint8 RGB image of shape {(*placement.image_size, 3)}, as the placement was made for, "
                 f"got {image.dtype} {image.shape}. Make the placement with place(image.shape[:2], …)."
             )
+        inside, region = self._inside(Image.fromarray(image), placement)
+        padding = [round(255 * value) for value in self.spec.mean] if placement.padding == "mean" else [0] * 3
+        seen = np.empty((*placement.input_size, 3), dtype=np.uint8)
+        seen[:] = np.asarray(padding, np.uint8)
+        seen[region] = inside
+        return seen
+
+    def _inside(self, image: Image.Image, placement: Placement) -> tuple[NDArray[Any], tuple[slice, slice]]:
+        """Resize the region that the model sees; return it and its rows and columns in the model input."""
         (height, width), (top, left), (rows, cols) = placement.resized_size, placement.offset, placement.input_size
         first_row, last_row = max(top, 0), min(top + rows, height)
         first_col, last_col = max(left, 0), min(left + cols, width)
-        pil_image, resample = Image.fromarray(image), Image.Resampling[filter_name.upper()]
+        resample = Image.Resampling[self.spec.interpolation.upper()]
+        region = slice(first_row - top, last_row - top), slice(first_col - left, last_col - left)
         if height * width <= _MAX_RESIZED_PIXELS:
-            resized = pil_image.resize((width, height), resample)
-            inside = np.asarray(resized)[first_row:last_row, first_col:last_col]
-        else:
-            upper, start = placement.to_image(float(first_row - top), float(first_col - left))
-            lower, end = placement.to_image(float(last_row - top), float(last_col - left))
-            size = (last_col - first_col, last_row - first_row)
-            inside = np.asarray(pil_image.resize(size, resample, box=(start, upper, end, lower)))
-        padding = [round(255 * value) for value in self.spec.mean] if placement.padding == "mean" else [0] * 3
-        seen = np.empty((rows, cols, 3), dtype=np.uint8)
-        seen[:] = np.asarray(padding, np.uint8)
-        seen[first_row - top : last_row - top, first_col - left : last_col - left] = inside
-        return seen
+            return np.asarray(image.resize((width, height), resample))[first_row:last_row, first_col:last_col], region
+        upper, start = placement.to_image(float(first_row - top), float(first_col - left))
+        lower, end = placement.to_image(float(last_row - top), float(last_col - left))
+        size = (last_col - first_col, last_row - first_row)
+        return np.asarray(image.resize(size, resample, box=(start, upper, end, lower))), region
+
+    def prepare_bands(self, bands: NDArray[np.float32], placement: Placement) -> NDArray[np.float32]:
+        """Compute the model input of an image with any number of channels, in the units of `mean` and `std`.
+
+        Args:
+            bands: float32 [height, width, channels].
+            placement: position of the input on an image of this size.
+
+        Returns:
+            float32 [channels, height, width]; padding is 0, the mean of each channel.
+
+        >>> spec = InputSpec((2, 2), 5, (100.0,) * 5, (50.0,) * 5)
+        >>> seen = Preprocessing(spec)
+        >>> float(seen.prepare_bands(np.full((4, 4, 5), 150, np.float32), seen.place((4, 4))).mean())
+        1.0
+        """
+        prepared = np.zeros((self.spec.channels, *placement.input_size), dtype=np.float32)
+        for index, (mean, std) in enumerate(zip(self.spec.mean, self.spec.std, strict=True)):
+            inside, region = self._inside(Image.fromarray(np.ascontiguousarray(bands[:, :, index])), placement)
+            prepared[index][region] = (inside - np.float32(mean)) / np.float32(std)
+        return prepared
 
     def prepare(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.float32]:
         """Compute the model input: resized, cropped or padded, scaled to [0, 1] and normalised.

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +294,54 @@ def _from_array(array: NDArray[Any]) -> NDArray[np.uint8]:
     if array.ndim == 2:
         return _grey_to_rgb(array)
     return _over_white(array) if array.shape[2] == 4 else array.copy(order="C")
+
+
+def read_bands(source: ImageSource, channels: int) -> NDArray[np.float32]:
+    """Read an image with any number of channels, in its own units: float32 [height, width, channels].
+
+    Args:
+        source: an array [height, width, channels], or the path of an array in a `.npy` file.
+        channels: the number of channels that the model requires.
+
+    Raises:
+        ShapeError: another shape, values that are not numbers, or values that are not finite.
+        ImageError: the file cannot be read.
+
+    >>> read_bands(np.zeros((8, 9, 13), np.uint16), 13).shape
+    (8, 9, 13)
+    """
+    expected = f"an array [height, width, {channels}], as the model requires images of {channels} channels"
+    if isinstance(source, str | os.PathLike):
+        if Path(source).suffix.lower() != ".npy":
+            raise ImageError(f"Expected {expected}, or a .npy file with one, got {image_name(source)!r}.")
+        _check_file(Path(source))
+        try:
+            source = np.load(source, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ImageError(f"Could not read {image_name(source)!r}: {error}") from error
+    if not isinstance(source, np.ndarray) or source.ndim != 3 or source.shape[2] != channels or not source.size:
+        given = f"shape {source.shape}" if isinstance(source, np.ndarray) else f"{type(source).__name__}"
+        first = isinstance(source, np.ndarray) and source.ndim == 3 and source.shape[0] == channels
+        remedy = " Put the channels last: array.transpose(1, 2, 0)." if first else ""
+        raise ShapeError(f"Expected {expected}, got {given}.{remedy}")
+    if source.dtype.kind not in "uif" or not np.isfinite(source).all():
+        raise ShapeError(
+            f"Expected finite numbers, got {source.dtype} with other values. Replace NaN, as by nan_to_num."
+        )
+    return np.ascontiguousarray(source, dtype=np.float32)
+
+
+def bands_in_colour(bands: NDArray[np.floating[Any]], channels: Sequence[int]) -> NDArray[np.uint8]:
+    """Display three channels as red, green and blue, each from its 2nd to its 98th percentile: uint8 RGB.
+
+    Args:
+        bands: [height, width, channels].
+        channels: indices of the three channels, from 0.
+    """
+    shown = bands[:, :, list(channels)]
+    low, high = np.percentile(shown, (2, 98), axis=(0, 1))
+    scaled: NDArray[np.float64] = np.clip((shown - low) / np.maximum(high - low, 1e-12), 0, 1)
+    return np.rint(255 * scaled).astype(np.uint8)
 
 
 def _grey_to_rgb(grey: NDArray[np.uint8]) -> NDArray[np.uint8]:
