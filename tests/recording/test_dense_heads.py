@@ -6,7 +6,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from vitflow import Explainer, record_attention
+from vitflow import Explainer, boxes, masks, record_attention
 from vitflow.errors import UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
@@ -166,6 +166,51 @@ def test_the_readout_is_the_gradient_at_the_tokens_that_the_head_reads(name):
     for tap, norm in zip(taps, norms, strict=True):
         torch.testing.assert_close(tap.readout[0], norm / norm.sum())
         torch.testing.assert_close(tap.share[0], norm.sum() / total)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "sam"])
+def test_boxes_and_masks_explain_the_models_of_transformers(name):
+    model, size = built(name)
+    config = {"input_size": (3, size, size), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
+    detects = name in ("yolos", "detr", "conditional_detr")
+    question = boxes((0, 0, size, size)) if detects else masks((0, 0, size // 2, size // 2))
+    explainer = Explainer(model, outputs=question, data_config=config)
+    image = np.random.default_rng(0).integers(0, 255, (size, size, 3), dtype=np.uint8)
+    for method in ("rollout", "gae", "sampling", "occlusion"):
+        actual = explainer.explain(image, method=method, target=1)
+        assert np.isfinite(actual.grid).all() and 0 <= actual.score.value <= 1
+    if detects:
+        with torch.no_grad():
+            output = model(explainer.pixels(image))
+        detection, logits = actual.facts["detection"], output.logits[0, :, 1]
+        others = output.logits[0].softmax(dim=-1)[:, 1] if name != "conditional_detr" else logits.sigmoid()
+        assert detection["probability"] == pytest.approx(float(others[detection["query"]]), abs=1e-3)
+        middle, half = output.pred_boxes[0, detection["query"], :2], output.pred_boxes[0, detection["query"], 2:] / 2
+        expected = size * torch.cat([middle - half, middle + half])
+        np.testing.assert_allclose(detection["box"], expected.numpy(), atol=0.1)
+
+
+def test_mask2former_is_refused_by_the_name_of_its_attention():
+    torch.manual_seed(0)
+    swin = {"image_size": 64, "embed_dim": 16, "depths": [1] * 4, "num_heads": [1, 1, 2, 2], "window_size": 2}
+    stages = [f"stage{number}" for number in range(1, 5)]
+    sizes = {"hidden_dim": 32, "feature_size": 32, "mask_feature_size": 32, "encoder_layers": 1, "decoder_layers": 2}
+    config = transformers.Mask2FormerConfig(
+        backbone_config=transformers.SwinConfig(**swin, out_features=stages),
+        **sizes,
+        num_attention_heads=2,
+        dim_feedforward=32,
+        encoder_feedforward_dim=32,
+        num_queries=7,
+        num_labels=5,
+    )
+    model = transformers.Mask2FormerForUniversalSegmentation(config).eval()
+    data = {"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    explainer = Explainer(model, outputs=masks((0, 0, 40, 40)), data_config=data)
+    image = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    with pytest.raises(UnsupportedModelError, match="deformable attention.*Use sampling"):
+        explainer.explain(image, method="gae", target=1)
+    assert np.isfinite(explainer.explain(image, method="sampling", target=1).grid).all()
 
 
 def test_layers_of_a_decoder_on_top_are_no_layers_of_image_tokens():
