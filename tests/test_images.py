@@ -20,6 +20,7 @@ CHECKPOINT = ROOT.parent / "shared" / "data" / "vit_tiny_patch16_224.augreg_in21
 OTHERS = {
     "evaluation.png": "drawn from a run of an hour; docs/evaluation.md has its numbers",
     "flow-saturation.png": "drawn from photographs with boxes; docs/methods.md has its numbers",
+    "gallery/boxes.jpg": "of a detector that examples/train_detector.py trains for five minutes",
     "words-graph.png": "of a model that examples/subject_verb_agreement.py trains for three minutes",
     "words-matrix.png": "of the same model",
     "words-text.png": "of the same model",

@@ -447,16 +447,25 @@ def test_the_address_holds_what_is_seen(page):
     until(page, "location.hash === ''")  # nothing of it is possible
 
 
+def settled(page, drawing: str) -> str:
+    """A drawing of the page that no longer changes: maps are drawn one after the other."""
+    seen = ["", page.evaluate(drawing)]
+    while seen[-1] != seen[-2]:
+        page.wait_for_timeout(500)
+        seen.append(page.evaluate(drawing))
+    return seen[-1]
+
+
 def test_the_strip_shows_the_map_layer_by_layer(page):
     until(page, "document.querySelectorAll('#layers button[aria-pressed=true]').length === 1")
     second = page.locator("#layers button").nth(1)
     drawing = "() => document.querySelectorAll('#layers canvas')[1].toDataURL()"
     until(page, "document.querySelectorAll('#layers canvas')[1].width > 50")
-    before = page.evaluate(drawing)
+    before = settled(page, drawing)
     second.click()
     assert page.evaluate("state.start") == 2
     until(page, "document.querySelectorAll('#layers button')[1].getAttribute('aria-pressed') === 'true'")
-    assert page.evaluate(drawing) == before  # the map from the top down to layer 2 is what it was
+    assert settled(page, drawing) == before  # the map from the top down to layer 2 is what it was
     page.locator('[data-name="end"]').fill("3")
     until(page, "document.querySelectorAll('#layers button')[3].disabled")
 

@@ -213,6 +213,7 @@ class ImageModel:
             "probe": probe(self.model, self._probed, self.input_shape),
             "device": self.device.type,
             "fit": self.fit,
+            **({} if self.spec.channels in (1, 3) else {"channels": self.channels}),
         }
 
     @property
@@ -406,6 +407,8 @@ class ImageModel:
 
 def _displayed(channels: Sequence[int] | None, count: int) -> tuple[int, ...]:
     """Check which three channels are displayed as red, green and blue; by default the first three."""
+    if channels is not None and count in (1, 3):
+        raise OptionError("channels requires a model with other inputs than RGB or grey: leave it out.")
     if channels is None:
         return (0, 1, 2) if count > 2 else (0, count - 1, count - 1)
     if len(channels) != 3 or not all(isinstance(each, int) and 0 <= each < count for each in channels):
