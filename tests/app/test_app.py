@@ -144,7 +144,7 @@ def test_prompts_are_requested_of_a_model_of_images_and_texts(ask, siglip):
     ("fields", "expected"),
     [
         (("demo", "gae", "orange dics"), "error: Unknown class 'orange dics'. Did you mean 'orange disc'?"),
-        (("demo", "gae", "", "a dog"), "error: VisionTransformer has no text side"),
+        (("demo", "gae", "", "a dog"), "error: VisionTransformer has no text encoder"),
         (("vit_tiny_patch16_224", "gae"), "error: Unknown model of this page 'vit_tiny_patch16_224'."),
         (("demo", "rolout"), "error: Unknown method of this page 'rolout'. Did you mean 'rollout'?"),
         (

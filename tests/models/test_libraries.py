@@ -491,5 +491,5 @@ def test_what_reports_nothing_of_the_images_is_refused_with_what_is_wanted():
             read_input_spec(nn.Linear(2, 2), reported)
         assert f"got {got}" in str(caught.value)
     transforms = torchvision.models.ViT_B_16_Weights.DEFAULT.transforms
-    with pytest.raises(OptionError, match=r"torchvision's weights\.transforms\(\) gives, got functools\.partial"):
+    with pytest.raises(OptionError, match=r"torchvision's weights\.transforms\(\), got functools\.partial"):
         read_input_spec(nn.Linear(2, 2), transforms)

@@ -294,7 +294,7 @@ def test_rounding_by_the_size_of_a_batch_is_no_mixing(dense):
     [
         (
             lambda output: corner(output).mean(1),
-            r"Expected rest to give a tensor \[2, 3\] or \[2, 1\], got shape \(2,\)",
+            r"Expected rest to return a tensor \[2, 3\] or \[2, 1\], got shape \(2,\)",
         ),
         (lambda output: corner(output)[:, :2], r"got shape \(2, 2\)"),
         (lambda output: None, "got None"),

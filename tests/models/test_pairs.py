@@ -330,7 +330,7 @@ def test_a_pair_that_is_requested_nothing_says_what_to_write():
 def test_a_tower_without_its_texts_says_what_to_load():
     with pytest.raises(UnsupportedModelError, match=r"transformers\.CLIPModel\.from_pretrained"):
         Explainer(pair("clip").vision_model, outputs=prompts(PROMPTS), data_config=DATA)
-    with pytest.raises(UnsupportedModelError, match="has no text side"):
+    with pytest.raises(UnsupportedModelError, match="has no text encoder"):
         Explainer("demo", outputs=prompts(PROMPTS))
 
 

@@ -16,11 +16,11 @@ from vitflow.errors import ModelError, OptionError, VitflowError, check_known
 from vitflow.models.anatomy import in_words, logits_of, no_logits, tensors_in
 from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
 
-#: How numbers are read: as probabilities that sum to 1, as one probability each, as cosines, or as they are.
+#: Activations: probabilities that sum to 1, independent probabilities, cosines, or unchanged values.
 ACTIVATIONS = ("softmax", "sigmoid", "cosine", "value")
 
-# By how much two computations of one row may differ, as a share of the largest number: in batches of the same size, by
-# the precision of the model; and in batches of different sizes, in any precision.
+# Tolerance between two computations of one row, as a share of the largest number: in batches of the same size, by the
+# precision of the model; and in batches of different sizes, in any precision.
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 _OF_ANOTHER_SIZE = 0.25
 
@@ -34,18 +34,18 @@ class Outputs:
     Attributes:
         function: maps the output of the model to numbers [batch, k], through which gradients pass; None for the logits
             that it returns.
-        names: of the k outputs; None if unknown.
-        count: k; 0 where the model ends in features, None where that is not known before it runs.
-        activation: one of `ACTIVATIONS`; a softmax of one number is read as a sigmoid.
-        unit: of numbers that are read as they are, such as "years".
-        scale: what cosines were multiplied by to become the numbers.
-        made_of: what the numbers come from, beside the model and the functions, ready for JSON: a folder run or an
-            evaluation is resumed only with the same.
-        rest: maps the output to what stands against each answer, [batch, k] or [batch, 1]; None for the mean of the
-            other outputs.
-        against: what that is, in words.
-        images: what each answer compares with, uint8 RGB [height, width, 3], to be shown beside the map.
-        apart: whether maps are of each answer less what stands against it, where nothing else is asked for.
+        names: names of the k outputs; None if unknown.
+        count: k; 0 if the model ends in features, None if unknown before it runs.
+        activation: one of `ACTIVATIONS`; with a single output, softmax is replaced by sigmoid.
+        unit: unit of values without activation, such as "years".
+        scale: factor of the cosines in the numbers.
+        made_of: further sources of the numbers, for JSON: a folder run or an evaluation is resumed only if they are
+            unchanged.
+        rest: maps the output to the reference of each output, [batch, k] or [batch, 1]; None for the mean of the other
+            outputs.
+        against: description of this reference.
+        images: reference image of each output, uint8 RGB [height, width, 3], displayed next to the map.
+        apart: explain each output minus its reference by default.
         followed: outputs of changed images, whose object another output may give; None for these outputs.
 
     >>> outputs = Outputs(lambda output: output[:, :2] - output[:, 2:], ("left", "right"), 2)
@@ -68,14 +68,14 @@ class Outputs:
 
     def __post_init__(self) -> None:
         check_known("activation", self.activation, ACTIVATIONS)
-        if self.count == 1 and self.activation == "softmax":  # which would be 100 % for every image
+        if self.count == 1 and self.activation == "softmax":  # would be 100 % for every image
             object.__setattr__(self, "activation", "sigmoid")
 
     def numbers(self, output: Any) -> Tensor | None:
-        """Compute the scores [batch, k] from a model's output; for the model's classes its logits, or None.
+        """Compute the scores [batch, k] from a model's output: its logits, or None, without a function.
 
         Raises:
-            ModelError: the function failed, or gave something else than k numbers an image that gradients pass.
+            ModelError: the function failed, did not return k floating-point scores per image, or is not differentiable.
         """
         if self.function is None:
             return logits_of(output)
@@ -101,13 +101,10 @@ class Outputs:
         return scores
 
     def fingerprint(self) -> dict[str, Any]:
-        """Every difference between these outputs and the classes of the model, ready for JSON.
-
-        Reading and names are left out: they belong to those, too.
-        """
+        """Return how these outputs differ from the model's classes, for JSON, without activation and names."""
         usual = Outputs()
         settings = {name: getattr(self, name) for name in ("unit", "against", "apart")}
-        settings["scale"] = float(f"{self.scale:.5g}")  # of a model with prompts it may be rounded otherwise elsewhere
+        settings["scale"] = float(f"{self.scale:.5g}")  # rounding differs between machines
         return {
             **(_made_of(self.function) if self.function is not None else {}),
             **self.made_of,
@@ -120,7 +117,7 @@ class Outputs:
         """Compute the scores [batch, k], followed by those of `rest`, [batch, k] or [batch, 1]; empty without logits.
 
         Raises:
-            ModelError: as `numbers`; or `rest` failed or gave another shape.
+            ModelError: as for `numbers`; or `rest` failed or returned another shape.
         """
         numbers = self.numbers(output)
         if numbers is None or self.rest is None:
@@ -129,19 +126,19 @@ class Outputs:
         rows, columns = numbers.shape[0], numbers.shape[-1]
         if not isinstance(rest, Tensor) or rest.shape not in ((rows, columns), (rows, 1)):
             got = f"shape {tuple(rest.shape)}" if isinstance(rest, Tensor) else f"{rest!r:.60}"
-            raise ModelError(f"Expected rest to give a tensor [{rows}, {columns}] or [{rows}, 1], got {got}.")
+            raise ModelError(f"Expected rest to return a tensor [{rows}, {columns}] or [{rows}, 1], got {got}.")
         return [numbers, rest]
 
     @property
     def read(self) -> Callable[[Any], Tensor | None]:
-        """`numbers`; of a model's own classes what they are read by for every model."""
+        """The function that reads scores from a model's output: `numbers`, or `logits_of` for the model's classes."""
         return logits_of if self.function is None else self.numbers
 
     def against_rest(self) -> "Outputs":
         """Return these outputs, each minus its reference: the mean of the others, unless `rest` is given.
 
         Raises:
-            OptionError: there is one answer, and nothing stands against it.
+            OptionError: there is a single output, without a reference.
         """
         if self.rest is None and self.count in (0, 1):
             raise OptionError(_NO_REST)
@@ -150,7 +147,7 @@ class Outputs:
     def _less_the_rest(self, output: Any) -> Tensor:
         numbers, *rest = self.with_rest(output) or [torch.empty(0)]
         if numbers.ndim != 2:
-            raise OptionError("This model has no classes, so none can be set against the rest.")
+            raise OptionError("A contrast with the rest requires classes, and this model has none.")
         if rest:
             return numbers - rest[0]
         if numbers.shape[1] == 1:
@@ -167,16 +164,16 @@ class Outputs:
         Args:
             run: maps model inputs to the output of the model.
             pixels: model inputs of the images, [2, channels, height, width].
-            alone: whether to compare with each image by itself, as a caller's function may mix the images of a batch.
+            alone: also compare with each image alone, as a user's function may mix the images of a batch.
 
         Raises:
-            ModelError: there is not one row for each image, or a row depends on the other images of its batch.
+            ModelError: there is not one row per image, or a row depends on the other images of its batch.
         """
         together = self._rows(run, pixels)
         if alone and any(self._mixed(run, pixels, together, index) for index in range(2)):
             raise ModelError(
-                "Expected outputs that are the same for an image alone and in a batch, got others: the function mixes "
-                "the images of a batch. Compute each row from its own image only, such as output.softmax(1) instead "
+                "Expected the same outputs for an image alone and in a batch, got others: the function mixes the "
+                "images of a batch. Compute each row from one image only, such as output.softmax(1) instead "
                 "of output.softmax(0), and output - output.mean(1, keepdim=True) instead of output - output.mean(0)."
             )
         return replace(self, count=together[0].shape[1] if together[0].ndim == 2 else 0)
@@ -186,8 +183,8 @@ class Outputs:
         alone, rounding = self._rows(run, pixels[index : index + 1]), _ROUNDING.get(pixels.dtype, 2e-2)
         if all(_near(one[index], single[0], rounding) for one, single in zip(together, alone, strict=True)):
             return False
-        # Batches of other sizes may be rounded otherwise, which grows in differences of near numbers: compare with a
-        # batch of the same size.
+        # Rounding depends on the batch size, and grows in differences of similar numbers: compare with a batch of the
+        # same size.
         twice = self._rows(run, pixels[[index, index]])
         return not all(
             _near(one[index], double[index], rounding) and _near(one[index], single[0], _OF_ANOTHER_SIZE)
@@ -195,7 +192,7 @@ class Outputs:
         )
 
     def _rows(self, run: Callable[[Tensor], Any], pixels: Tensor) -> list[Tensor]:
-        """As `with_rest` of a batch; ModelError unless there is a row for each of its images."""
+        """Return `with_rest` of a batch; ModelError unless it has a row for each image."""
         scores = self.with_rest(output := run(pixels))
         if not scores:
             raise no_logits(output, "the model")
@@ -213,10 +210,10 @@ def _near(one: Tensor, other: Tensor, share: float) -> bool:
 
 
 def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None, activation: str | None) -> Outputs:
-    """Return the outputs that a caller's function computes from a model's output.
+    """Return the outputs that a user's function computes from a model's output.
 
     Raises:
-        OptionError: it is no function.
+        OptionError: the argument is not callable.
     """
     if not callable(function):
         raise OptionError(
@@ -232,8 +229,8 @@ def similarity_outputs(vectors: Tensor, names: Sequence[str], images: Sequence[N
 
     Args:
         vectors: features of the references, [images, width].
-        names: of the references.
-        images: themselves, uint8 RGB [height, width, 3].
+        names: names of the references.
+        images: the references, uint8 RGB [height, width, 3].
     """
     called = [name if list(names).count(name) == 1 else f"{name} ({n})" for n, name in enumerate(names, start=1)]
     units = normalize(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)).cpu(), dim=-1)
@@ -249,10 +246,10 @@ def similarity_outputs(vectors: Tensor, names: Sequence[str], images: Sequence[N
 
 
 def features_of(output: Any) -> Tensor:
-    """Return the features [batch, width] of a model without head; without pooling, those of the first token.
+    """Return the features [batch, width] of a model without head; without pooling, the first token.
 
     Raises:
-        ModelError: it returns none.
+        ModelError: the model returns no features.
     """
     features = logits_of(output)
     if features is None or features.ndim not in (2, 3):
@@ -288,7 +285,7 @@ def _made_of(function: Any) -> dict[str, Any]:
 
 
 def _called(function: Callable[[Any], Tensor], output: Any) -> Any:
-    """Call a caller's function; ModelError if it fails in any way."""
+    """Call a user's function; ModelError if it raises any exception."""
     try:
         return function(output)
     except VitflowError:
@@ -303,12 +300,12 @@ def _called(function: Callable[[Any], Tensor], output: Any) -> Any:
 def activate(logits: Tensor, activation: str) -> Tensor:
     """Apply the activation to scores [..., outputs], float64 on the CPU: logits become probabilities.
 
-    A single logit is read by a sigmoid, as a softmax of it would always be 1.
+    A single logit gets a sigmoid, as its softmax would always be 1.
 
     >>> activate(torch.zeros(1, 2), "softmax"), activate(torch.zeros(1, 1), "softmax")
     (tensor([[0.5000, 0.5000]], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
     """
-    # In float64, or what a hidden patch costs would be lost in the rounding of a probability near 1.
+    # In float64: near probability 1, the effect of a single patch is smaller than float32 rounding.
     logits = logits.detach().cpu().double()
     if activation == "softmax" and logits.shape[-1] > 1:
         return logits.softmax(dim=-1)
@@ -318,9 +315,8 @@ def activate(logits: Tensor, activation: str) -> Tensor:
 def log_odds(logits: Tensor, activation: str) -> Tensor:
     """Return the log-odds of each class from logits [..., classes], float64 on the CPU.
 
-    Of a softmax `z_t − logsumexp` of the other logits; those of a sigmoid are log-odds as they are, and so is the one
-    logit of a model that has nothing else to answer. Their size is that of the logits, however sure the model is.
-    Numbers that are read otherwise stay as they are.
+    For softmax, `z_t − logsumexp` of the other logits. Logits of a sigmoid, and a single logit, are log-odds already.
+    Unlike probabilities, log-odds do not saturate. Other numbers are returned unchanged.
 
     >>> log_odds(torch.tensor([[40.0, 0.0]]), "softmax")
     tensor([[ 40., -40.]], dtype=torch.float64)
@@ -331,6 +327,6 @@ def log_odds(logits: Tensor, activation: str) -> Tensor:
     top = logits.argmax(dim=-1, keepdim=True)
     below = logits.scatter(-1, top, -torch.inf).logsumexp(dim=-1, keepdim=True)
     together = torch.logaddexp(logits.gather(-1, top), below)
-    # No other class has more than half of the whole, so that the rest without it is not lost in rounding.
+    # No other class has more than half of the total, so subtracting it does not lose precision.
     others = together + torch.log1p(-(logits - together).exp())
     return logits - others.scatter(-1, top, below)

@@ -1,6 +1,6 @@
-"""Models of images and texts (CLIP, SigLIP, SigLIP 2): a tower that sees, and the answers that prompts make of it.
+"""Image–text models (CLIP, SigLIP, SigLIP 2): their image tower, and its similarity to prompts as outputs.
 
-The texts are embedded once. What is recorded is the tower that sees, with its projection.
+The texts are embedded once. The image tower with its projection is recorded.
 """
 
 import warnings
@@ -18,22 +18,22 @@ from vitflow.models.libraries import embedding_of, library_data_config, library_
 from vitflow.models.outputs import Outputs, cosines
 from vitflow.models.processors import from_processor
 
-# What open_clip calls a resize mode, in timm's words.
+# Resize modes of open_clip, as crop modes of timm.
 _CROPS = {"shortest": "center", "squash": "squash", "longest": "border"}
-_FEW_WORDS = 64  # so many a message lists
+_FEW_WORDS = 64  # listed in a message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """A model of images and texts, taken apart.
+    """The parts of an image–text model.
 
     Attributes:
         tower: maps images [batch, channels, height, width] to features [batch, width], projected.
         embed: maps texts to features [texts, width], projected.
-        scale, bias: the answer to a text is cos · scale + bias.
-        activation: "softmax" over the prompts, or "sigmoid" for each by itself.
-        data_config: what the tower wants to see.
-        name: that the model was loaded by, or of its class.
+        scale, bias: the score of a text is cos · scale + bias.
+        activation: "softmax" over the prompts, or "sigmoid" for each.
+        data_config: preprocessing of the tower.
+        name: name by which the model was loaded, or of its class.
     """
 
     tower: nn.Module
@@ -46,7 +46,7 @@ class Pair:
 
 
 class ImageTower(nn.Module):
-    """The part of a model of transformers that sees, from images to projected features [batch, width]."""
+    """Image tower of a transformers model, from images to projected features [batch, width]."""
 
     note: str = ""
 
@@ -56,13 +56,13 @@ class ImageTower(nn.Module):
         self.visual_projection = visual_projection
         embedding = embedding_of(vision_model)
         if embedding is None:
-            raise UnsupportedModelError(f"{type(vision_model).__name__} does not say how it makes tokens of an image.")
+            raise UnsupportedModelError(f"{type(vision_model).__name__} has no known patch embedding.")
         self.image_size, self.patch_size = embedding.image_size, embedding.patch_size
         self.patchified, self.dynamic = embedding.patchified, embedding.dynamic
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Images [batch, channels, height, width] to features."""
-        if self.patchified:  # of one size, so that no row is padding
+        """Map images [batch, channels, height, width] to features."""
+        if self.patchified:  # all images have one size, so there is no padding
             (height, width), (rows, cols) = self.patch_size, self._shape(pixels)
             patches = pixels.unflatten(3, (cols, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 3, 5, 1)
             shapes = torch.tensor([[rows, cols]], device=pixels.device).expand(len(pixels), 2)
@@ -75,7 +75,7 @@ class ImageTower(nn.Module):
         return pooled if self.visual_projection is None else self.visual_projection(pooled)
 
     def _shape(self, pixels: Tensor) -> tuple[int, int]:
-        """Rows and columns of the patches."""
+        """Return the rows and columns of the patches."""
         return pixels.shape[2] // self.patch_size[0], pixels.shape[3] // self.patch_size[1]
 
 
@@ -86,15 +86,15 @@ def is_pair(model: nn.Module) -> bool:
 
 
 def pair_of(model: nn.Module, processor: Any = None) -> Pair:
-    """Take a model of images and texts apart.
+    """Return the parts of an image–text model.
 
     Args:
         model: CLIPModel, SiglipModel or Siglip2Model of transformers, or a model of open_clip.
-        processor: its processor or tokenizer, where it cannot be found by the name that the model was loaded by.
+        processor: its processor or tokenizer; by default found by the name by which the model was loaded.
 
     Raises:
-        UnsupportedModelError: it has no text side, or no head that makes one vector of an image.
-        ModelError: its tokenizer is not at hand.
+        UnsupportedModelError: the model has no text encoder, or no pooling head.
+        ModelError: its tokenizer is not available.
     """
     if not is_pair(model):
         raise UnsupportedModelError(_no_text_side(model))
@@ -109,8 +109,8 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
         return Pair(owner.visual, _open_clip_texts(owner, processor), **numbers, **_open_clip_facts(owner))
     if getattr(owner.vision_model, "use_head", True) is False:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no pooling head (vision_use_head=False), so that it makes no one vector of a "
-            "image to compare with texts: load weights that have one."
+            f"{type(model).__name__} has no pooling head (vision_use_head=False), so there is no image embedding to "
+            "compare with texts: load weights with a pooling head."
         )
     tower = ImageTower(owner.vision_model, getattr(owner, "visual_projection", None))
     tower.note = model_note(model)
@@ -130,13 +130,13 @@ def _no_text_side(model: nn.Module) -> str:
     theirs = next((kind for start, kind in whole.items() if name.startswith(start)), None)
     load = f"transformers.{theirs}.from_pretrained(…)" if theirs else "a CLIPModel, SiglipModel or Siglip2Model"
     return (
-        f"{name} has no text side, so that prompts say nothing to it: load {load} with its processor, or a model of "
+        f"{name} has no text encoder, which prompts require: load {load} with its processor, or a model of "
         "open_clip; on the command line --model openai/clip-vit-base-patch16, for example, or --model demo-text."
     )
 
 
 def refuse_without_prompts(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for a model that reads texts as well, of which nothing was asked."""
+    """Raise UnsupportedModelError for an image–text model without prompts."""
     if is_pair(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} compares images with texts and requires prompts: "
@@ -152,7 +152,7 @@ def _texts(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
     """Return the function that embeds texts with a model of transformers."""
     settings = getattr(model.config, "text_config", model.config)
     length = int(getattr(settings, "max_position_embeddings", 77))
-    whole = getattr(model, "logit_bias", None) is not None  # SigLIP: always the full length, small letters, no mask
+    whole = getattr(model, "logit_bias", None) is not None  # SigLIP: always the full length, lower case, no mask
 
     def embed(texts: list[str]) -> Tensor:
         tokenizer = getattr(processor, "tokenizer", processor) or _tokenizer_of(model)
@@ -171,9 +171,9 @@ def _texts(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
 
 
 def _warn_unknown_words(tokenizer: Any, texts: Sequence[str]) -> None:
-    """Warn of words that the tokenizer reads as its token for what it does not know."""
+    """Warn of words that the tokenizer maps to its unknown token."""
     none = getattr(tokenizer, "unk_token_id", None)
-    if none is None or none in (tokenizer.eos_token_id, tokenizer.pad_token_id):  # CLIP's stands in every text
+    if none is None or none in (tokenizer.eos_token_id, tokenizer.pad_token_id):  # CLIP's is in every text
         return
     words = dict.fromkeys(word for text in texts for word in text.split())
     unknown = [word for word in words if none in tokenizer(word, add_special_tokens=False).input_ids]
@@ -181,8 +181,8 @@ def _warn_unknown_words(tokenizer: Any, texts: Sequence[str]) -> None:
         known = [word for word in tokenizer.get_vocab() if not word.startswith("<")]
         ask = f" It knows: {', '.join(sorted(known))}." if len(known) <= _FEW_WORDS else ""
         warnings.warn(
-            f"The model does not know the words {', '.join(map(repr, unknown[:8]))}: what it answers to a prompt with "
-            f"them says nothing.{ask}",
+            f"The model does not know the words {', '.join(map(repr, unknown[:8]))}: scores of prompts with them are "
+            f"meaningless.{ask}",
             VitflowWarning,
             stacklevel=2,
         )
@@ -194,11 +194,11 @@ def _tokenizer_of(model: nn.Module) -> Any:
     name = library_id(model)
     try:
         if name is None:
-            raise OSError("the model was loaded by no name")
+            raise OSError("the model was not loaded by name")
         return AutoTokenizer.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise ModelError(
-            f"The tokenizer of {type(model).__name__} is not at hand ({str(error).splitlines()[0]}): pass "
+            f"The tokenizer of {type(model).__name__} is not available ({str(error).splitlines()[0]}): pass "
             "processor=transformers.AutoProcessor.from_pretrained(…), or save it into the folder of the model."
         ) from error
 
@@ -210,7 +210,7 @@ def _open_clip_texts(model: Any, tokenizer: Any) -> Callable[[list[str]], Tensor
     def embed(texts: list[str]) -> Tensor:
         if not callable(tokenizer):
             name = type(model).__name__
-            raise ModelError(f"{name} of open_clip needs its tokenizer: processor=open_clip.get_tokenizer(name).")
+            raise ModelError(f"{name} of open_clip requires its tokenizer: processor=open_clip.get_tokenizer(name).")
         features: Tensor = model.encode_text(tokenizer(texts).to(next(model.parameters()).device))
         return features
 
@@ -261,7 +261,7 @@ def prompts(
     Args:
         texts: the prompts, which are the names of the outputs.
         templates: sentences with {} in the place of the prompt, such as "a photo of {}"; embeddings are averaged.
-        processor: processor or tokenizer of the model; by default found by the name that the model was loaded by.
+        processor: processor or tokenizer of the model; by default found by the name by which the model was loaded.
         raw: explain the score of a prompt; by default the score minus the mean score of the other prompts, or, for a
             single prompt, minus the score of an empty prompt.
 
@@ -292,7 +292,7 @@ def prompt_outputs(pair: Pair, prompts: Prompts) -> Outputs:
         numbers(vectors),
         texts,
         len(texts),
-        # Among one prompt alone, a softmax gives it 100 % whatever it sees.
+        # The softmax of a single prompt is 100 % for every image.
         "cosine" if one and pair.activation == "softmax" else pair.activation,
         scale=pair.scale if pair.activation == "softmax" else 1.0,
         made_of={"prompts": list(texts), "templates": list(frames), "raw": raw},
@@ -315,7 +315,7 @@ def _checked(prompts: Sequence[str], templates: str | Sequence[str] | None) -> t
 
 
 def _embedded(pair: Pair, texts: Sequence[str], frames: Sequence[str]) -> Tensor:
-    """Return unit vectors of texts [texts, width], the means over their templates."""
+    """Return unit vectors of texts, [texts, width]: means over their templates."""
     sentences = [frame.replace("{}", text) for text in texts for frame in frames]
     vectors = pair.embed(sentences)
     units = normalize(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)).cpu(), dim=-1)

@@ -1,4 +1,4 @@
-"""The modules of a model: looked through once, and again only when one was replaced, wrapped, added or taken away."""
+"""Cached searches among the modules of a model, repeated only if a module is replaced, wrapped, added or removed."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ class _Parts:
         self.kept: dict[Any, Any] = {}
 
 
-# Modules are kept by weak references alone, so that a model lives no longer for what is known of it.
+# Modules are kept by weak references, so that the cache does not keep a model alive.
 _models: WeakKeyDictionary[nn.Module, _Parts] = WeakKeyDictionary()
 
 
 class _Thread(threading.local):
-    """The model that this thread runs now, with what is known of it."""
+    """The model that this thread runs now, with its cached properties."""
 
     held: tuple[nn.Module, _Parts] | None = None
 
@@ -34,7 +34,7 @@ _thread = _Thread()
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All modules of a model, itself first, in the order of `modules()`, in a fourth of the time.
+    """Return all modules of a model, itself first, in the order of `modules()`, in a quarter of its time.
 
     >>> [type(module).__name__ for module in modules_of(nn.Sequential(nn.ReLU(), nn.Linear(2, 3)))]
     ['Sequential', 'ReLU', 'Linear']
@@ -51,10 +51,10 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def those_that(holds: Callable[[nn.Module], bool]) -> Callable[[nn.Module], list[nn.Module]]:
-    """Make a question about one module, which its class and its parts answer, one about all modules of a model.
+    """Turn a condition on one module into a cached search among all modules of a model.
 
-    The answer is kept with the model. It is asked again when any module is another one than before, has a forward
-    method of its own, or is compiled: what else may change, such as a flag, is no such question.
+    The search is repeated if a module is replaced, gets an instance's forward method, or is compiled. The condition
+    must depend only on the class and the submodules of a module, not on flags.
 
     >>> linear = those_that(lambda module: isinstance(module, nn.Linear))
     >>> model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
@@ -81,7 +81,7 @@ def kept_with(model: nn.Module) -> dict[Any, Any]:
 
 @contextmanager
 def unchanging(model: nn.Module) -> Iterator[None]:
-    """Take a model for the same until the end of the block, in this thread: it is not looked through again."""
+    """Assume until the end of the block, in this thread, that the modules of a model do not change."""
     before = _thread.held
     _thread.held = model, _look(model)
     try:

@@ -6,21 +6,21 @@ from typing import Any
 
 from vitflow.errors import OptionError
 
-# What of a data_config is read, in timm's words; a processor's own words begin with the others.
+# Keys of a data_config, as in timm; and keys by which a processor of transformers is recognised.
 _CONFIG = {"input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"}
 _PROCESSOR = {"image_mean", "image_std", "do_normalize", "do_resize", "image_processor_type", "max_num_patches"}
 
 
 def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
-    """Check a caller's data config and convert it to timm's names.
+    """Check a user's data config and convert it to timm's names.
 
     Args:
-        config: a mapping in timm's words; an image processor of transformers, or its settings; or what
-            `weights.transforms()` of torchvision gives.
-        channels: of the image.
+        config: a mapping with timm's names; an image processor of transformers, or its settings; or the result of
+            `weights.transforms()` of torchvision.
+        channels: number of channels of an image.
 
     Raises:
-        OptionError: it is none of these.
+        OptionError: another type, or unknown keys.
 
     >>> checked_data_config({"mean": (0.5,) * 3})
     {'mean': (0.5, 0.5, 0.5)}
@@ -39,8 +39,8 @@ def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
         got = f"the keys {', '.join(map(str, known))}" if known else repr(settings)
         raise OptionError(
             "Expected data_config as a mapping with input_size=(3, height, width), mean and std (also crop_pct, "
-            "crop_mode, interpolation), an image processor of transformers, or what torchvision's weights.transforms() "
-            f"gives, got {got:.120}."
+            "crop_mode, interpolation), an image processor of transformers, or torchvision's weights.transforms(), "
+            f"got {got:.120}."
         )
     return dict(settings)
 
@@ -59,7 +59,7 @@ def _from_preset(preset: Any, channels: int) -> dict[str, Any]:
 
 
 def _pair_of(size: Any) -> tuple[int, int]:
-    """(height, width) of a size that torchvision keeps as a list of one number or two."""
+    """Return (height, width) of a size of torchvision, a list of one or two numbers."""
     return (int(size[0]), int(size[-1]))
 
 
@@ -70,8 +70,8 @@ def from_processor(settings: Mapping[str, Any], channels: int = 3) -> dict[str, 
     """Return the settings of a transformers image processor, with timm's names.
 
     Args:
-        settings: `processor.to_dict()`, or what preprocessor_config.json holds.
-        channels: of the image.
+        settings: `processor.to_dict()`, or the contents of preprocessor_config.json.
+        channels: number of channels of an image.
 
     >>> from_processor({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 32, "width": 32}})
     {'mean': (0.5, 0.5, 0.5), 'std': (0.5, 0.5, 0.5), 'input_size': (3, 32, 32), 'crop_pct': 1.0, 'crop_mode': 'squash'}
@@ -89,7 +89,7 @@ def from_processor(settings: Mapping[str, Any], channels: int = 3) -> dict[str, 
         data_config["input_size"] = (channels, *seen)
         data_config["crop_pct"] = seen[0] / resized[0]
         data_config["crop_mode"] = "center" if shortest else "squash"
-    if settings.get("max_num_patches"):  # as many of them as fit, whatever the aspect
+    if settings.get("max_num_patches"):  # as many patches as fit, at any aspect ratio
         side = math.isqrt(int(settings["max_num_patches"])) * int(settings.get("patch_size", 16))
         data_config |= {"input_size": (channels, side, side), "crop_pct": 1.0, "crop_mode": "patches"}
     if settings.get("resample") is not None:
@@ -98,7 +98,7 @@ def from_processor(settings: Mapping[str, Any], channels: int = 3) -> dict[str, 
 
 
 def _sides(size: Any) -> tuple[tuple[int, int] | None, bool]:
-    """(height, width) of a processor's size, and whether it is that of the shorter side alone."""
+    """Return (height, width) of a processor's size, and True if it is the size of the shorter side."""
     if isinstance(size, int):
         return (size, size), False
     if isinstance(size, Mapping):
