@@ -258,6 +258,7 @@ WORDINGS = {
     "how-to/text": ["explain a text", "BERT sentence attention", "which words matter"],
     "how-to/caption": ["caption", "vision language model", "which part of the image a word describes"],
     "how-to/writing": ["generated text", "GPT prompt", "language model generation"],
+    "how-to/clips": ["video explanation", "frames of a clip", "which frame matters"],
     "how-to/channels": ["multispectral", "in_chans", "Sentinel-2", "medical images", "more than three channels"],
     "how-to/tensors": ["tensor", "DataLoader batch", "normalised input", "pixel_values", "captum attribute"],
     "how-to/notebook": ["notebook", "Jupyter", "show a map inline in Colab"],

@@ -21,6 +21,7 @@ OTHERS = {
     "evaluation.png": "drawn from a run of an hour; docs/evaluation.md has its numbers",
     "flow-saturation.png": "drawn from photographs with boxes; docs/methods.md has its numbers",
     "gallery/boxes.jpg": "of a detector that examples/train_detector.py trains for five minutes",
+    "gallery/clip.png": "drawn by tests/benchmarks/clips.py --figure",
     "words-graph.png": "of a model that examples/subject_verb_agreement.py trains for three minutes",
     "words-matrix.png": "of the same model",
     "words-text.png": "of the same model",

@@ -6,6 +6,8 @@ from . import text as text
 from .errors import VitflowError as VitflowError
 from .errors import VitflowWarning as VitflowWarning
 from .evaluation.run import evaluate as evaluate
+from .explaining.clips import Clip as Clip
+from .explaining.clips import explain_clip as explain_clip
 from .explaining.comparison import Comparison as Comparison
 from .explaining.comparison import compare as compare
 from .explaining.explainer import Explainer as Explainer

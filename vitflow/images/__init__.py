@@ -28,6 +28,12 @@ WRITE_OPTIONS: dict[str, dict[str, Any]] = {
 #: Suffixes of figures.
 FIGURE_FORMATS = (".png", ".pdf", ".svg")
 
+#: Suffixes of video files.
+VIDEO_FORMATS = (".mp4", ".mov", ".avi", ".mkv", ".webm")
+
+#: Suffixes of the files of an explained clip.
+CLIP_FORMATS = (*FIGURE_FORMATS, ".gif", ".mp4", ".npz")
+
 #: Overlays of a folder run, by their suffix without the dot.
 OVERLAY_FORMATS = ("jpg", "png", "webp")
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from vitflow.cli.messages import say, say_model_note, say_notes, say_record
 from vitflow.cli.outputs import CannotWrite, check_images, check_suffix, names_folder, writing
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.choices import choose_methods
-from vitflow.images import FIGURE_FORMATS, WRITE_OPTIONS
+from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OPTIONS
 
 
 @click.command(short_help="Draw one method's saliency map over images.", panel="Images")
@@ -35,14 +36,26 @@ from vitflow.images import FIGURE_FORMATS, WRITE_OPTIONS
     help="Write a figure: the overlay with method, target and colour bar; also .pdf or .svg.",
 )
 @click.option("--save-map", is_flag=True, help="Also write the unscaled map as .npz next to the overlay.")
+@click.option(
+    "--frames",
+    type=click.IntRange(min=1),
+    metavar="N≥1",
+    help=f"Frames of a video, at equal distances ({', '.join(VIDEO_FORMATS)}); the model runs on each.  [default: 8]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
-    """Draw a saliency map over each IMAGE."""
+    """Draw a saliency map over each IMAGE, or over frames of a video."""
     options = shared.method_values(given)
     named = given["method"]
     # before torch is loaded
     given["method"] = choose_methods(named and [named], options, asks=shared.asks(given))[0].name
     suffixes = FIGURE_FORMATS if given["figure"] or _is_strip(given) else tuple(WRITE_OPTIONS)
+    if any(map(_is_video, images)):
+        if len(images) > 1 or _is_strip(given) or given["against"] or given["save_map"]:
+            raise OptionError("A video requires a single input and a single class, without --against and --save-map.")
+        suffixes = CLIP_FORMATS
+    elif given["frames"]:
+        raise OptionError(f"--frames requires a video ({', '.join(VIDEO_FORMATS)}).")
     outputs = _output_paths(images, given["output"], given["method"], suffixes)
     explainer = shared.make_explainer(given)
     failed = sum(
@@ -55,6 +68,10 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     if failed:
         say(f"{len(images) - failed} explained, {failed} failed")
         sys.exit(1)
+
+
+def _is_video(path: Path) -> bool:
+    return path.suffix.lower() in VIDEO_FORMATS
 
 
 def _is_strip(given: Mapping[str, Any]) -> bool:
@@ -71,6 +88,13 @@ def _maps(
     explainer: Any, image: Path, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
     """Return the maps of an image, one for each class; their record, and the function that draws them."""
+    if _is_video(image):
+        from vitflow.explaining.clips import FRAMES, explain_clip
+
+        [target] = shared.targets_of(given)
+        settings = {"method": given["method"], "target": target, "frames": given["frames"] or FRAMES}
+        clip = explain_clip(image, model=explainer, **settings, **options)
+        return [replace(clip.frames[0], score=clip.score)], clip.to_dict(), clip.save
     arguments = {"methods": [given["method"]], "targets": shared.targets_of(given), **options}
     if not _is_strip(given):
         [saliency] = explainer.explain_batch([image], **arguments)

@@ -1,0 +1,295 @@
+"""Explain clips with image models: the model runs on each frame, and the mean of the frames' logits is explained."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from vitflow.errors import ImageError, OptionError, ShapeError
+from vitflow.explaining import captions
+from vitflow.explaining.applying import probabilities_of
+from vitflow.explaining.choices import choose_methods
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targets import Score, Target, resolve_targets
+from vitflow.files import write_atomically
+from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, overlay
+from vitflow.images.reading import ImageSource, image_name, read_image
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Default number of frames that are explained.
+FRAMES = 8
+
+_SHOWN = 6  # frames of a figure
+_RATE = 4  # frames per second of written clips
+
+#: A video file; or frames: images, an array [frames, height, width, 3], or inputs [frames, channels, height, width].
+ClipSource = str | os.PathLike[str] | Sequence[ImageSource] | NDArray[Any] | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """Maps of the frames of a clip, with a common scale.
+
+    Attributes:
+        frames: the map of each frame. Its score is the score of this frame alone.
+        score: score of the explained output, from the mean of the frames' logits.
+        shares: share of each frame in the explained output, [frames]; see `frame_shares`.
+        source: name of the clip.
+
+    >>> from vitflow.demo import draw_image
+    >>> clip = explain_clip([draw_image(seed).image for seed in range(3)], model="demo", target=2)
+    >>> clip.grid.shape, clip.shares.shape
+    ((3, 12, 12), (3,))
+    """
+
+    frames: tuple[Saliency, ...]
+    score: Score
+    shares: NDArray[np.float64]
+    source: str
+
+    @cached_property
+    def grid(self) -> NDArray[np.float32]:
+        """The maps of all frames, [frames, rows, cols]; the absolute values of a frame sum to its share.
+
+        The unscaled maps of frames are not comparable: a frame without the class can have the larger gradients.
+        """
+        maps = np.stack([frame.grid for frame in self.frames]).astype(np.float64)
+        sums = np.abs(maps).sum(axis=(1, 2))
+        scaled = maps * (self.shares / np.where(sums > 0, sums, 1.0))[:, None, None]
+        return scaled.astype(np.float32)
+
+    def overlays(self, **options: Any) -> list[NDArray[np.uint8]]:
+        """Draw `grid` over the frames with the same colours for the same values: uint8 RGB per frame."""
+        low, high = overlay.scale_range(self.grid)
+        return [
+            replace(frame, grid=grid).overlay(**{"vmin": low, "vmax": high, **options})
+            for frame, grid in zip(self.frames, self.grid, strict=True)
+        ]
+
+    def figure(self, path: str | os.PathLike[str] | None = None, **options: Any) -> "Figure":
+        """Draw key frames in their order, and the share of each frame below them.
+
+        Args:
+            path: also write the figure here: .png, .pdf or .svg.
+            options: options of `Saliency.overlay`.
+        """
+        from vitflow.images.clip_figure import draw_clip
+        from vitflow.images.figures import file_too
+
+        shown = np.unique(np.linspace(0, len(self.frames) - 1, _SHOWN).round().astype(int)).tolist()
+        images = self.overlays(**options)
+        first = self.frames[0]
+        lines = [line for line in captions.class_lines(self.score) if line]
+        title = f"{first.definition.title}: {', '.join(lines)}" if lines else first.definition.title
+        return file_too(
+            path,
+            lambda: draw_clip(
+                {number: images[number] for number in shown}, self.shares, title=title, notes=list(self.notes())
+            ),
+        )
+
+    def notes(self) -> list[str]:
+        """Return the notes of the caption."""
+        above = f"logit of {self.score.name}" if self.score.name else "output"
+        notes = [
+            f"Share of a frame: its {above} above the lowest one of the clip; the map of a frame is scaled to it. The "
+            "model sees each frame alone, so their order does not matter."
+        ]
+        if not self.frames[0].class_specific:
+            notes.append("The maps are the same for every class.")
+        notes.append(f"{image_name(self.source)} · {len(self.frames)} frames · {self.frames[0].model}")
+        return notes
+
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Write the overlays as .gif or .mp4, the figure (.png, .pdf, .svg), or the maps (.npz); return the path.
+
+        Raises:
+            OptionError: another suffix, or drawing options with .npz.
+        """
+        path = Path(path)
+        suffix = path.suffix.lower()
+        if suffix in FIGURE_FORMATS:
+            self.figure(path, **options)
+        elif suffix == ".gif":
+            first, *others = [Image.fromarray(image) for image in self.overlays(**options)]
+            with write_atomically(path) as file:
+                first.save(file, "GIF", save_all=True, append_images=others, duration=1000 // _RATE, loop=0)
+        elif suffix == ".mp4":
+            _write_video(path, self.overlays(**options))
+        elif suffix == ".npz" and not options:
+            with write_atomically(path) as file:
+                np.savez_compressed(file, grid=self.grid, shares=self.shares)
+        else:
+            raise OptionError(f"Expected a file with one of the suffixes {', '.join(CLIP_FORMATS)}, got {path.name!r}.")
+        return path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything except the arrays, for JSON."""
+        record = replace(self.frames[0], score=self.score, source=self.source).to_dict()
+        return {
+            **record,
+            "seconds": round(sum(frame.seconds for frame in self.frames), 4),
+            "frames": len(self.frames),
+            "frame_scores": [frame.score.value for frame in self.frames],
+            "frame_shares": [round(float(share), 4) for share in self.shares],
+        }
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        """Return the figure for notebooks."""
+        from vitflow.images.figures import bundle
+
+        return bundle(repr(self), self.figure())
+
+    def __repr__(self) -> str:
+        return f"Clip({self.source}, {len(self.frames)} frames, {self.frames[0].method}, {self.score.name})"
+
+
+def frame_shares(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Return the share of each frame in the mean of logits: its logit above the lowest one, as a share of their sum.
+
+    The mean is a sum over frames, so this is exact, up to the logit that all frames have. Equal logits have equal
+    shares.
+
+    Args:
+        logits: logit of the target in each frame, [frames].
+
+    >>> frame_shares(np.array([1.0, 2.0, 4.0]))
+    array([0.  , 0.25, 0.75])
+    """
+    above = logits.astype(np.float64) - logits.min()
+    return above / above.sum() if above.sum() > 0 else np.full(len(logits), 1 / len(logits))
+
+
+def explain_clip(
+    clip: ClipSource,
+    *,
+    model: Any,
+    method: str | None = None,
+    target: Target = None,
+    frames: int = FRAMES,
+    **options: Any,
+) -> Clip:
+    """Explain a clip with an image model that runs on each frame; the explained output is the mean of the logits.
+
+    Args:
+        clip: a video file (of which frames at equal distances are taken); or frames: a list of images, an array
+            [frames, height, width, 3], or normalised model inputs [frames, channels, height, width].
+        model: an `Explainer`, a model id, or a module.
+        method: a name from `list_methods()`; by default gae.
+        target: class index or name; by default the class with the largest mean logit.
+        frames: the number of frames of a video file.
+        options: options of the method.
+
+    Raises:
+        ImageError: the video cannot be read.
+        ShapeError: there are no frames, or they differ in size.
+        OptionError: an option is invalid.
+    """
+    explainer = model if isinstance(model, Explainer) else Explainer(model)
+    images = _frames_of(clip, frames)
+    [chosen] = choose_methods(["gae" if method is None else method], options)
+    source = str(clip) if isinstance(clip, str | os.PathLike) else "clip"
+    names = [f"{image_name(source)}, frame {number}" for number in range(1, len(images) + 1)]
+    pixels = torch.cat([each if isinstance(each, Tensor) else explainer.pixels(each) for each in images])
+    logits = torch.cat([_logits(explainer, one) for one in pixels.split(1)])
+    mean = logits.double().mean(dim=0, keepdim=True)
+    probabilities = probabilities_of(mean, explainer.facts)
+    if probabilities is None:
+        raise OptionError("A clip requires a model with classes; pass outputs= to explain other values.")
+    [index] = resolve_targets(target, probabilities, explainer.facts.outputs.names)
+    assert index is not None
+    explained = explainer.explain_batch(images, methods=[chosen], targets=np.full(len(images), int(index)), names=names)
+    score = Score.of(probabilities[0], int(index), explainer.outputs)
+    return Clip(tuple(explained), score, frame_shares(logits[:, int(index)].numpy()), source)
+
+
+def _logits(explainer: Explainer, pixels: Tensor) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return explainer.logits(pixels.to(explainer.device)).detach().cpu()
+
+
+def _frames_of(clip: ClipSource, count: int) -> list[Any]:
+    """Return the frames of a clip: RGB arrays or model inputs [1, channels, height, width], all of one size."""
+    if isinstance(clip, str | os.PathLike):
+        return list(read_video(clip, count))
+    if isinstance(clip, Tensor):
+        if clip.ndim != 4 or not len(clip):
+            raise ShapeError(f"Expected a clip [frames, channels, height, width], got shape {tuple(clip.shape)}.")
+        return list(clip.split(1))
+    if isinstance(clip, np.ndarray) and clip.ndim != 4:
+        raise ShapeError(f"Expected a clip [frames, height, width, 3], got shape {clip.shape}.")
+    images = [read_image(frame) for frame in clip]
+    sizes = {image.shape[:2] for image in images}
+    if len(sizes) != 1:
+        given = "no frames" if not sizes else f"frames of {len(sizes)} sizes"
+        raise ShapeError(f"Expected a clip with at least one frame, all of one size, got {given}.")
+    return images
+
+
+def read_video(path: str | os.PathLike[str], count: int) -> NDArray[np.uint8]:
+    """Read frames of a video file at equal distances, uint8 RGB [frames, height, width, 3].
+
+    Args:
+        path: the file, in a format that OpenCV reads.
+        count: the number of frames; a shorter video has as many as there are.
+
+    Raises:
+        ImageError: the file does not exist, or has no frames that can be read.
+        OptionError: count is below 1.
+    """
+    if count < 1:
+        raise OptionError(f"Expected at least 1 frame, got frames={count}.")
+    name = image_name(str(path))
+    if not Path(path).is_file():
+        raise ImageError(f"Expected a video at {name!r}, but there is no such file.")
+    video = cv2.VideoCapture(os.fspath(path))
+    try:
+        decoded = 0
+        while video.grab():  # the count in the header is often an estimate
+            decoded += 1
+        chosen = set(
+            ((np.arange(min(count, decoded)) + 0.5) * decoded / max(min(count, decoded), 1)).astype(int).tolist()
+        )
+        video.set(cv2.CAP_PROP_POS_FRAMES, 0)
+        images = []
+        for number in range(decoded):
+            if not video.grab():
+                break
+            if number in chosen:
+                read, image = video.retrieve()
+                if not read:
+                    break
+                images.append(cv2.cvtColor(image, cv2.COLOR_BGR2RGB))
+    finally:
+        video.release()
+    if not images or len(images) < len(chosen):
+        raise ImageError(f"Could not read {name!r} as a video: {len(images)} of {len(chosen)} frames were decoded.")
+    return np.stack(images).astype(np.uint8)
+
+
+def _write_video(path: Path, images: Sequence[NDArray[np.uint8]]) -> None:
+    """Write images as an MP4 file; its sides are even, as the codec requires."""
+    height, width = (side - side % 2 for side in images[0].shape[:2])
+    with tempfile.TemporaryDirectory() as folder:
+        unfinished = Path(folder) / "clip.mp4"
+        writer = cv2.VideoWriter(str(unfinished), cv2.VideoWriter.fourcc(*"mp4v"), _RATE, (width, height))
+        if not writer.isOpened():
+            raise OptionError("This OpenCV cannot write .mp4 files: use .gif.")
+        for image in images:
+            writer.write(cv2.cvtColor(image[:height, :width], cv2.COLOR_RGB2BGR))
+        writer.release()
+        with write_atomically(path) as file:
+            file.write(unfinished.read_bytes())
