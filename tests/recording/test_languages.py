@@ -1,6 +1,7 @@
 """Language models of transformers, small and with random weights: recorded as they come, in batches with padding."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -51,6 +52,12 @@ FAMILIES = [
     ("GptOssForCausalLM", "GptOssConfig", EXPERTS, "self_attn.o_proj", "sliding, with a sink"),
 ]
 NAMES = [family[0] for family in FAMILIES]
+
+
+def cached(model: nn.Module, cache: object) -> dict[str, object]:
+    """The cache as an argument of a forward pass, by its name in the installed version of transformers."""
+    names = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache}
 
 
 def built(name: str, attention: str | None = None, **changes: object) -> nn.Module:
@@ -286,4 +293,4 @@ def test_flash_attention_and_static_caches_are_refused_by_name():
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     with pytest.raises(UnsupportedModelError, match="StaticCache.*DynamicCache"):
         with record_attention(model), torch.no_grad():
-            model(**texts("left"), past_key_values=cache)
+            model(**texts("left"), **cached(model, cache))

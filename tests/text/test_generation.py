@@ -9,7 +9,7 @@ from tokenizers import processors
 from torch import Tensor, nn
 
 from tests import references
-from tests.recording.test_languages import built, texts
+from tests.recording.test_languages import built, cached, texts
 from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import byte_tokenizer, reads, wordpiece_tokenizer
 from vitflow import record_attention
@@ -332,6 +332,6 @@ def test_other_mistakes_are_reported_before_anything_is_written():
         written(model, method="gae", residual=0.5)
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        model(prompt(), past_key_values=cache)
-    with pytest.raises(OptionError, match="past_key_values with 9 tokens"):
-        written(model, past_key_values=cache)
+        model(prompt(), **cached(model, cache))
+    with pytest.raises(OptionError, match="cache with 9 tokens"):
+        written(model, **cached(model, cache))

@@ -33,6 +33,15 @@ def reads_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     return text
 
 
+def reads_cache(kwargs: Mapping[str, Any]) -> Any:
+    """Return the key–value cache among the arguments of a forward pass, or None.
+
+    transformers calls it `cache` since 5.24, and `past_key_values` before.
+    """
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
+
+
 def word_embedding(model: nn.Module) -> nn.Module | None:
     """Return the token embedding of a model, or None if it has none."""
     try:
@@ -241,7 +250,7 @@ def refuse_static(cache: Any) -> None:
     if static is not None:
         raise UnsupportedModelError(
             f"Expected a dynamic cache, got {static}, which includes empty keys: omit cache_implementation and "
-            "past_key_values, or pass a DynamicCache."
+            "the cache, or pass a DynamicCache."
         )
 
 
@@ -318,10 +327,10 @@ def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
         raise OptionError(
             f"Expected a dynamic cache, got cache_implementation={implementation!r} with empty keys: omit it."
         )
-    cache = given.get("past_key_values")
+    cache = reads_cache(given)
     refuse_static(cache)
     if cache is not None and cache.get_seq_length():
         raise OptionError(
-            f"Expected the whole prompt, got past_key_values with {cache.get_seq_length()} tokens, whose attention was "
-            "not recorded: omit them."
+            f"Expected the whole prompt, got a cache with {cache.get_seq_length()} tokens, whose attention was not "
+            "recorded: omit it."
         )

@@ -27,7 +27,7 @@ from vitflow.models.anatomy import (
     unwrap,
 )
 from vitflow.models.blocks import block_norms
-from vitflow.models.languages import reads_text, refuse_static, word_embedding
+from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
 from vitflow.models.parts import unchanging, with_paths
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_words
@@ -284,7 +284,7 @@ class record_attention:
         self._reads, self._given = reads_text(args, kwargs), (args, kwargs)
         trace.begin(None)
         if self._reads is not None:
-            refuse_static(kwargs.get("past_key_values"))
+            refuse_static(reads_cache(kwargs))
             self._listening.batch, self._ran = len(self._reads), True
             self._check_gradients()
             return args, kwargs

@@ -10,7 +10,7 @@ from torch import nn
 from vitflow.methods.fusion import HeadFusion
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.growing_rollout import GrowingRollout
-from vitflow.models.languages import decoder_path, reads_text
+from vitflow.models.languages import decoder_path, reads_cache, reads_text
 from vitflow.recording.isolation import Hook
 from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.recorder import record_attention
@@ -62,7 +62,7 @@ class follow_writing:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a forward pass over all tokens, or only the new ones if there is a cache."""
-        text, cache = reads_text(args, kwargs), kwargs.get("past_key_values")
+        text, cache = reads_text(args, kwargs), reads_cache(kwargs)
         self._ended()
         self._tokens = (0 if cache is None else int(cache.get_seq_length())) + (0 if text is None else text.shape[1])
 

@@ -10,7 +10,7 @@ from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.explaining.progress import tracking
 from vitflow.methods.growing_rollout import GrowingRollout
 from vitflow.models import languages
-from vitflow.models.languages import decoder_of, generation_setting, reading, reads_text
+from vitflow.models.languages import decoder_of, generation_setting, reading, reads_cache, reads_text
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import Hook, device_of
 from vitflow.recording.probing import is_causal
@@ -59,7 +59,7 @@ def write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     def check(args: Any, kwargs: Any) -> None:
         nonlocal most
         text = reads_text(args, kwargs)
-        if arguments.get("past_key_values") is None and text is not None and text.shape[1] > most:
+        if reads_cache(arguments) is None and text is not None and text.shape[1] > most:
             raise UnsupportedModelError(
                 f"{type(model).__name__} reads {text.shape[1]} tokens, but the text has {most}: models that insert "
                 "tokens of their own to predict the next one are not supported."
