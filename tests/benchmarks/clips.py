@@ -52,8 +52,8 @@ def measure(count: int) -> None:
         sums = np.array([np.maximum(frame.grid, 0).sum() for frame in clip.frames])
         followed = np.allclose(shuffled, clip.shares[order], atol=1e-5)
         rows.append([separates(clip.shares, shown), followed, separates(sums, shown)])
-    found, followed, by_sums = np.mean(rows, axis=0)
-    print(f"{count} clips: shares find the frames in {found:.1%}; they follow shuffled frames in {followed:.1%}")
+    correct, followed, by_sums = np.mean(rows, axis=0)
+    print(f"{count} clips: shares find the frames in {correct:.1%}; they follow shuffled frames in {followed:.1%}")
     print(f"sums of the unscaled GAE maps find them in {by_sums:.1%}")
 
 
