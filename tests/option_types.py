@@ -21,8 +21,8 @@ _HEAD = '''"""Types of the options of methods, for type checkers.
 Generated from the option table by `python -m tests.option_types --write`.
 """
 
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
 '''
 
 

@@ -144,3 +144,8 @@ def natural_order(name: str) -> list[str | int]:
     ['9.jpg', '10.jpg', 'a2', 'A10']
     """
     return [int(part) if part.isdecimal() else part.casefold() for part in re.split(r"(\d{1,300})", name)]
+
+
+def in_file_name(label: str) -> str:
+    """Return a label without the colon of methods of other packages, which Windows does not allow in file names."""
+    return label.replace(":", "-")

@@ -22,7 +22,9 @@ from vitflow.images.map_figure import image_bounds
 # The method that is chosen first, and what answers for a patch where the chosen one does not.
 _METHOD, _OF_PATCHES = "gae", "rollout"
 # The options of methods that have a field. A patch is clicked; the last two change the time of an answer alone.
-_OPTIONS = [option for option in METHOD_OPTIONS.values() if option.name not in ("patch", "occlusion_batch")]
+_OPTIONS = [
+    option for option in METHOD_OPTIONS.values() if option.name not in ("patch", "occlusion_batch", "peer_options")
+]
 # What a visitor may ask for at most, where the table of options has no limit.
 _MOST = {"masks": 4096, "cells": 64, "random_seed": 2**31 - 1}
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}

@@ -72,6 +72,9 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
     for option in options_of(*_OF_METHODS).values():
         having = [method for method in table if method.accepts(option.name)]
         if not having:
+            if option.name == "peer_options" and methods is None:
+                titled = table_option(option, "Options of captum:NAME and cam:NAME", "the class's own")
+                panels[()] = [titled]
             continue
         names = tuple(method.name for method in having)
         title = f"Options of {_in_words(names, [method.name for method in table])}"

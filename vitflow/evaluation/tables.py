@@ -19,7 +19,7 @@ from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, estimate_means, paired_differences
 from vitflow.explaining.captions import departures_from_paper
 from vitflow.explaining.method import METHODS
-from vitflow.explaining.method_table import BASELINES
+from vitflow.explaining.method_table import BASELINES, split_label
 from vitflow.runs.columns import kinds_in, plain_cell
 
 # Table columns of an image and of an estimate.
@@ -137,7 +137,7 @@ class Tables:
 
     def is_baseline(self, method: str) -> bool:
         """Return True if the method does not depend on the model."""
-        return method.partition(":")[0] in BASELINES
+        return split_label(method)[0] in BASELINES
 
     @property
     def main_methods(self) -> list[str]:

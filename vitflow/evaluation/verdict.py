@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from vitflow.evaluation.tables import Tables
-from vitflow.explaining.method_table import get_method, is_slow
+from vitflow.explaining.method_table import get_method, is_slow, split_label
 
 # Questions, and the metrics that answer them; the first measured metric counts.
 _QUESTIONS = {
@@ -40,7 +40,7 @@ def verdict(evaluation: Tables) -> str:
         else:
             winners.setdefault(best, []).append(question)
     parts = [f"{_title(method)} for {_listed(names)}" for method, names in winners.items()]
-    quick = [name for name in methods if not is_slow(name.partition(":")[0])]
+    quick = [name for name in methods if not is_slow(split_label(name)[0])]
     first = next(iter(questions.values()), None)
     fast = None if first is None or unclear else next((name for name, _ in evaluation.ranking(first, quick)), None)
     if fast is not None and fast not in winners and any(name not in quick for name in winners):
@@ -84,7 +84,7 @@ def _level_pairs(
 
 
 def _title(label: str) -> str:
-    name, _, options = label.partition(":")
+    name, options = split_label(label)
     return f"{get_method(name).title} ({options})" if options else get_method(name).title
 
 

@@ -40,10 +40,12 @@ class Maps:
     Attributes:
         grids: maps [batch, rows, cols], unscaled.
         facts: facts per image for captions, such as the saturated share of a flow.
+        pixels: maps at the size of the model input, [batch, height, width], which are drawn instead; or None.
     """
 
     grids: Tensor
     facts: list[dict[str, Any]] = field(default_factory=list)
+    pixels: Tensor | None = None
 
 
 def over_taps(function: Callable[..., Maps]) -> Callable[..., Maps]:

@@ -12,6 +12,9 @@ BASELINES = ("random", "centre")
 #: The methods of a comparison by default; class-specific ones if the model has classes; baselines last.
 DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "gradcam", *BASELINES)
 
+#: Prefixes of methods that are classes of other packages, such as "captum:IntegratedGradients".
+PEERS = ("captum:", "cam:")
+
 _PAPER = "Abnar & Zuidema, ACL 2020"
 
 
@@ -46,9 +49,24 @@ def register_method(
 
 
 def get_method(name: str) -> Method:
-    """Return the method of that name; OptionError lists the known ones."""
+    """Return the method of that name, or of a class of another package; OptionError lists the known ones."""
+    if name not in _METHODS and name.startswith(PEERS):
+        from vitflow.explaining.peers import peer_method
+
+        return peer_method(name)
     check_known("method", name, _METHODS)
     return _METHODS[name]
+
+
+def split_label(label: str) -> tuple[str, str]:
+    """Split "NAME:OPTION=VALUE,…" into the name of a method and its options.
+
+    >>> split_label("gae:refine=0"), split_label("cam:LayerCAM:layer=2"), split_label("captum:Saliency")
+    (('gae', 'refine=0'), ('cam:LayerCAM', 'layer=2'), ('captum:Saliency', ''))
+    """
+    prefix = next((each for each in PEERS if label.startswith(each)), "")
+    name, _, options = label.removeprefix(prefix).partition(":")
+    return prefix + name, options
 
 
 def list_methods() -> list[Method]:

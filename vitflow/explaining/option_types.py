@@ -3,8 +3,8 @@
 Generated from the option table by `python -m tests.option_types --write`.
 """
 
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 
 class MethodOptions(TypedDict, total=False):
@@ -24,6 +24,7 @@ class MethodOptions(TypedDict, total=False):
     occlusion_batch: int | None
     score: Literal["log-odds", "probability"] | None
     pooled: Literal["mean", "own"] | None
+    peer_options: Mapping[str, Any] | None
     masks: int | None
     keep: float | None
     cells: int | None
@@ -50,6 +51,7 @@ class LayerMapOptions(TypedDict, total=False):
     occlusion_batch: int | None
     score: Literal["log-odds", "probability"] | None
     pooled: Literal["mean", "own"] | None
+    peer_options: Mapping[str, Any] | None
     masks: int | None
     keep: float | None
     cells: int | None

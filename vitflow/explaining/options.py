@@ -4,6 +4,7 @@ The command line, signatures, checks, captions and documentation are derived fro
 """
 
 import inspect
+import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _ANNOTATIONS: dict[str, Any] = {
     "patch": tuple[int, int],
     "box": tuple[float, float, float, float],
     "text": int | str | Sequence[int],
+    "json": Mapping[str, Any],
     "choice": None,
 }
 
@@ -87,6 +89,8 @@ class Option:
             return switch.get(text, text)
         if self.kind == "text":
             return text
+        if self.kind == "json":
+            return _read_object(self.name, text)
         name, kind, explanation = _TUPLES.get(str(self.kind), (str(self.metavar), self.kind, ""))
         try:
             numbers = tuple(kind(part) for part in text.split(","))
@@ -109,6 +113,17 @@ class Option:
         """Type of a value; None stands for the method's default."""
         kind: Any = _ANNOTATIONS.get(str(self.kind), self.kind)
         return (kind | Literal[self.choices] if self.choices else kind) | None
+
+
+def _read_object(name: str, text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise OptionError(f"{name}: expected a JSON object, got {text!r:.80} ({error}).") from error
+    if not isinstance(value, dict):
+        raise OptionError(f"{name}: expected a JSON object, got {text!r:.80}.")
+    return value
 
 
 def in_words(name: str, value: Any) -> str:
@@ -213,6 +228,13 @@ OPTIONS: dict[str, Option] = {
             "LeGrad's readout in models with a class token: the mean of all tokens, as in the paper, or the class "
             "token (own).",
             ("mean", "own"),
+        ),
+        Option(
+            "peer_options",
+            "json",
+            "Options of the other package's class for captum:NAME and cam:NAME, as JSON.",
+            metavar="JSON",
+            phrase=lambda value: ", ".join(f"{key} {each}" for key, each in value.items()),
         ),
         Option("masks", int, "Number of random masks; more masks give a more reliable map.", metavar="N≥2"),
         Option("keep", float, "Share of the patches that each mask keeps.", metavar="0<K<1"),

@@ -45,6 +45,8 @@ class Saliency:
         facts: further facts about the map, such as its readout or the saturated share of a flow.
         reference: reference image of a similarity, uint8 RGB [height, width, 3]; else None.
         region: region of the image that a class was explained in, bool [height, width]; else None.
+        pixels: the map at the size of the model input, float32 [height, width], if the method gives one; it is drawn
+            instead of the grid.
         seconds: time of the forward pass (the image's share of its batch) and of the method.
     """
 
@@ -61,6 +63,7 @@ class Saliency:
     seconds: float = 0.0
     reference: NDArray[np.uint8] | None = None
     region: NDArray[np.bool_] | None = None
+    pixels: NDArray[np.float32] | None = None
 
     def __repr__(self) -> str:
         rows, cols = self.grid.shape
@@ -119,7 +122,12 @@ class Saliency:
     @property
     def heatmap(self) -> NDArray[np.float32]:
         """Map upsampled to the original image, float32 [height, width], unscaled; NaN where the model saw nothing."""
-        return upsample(self.grid, self.placement)
+        return upsample(self.drawn, self.placement)
+
+    @property
+    def drawn(self) -> NDArray[np.float32]:
+        """The map that figures show: `pixels` or, without them, `grid`."""
+        return self.grid if self.pixels is None else self.pixels
 
     def overlay(
         self,
@@ -141,8 +149,8 @@ class Saliency:
                 beyond them approach the last colour.
             options: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
         """
-        heatmap = upsample(self.grid, self.placement, interpolation=interpolation, image=self.image)
-        low, high = overlay.scale_range(self.grid, vmin=vmin, vmax=vmax, robust=robust)
+        heatmap = upsample(self.drawn, self.placement, interpolation=interpolation, image=self.image)
+        low, high = overlay.scale_range(self.drawn, vmin=vmin, vmax=vmax, robust=robust)
         soft = overlay.is_soft(vmin, vmax, robust)
         drawn = overlay.blend(self.image, heatmap, vmin=low, vmax=high, soft=soft, **options)
         if self.region is not None or "detection" in self.facts:
@@ -189,7 +197,7 @@ class Saliency:
             path,
             lambda: draw_map(
                 pen,
-                self.grid,
+                self.drawn,
                 self.placement,
                 self.image,
                 title=self.definition.title,
@@ -286,6 +294,7 @@ def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -
     return replace(
         first,
         grid=(_shares(first.grid) - _shares(second.grid)).astype(np.float32),
+        pixels=None,
         score=score,
         facts={name: fact for name, fact in first.facts.items() if name != "note"},
         seconds=first.seconds + second.seconds,

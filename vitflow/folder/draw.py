@@ -31,7 +31,7 @@ from vitflow.errors import (
 from vitflow.explaining.captions import departures
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.saliency import Saliency
-from vitflow.files import is_remote, write_inside
+from vitflow.files import in_file_name, is_remote, write_inside
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.work import encode_overlay
 from vitflow.images import OVERLAY_FORMATS
@@ -165,7 +165,7 @@ def draw_run(
                 paths = []
                 for label in labels:
                     saliency = Saliency(maps[label], placement, pixels, row["input"], settings["model"], label, {})
-                    path = f"{row['stem']}-{label}.{format}"
+                    path = f"{row['stem']}-{in_file_name(label)}.{format}"
                     if os.path.relpath(os.path.realpath(folder / path), root) in names:
                         raise ShapeError(
                             f"The overlay {path!r} would overwrite an input image: choose another folder with -o."

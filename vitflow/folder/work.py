@@ -28,6 +28,7 @@ from vitflow.explaining.targets import (
     is_top,
     resolve_targets,
 )
+from vitflow.files import in_file_name
 from vitflow.folder.decoders import Decoded
 from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
 from vitflow.methods.cells import cell_grid
@@ -69,7 +70,7 @@ class Job:
     def endings(self) -> list[str]:
         """The suffixes of an image's stem, one for each of its files."""
         suffixes = [self.format, "npz"] if self.save_map else [self.format]  # names are the same without overlays
-        return [f"-{label}.{suffix}" for label in self.labels for suffix in suffixes]
+        return [f"-{in_file_name(label)}.{suffix}" for label in self.labels for suffix in suffixes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,10 +289,10 @@ def draw_files(image: InputImage, result: ImageMaps, job: Job) -> tuple[Row, Map
     saved: dict[str, str] = {}
     for label, saliency in maps.items():
         if job.overlays:
-            outputs[label] = f"{image.stem}-{label}.{job.format}"
+            outputs[label] = f"{image.stem}-{in_file_name(label)}.{job.format}"
             files[outputs[label]] = encode_overlay(saliency.overlay(**job.drawing), job.format)
         if job.save_map:
-            saved[label] = f"{image.stem}-{label}.npz"
+            saved[label] = f"{image.stem}-{in_file_name(label)}.npz"
             files[saved[label]] = _encode_map(saliency)
     row |= {
         "outputs": outputs,

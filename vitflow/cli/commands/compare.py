@@ -13,7 +13,7 @@ from vitflow.cli.outputs import name_for, output_file, writing
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import check_methods
 from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
+from vitflow.explaining.method_table import DEFAULT_METHODS, get_method, split_label
 from vitflow.images import FIGURE_FORMATS
 
 
@@ -28,7 +28,7 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
         """Return the method's name and options; a usage error if either is unknown."""
         if isinstance(value, tuple):
             return value
-        name, _, listed = str(value).partition(":")
+        name, listed = split_label(str(value))
         options = {}
         # A comma separates options only if a name and "=" follow: a patch is written 3,7.
         for part in re.split(r",(?=[\w-]+=)", listed) if listed else []:

@@ -14,6 +14,7 @@ from vitflow.cli.messages import say, say_model_note, say_notes, say_record
 from vitflow.cli.outputs import CannotWrite, check_images, check_suffix, names_folder, writing
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.choices import choose_methods
+from vitflow.files import in_file_name
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OPTIONS
 
 
@@ -171,9 +172,9 @@ def _output_paths(images: tuple[Path, ...], given: str | None, method: str, suff
             check_suffix(output, suffixes, ", or a folder (ending in / if its name has a dot)")
         folder, taken, paths = output or Path(), set[str](), []
         for image in images:
-            stem, suffix = f"{image.stem}-{method}", 2
+            stem, suffix = f"{image.stem}-{in_file_name(method)}", 2
             while stem.lower() in taken:  # some file systems ignore case
-                stem, suffix = f"{image.stem}-{suffix}-{method}", suffix + 1
+                stem, suffix = f"{image.stem}-{suffix}-{in_file_name(method)}", suffix + 1
             taken.add(stem.lower())
             paths.append(folder / f"{stem}.png")
     check_images(images, paths)

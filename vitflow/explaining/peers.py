@@ -1,0 +1,235 @@
+"""Methods of other packages: `captum:NAME` for the attribution classes of captum, `cam:NAME` for pytorch-grad-cam.
+
+The peer computes its map of the model and target by its own code; this module gives it the model, the input and the
+layer, and places the result. Maps equal those of a direct call.
+"""
+
+import inspect
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, load_extra, unknown_name
+from vitflow.explaining.maps import Maps
+from vitflow.explaining.method import Method
+from vitflow.explaining.targeted_trace import TargetedTrace
+from vitflow.methods.cells import cell_owners, sum_cells
+from vitflow.models.blocks import block_norm
+from vitflow.models.libraries import forward_options
+from vitflow.models.outputs import Outputs
+from vitflow.recording.isolation import evaluating
+
+# Classes of captum that require another class or text; base classes, and classes that require several inputs.
+_NOT_CAPTUM = ("Neuron", "LLM", "VLLM", "Remote", "NoiseTunnel", "LimeBase", "Interpretable")
+_NOT_CAPTUM_END = ("Attribution", "FeaturePermutation")
+# Names of the class and of the import of each package, and where its methods are published.
+_PACKAGES = {"captum": ("captum.attr", "captum"), "cam": ("pytorch_grad_cam", "grad-cam")}
+
+
+@cache
+def peer_method(name: str) -> Method:
+    """Return the method for an attribution class of another package.
+
+    Args:
+        name: "captum:" or "cam:" with the name of a class, such as "captum:IntegratedGradients" or "cam:LayerCAM".
+
+    Raises:
+        OptionError: the package is not installed, or has no such class.
+    """
+    package, _, wanted = name.partition(":")
+    module, extra = _PACKAGES[package]
+    classes = _classes(load_extra(module, f"--method {name}", extra), package)
+    if wanted not in classes:
+        raise OptionError(unknown_name(f"class of {extra}", wanted, classes))
+    peer = _Peer(name, classes[wanted])
+    takes_layer = package == "cam" or peer.takes("layer")
+    return Method(
+        name,
+        peer.cam if package == "cam" else peer.captum,
+        summary=f"{wanted} as computed by {extra}.",
+        question="Which patches does another package attribute the score of this class to?",
+        defaults={"peer_options": {}, **({"layer": -1} if takes_layer else {})},
+        needs=frozenset({"predict"}),
+        class_specific=True,
+        refined="never",
+        title=f"{wanted} ({extra})",
+        paper=f"{extra}, {wanted}",
+    )
+
+
+def _classes(module: Any, package: str) -> dict[str, type]:
+    """Return the attribution classes of a package for images, by name."""
+    classes = {name: each for name, each in vars(module).items() if inspect.isclass(each)}
+    if package == "cam":
+        base = load_extra("pytorch_grad_cam.base_cam", "cam", "grad-cam").BaseCAM
+        return {name: each for name, each in classes.items() if issubclass(each, base)}
+    base = module.Attribution
+    return {
+        name: each
+        for name, each in classes.items()
+        if issubclass(each, base) and not name.startswith(_NOT_CAPTUM) and not name.endswith(_NOT_CAPTUM_END)
+    }
+
+
+class _Explained(nn.Module):
+    """A model that returns the explained outputs, [batch, k]."""
+
+    def __init__(self, model: nn.Module, outputs: Outputs) -> None:
+        super().__init__()
+        self.model, self._outputs = model, outputs
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        output = self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
+        numbers = self._outputs.numbers(output)
+        if numbers is None:
+            raise UnsupportedModelError("the model returns no scores")
+        return numbers
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A class of another package and its functions for the method table."""
+
+    name: str
+    kind: Any
+
+    def takes(self, argument: str) -> bool:
+        """Return True if the constructor has an argument."""
+        return argument in inspect.signature(self.kind).parameters
+
+    def captum(self, trace: TargetedTrace, *, peer_options: Mapping[str, Any], layer: int | None = None) -> Maps:
+        """Attributions summed over channels and, if they are of pixels, over the pixels of each patch."""
+        rows, cols = trace.grid()
+        with self._running(trace) as (model, pixels):
+            attribute = inspect.signature(self.kind.attribute).parameters
+            options = dict(peer_options)
+            made = {key: options.pop(key) for key in list(options) if self.takes(key) and key not in attribute}
+            if layer is not None:
+                made["layer"] = trace.model.get_submodule(block_norm(trace.model, layer))
+            for key, value in _features(attribute, pixels, rows, cols).items():
+                options.setdefault(key, value)
+            peer = self.kind(model, **made)
+            result = peer.attribute(pixels, **({"target": trace.wanted} if "target" in attribute else {}), **options)
+        result = result[0] if isinstance(result, tuple) and len(result) == 1 else result
+        if not isinstance(result, Tensor) or len(result) != len(pixels):
+            raise UnsupportedModelError(f"{self.name} returned no attributions for {type(trace.model).__name__}.")
+        result = result.detach()
+        if result.shape[1:] == pixels.shape[1:]:
+            whole = "feature_mask" in attribute or "sliding_window_shapes" in attribute  # each pixel has all of it
+            return _of_pixels(result.mean(dim=1) if whole else result.sum(dim=1), rows, cols, mean=whole)
+        return Maps(self._of_tokens(trace, result))
+
+    def _of_tokens(self, trace: TargetedTrace, result: Tensor) -> Tensor:
+        """Return attributions of the tokens or the feature map of a layer on their grid, summed over channels."""
+        if result.ndim == 4:
+            return result.sum(dim=1)
+        try:
+            layout = trace.layout
+        except VitflowError:
+            layout = None
+        if layout is None or result.ndim != 3 or result.shape[1] != layout.num_tokens:
+            raise UnsupportedModelError(
+                f"{self.name} returned attributions of shape {tuple(result.shape)}, which are neither of pixels nor of "
+                f"the tokens of {type(trace.model).__name__}. Use another class, or another layer."
+            )
+        grids: Tensor = layout.to_grid(result.sum(dim=2))
+        return grids
+
+    def cam(self, trace: TargetedTrace, *, peer_options: Mapping[str, Any], layer: int) -> Maps:
+        """Class activation maps, scaled to 0…1 as the package does, with their mean in each patch."""
+        from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+
+        rows, cols = trace.grid()
+        target_layer = trace.model.get_submodule(block_norm(trace.model, layer))
+
+        def on_grid(tokens: Tensor) -> Tensor:
+            if tokens.ndim == 4:
+                return tokens
+            grids: Tensor = trace.layout.to_grid(tokens.transpose(1, 2))
+            return grids  # [batch, channels, rows, cols]
+
+        with self._running(trace) as (model, pixels):
+            called = inspect.signature(self.kind.__call__).parameters
+            options = dict(peer_options)
+            given = {key: options.pop(key) for key in list(options) if key in called}
+            if self.takes("ablation_layer"):
+                from pytorch_grad_cam.ablation_layer import AblationLayerVit
+
+                options.setdefault("ablation_layer", AblationLayerVit())
+            with self.kind(model=model, target_layers=[target_layer], reshape_transform=on_grid, **options) as cam:
+                result = cam(pixels, [ClassifierOutputTarget(int(target)) for target in trace.wanted], **given)
+        maps = torch.from_numpy(result)
+        if maps.shape != (len(pixels), *pixels.shape[-2:]):
+            raise UnsupportedModelError(f"{self.name} returned maps of shape {tuple(maps.shape)}.")
+        return _of_pixels(maps, rows, cols, mean=True)
+
+    @contextmanager
+    def _running(self, trace: TargetedTrace) -> Iterator[tuple[nn.Module, Tensor]]:
+        """Give the model and its input to a package, quote its errors, and restore gradients, modes and random states.
+
+        Raises:
+            UnsupportedModelError: the package raised an error.
+        """
+        assert trace.pixels is not None
+        parameters = list(trace.model.parameters())
+        device = trace.pixels.device
+        numbers = np.random.get_state()  # noqa: NPY002 (packages use the global generator)
+        gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                evaluating(trace.model),
+                warnings.catch_warnings(),
+                redirect_stdout(sys.stderr),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+            ):
+                torch.manual_seed(0)
+                np.random.seed(0)  # noqa: NPY002
+                warnings.simplefilter("ignore")  # about hooks and gradients that are restored here
+                yield _Explained(trace.model, trace.outputs).eval(), trace.pixels.detach().clone().requires_grad_()
+        except VitflowError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{self.name} failed on {type(trace.model).__name__}: {type(error).__name__}: {str(error)[:300]}"
+            ) from error
+        finally:
+            np.random.set_state(numbers)  # noqa: NPY002
+            for parameter, gradient, required in gradients:
+                parameter.grad = gradient
+                parameter.requires_grad_(required)
+
+
+def _features(attribute: Mapping[str, Any], pixels: Tensor, rows: int, cols: int) -> dict[str, Any]:
+    """Return the arguments that let a package perturb whole patches, and required baselines."""
+    options: dict[str, Any] = {}
+    if "feature_mask" in attribute:
+        options["feature_mask"] = (
+            cell_owners(pixels.shape[-2], pixels.shape[-1], rows, cols)
+            .expand(1, *pixels.shape[1:])
+            .contiguous()
+            .to(pixels.device)
+        )
+    if "sliding_window_shapes" in attribute:
+        window = (pixels.shape[1], pixels.shape[2] // rows, pixels.shape[3] // cols)
+        options |= {"sliding_window_shapes": window, "strides": window}
+    if "baselines" in attribute and attribute["baselines"].default is inspect.Parameter.empty:
+        options["baselines"] = pixels.detach().new_zeros(2, *pixels.shape[1:])
+    return options
+
+
+def _of_pixels(pixels: Tensor, rows: int, cols: int, *, mean: bool = False) -> Maps:
+    """Sum a map of pixels [batch, height, width] over patches, or average it, and keep it for drawing."""
+    grids = sum_cells(pixels.double(), rows, cols)
+    if mean:
+        grids = grids / sum_cells(torch.ones_like(pixels[:1], dtype=torch.float64), rows, cols)
+    return Maps(grids, pixels=pixels.float())
