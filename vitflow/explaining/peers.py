@@ -5,6 +5,7 @@ layer, and places the result. Maps equal those of a direct call.
 """
 
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -60,9 +61,18 @@ def peer_method(name: str) -> Method:
         needs=frozenset({"predict"}),
         class_specific=True,
         refined="never",
-        title=f"{wanted} ({extra})",
+        title=f"{_spaced(wanted)} ({extra})",
         paper=f"{extra}, {wanted}",
     )
+
+
+def _spaced(name: str) -> str:
+    """Separate the words of a long name, so that figures can break it.
+
+    >>> _spaced("LayerIntegratedGradients"), _spaced("LayerCAM")
+    ('Layer Integrated Gradients', 'LayerCAM')
+    """
+    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", " ", name) if len(name) > 16 else name
 
 
 def _classes(module: Any, package: str) -> dict[str, type]:

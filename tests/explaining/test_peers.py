@@ -1,0 +1,192 @@
+"""Methods of other packages equal a direct call, and leave the model as it was."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import vitflow
+from tests.recording.test_recorder import generators, state_of
+from vitflow.cli import cli
+from vitflow.demo import draw_image
+from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.explaining.method_table import get_method
+from vitflow.explaining.peers import peer_method
+from vitflow.methods.cells import sum_cells
+
+captum = pytest.importorskip("captum.attr")
+cams = pytest.importorskip("pytorch_grad_cam")
+
+IMAGES = [draw_image(seed).image for seed in (1, 2)]
+TARGETS = [0, 3]
+
+
+def models() -> dict[str, vitflow.Explainer]:
+    torch.manual_seed(0)
+    small = timm.create_model("test_vit", num_classes=5, img_size=96).eval()
+    return {"demo": vitflow.Explainer("demo"), "small": vitflow.Explainer(small)}
+
+
+@pytest.fixture(scope="module", params=["demo", "small"])
+def explainer(request: pytest.FixtureRequest) -> vitflow.Explainer:
+    return models()[request.param]
+
+
+def pixels_of(explainer: vitflow.Explainer) -> torch.Tensor:
+    return torch.cat([explainer.pixels(image) for image in IMAGES])
+
+
+def explained(explainer: vitflow.Explainer, name: str, **options: object) -> list[vitflow.Saliency]:
+    return explainer.explain_batch(IMAGES, methods=[name], targets=np.array(TARGETS), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("IntegratedGradients", {"n_steps": 8}),
+        ("Saliency", {"abs": False}),
+        ("InputXGradient", {}),
+        ("DeepLift", {"multiply_by_inputs": False}),
+    ],
+)
+def test_attributions_of_pixels_equal_those_of_captum(explainer, name, options):
+    actual = explained(explainer, f"captum:{name}", peer_options=options)
+    made = {key: value for key, value in options.items() if key == "multiply_by_inputs"}
+    called = {key: value for key, value in options.items() if key not in made}
+    inputs = pixels_of(explainer).requires_grad_()
+    with pytest.warns() if name == "DeepLift" else torch.enable_grad():
+        expected = getattr(captum, name)(explainer.model, **made).attribute(inputs, target=TARGETS, **called)
+    expected = expected.detach().sum(dim=1)
+    explainer.model.zero_grad()
+    for saliency, pixels in zip(actual, expected, strict=True):
+        largest = float(pixels.abs().max())
+        np.testing.assert_allclose(saliency.pixels, pixels, rtol=0, atol=1e-6 * largest)
+        grid = sum_cells(pixels.double(), *saliency.grid.shape)
+        np.testing.assert_allclose(saliency.grid, grid, rtol=0, atol=1e-5 * float(grid.abs().max()))
+        assert saliency.heatmap.shape == saliency.image.shape[:2]
+
+
+@pytest.mark.parametrize("name", ["LayerGradientXActivation", "LayerIntegratedGradients"])
+def test_attributions_of_layers_equal_those_of_captum(explainer, name):
+    model: nn.Module = explainer.model
+    for layer, block in ((-1, -1), (1, 0)):
+        actual = explained(explainer, f"captum:{name}", layer=layer)
+        peer = getattr(captum, name)(model, model.blocks[block].norm1)
+        expected = peer.attribute(pixels_of(explainer).requires_grad_(), target=TARGETS).detach().sum(dim=2)[:, 1:]
+        for saliency, tokens in zip(actual, expected, strict=True):
+            assert saliency.pixels is None
+            largest = float(tokens.abs().max())
+            np.testing.assert_allclose(saliency.grid.ravel(), tokens, rtol=0, atol=1e-6 * largest)
+
+
+def test_perturbations_change_whole_patches(explainer):
+    [actual, _] = explained(explainer, "captum:FeatureAblation")
+    pixels = explainer.pixels(IMAGES[0])
+    rows, cols = actual.grid.shape
+    side = pixels.shape[-1] // cols
+    with torch.no_grad():
+        whole = explainer.model(pixels)[0, TARGETS[0]]
+        for row, col in ((0, 0), (rows // 2, cols // 2)):
+            without = pixels.clone()
+            without[..., row * side : (row + 1) * side, col * side : (col + 1) * side] = 0
+            drop = float(whole - explainer.model(without)[0, TARGETS[0]])
+            assert actual.grid[row, col] == pytest.approx(drop, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["GradCAM", "LayerCAM", "EigenCAM", "HiResCAM"])
+def test_class_activation_maps_equal_those_of_grad_cam(explainer, name):
+    from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+
+    actual = explained(explainer, f"cam:{name}", peer_options={"eigen_smooth": False})
+    model, rows = explainer.model, actual[0].grid.shape[0]
+
+    def on_grid(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[:, 1:].reshape(len(tokens), rows, rows, -1).permute(0, 3, 1, 2)
+
+    with getattr(cams, name)(model=model, target_layers=[model.blocks[-1].norm1], reshape_transform=on_grid) as cam:
+        expected = cam(pixels_of(explainer), [ClassifierOutputTarget(target) for target in TARGETS])
+    model.zero_grad()
+    for saliency, pixels in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(saliency.pixels, pixels, rtol=0, atol=1e-6)
+    assert actual[0].grid.max() <= 1.0
+
+
+@pytest.mark.parametrize("name", ["captum:GuidedBackprop", "captum:KernelShap", "cam:GradCAM", "cam:RandomCAM"])
+def test_the_model_and_the_random_state_are_unchanged(explainer, name):
+    model = explainer.model
+    parameter = next(model.parameters())
+    parameter.grad, parameter.requires_grad = torch.ones_like(parameter), False
+    gradient, before, numbers = parameter.grad, state_of(model), np.random.get_state()[1].copy()  # noqa: NPY002
+    torch.manual_seed(3)
+    random = generators()
+    try:
+        first = explained(explainer, name)[0]
+        assert state_of(model) == before and generators() == random
+        np.testing.assert_array_equal(np.random.get_state()[1], numbers)  # noqa: NPY002
+        assert parameter.grad is gradient and not parameter.requires_grad
+    finally:
+        parameter.grad, parameter.requires_grad = None, True
+    np.testing.assert_array_equal(explained(explainer, name)[0].grid, first.grid)
+
+
+def test_what_a_package_cannot_do_is_refused_with_its_words(explainer):
+    with pytest.raises(
+        UnsupportedModelError, match="captum:LRP failed on VisionTransformer: TypeError: Module of type"
+    ):
+        explained(explainer, "captum:LRP")
+    with pytest.raises(UnsupportedModelError, match="unexpected keyword argument 'steps'"):
+        explained(explainer, "captum:IntegratedGradients", peer_options={"steps": 3})
+    with pytest.raises(UnsupportedModelError, match="captum:LayerGradCam returned attributions of shape"):
+        explained(explainer, "captum:LayerGradCam")
+
+
+def test_unknown_names_are_reported():
+    with pytest.raises(OptionError, match=r"class of captum 'IntegratedGradient'. Did you mean 'IntegratedGradients'"):
+        get_method("captum:IntegratedGradient")
+    with pytest.raises(OptionError, match=r"class of grad-cam 'LayerCam'. Did you mean 'LayerCAM'"):
+        get_method("cam:LayerCam")
+    with pytest.raises(OptionError, match="Unknown class of captum 'NeuronGradient'"):
+        get_method("captum:NeuronGradient")
+    with pytest.raises(OptionError, match="Unknown method 'zennit:LRP'"):
+        get_method("zennit:LRP")
+    with pytest.raises(OptionError, match="Unknown option of method captum:Saliency 'layer'"):
+        vitflow.explain(IMAGES[0], model="demo", method="captum:Saliency", layer=2)
+
+
+def test_a_missing_package_prints_its_command(monkeypatch):
+    peer_method.cache_clear()
+    monkeypatch.setitem(sys.modules, "captum.attr", None)
+    with pytest.raises(OptionError, match=r"--method captum:Saliency needs captum.*pip install 'vitflow\[captum\]'"):
+        get_method("captum:Saliency")
+    peer_method.cache_clear()
+
+
+def test_commands_take_them_like_other_methods(tmp_path):
+    paths = []
+    for number, image in enumerate(IMAGES):
+        paths.append(str(tmp_path / f"{number}.png"))
+        vitflow.images.reading.write_image(paths[-1], image)
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(cli, list(arguments))
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    given = ["--model", "demo", "--method", "captum:IntegratedGradients", "--peer-options", '{"n_steps": 4}']
+    out = str(tmp_path / "out")
+    [printed] = map(json.loads, run("explain", paths[0], *given, "-o", f"{out}/", "--json").splitlines())
+    assert printed["method"] == "captum:IntegratedGradients"
+    assert printed["options"] == {"peer_options": {"n_steps": 4}}
+    assert printed["output"].endswith("0-captum-IntegratedGradients.png")
+    names = ["--method", "cam:LayerCAM:layer=2", "--method", "captum:Saliency", "--method", "random"]
+    run("compare", *paths, "--model", "demo", *names, "-o", str(tmp_path / "compared.png"))
+    run("folder", str(tmp_path), "--model", "demo", "--method", "cam:LayerCAM", "-o", str(tmp_path / "run"))
+    assert (tmp_path / "run" / "1-cam-LayerCAM.jpg").exists()
+    assert not {"captum", "cam"} & {method.name.partition(":")[0] for method in vitflow.list_methods()}
+    result = CliRunner().invoke(cli, ["explain", paths[0], *given[:-1], "n_steps=4"])
+    assert result.exit_code == 2 and "expected a JSON object, got 'n_steps=4'" in result.stderr
