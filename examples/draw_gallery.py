@@ -127,7 +127,16 @@ def draw_caption() -> bytes:
 
 
 #: What the bundled models draw.
-BUNDLED = {"fine-tune": Drawing(draw_fine_tune, TUNED), "caption": Drawing(draw_caption, [])}
+def draw_peers() -> bytes:
+    return strip_bytes(vitflow.compare(sample_images()[1], model="demo", methods=PEERS), dpi=100)
+
+
+PEERS = ["gae", "captum:IntegratedGradients", "captum:Saliency", "cam:GradCAM", "cam:LayerCAM"]
+BUNDLED = {
+    "fine-tune": Drawing(draw_fine_tune, TUNED),
+    "caption": Drawing(draw_caption, []),
+    "peers": Drawing(draw_peers, PEERS),
+}
 
 
 def fine_tune() -> vitflow.Explainer:

@@ -255,6 +255,7 @@ WORDINGS = {
     "how-to/folder": ["folder of images", "batch many images", "process a directory"],
     "how-to/cluster": ["cluster", "run on several machines", "Ray distributed GPUs"],
     "how-to/evaluate": ["evaluation", "which method is best", "are the maps faithful"],
+    "how-to/other-packages": ["captum integrated gradients", "pytorch-grad-cam LayerCAM", "SHAP", "LIME"],
     "how-to/text": ["explain a text", "BERT sentence attention", "which words matter"],
     "how-to/caption": ["caption", "vision language model", "which part of the image a word describes"],
     "how-to/writing": ["generated text", "GPT prompt", "language model generation"],

@@ -1,6 +1,5 @@
-"""Comparisons: which map stands where, in which colours, how far methods agree, and peers as columns."""
+"""Comparisons: positions of maps, colours, agreement of methods, and the command line."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -10,16 +9,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
-from types import ModuleType
 
 import cv2
 import numpy as np
 import pytest
 import timm
 import torch
-from captum.attr import IntegratedGradients
 from PIL import Image
-from pytorch_grad_cam import GradCAM
 from scipy.stats import spearmanr
 from torch import nn
 
@@ -31,7 +27,7 @@ from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError
 from vitflow.explaining import method_table
 from vitflow.explaining.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman, top_overlap
 from vitflow.explaining.options import COMMON
-from vitflow.images import DPI, figures, overlay
+from vitflow.images import figures, overlay
 from vitflow.images.pen import Pen, panel_size
 from vitflow.images.typesetting import readable
 
@@ -178,9 +174,9 @@ def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_i
     )
     compared.figure()
     (above, first, _), (below, second, _) = drawn
-    assert [column.title for column in above] == ["Photograph", "Raw attention", "Random map"]
+    assert [column.title for column in above] == ["Image", "Raw attention", "Random map"]
     assert [column.group for column in above] == ["", "not class-specific", "baselines, not class-specific"]
-    assert [column.title for column in below] == ["Photograph", "GAE", "Grad-CAM"]
+    assert [column.title for column in below] == ["Image", "GAE", "Grad-CAM"]
     assert [column.group for column in below] == ["", "class-specific", "class-specific"]
     assert [[len(cells) for cells in block] for block in first] == [[1, 1, 1]] * 2
     assert [[len(cells) for cells in block] for block in second] == [[3, 3, 3]] * 2
@@ -192,7 +188,7 @@ def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_i
 def test_more_columns_than_can_be_read_stand_in_two_rows_each_next_to_the_photograph(explainer, drawn):
     figure = compare(IMAGES[0], model=explainer, layers=2).figure()
     assert [len(columns) for columns, _, _ in drawn] == [5, 5]
-    assert [columns[0].title for columns, _, _ in drawn] == ["Photograph"] * 2
+    assert [columns[0].title for columns, _, _ in drawn] == ["Image"] * 2
     assert figure.get_size_inches()[0] < 8.5
     drawn.clear()
     compare(IMAGES[0], model=explainer, methods=["rollout", "gae", "gradcam", "random", "centre"]).figure()
@@ -251,7 +247,7 @@ def top_share_of(values: np.ndarray) -> str:
     falling, share = sorted(np.abs(values).ravel().tolist(), reverse=True), 0.1 * values.size
     held = sum(falling[: int(share)]) + (share - int(share)) * falling[int(share)]
     word = "strongest" if values.min() < 0 else "top"
-    return f"{word} 10 % of patches hold {100 * held / sum(falling):.0f} %"
+    return f"{word} 10\u00a0% of patches hold {100 * held / sum(falling):.0f}\u00a0%"
 
 
 def limits_of(cell) -> tuple[str, str]:
@@ -497,63 +493,6 @@ def test_photographs_with_the_trained_vit_tiny(shared_data, tmp_path):
     assert compared.save(tmp_path / "strip.png").stat().st_size > 1e6
 
 
-# --- Peers -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def peers(monkeypatch) -> ModuleType:
-    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
-    path = Path(__file__).parents[2] / "examples" / "compare_with_peers.py"
-    spec = importlib.util.spec_from_file_location("compare_with_peers", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_peers_become_columns_with_their_numbers(explainer, peers, tmp_path):
-    names = peers.register_peers()
-    compared = compare(IMAGES[0], model=explainer, methods=["gae", *names, "centre"], targets=[1, 4])
-    assert compared.labels == ("gae", *names, "centre")
-    model, pixels = explainer.model, explainer.pixels(IMAGES[0])
-    for target in (1, 4):
-        actual = {s.method: s.grid for s in compared.saliencies if s.target == target}
-        with GradCAM(
-            model, [model.blocks[-1].norm1], lambda x: x[:, 1:].reshape(1, 4, 4, -1).permute(0, 3, 1, 2)
-        ) as cam:
-            theirs = cam(pixels, [lambda logits, index=target: logits[index]])[0]
-        np.testing.assert_allclose(actual[names[0]], theirs.reshape(4, 8, 4, 8).mean(axis=(1, 3)), atol=1e-6)
-        theirs = IntegratedGradients(model).attribute(pixels, target=target, n_steps=32)[0].sum(0).clamp_min(0)
-        np.testing.assert_allclose(
-            actual[names[1]], theirs.reshape(4, 8, 4, 8).mean(dim=(1, 3)).detach(), rtol=1e-3, atol=1e-5
-        )
-    model.zero_grad(set_to_none=True)
-    assert all(name.split(" ")[0] in " ".join(words(compared, tmp_path)) for name in names)
-
-
-def test_peers_leave_the_gradients_of_the_parameters_alone(peers):
-    model = custom_model()
-    before = {}
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        parameter.grad = torch.full_like(parameter, float(number)) if number % 2 else None
-        before[name] = parameter.grad
-    compare(IMAGES[0], model=Explainer(model, data_config=DATA), methods=peers.register_peers())
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is before[name]
-        if before[name] is not None:
-            assert len(parameter.grad.unique()) == 1
-
-
-def test_the_example_runs_with_the_demo_model(peers, monkeypatch, capsys, tmp_path):
-    path = tmp_path / "peers.png"
-    monkeypatch.setattr(sys, "argv", ["compare_with_peers.py", str(sample_images()[0]), "-o", str(path)])
-    peers.main()
-    reported = capsys.readouterr().out
-    assert reported.splitlines()[-1] == str(path)
-    assert "Integrated gradients (captum)" in reported
-    with Image.open(path) as file:
-        assert file.width > 5 * 1.5 * DPI
-
-
 # --- The command line ------------------------------------------------------------------------------------------------
 
 
@@ -611,12 +550,13 @@ def test_the_command_writes_numbers(run, tmp_path):
     assert np.shape(json.loads((tmp_path / "numbers.json").read_text(encoding="utf-8"))["maps"][0]["grid"]) == (12, 12)
 
 
-def test_options_of_a_registered_method_are_read_as_their_defaults_are(peers, run):
-    peers.register_peers()
-    code, out, err = run(sample_images()[0], "--method", "Integrated gradients (captum):steps=3", "--json")
+def test_options_of_a_registered_method_are_read_as_their_defaults_are(monkeypatch, run):
+    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
+    vitflow.register_method("mine", lambda trace, steps: torch.rand(1, 4, 4) * steps, defaults={"steps": 2})
+    code, out, err = run(sample_images()[0], "--method", "mine:steps=3", "--json")
     assert code == 0, err
     assert json.loads(out)["maps"][0]["options"] == {"steps": 3, **COMMON}
-    assert run(sample_images()[0], "--method", "Integrated gradients (captum):steps=many")[0] == 2
+    assert run(sample_images()[0], "--method", "mine:steps=many")[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,11 @@ def test_the_sheet_names_every_map(explainer, tmp_path):
     figure = vitflow.layer_maps(IMAGE, model=explainer, layer=1).figure(tmp_path / "sheet.svg", contours=True)
     nodes = ET.parse(tmp_path / "sheet.svg").iter("{http://www.w3.org/2000/svg}text")
     words = ["".join(node.itertext()) for node in nodes]
-    reported = ["Layer 1", "Layer 2", "Layer 3", "Layers 2–3", "Layers 1–3", "Head 0", "Head 1", "Head 2", "Photograph"]
+    reported = ["Layer 1", "Layer 2", "Layer 3", "Layers 2–3", "Layers 1–3", "Head 0", "Head 1", "Head 2", "Image"]
     assert set(reported) <= set(words) and words.count("Layer 3") == 2  # alone, and where building up begins
     assert "raw attention of each head of layer 1" in words
     assert len(figure.findobj(OffsetImage)) == 3 + 3 + 3 + 2 + 1  # the photograph, the whole map first, and a bar
-    assert words[:2] == ["Photograph", "Attention rollout"]
+    assert words[:2] == ["Image", "Attention rollout"]
     assert "Lines: around" in " ".join(words)
 
 

@@ -160,7 +160,7 @@ def photograph(samples: Sequence[str | Path]) -> tuple[Any, Any]:
     """Build the upload field for an image, with samples below."""
     sources: Any = ["upload", "clipboard", "webcam"]
     shown: dict[str, Any] = {"height": 170, "sources": sources, "buttons": ["fullscreen"]}
-    image = gr.Image(label="Photograph", type="filepath", image_mode=None, **shown)
+    image = gr.Image(label="Image", type="filepath", image_mode=None, **shown)
     return image, gr.Examples([[str(one)] for one in samples or sample_images()], [image], label="Samples")
 
 

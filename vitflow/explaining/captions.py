@@ -185,13 +185,13 @@ def top_share(grid: NDArray[np.floating[Any]], top: float = 0.1) -> str:
     """Describe the share of a map's sum that its highest patches hold; absolute values if some are negative.
 
     >>> top_share(np.array([[0.0, 1.0, 3.0, 0.0]]), 0.25), top_share(np.array([[-3.0, 1.0, 0.0, 0.0]]), 0.25)
-    ('top 25 % of patches hold 75 %', 'strongest 25 % of patches hold 75 %')
+    ('top 25\\xa0% of patches hold 75\\xa0%', 'strongest 25\\xa0% of patches hold 75\\xa0%')
     """
     values = np.sort(np.abs(grid.astype(np.float64)).ravel())[::-1]
     if not values.any():
         return "every patch is 0"
     held = np.interp(top * values.size, np.arange(values.size + 1), np.append(0.0, np.cumsum(values))) / values.sum()
-    return f"{'strongest' if (grid < 0).any() else 'top'} {top:.0%} of patches hold {held:.0%}".replace("%", " %")
+    return f"{'strongest' if (grid < 0).any() else 'top'} {top:.0%} of patches hold {held:.0%}".replace("%", "\u00a0%")
 
 
 def duration(seconds: float) -> str:

@@ -85,7 +85,7 @@ class LayerMaps(FigureResult):
         ]
         whole = self.accumulated[-1]
         photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.score)), (image_name(whole.source),))
-        cells[0].insert(0, (Column("Photograph"), photograph))
+        cells[0].insert(0, (Column("Image"), photograph))
         bands: list[tuple[list[Column], list[Block]]] = [
             ([column for column, _ in row], [[[cell] for _, cell in row]])
             for section in cells

@@ -61,7 +61,7 @@ def draw_comparison(images: Images, pen: Pen, *, same_scale: bool = False, timin
     bands = [
         (
             [
-                Column("Photograph"),
+                Column("Image"),
                 *([Column("Compared with")] if images[0][0].reference is not None else []),
                 *(_head(columns[0][index][0]) for index in members),
             ],
@@ -94,7 +94,7 @@ def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Fig
     for row in in_rows(maps, _MOST_MAPS):
         cells = [[map_cell(each, pen.limits(each.grid), pen)] for each in row]
         heads = [Column(each.label, f"{each.facts['on_image']:.0%} on the image") for each in row]
-        bands.append(([Column("Photograph"), *heads], [[[photograph], *cells]]))
+        bands.append(([Column("Image"), *heads], [[[photograph], *cells]]))
     method = f"{captions.method_in_words(maps[0].definition, maps[0].options)}. "
     rest = f"\nNo map: {', '.join(left_out)}" if left_out else ""
     bars = bars_of([(each, pen.limits(each.grid)) for each in maps], pen)

@@ -102,9 +102,9 @@ def draw_bands(
         ShapeError: a block has another number of columns, or a column of it neither one cell nor one per row.
 
     >>> grey = np.full((60, 80, 3), 128, dtype=np.uint8)
-    >>> figure = draw_bands([([Column("Photograph"), Column("Rollout")], [[[Cell(grey)], [Cell(grey, ("cat",))]]])])
+    >>> figure = draw_bands([([Column("Image"), Column("Rollout")], [[[Cell(grey)], [Cell(grey, ("cat",))]]])])
     >>> [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
-    ['Photograph', 'Rollout', 'cat']
+    ['Image', 'Rollout', 'cat']
     """
     for columns, blocks in bands:
         for block in blocks:
