@@ -134,7 +134,7 @@ def _block(
 
 
 def map_cell(saliency: Saliency, limits: Limits, pen: Pen, *, timings: bool = False, same_scale: bool = False) -> Cell:
-    """Return the cell of a map (of patches) with the share in its highest patches and, with `timings`, its computation time.
+    """Return the cell of a map with the share in its highest patches and, with `timings`, its computation time.
 
     Limits that are not the map's own, by `same_scale` or set by the caller, are printed instead.
     """
