@@ -17,6 +17,7 @@ from vitflow.explaining.saliency import contrasted
 from vitflow.methods.cells import draw_masks, halves, mean_differences
 from vitflow.methods.ranks import spearman
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
+from vitflow.methods.regression import regress
 from vitflow.recording.recorder import record_attention
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
@@ -222,6 +223,36 @@ def test_refined_the_positive_part_is_spread():
     expected = refine(plain.clamp_min(0), Affinity(attention, keys), 1)[0]
     actual = explainer.explain(image, method="sampling", refine=1, affinity="both").grid
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * float(expected.max()))
+
+
+@pytest.mark.parametrize("affinity", ["both", "keys"])
+def test_the_regression_has_the_affinity_as_its_prior(affinity):
+    explainer = Explainer(load_model("demo"))
+    image = sample_images()[0]
+    options = {"estimator": "regression", "masks": 40, "affinity": affinity, "target": 6}
+    weights = explainer.explain(image, method="sampling", refine=0, **options).grid
+    with record_attention(explainer.model, fusions=[("mean", False)], keys=True) as trace, torch.no_grad():
+        explainer.model(pixels := explainer.pixels(image))
+    keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
+    layers = co_attention(trace.fused("mean"), 144).attention if affinity == "both" else ()
+    prior, kept = Affinity(layers, keys), draw_masks(12, 12, masks=40)
+    with torch.no_grad():  # of a sigmoid, the log-odds are the logit
+        scores = [by_hand(explainer.model, pixels, np.flatnonzero(mask).tolist(), 1)[0, 6] for mask in kept.numpy()]
+    expected = regress(kept, torch.stack(scores).double(), prior.matrix[0]).mean.reshape(12, 12)
+    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    refined = explainer.explain(image, method="sampling", refine=1, **options).grid
+    spread = refine(expected.clamp_min(0)[None], prior, 1)[0]
+    np.testing.assert_allclose(refined, spread, rtol=0, atol=1e-4 * float(spread.max()))
+    consensus = explainer.explain(image, method="consensus", **options)
+    assert consensus.options["estimator"] == "regression" and np.isfinite(consensus.grid).all()
+
+
+def test_the_regression_requires_an_affinity():
+    explainer = Explainer(timm.create_model("test_resnet", num_classes=5).eval(), data_config=DATA)
+    with pytest.raises(NoAttentionError, match="No attention between tokens"):
+        explainer.explain(IMAGES[0], method="sampling", masks=8, estimator="regression")
+    with pytest.raises(OptionError, match="Unknown estimator 'ridge'"):
+        explainer.explain(IMAGES[0], method="sampling", masks=8, estimator="ridge")
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit_relpos"])

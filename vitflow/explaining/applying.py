@@ -43,7 +43,11 @@ def recorded_for(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
         for each in chosen
         if "attention" in each.method.needs
     }
-    affinities = {each.options["affinity"] for each in chosen if each.options.get("refine")}
+    affinities = {
+        each.options["affinity"]
+        for each in chosen
+        if each.options.get("refine") or each.options.get("estimator") == "regression"
+    }
     keys, means = bool(affinities - {"attention"}), bool(affinities - {"keys"})
     if means:
         fusions.add(("mean", False))

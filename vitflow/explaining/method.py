@@ -33,7 +33,8 @@ class Method:
         presets: named sets of options for `preset`; "paper" is the published definition.
         implies: option values that select a preset, {(option, value): preset}.
         refined: "after" its function, by the common step; "positive": likewise, with negative values clamped; "within"
-            its function, which receives the refinement options; or "never": no options `refine`, `affinity`, `shifts`.
+            its function; or "never": no options `refine`, `affinity`, `shifts`. "positive" and "within" functions
+            receive the refinement options.
         question: the question that its map answers.
         title: name in figures and pages; by default `name`.
 
@@ -87,7 +88,7 @@ class Method:
 
     def function_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that its function receives, without those of the common refinement step."""
-        common = COMMON.keys() - (REFINING.keys() if self.refined == "within" else ())
+        common = COMMON.keys() - (REFINING.keys() if self.refined in ("positive", "within") else ())
         return {name: value for name, value in options.items() if name not in common}
 
     def accepts(self, name: str) -> bool:

@@ -80,7 +80,7 @@ _BY_CLASS = {**_WEIGHTED, "affinity": "both"}
 # Options of the papers.
 _PLAIN = {"head_fusion": "mean", "value_weighted": False}
 # Options of sampling.
-_MASKS = {"masks": 256, "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
+_MASKS = {"masks": 256, "estimator": "difference", "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
 
 #: The function of rollout, which needs only the product of the layers.
 ROLLOUT = "vitflow.explaining.maps:rollout"

@@ -26,6 +26,7 @@ class MethodOptions(TypedDict, total=False):
     pooled: Literal["mean", "own"] | None
     peer_options: Mapping[str, Any] | None
     masks: int | None
+    estimator: Literal["difference", "regression"] | None
     keep: float | None
     cells: int | None
     random_seed: int | None
@@ -53,6 +54,7 @@ class LayerMapOptions(TypedDict, total=False):
     pooled: Literal["mean", "own"] | None
     peer_options: Mapping[str, Any] | None
     masks: int | None
+    estimator: Literal["difference", "regression"] | None
     keep: float | None
     cells: int | None
     random_seed: int | None

@@ -237,6 +237,14 @@ OPTIONS: dict[str, Option] = {
             phrase=lambda value: ", ".join(f"{key} {each}" for key, each in value.items()),
         ),
         Option("masks", int, "Number of random masks; more masks give a more reliable map.", metavar="N≥2"),
+        Option(
+            "estimator",
+            "choice",
+            "How sampling estimates a patch's weight: difference of means, as RISE; or regression with the affinity of "
+            "patches as prior, which requires fewer masks.",
+            ("difference", "regression"),
+            phrase={"difference": "difference of means", "regression": "by regression"}.__getitem__,
+        ),
         Option("keep", float, "Share of the patches that each mask keeps.", metavar="0<K<1"),
         Option("cells", int, "Cells per side of a random mask; more cells give smaller regions.", metavar="N≥2"),
         Option("random_seed", int, "Seed of the random map, or of the masks.", metavar="N≥0"),

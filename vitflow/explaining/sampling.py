@@ -5,34 +5,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import UnsupportedModelError, whole_number
+from vitflow.errors import UnsupportedModelError, check_known, whole_number
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.method_table import get_method
+from vitflow.explaining.options import OPTIONS
 from vitflow.explaining.progress import tracking
-from vitflow.explaining.refining import make_maps
+from vitflow.explaining.refining import affinity_of, make_maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.cells import cell_owners, draw_masks, halves, mean_differences
 from vitflow.methods.ranks import spearman
+from vitflow.methods.refinement import AffinityName
+from vitflow.methods.regression import regress
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
 
-def sampling(
-    trace: TargetedTrace, *, masks: int, keep: float, cells: int, random_seed: int, occlusion_batch: int
-) -> Maps:
-    """Mean log-odds of the target with a patch minus without it, over random masks of the other patches."""
-    batch, targets = whole_number("occlusion_batch", occlusion_batch, 1), trace.wanted
-    layout, grid, hidden = _hiding(trace)
-    kept = draw_masks(*grid, masks=masks, keep=keep, cells=cells, seed=random_seed)
-    outputs = _outputs(trace, kept, layout, grid, batch, ("sampling", keep, cells, random_seed))
+def sampling(trace: TargetedTrace, *, estimator: str, affinity: AffinityName, refine: int, **drawn: Any) -> Maps:
+    """Weight of each patch in the log-odds of the target, from random masks of all patches.
+
+    The difference of means is over masks with and without the patch. The regression has the affinity of refinement as
+    the factor of its prior covariance.
+    """
+    check_known("estimator", estimator, OPTIONS["estimator"].choices)
+    kept, outputs, grid, hidden = sample(trace, **drawn)
+    priors = affinity_of(trace, affinity, grid).matrix if estimator == "regression" else None
     grids, facts = [], []
-    for scores, target in zip(outputs, targets.tolist(), strict=True):
+    for image, (scores, target) in enumerate(zip(outputs, trace.wanted.tolist(), strict=True)):
         scores_of_target = scores[:, target]
-        grids.append(mean_differences(kept, scores_of_target).reshape(grid))
+        if priors is None:
+            weights = mean_differences(kept, scores_of_target)
+        else:
+            weights = regress(kept, scores_of_target, priors[image]).mean
+        grids.append(weights.reshape(grid))
         reliability = spearman(*(half.numpy() for half in halves(kept, scores_of_target)))
         facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": hidden})
     return Maps(torch.stack(grids), facts)
+
+
+def sample(
+    trace: TargetedTrace, *, masks: int, keep: float, cells: int, random_seed: int, occlusion_batch: int
+) -> tuple[Tensor, list[Tensor], tuple[int, int], str]:
+    """Run the model on masked images.
+
+    Returns:
+        Kept patches of each mask, bool [masks, patches]; the log-odds [masks, classes] of each image; rows and columns
+        of the patches; a description of how patches were hidden.
+    """
+    batch = whole_number("occlusion_batch", occlusion_batch, 1)
+    layout, grid, hidden = _hiding(trace)
+    kept = draw_masks(*grid, masks=masks, keep=keep, cells=cells, seed=random_seed)
+    return kept, _outputs(trace, kept, layout, grid, batch, ("sampling", keep, cells, random_seed)), grid, hidden
 
 
 def _outputs(

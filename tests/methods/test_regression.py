@@ -1,0 +1,103 @@
+"""Regression on masks against the posterior in weight space, and against scores with known weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from vitflow.errors import OptionError, ShapeError
+from vitflow.methods.cells import draw_masks
+from vitflow.methods.regression import regress
+
+PATCHES, MASKS = 12, 40
+
+
+def example(rank: int = PATCHES) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Masks, scores and a factor."""
+    dice = np.random.default_rng(3)
+    kept = draw_masks(3, 4, masks=MASKS, keep=0.4, cells=3)
+    return kept, torch.from_numpy(dice.normal(size=MASKS)), torch.from_numpy(dice.normal(size=(PATCHES, rank)))
+
+
+def reference(kept: np.ndarray, scores: np.ndarray, factor: np.ndarray, noise: float) -> tuple[np.ndarray, np.ndarray]:
+    """w = F z, z ~ N(0, σ² c I): the posterior of z by completing the square, and σ² by maximising the likelihood."""
+    masks = kept.astype(np.float64) - kept.mean(axis=0)
+    centred = scores - scores.mean()
+    kernel = masks @ factor @ factor.T @ masks.T
+    scale = len(kept) / np.trace(kernel)
+    design = masks @ factor  # s = design z
+    precision = design.T @ design / noise + np.eye(factor.shape[1]) / scale
+    covariance = np.linalg.inv(precision)
+    mean = factor @ covariance @ design.T @ centred / noise
+
+    marginal = scale * kernel + noise * np.eye(len(kept))
+
+    def likelihood(variance: float) -> float:
+        sign, determinant = np.linalg.slogdet(variance * marginal)
+        return -0.5 * sign * determinant - 0.5 * centred @ np.linalg.inv(variance * marginal) @ centred
+
+    low, high = 1e-6, 1e3
+    for _ in range(200):  # the likelihood has one maximum: golden sections of the logarithm
+        first, second = low ** (2 / 3) * high ** (1 / 3), low ** (1 / 3) * high ** (2 / 3)
+        low, high = (first, high) if likelihood(first) < likelihood(second) else (low, second)
+    return mean, np.sqrt(low * np.diag(factor @ covariance @ factor.T))
+
+
+@pytest.mark.parametrize("rank", [3, PATCHES, 30])
+@pytest.mark.parametrize("noise", [0.5, 12.0])
+def test_the_posterior_equals_the_one_in_weight_space(rank, noise):
+    kept, scores, factor = example(rank)
+    actual = regress(kept, scores, factor, noise)
+    mean, std = reference(kept.numpy(), scores.numpy(), factor.numpy(), noise)
+    np.testing.assert_allclose(actual.mean, mean, rtol=0, atol=1e-10 * np.abs(mean).max())
+    np.testing.assert_allclose(actual.std, std, rtol=1e-6)
+
+
+def test_classes_are_independent_and_a_constant_changes_nothing():
+    kept, scores, factor = example()
+    both = regress(kept, torch.stack([scores, 3.0 * scores + 7.0], dim=1), factor)
+    alone = regress(kept, scores, factor)
+    for index, times in enumerate((1.0, 3.0)):
+        torch.testing.assert_close(both.mean[:, index], times * alone.mean, rtol=0, atol=1e-10)
+        torch.testing.assert_close(both.std[:, index], times * alone.std, rtol=1e-8, atol=0)
+    scaled = regress(kept, scores, 100.0 * factor)  # the scale of the prior is estimated
+    torch.testing.assert_close(scaled.mean, alone.mean, rtol=0, atol=1e-10)
+    torch.testing.assert_close(scaled.std, alone.std, rtol=1e-8, atol=0)
+    constant = regress(kept, torch.full((MASKS,), 2.0), factor)
+    assert constant.mean.abs().max() == 0.0 and constant.std.abs().max() == 0.0
+
+
+def test_little_noise_gives_the_known_weights_and_intervals_cover_them():
+    dice = np.random.default_rng(0)
+    kept, covered = draw_masks(4, 5, masks=60, keep=0.4, cells=4), []
+    for _ in range(50):
+        weights = torch.from_numpy(dice.normal(size=20))
+        noise = torch.from_numpy(dice.normal(size=60))
+        posterior = regress(kept, kept.double() @ weights + noise, torch.eye(20), noise=0.1)
+        # All masks keep as many patches: a constant of all weights cannot be seen.
+        error = (posterior.mean - posterior.mean.mean()) - (weights - weights.mean())
+        covered.append((error.abs() < 1.96 * posterior.std).double().mean())
+        exact = regress(kept, kept.double() @ weights, torch.eye(20), noise=1e-9)
+        torch.testing.assert_close(exact.mean, weights - weights.mean(), rtol=0, atol=1e-6)
+    assert 0.85 < float(torch.stack(covered).mean()) <= 1.0
+
+
+def test_patches_with_equal_prior_share_their_weight():
+    kept, scores, _ = example()
+    factor = torch.kron(torch.eye(6), torch.ones(2, 1))
+    posterior = regress(kept, scores, factor)
+    assert torch.equal(posterior.mean[::2], posterior.mean[1::2])
+    outside = torch.eye(PATCHES)
+    outside[3] = 0.0
+    assert regress(kept, scores, outside).mean[3] == regress(kept, scores, outside).std[3] == 0.0
+
+
+def test_wrong_arguments_are_named():
+    kept, scores, factor = example()
+    with pytest.raises(ShapeError, match=r"got torch.float64 \(40, 12\)"):
+        regress(kept.double(), scores, factor)
+    with pytest.raises(ShapeError, match=r"factor \[12 patches, k\], got \(11, 12\)"):
+        regress(kept, scores, factor[1:])
+    with pytest.raises(ShapeError, match="at least two masks, got 1"):
+        regress(kept[:1], scores[:1], factor)
+    with pytest.raises(OptionError, match="positive noise, got 0"):
+        regress(kept, scores, factor, noise=0.0)
