@@ -131,4 +131,4 @@ def test_the_command_line_explains_a_video(drawn, tmp_path):
     assert refused.exit_code == 2 and "without --against" in refused.output
     Image.fromarray(drawn[0][0]).save(tmp_path / "image.png")
     refused = CliRunner().invoke(cli, ["explain", str(tmp_path / "image.png"), "--model", "demo", "--frames", "4"])
-    assert refused.exit_code == 2 and "--frames requires a video" in refused.output
+    assert refused.exit_code == 2 and "--frames and --controls require a video" in refused.output

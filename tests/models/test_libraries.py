@@ -19,7 +19,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of
 from vitflow.models.blocks import block_norms
 from vitflow.models.facts import class_names_of, model_id, read_input_spec
-from vitflow.models.libraries import _processor_settings, class_count
+from vitflow.models.libraries import class_count, processor_settings
 from vitflow.models.processors import from_processor
 
 transformers = pytest.importorskip("transformers")
@@ -357,7 +357,7 @@ def test_images_are_prepared_as_by_the_image_processor(name):
 def test_broken_processor_settings_are_named(tmp_path, text):
     (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(ModelError, match=r"as a JSON object in .*preprocessor_config\.json"):
-        _processor_settings(str(tmp_path))
+        processor_settings(str(tmp_path))
 
 
 def test_processor_settings_that_are_left_out_stay_open():

@@ -1,4 +1,4 @@
-"""Explain clips with image models: the model runs on each frame, and the mean of the frames' logits is explained."""
+"""Explain clips with video models, or with image models that run on each frame."""
 
 import os
 import tempfile
@@ -18,13 +18,17 @@ from torch import Tensor
 from vitflow.errors import ImageError, OptionError, ShapeError
 from vitflow.explaining import captions
 from vitflow.explaining.applying import probabilities_of
-from vitflow.explaining.choices import choose_methods
+from vitflow.explaining.choices import ChosenMethod, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.explaining.targets import Score, Target, resolve_targets
 from vitflow.files import write_atomically
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, overlay
+from vitflow.images.geometry import Placement
 from vitflow.images.reading import ImageSource, image_name, read_image
+from vitflow.methods.ranks import spearman
+from vitflow.models.videos import StackedFrames
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,10 +48,15 @@ class Clip:
     """Maps of the frames of a clip, with a common scale.
 
     Attributes:
-        frames: the map of each frame. Its score is the score of this frame alone.
-        score: score of the explained output, from the mean of the frames' logits.
-        shares: share of each frame in the explained output, [frames]; see `frame_shares`.
+        frames: the map of each frame. With an image model, its score is the score of this frame alone; with a video
+            model, there is one for each row of tubelets along time, drawn on its first frame.
+        score: score of the explained output, with an image model from the mean of the frames' logits.
+        shares: share of each frame, [frames]: with an image model in the explained output, see `frame_shares`; with a
+            video model in the sum of the absolute values of the map.
         source: name of the clip.
+        span: number of frames that each map covers.
+        joint: whether the model sees all frames together (video models).
+        controls: results of the controls, one sentence each.
 
     >>> from vitflow.demo import draw_image
     >>> clip = explain_clip([draw_image(seed).image for seed in range(3)], model="demo", target=2)
@@ -59,6 +68,9 @@ class Clip:
     score: Score
     shares: NDArray[np.float64]
     source: str
+    span: int = 1
+    joint: bool = False
+    controls: tuple[str, ...] = ()
 
     @cached_property
     def grid(self) -> NDArray[np.float32]:
@@ -104,13 +116,18 @@ class Clip:
     def notes(self) -> list[str]:
         """Return the notes of the caption."""
         above = f"logit of {self.score.name}" if self.score.name else "output"
-        notes = [
-            f"Share of a frame: its {above} above the lowest one of the clip; the map of a frame is scaled to it. The "
-            "model sees each frame alone, so their order does not matter."
-        ]
+        if self.joint:
+            frames = "a frame" if self.span == 1 else f"{self.span} frames"
+            notes = [f"Share: the sum of the map of {frames}, as a part of the sum of all."]
+        else:
+            notes = [
+                f"Share of a frame: its {above} above the lowest one of the clip; the map of a frame is scaled to it. "
+                "The model sees each frame alone, so their order does not matter."
+            ]
+        notes.extend(self.controls)
         if not self.frames[0].class_specific:
             notes.append("The maps are the same for every class.")
-        notes.append(f"{image_name(self.source)} · {len(self.frames)} frames · {self.frames[0].model}")
+        notes.append(f"{image_name(self.source)} · {self.span * len(self.frames)} frames · {self.frames[0].model}")
         return notes
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
@@ -142,9 +159,11 @@ class Clip:
         return {
             **record,
             "seconds": round(sum(frame.seconds for frame in self.frames), 4),
-            "frames": len(self.frames),
+            "frames": self.span * len(self.frames),
             "frame_scores": [frame.score.value for frame in self.frames],
             "frame_shares": [round(float(share), 4) for share in self.shares],
+            "frames_per_share": self.span,
+            "controls": list(self.controls),
         }
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -179,29 +198,40 @@ def explain_clip(
     model: Any,
     method: str | None = None,
     target: Target = None,
-    frames: int = FRAMES,
+    frames: int | None = None,
+    controls: bool = False,
     **options: Any,
 ) -> Clip:
-    """Explain a clip with an image model that runs on each frame; the explained output is the mean of the logits.
+    """Explain a clip with a video model, or with an image model that runs on each frame.
+
+    The explained output of an image model is the mean of the frames' logits.
 
     Args:
         clip: a video file (of which frames at equal distances are taken); or frames: a list of images, an array
             [frames, height, width, 3], or normalised model inputs [frames, channels, height, width].
-        model: an `Explainer`, a model id, or a module.
+        model: an `Explainer`, a model id, or a module: an image model, or VideoMAE, ViViT or V-JEPA 2 of transformers.
         method: a name from `list_methods()`; by default gae.
         target: class index or name; by default the class with the largest mean logit.
-        frames: the number of frames of a video file.
+        frames: the number of frames of a video file; by default 8, or as many as the video model reads.
+        controls: also explain the clip with its frames shuffled and with its first frame repeated, and report how the
+            shares change (video models only): a share that stays as it is shows nothing about time.
         options: options of the method.
 
     Raises:
         ImageError: the video cannot be read.
-        ShapeError: there are no frames, or they differ in size.
+        ShapeError: there are no frames, they differ in size, or the video model reads another number of frames.
         OptionError: an option is invalid.
     """
     explainer = model if isinstance(model, Explainer) else Explainer(model)
-    images = _frames_of(clip, frames)
+    stacked = explainer.model if isinstance(explainer.model, StackedFrames) else None
+    count = FRAMES if stacked is None else stacked.shape.frames
+    images = _frames_of(clip, count if frames is None else frames)
     [chosen] = choose_methods(["gae" if method is None else method], options)
     source = str(clip) if isinstance(clip, str | os.PathLike) else "clip"
+    if stacked is not None:
+        return _explain_joint(explainer, stacked, images, chosen, target, source, controls=controls)
+    if controls:
+        raise OptionError("controls requires a video model: an image model sees each frame alone.")
     names = [f"{image_name(source)}, frame {number}" for number in range(1, len(images) + 1)]
     pixels = torch.cat([each if isinstance(each, Tensor) else explainer.pixels(each) for each in images])
     logits = torch.cat([_logits(explainer, one) for one in pixels.split(1)])
@@ -214,6 +244,67 @@ def explain_clip(
     explained = explainer.explain_batch(images, methods=[chosen], targets=np.full(len(images), int(index)), names=names)
     score = Score.of(probabilities[0], int(index), explainer.outputs)
     return Clip(tuple(explained), score, frame_shares(logits[:, int(index)].numpy()), source)
+
+
+def _explain_joint(
+    explainer: Explainer,
+    stacked: StackedFrames,
+    images: list[Any],
+    chosen: ChosenMethod,
+    target: Target,
+    source: str,
+    *,
+    controls: bool,
+) -> Clip:
+    """Explain a clip with a video model."""
+    (times, rows, _), span = stacked.shape.grid, stacked.shape.tubelet[0]
+    if len(images) != stacked.shape.frames:
+        raise ShapeError(f"Expected {stacked.shape.frames} frames, as {explainer.model_id} reads, got {len(images)}.")
+    if isinstance(images[0], Tensor):
+        raise OptionError("A video model requires frames as images, got a tensor: pass uint8 frames or a video file.")
+    preparing = replace(explainer.preprocessing, spec=replace(explainer.spec, size=stacked.shape.size))
+    placement = preparing.place(images[0].shape[:2])
+    pixels = torch.stack([torch.from_numpy(preparing.prepare(image, placement)) for image in images])
+
+    def explained(pixels: Tensor, target: Target) -> Saliency:
+        tall = stacked.stack(pixels[None])[0]
+        blank = np.zeros((*tall.shape[1:], 3), np.uint8)
+        size = (tall.shape[1], tall.shape[2])
+        image = PlacedImage(source, blank, Placement(size, size, (0, 0), size), pixels=tall)
+        [saliency] = explainer.explain_batch([image], methods=[chosen], targets=[target], names=[source])
+        return saliency
+
+    def shares_of(saliency: Saliency) -> NDArray[np.float64]:
+        sums = np.abs(saliency.grid.astype(np.float64)).reshape(times, -1).sum(axis=1)
+        return sums / sums.sum() if sums.sum() > 0 else np.full(times, 1 / times)
+
+    whole = explained(pixels, target)
+    shares, lines = shares_of(whole), []
+    if controls:
+        order = np.random.default_rng(0).permutation(times)  # of whole tubelets
+        indices = (order[:, None] * span + np.arange(span)).ravel()
+        for name, frames, places in (
+            ("Shuffled frames", pixels[indices], np.argsort(order)),
+            ("First frame repeated", pixels[:1].expand_as(pixels), np.arange(times)),
+        ):
+            control = explained(frames.contiguous(), whole.target)
+            agreement = spearman(shares_of(control)[places], shares)
+            rank = "equal shares" if agreement is None else f"rank correlation {agreement:.2f}".replace("-", "−")
+            score = f", {control.score.display} instead of {whole.score.display}" if whole.score.display else ""
+            lines.append(f"{name}: {rank} with the shares of the clip{score}.")
+    maps = whole.grid.reshape(times, rows, -1)
+    parts = tuple(
+        replace(
+            whole,
+            grid=maps[index],
+            placement=placement,
+            image=images[index * span],
+            source=f"{image_name(source)}, frame {index * span + 1}",
+            seconds=whole.seconds / times,
+        )
+        for index in range(times)
+    )
+    return Clip(parts, whole.score, shares, source, span=span, joint=True, controls=tuple(lines))
 
 
 def _logits(explainer: Explainer, pixels: Tensor) -> Tensor:

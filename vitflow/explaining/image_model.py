@@ -24,10 +24,11 @@ from vitflow.models import DTYPES
 from vitflow.models.anatomy import no_logits, unwrap
 from vitflow.models.checkpoints import ClassNames, check_name_count, checked_class_names, weights_sha256
 from vitflow.models.facts import read_facts
-from vitflow.models.libraries import forward_options, headless, library_data_config
+from vitflow.models.libraries import forward_options, headless, library_data_config, library_id
 from vitflow.models.loading import load_model
 from vitflow.models.outputs import Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import Prompts, is_pair, pair_of, prompt_outputs, refuse_without_prompts
+from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.probing import probe
 from vitflow.recording.readout import Head
@@ -114,6 +115,9 @@ class ImageModel:
             self.regions = Regions(outputs, given, activation)
             outputs, class_names, activation, named = self.regions.outputs(), None, None, True
         refuse_without_prompts(self.model)
+        if is_video_model(self.model):
+            name = name or library_id(self.model) or type(self.model).__name__
+            self.model, data_config, layout = _stacked(self.model, data_config)
         self._warned = False  # of a tensor that does not look normalised
         self._heads: dict[bool, Head | None] = {}  # for the outputs (False) and their contrasts with the rest (True)
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
@@ -253,6 +257,11 @@ class ImageModel:
         """Read an image and compute its placement; `original` is the image of a model input."""
         if isinstance(source, PlacedImage):
             return source
+        if isinstance(self.model, StackedFrames):
+            raise OptionError(
+                f"{self.model_id} reads clips of {self.model.shape.frames} frames, got an image: use "
+                "vitflow.explain_clip, or vitflow explain with a video file."
+            )
         if isinstance(source, Tensor):
             return self._placed_tensor(source, name, original)
         if self.spec.channels not in (1, 3):
@@ -403,6 +412,20 @@ class ImageModel:
         output = self.forward(pixels)
         classes = self.outputs.function is None and self.outputs.rest is None
         return output if classes else self.outputs.with_rest(output)
+
+
+def _stacked(model: nn.Module, data_config: Any) -> tuple[StackedFrames, dict[str, Any], TokenLayout]:
+    """Return a video model that reads tall images, their data config, and the layout of its tubelets."""
+    stacked = StackedFrames(model)
+    config = stacked.data_config() | dict(data_config or {})
+    channels, height, width = config["input_size"]
+    if (height, width) != stacked.shape.size:
+        raise OptionError(
+            f"Expected input_size=(3, {stacked.shape.size[0]}, {stacked.shape.size[1]}), the size of a "
+            f"frame, got {tuple(config['input_size'])}."
+        )
+    config["input_size"] = (channels, stacked.shape.frames * height, width)
+    return stacked, config, stacked.layout
 
 
 def _displayed(channels: Sequence[int] | None, count: int) -> tuple[int, ...]:

@@ -258,6 +258,11 @@ def gae(trace: TargetedTrace, **options: Any) -> Maps:
 def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
     """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on the grid of that layer."""
     path = trace.block_norms[check_layer("layer", layer, len(trace.block_norms))]
+    if path not in trace.features:
+        raise UnsupportedModelError(
+            f"{type(trace.model).__name__} does not run {path}, so Grad-CAM has no features: use another layer, "
+            "input_gradient or occlusion."
+        )
     features, located = trace.features[path], trace.feature_layouts[path]
     if located is None:
         raise UnsupportedModelError(

@@ -292,10 +292,10 @@ def library_data_config(model: nn.Module) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = {"input_size": (embedding.channels, *embedding.image_size)}
     name = library_id(model)
-    return config if name is None else config | from_processor(_processor_settings(name), embedding.channels)
+    return config if name is None else config | from_processor(processor_settings(name), embedding.channels)
 
 
-def _processor_settings(name: str) -> Mapping[str, Any]:
+def processor_settings(name: str) -> Mapping[str, Any]:
     """Return the image processor's settings of a model by name or folder; empty if not available locally."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -41,8 +41,9 @@ from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OP
     "--frames",
     type=click.IntRange(min=1),
     metavar="N≥1",
-    help=f"Frames of a video, at equal distances ({', '.join(VIDEO_FORMATS)}); the model runs on each.  [default: 8]",
+    help=f"Frames of a video, at equal distances ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
 )
+@click.option("--controls", is_flag=True, help="Video models: compare with shuffled frames and a repeated first frame.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Draw a saliency map over each IMAGE, or over frames of a video."""
@@ -55,8 +56,8 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
         if len(images) > 1 or _is_strip(given) or given["against"] or given["save_map"]:
             raise OptionError("A video requires a single input and a single class, without --against and --save-map.")
         suffixes = CLIP_FORMATS
-    elif given["frames"]:
-        raise OptionError(f"--frames requires a video ({', '.join(VIDEO_FORMATS)}).")
+    elif given["frames"] or given["controls"]:
+        raise OptionError(f"--frames and --controls require a video ({', '.join(VIDEO_FORMATS)}).")
     outputs = _output_paths(images, given["output"], given["method"], suffixes)
     explainer = shared.make_explainer(given)
     failed = sum(
@@ -90,11 +91,11 @@ def _maps(
 ) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
     """Return the maps of an image, one for each class; their record, and the function that draws them."""
     if _is_video(image):
-        from vitflow.explaining.clips import FRAMES, explain_clip
+        from vitflow.explaining.clips import explain_clip
 
         [target] = shared.targets_of(given)
-        settings = {"method": given["method"], "target": target, "frames": given["frames"] or FRAMES}
-        clip = explain_clip(image, model=explainer, **settings, **options)
+        settings = {"method": given["method"], "target": target, "frames": given["frames"]}
+        clip = explain_clip(image, model=explainer, controls=given["controls"], **settings, **options)
         return [replace(clip.frames[0], score=clip.score)], clip.to_dict(), clip.save
     arguments = {"methods": [given["method"]], "targets": shared.targets_of(given), **options}
     if not _is_strip(given):

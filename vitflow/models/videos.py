@@ -1,0 +1,122 @@
+"""Video models of transformers: VideoMAE, ViViT and V-JEPA 2, which attend over all tubelets of a clip."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitflow.errors import ShapeError, UnsupportedModelError
+from vitflow.methods.tokens import TokenLayout
+from vitflow.models.libraries import library_id, processor_settings
+from vitflow.models.parts import those_that
+from vitflow.models.processors import from_processor
+
+# Model types of transformers and the number of tokens before the tubelets.
+_PREFIX = {"videomae": 0, "vivit": 1, "vjepa2": 0}
+# Model types whose attention has no full matrix over the tubelets, and why.
+_REFUSED = {"timesformer": "attends over time and space in separate layers"}
+
+
+@dataclass(frozen=True, slots=True)
+class ClipShape:
+    """The input of a video model and its tubelets.
+
+    Attributes:
+        frames: number of frames.
+        size: (height, width) of a frame in pixels.
+        tubelet: (frames, height, width) of a tubelet.
+    """
+
+    frames: int
+    size: tuple[int, int]
+    tubelet: tuple[int, int, int]
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Number of tubelets along time, height and width."""
+        return self.frames // self.tubelet[0], self.size[0] // self.tubelet[1], self.size[1] // self.tubelet[2]
+
+
+class StackedFrames(nn.Module):
+    """A video model whose input is one tall image: the frames of a clip, in the order of the rows of its tubelets.
+
+    Each row of tubelets is a band of the tall image, with its rows of pixels of the first frame, then of the second. So
+    the tubelets are the patches of that image, and every method for images applies.
+
+    Args:
+        model: a video model of transformers.
+
+    Raises:
+        UnsupportedModelError: the attention of the model is not over all tubelets.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.shape = _shape_of(model)
+        config: Any = _video_parts(model)[0].config
+        times, rows, cols = self.shape.grid
+        self.layout = TokenLayout(_PREFIX[config.model_type], times * rows, cols)
+
+    def forward(self, pixels: Tensor) -> Any:
+        """Run the model on tall images [batch, channels, frames · height, width]."""
+        return self.model(self.unstack(pixels))
+
+    def stack(self, frames: Tensor) -> Tensor:
+        """Return clips [batch, frames, channels, height, width] as tall images.
+
+        Raises:
+            ShapeError: another number of frames or another size.
+        """
+        (times, rows, _), (length, height, _) = self.shape.grid, self.shape.tubelet
+        if frames.ndim != 5 or (frames.shape[1], *frames.shape[3:]) != (self.shape.frames, *self.shape.size):
+            raise ShapeError(
+                f"Expected clips of {self.shape.frames} frames, [batch, frames, channels, {self.shape.size[0]}, "
+                f"{self.shape.size[1]}], got {tuple(frames.shape)}."
+            )
+        parts: Tensor = frames.unflatten(1, (times, length)).unflatten(4, (rows, height))
+        return parts.permute(0, 3, 1, 4, 2, 5, 6).flatten(2, 5)  # channels, times, rows, length, height, width
+
+    def unstack(self, pixels: Tensor) -> Tensor:
+        """Return tall images as clips; the inverse of `stack`."""
+        (times, rows, _), (length, height, _) = self.shape.grid, self.shape.tubelet
+        parts: Tensor = pixels.unflatten(2, (times, rows, length, height))
+        return parts.permute(0, 2, 4, 1, 3, 5, 6).flatten(4, 5).flatten(1, 2)
+
+    def data_config(self) -> dict[str, Any]:
+        """Return the known entries of timm's data config for one frame: the size, and mean and std if known."""
+        config: dict[str, Any] = {"input_size": (3, *self.shape.size)}
+        name = library_id(self.model)
+        return config if name is None else config | from_processor(processor_settings(name), 3)
+
+
+def is_video_model(model: nn.Module) -> bool:
+    """Return True for a video model of transformers."""
+    return bool(_video_parts(model))
+
+
+def _shape_of(model: nn.Module) -> ClipShape:
+    """Read the clip of a video model from its configuration."""
+    config: Any = _video_parts(model)[0].config
+    if config.model_type in _REFUSED:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} {_REFUSED[config.model_type]}, which is not supported: its attention has no "
+            "matrix over the tubelets of a clip. Use VideoMAE, ViViT or V-JEPA 2, or an image model for each frame."
+        )
+    frames = getattr(config, "num_frames", None) or config.frames_per_clip
+    size = _pair(getattr(config, "image_size", None) or config.crop_size)
+    tubelet, patch = config.tubelet_size, getattr(config, "patch_size", None)
+    if isinstance(tubelet, int):
+        tubelet = (tubelet, *_pair(patch))
+    length, height, width = (int(side) for side in tubelet)
+    return ClipShape(int(frames), size, (length, height, width))
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+@those_that
+def _video_parts(module: nn.Module) -> bool:
+    config = vars(module).get("config")
+    return getattr(config, "model_type", None) in {*_PREFIX, *_REFUSED}
