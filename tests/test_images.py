@@ -22,6 +22,7 @@ OTHERS = {
     "flow-saturation.png": "drawn from photographs with boxes; docs/methods.md has its numbers",
     "gallery/boxes.jpg": "of a detector that examples/train_detector.py trains for five minutes",
     "gallery/clip.png": "drawn by tests/benchmarks/clips.py --figure",
+    "gallery/video.png": "of a video model that tests/benchmarks/clips.py trains for 25 minutes",
     "words-graph.png": "of a model that examples/subject_verb_agreement.py trains for three minutes",
     "words-matrix.png": "of the same model",
     "words-text.png": "of the same model",

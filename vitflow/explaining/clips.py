@@ -52,7 +52,7 @@ class Clip:
             model, there is one for each row of tubelets along time, drawn on its first frame.
         score: score of the explained output, with an image model from the mean of the frames' logits.
         shares: share of each frame, [frames]: with an image model in the explained output, see `frame_shares`; with a
-            video model in the sum of the absolute values of the map.
+            video model in the sum of the map above its lowest value (above 0 for maps with negative values).
         source: name of the clip.
         span: number of frames that each map covers.
         joint: whether the model sees all frames together (video models).
@@ -74,12 +74,16 @@ class Clip:
 
     @cached_property
     def grid(self) -> NDArray[np.float32]:
-        """The maps of all frames, [frames, rows, cols]; the absolute values of a frame sum to its share.
+        """The maps of all frames with a common scale, [frames, rows, cols]; their absolute values sum to 1.
 
-        The unscaled maps of frames are not comparable: a frame without the class can have the larger gradients.
+        With an image model, the absolute values of a frame sum to its share: the unscaled maps of frames are not
+        comparable, as a frame without the class can have the larger gradients.
         """
         maps = np.stack([frame.grid for frame in self.frames]).astype(np.float64)
         sums = np.abs(maps).sum(axis=(1, 2))
+        if self.joint:
+            whole: NDArray[np.float32] = (maps / max(sums.sum(), np.finfo(np.float64).tiny)).astype(np.float32)
+            return whole
         scaled = maps * (self.shares / np.where(sums > 0, sums, 1.0))[:, None, None]
         return scaled.astype(np.float32)
 
@@ -109,7 +113,11 @@ class Clip:
         return file_too(
             path,
             lambda: draw_clip(
-                {number: images[number] for number in shown}, self.shares, title=title, notes=list(self.notes())
+                {number: images[number] for number in shown},
+                self.shares,
+                title=title,
+                notes=list(self.notes()),
+                span=self.span,
             ),
         )
 
@@ -118,7 +126,7 @@ class Clip:
         above = f"logit of {self.score.name}" if self.score.name else "output"
         if self.joint:
             frames = "a frame" if self.span == 1 else f"{self.span} frames"
-            notes = [f"Share: the sum of the map of {frames}, as a part of the sum of all."]
+            notes = [f"Share: the sum of the map of {frames} above the lowest value of the clip, as a part of all."]
         else:
             notes = [
                 f"Share of a frame: its {above} above the lowest one of the clip; the map of a frame is scaled to it. "
@@ -275,7 +283,8 @@ def _explain_joint(
         return saliency
 
     def shares_of(saliency: Saliency) -> NDArray[np.float64]:
-        sums = np.abs(saliency.grid.astype(np.float64)).reshape(times, -1).sum(axis=1)
+        grid = saliency.grid.astype(np.float64)
+        sums = np.maximum(grid - max(grid.min(), 0.0), 0.0).reshape(times, -1).sum(axis=1)
         return sums / sums.sum() if sums.sum() > 0 else np.full(times, 1 / times)
 
     whole = explained(pixels, target)

@@ -16,7 +16,12 @@ _CURVE = 1.1
 
 
 def draw_clip(
-    images: Mapping[int, NDArray[np.uint8]], shares: NDArray[np.float64], *, title: str, notes: Sequence[str]
+    images: Mapping[int, NDArray[np.uint8]],
+    shares: NDArray[np.float64],
+    *,
+    title: str,
+    notes: Sequence[str],
+    span: int = 1,
 ) -> Figure:
     """Draw key frames above a curve of the shares of all frames.
 
@@ -25,6 +30,7 @@ def draw_clip(
         shares: share of each frame, [frames].
         title: title of the figure.
         notes: lines below it.
+        span: number of frames that each map and each share covers.
     """
     height, width = next(iter(images.values())).shape[:2]
     frame = _FRAME * height / width
@@ -35,15 +41,15 @@ def draw_clip(
         axes: Any = figure.add_subplot(grid[0, column])
         axes.imshow(image, interpolation="nearest")
         axes.set_axis_off()
-        axes.set_title(f"frame {index + 1}", fontsize=BODY, color=LIGHT.soft)
+        axes.set_title(f"frame {index * span + 1}", fontsize=BODY, color=LIGHT.soft)
     curve = figure.add_subplot(grid[1, :])
     style_axes(curve, "")
-    places = np.arange(1, len(shares) + 1)
+    places = np.arange(len(shares)) * span + 1
     curve.plot(places, 100 * shares, color=LIGHT.bar, marker="o", markersize=2.5, linewidth=1.2)
-    marked = [index + 1 for index in images]
-    curve.plot(marked, 100 * shares[[index - 1 for index in marked]], "o", color=LIGHT.lines[1], markersize=4)
+    marked = [index * span + 1 for index in images]
+    curve.plot(marked, 100 * shares[list(images)], "o", color=LIGHT.lines[1], markersize=4)
     curve.axhline(100 / len(shares), color=LIGHT.rule, linewidth=0.6, zorder=0)
-    curve.set_ylim(bottom=0)
+    curve.set_ylim(0, 112 * max(shares.max(), 1 / len(shares)))
     curve.set_xticks(marked)
     curve.set_xlabel("frame", fontsize=TITLE, color=LIGHT.soft)
     curve.set_ylabel("share, %", fontsize=TITLE, color=LIGHT.soft)
