@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,7 +69,8 @@ def test_attributions_of_pixels_equal_those_of_captum(explainer, name, options):
         np.testing.assert_allclose(saliency.pixels, pixels, rtol=0, atol=1e-6 * largest)
         grid = sum_cells(pixels.double(), *saliency.grid.shape)
         np.testing.assert_allclose(saliency.grid, grid, rtol=0, atol=1e-5 * float(grid.abs().max()))
-        assert saliency.heatmap.shape == saliency.image.shape[:2]
+        np.testing.assert_array_equal(saliency.heatmap, replace(saliency, pixels=None).heatmap)  # of the patches
+        assert not np.array_equal(saliency.overlay(), replace(saliency, pixels=None).overlay())
 
 
 @pytest.mark.parametrize("name", ["LayerGradientXActivation", "LayerIntegratedGradients"])

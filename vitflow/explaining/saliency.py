@@ -45,8 +45,8 @@ class Saliency:
         facts: further facts about the map, such as its readout or the saturated share of a flow.
         reference: reference image of a similarity, uint8 RGB [height, width, 3]; else None.
         region: region of the image that a class was explained in, bool [height, width]; else None.
-        pixels: the map at the size of the model input, float32 [height, width], if the method gives one; it is drawn
-            instead of the grid.
+        pixels: the map at the size of the model input, float32 [height, width], if the method gives one: overlays
+            and figures draw it; `heatmap`, strips and evaluations use the grid.
         seconds: time of the forward pass (the image's share of its batch) and of the method.
     """
 
@@ -122,7 +122,7 @@ class Saliency:
     @property
     def heatmap(self) -> NDArray[np.float32]:
         """Map upsampled to the original image, float32 [height, width], unscaled; NaN where the model saw nothing."""
-        return upsample(self.drawn, self.placement)
+        return upsample(self.grid, self.placement)
 
     @property
     def drawn(self) -> NDArray[np.float32]:
