@@ -501,6 +501,20 @@ def test_the_demo_writes_overlays_and_a_strip(run, tmp_path):
             image.verify()
 
 
+def test_the_first_map_loads_no_library_that_it_does_not_need(tmp_path):
+    code = (
+        "import sys; from vitflow.cli import cli\n"
+        "try: cli(['explain', sys.argv[1], '--model', 'demo', '--method', sys.argv[2], '-o', sys.argv[3]])\n"
+        "except SystemExit as stop: print(stop.code)\n"
+        "heavy = 'scipy matplotlib networkx numba pandas jinja2 transformers open_clip captum pytorch_grad_cam ray'\n"
+        "print({*heavy.split()} & {*sys.modules})"
+    )
+    for method in ("rollout", "gae"):
+        arguments = [str(sample_images()[0]), method, str(tmp_path / f"{method}.png")]
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[1:] == ["0", "set()"], done.stderr
+
+
 @pytest.mark.shared
 def test_forty_photographs_with_the_trained_vit_tiny(run, shared_data, tmp_path):
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import ndimage
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
 from vitflow.explaining.choices import Chosen
@@ -219,5 +218,7 @@ def realigned(
     >>> realigned(np.array([[1.0, 3.0]]), (0.0, 0.5))
     array([[1., 2.]])
     """
+    from scipy import ndimage  # slow to import: only shifts need it
+
     # Area weights equal linear interpolation between two patches; at the border only one patch covers.
     return np.asarray(ndimage.shift(grid.astype(np.float64), move, order=1, mode="nearest"))

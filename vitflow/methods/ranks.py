@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError
@@ -33,6 +32,8 @@ def spearman(first: Values, second: Values) -> float | None:
     _check(first, second)
     if is_constant(first) or is_constant(second):
         return None
+    from scipy.stats import rankdata  # slow to import: the first map does not need it
+
     a, b = (rankdata(values.ravel()) - (values.size + 1) / 2 for values in (first, second))
     return float(np.clip(a @ b / np.sqrt((a @ a) * (b @ b)), -1.0, 1.0))
 
