@@ -295,9 +295,8 @@ def _paint(
     colors = np.take(np.concatenate([tint, np.zeros((1, 3), np.float32)]), step, axis=0)
     mixed = cv2.add(cv2.multiply(background, cv2.merge([shown] * 3)), colors)
     painted = np.asarray(cv2.convertScaleAbs(mixed), dtype=np.uint8)  # rounded, not cut, to whole values
-    unseen = step == clear.size
-    painted[unseen] = image[unseen]
-    return painted
+    unseen: NDArray[np.uint8] = (step == clear.size).view(np.uint8)
+    return np.asarray(cv2.copyTo(image, unseen, painted), dtype=np.uint8)
 
 
 def mass_level(values: NDArray[np.floating[Any]], share: float) -> float | None:
