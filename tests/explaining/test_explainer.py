@@ -103,7 +103,7 @@ def test_a_patch_can_be_requested_instead_of_the_answer():
     actual = explaining.explain(image, method="attention", patch=(1, 2), layer=2, discard_ratio=0.0, **plain)
     expected = trace.attentions[1][0].mean(0)[1 + 1 * 4 + 2, 1:]
     np.testing.assert_allclose(actual.grid.ravel(), expected.numpy(), rtol=1e-5)
-    with pytest.raises(OptionError, match=r"Patch \(4, 0\) lies outside the grid of 4 × 4"):
+    with pytest.raises(OptionError, match=r"Patch \(4, 0\) is outside the grid of 4 × 4"):
         explaining.explain(image, patch=(4, 0))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, whole_number
 
-# Cells on the shorter side where neither the model nor the caller says: what a 224-pixel input has in 16-pixel patches.
+# Default number of cells on the shorter side, that of a 224-pixel input in 16-pixel patches.
 DEFAULT_CELLS = 14
 
 
@@ -17,8 +17,8 @@ def cell_grid(
 ) -> tuple[int, int]:
     """Rows and columns of cells of about `patch_size` pixels.
 
-    Where that is None, they are the model's own `patches` (rows and columns, of at least 7 pixels each), or cells of
-    1/14 of the shorter side.
+    If that is None: the model's `patches` (rows and columns) if they have at least 7 pixels each, else cells of 1/14 of
+    the shorter side.
 
     Raises:
         OptionError: a cell would be smaller than a pixel or larger than the image.
@@ -93,8 +93,8 @@ def occlusion(
 ) -> Tensor:
     """Occlusion: the drop in the target's score when one patch is replaced by the image's mean colour.
 
-    The mean is each image's own, per channel, over its whole model input. A negative value says that the model is
-    surer without the patch. The map is in the unit of the scores.
+    The mean is that of the image, per channel, over its model input. A negative value means that the score is higher
+    without the patch. The map is in the unit of the scores.
 
     Args:
         predict: maps model inputs [images, channels, height, width] to scores [images, classes]: log-odds, or
@@ -103,8 +103,8 @@ def occlusion(
         targets: class index of each image, [batch].
         rows: patches from top to bottom.
         cols: patches from left to right.
-        batch_size: images with a blanked patch per call of `predict`; it changes the time, not the map.
-        progress: called with how many patches were hidden since the last call.
+        batch_size: images with a blanked patch per call of `predict`; affects the time only.
+        progress: called with the number of patches hidden since the last call.
 
     Returns:
         [batch, rows, cols].
@@ -148,32 +148,32 @@ def _of_target(scores: Tensor, targets: Tensor) -> Tensor:
     return scores.gather(1, targets.to(scores.device).unsqueeze(1)).squeeze(1)
 
 
-# Beside the field's values of about 1: so little that it decides between equals alone.
+# Breaks ties between values of the field, which are about 1.
 _NOISE = 1e-3
 
 
 def draw_masks(rows: int, cols: int, *, masks: int, keep: float = 0.3, cells: int = 7, seed: int = 0) -> Tensor:
     """Random masks, each of which keeps the same number of patches, in coherent regions.
 
-    A mask is a field of `cells × cells` normal numbers (no more a side than there are patches), enlarged to the grid by
-    bicubic interpolation; its k = round(keep · patches) highest patches stay. The masks follow from the grid and the
-    options alone, and the first of many are those of few.
+    A mask is a field of `cells × cells` normal numbers (at most the number of patches per side), upsampled to the grid
+    by bicubic interpolation; its k = round(keep · patches) highest patches stay. The masks depend on the grid and the
+    options only; fewer masks are the first of more masks.
 
     Args:
         rows: patches from top to bottom.
         cols: patches from left to right.
-        masks: how many, at least 2.
-        keep: share of the patches that stays, which must be one patch at least, and not all.
-        cells: numbers on a side of the field, at least 2: more of them make smaller regions.
-        seed: another seed gives other masks.
+        masks: number of masks, at least 2.
+        keep: share of the patches that stays: at least one patch, and not all.
+        cells: numbers per side of the field, at least 2; more cells give smaller regions.
+        seed: seed of the random numbers.
 
     Returns:
-        Which patches stay, bool [masks, patches], in raster order.
+        Mask of the patches that stay, bool [masks, patches], in raster order.
 
     Raises:
-        OptionError: an option lies outside its range.
+        OptionError: an option is out of range.
 
-    Source: Petsiuk, Das & Saenko, "RISE", BMVC 2018, §3.2, with as many patches in every mask.
+    Source: Petsiuk, Das & Saenko, "RISE", BMVC 2018, §3.2, with the same number of patches in every mask.
 
     >>> draw_masks(2, 3, masks=4, keep=0.5).sum(dim=1)
     tensor([3, 3, 3, 3])
@@ -198,12 +198,12 @@ def draw_masks(rows: int, cols: int, *, masks: int, keep: float = 0.3, cells: in
 def mean_differences(kept: Tensor, scores: Tensor) -> Tensor:
     """Return the mean score with a patch minus the mean score without it.
 
-    g_j = Σ_n (m_nj − m̄_j)(s_n − s̄) / Σ_n (m_nj − m̄_j)², in float64. A patch that every mask keeps, or that none does,
-    was never compared: it has 0.
+    g_j = Σ_n (m_nj − m̄_j)(s_n − s̄) / Σ_n (m_nj − m̄_j)², in float64. A patch that is in every mask or in
+    none has 0.
 
     Args:
         kept: m, which patches each mask keeps, bool [masks, patches].
-        scores: s, the answer to each mask, [masks], or [masks, classes].
+        scores: s, the score of each mask, [masks], or [masks, classes].
 
     Returns:
         g, signed, in the unit of the scores: [patches], or [patches, classes].
@@ -211,8 +211,8 @@ def mean_differences(kept: Tensor, scores: Tensor) -> Tensor:
     Raises:
         ShapeError: wrong shapes, or fewer than two masks.
 
-    Source: the estimator of Petsiuk, Das & Saenko, "RISE", BMVC 2018, §3.1, centred, so that the patches which happened
-    to be kept more often have no more for it.
+    Source: the estimator of Petsiuk, Das & Saenko, "RISE", BMVC 2018, §3.1, centred, so that
+    the map does not depend on how often a patch was kept.
 
     >>> mean_differences(torch.tensor([[True, False], [False, True], [True, False]]), torch.tensor([3.0, 1.0, 5.0]))
     tensor([ 3., -3.], dtype=torch.float64)
@@ -236,7 +236,7 @@ def halves(kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maps of the even and the odd masks; their agreement is the split-half reliability.
 
     Args:
-        kept, scores: as for `mean_differences`, of four masks or more; of fewer, both maps are 0.
+        kept, scores: as for `mean_differences`; with fewer than four masks, both maps are 0.
 
     Returns:
         Two maps of `mean_differences`.

@@ -62,12 +62,12 @@ def area_shares(box: tuple[float, float, float, float], rows: int, cols: int) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Components:
-    """The directions in which features differ most.
+    """Principal components of features.
 
     Attributes:
         mean: of the features, float64 [width].
         directions: one for each component, of length 1, float64 [width, components]; 0 where nothing is left to differ.
-        shares: of the variance that each component holds, [components].
+        shares: share of the variance of each component, [components].
     """
 
     mean: Tensor
@@ -82,12 +82,12 @@ class Components:
 def principal_components(features: Tensor, count: int = 3) -> Components:
     """Compute the first principal components, the leading eigenvectors of the covariance, in float64.
 
-    Eigenvectors have no sign of their own. Here the entry that is largest in absolute value is positive, so that the
+    The sign of an eigenvector is arbitrary. Here the entry with the largest absolute value is positive, so that the
     same features give the same signs with any solver.
 
     Args:
         features: [samples, width], at least one sample more than components.
-        count: of components.
+        count: number of components.
 
     Raises:
         ShapeError: other shapes, or too few samples.

@@ -11,11 +11,11 @@ from vitflow.errors import OptionError, ShapeError, check_known, whole_number
 
 HeadFusion = Literal["mean", "max", "min"]
 HEAD_FUSIONS: tuple[HeadFusion, ...] = get_args(HeadFusion)
-# For what may be negative, too: the mean over heads before it is cut at 0, not after.
+# For signed values: average heads before clamping negatives.
 SignedFusion = HeadFusion | Literal["signed_mean"]
 
 
-# Sums of float32 numbers above this have all their digits.
+# Sums of float32 numbers above this are not denormal.
 _TINY = 1e-30
 
 
@@ -35,7 +35,7 @@ def check_fraction(name: str, value: float) -> None:
 
 
 def check_prefix(num_prefix_tokens: int, tokens: int) -> None:
-    """Raise OptionError unless so many of the tokens can stand before the patches."""
+    """Raise OptionError unless the number of prefix tokens is from 0 to the number of tokens."""
     whole_number("num_prefix_tokens", num_prefix_tokens, 0, tokens)
 
 
@@ -131,9 +131,9 @@ def discard_smallest(values: Tensor, count: int) -> Tensor:
 
 
 def normalize_rows(matrix: Tensor) -> Tensor:
-    """Divide each row by its own sum; a row that is all zero becomes the row of the identity.
+    """Divide each row by its sum; a row of zeros becomes the row of the identity.
 
-    Between different numbers of queries and keys there is no identity, and such a row stays zero.
+    If the numbers of queries and keys differ, such a row stays zero.
 
     >>> normalize_rows(torch.tensor([[1.0, 3.0], [0.0, 0.0]]))
     tensor([[0.2500, 0.7500],
@@ -142,7 +142,7 @@ def normalize_rows(matrix: Tensor) -> Tensor:
     total = matrix.sum(dim=-1, keepdim=True)
     if (total > _TINY).all():  # as nearly always: a fifth of the time of what follows
         return matrix / total
-    # Dividing by the largest entry first keeps rows of very small numbers from losing digits in their sum.
+    # Dividing by the largest entry first avoids denormal sums of very small numbers.
     largest = matrix.amax(dim=-1, keepdim=True)
     empty = largest <= 0
     scaled = matrix / torch.where(empty, 1.0, largest)
@@ -181,7 +181,7 @@ def residual_shares(sums: Tensor, residual: float) -> tuple[Tensor, Tensor]:
     """Weight of the residual connection in each row of Â, and the factor of W's row, both of the shape of `sums`.
 
     Args:
-        sums: sum of each row of W; a row that sums to 0 keeps to itself.
+        sums: sum of each row of W; a row that sums to 0 has the residual only.
         residual: α. If it is 0, rows with sums far below 1 must have been normalised before.
 
     >>> residual_shares(torch.tensor([1.0, 3.0, 0.0]), 0.5)
@@ -216,11 +216,11 @@ def carry_rows(rows: Tensor, fused: Tensor, residual: float) -> Tensor:
 def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> list[Tensor]:
     """Check a stack of attention layers and return it as a list of [B, H, N, N] or fused [B, N, N], first layer first.
 
-    A single tensor with a leading layer axis is taken apart. Half precision becomes float32; where a layer is float64,
+    A single tensor with a leading layer axis is split. Half precision becomes float32; where a layer is float64,
     all are. Errors count from the number of the `first`.
 
     Raises:
-        ShapeError: no layers; a layer is no dense tensor of real numbers, is empty or not square, differs from the
+        ShapeError: no layers; a layer is not a dense tensor of real numbers, is empty or not square, differs from the
             first in its shape, or holds negative, NaN or infinite values.
     """
     layers = layers_of(attentions)
@@ -326,9 +326,9 @@ def raw_attention(
 
     Args:
         attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first.
-        readout: weight of each token in the model's answer, [tokens] or [batch, tokens].
+        readout: weight of each token in the model's output, [tokens] or [batch, tokens].
         layer: layer number, 1 for the first, −1 for the last.
-        head: one head's own attention, 0 … H − 1, instead of the fused heads.
+        head: attention of one head, 0 … H − 1, instead of the fused heads.
         head_fusion: "mean", "max" or "min" over heads.
         discard_ratio: share of the smallest values to set to 0.
         num_prefix_tokens: tokens before the patches.

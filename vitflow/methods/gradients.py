@@ -18,7 +18,7 @@ def grad_cam(features: Tensor, gradients: Tensor, *, num_prefix_tokens: int = 1)
     Args:
         features: token features x, [batch, tokens, channels].
         gradients: gradient of each image's target logit with respect to them, of the same shape.
-        num_prefix_tokens: tokens before the patches, which have no part in the channel weights.
+        num_prefix_tokens: tokens before the patches; the channel weights ignore them.
 
     Returns:
         [batch, tokens].
@@ -48,7 +48,7 @@ def grad_cam(features: Tensor, gradients: Tensor, *, num_prefix_tokens: int = 1)
 def input_gradient(gradients: Tensor, *, rows: int, cols: int) -> Tensor:
     """Input gradient: |∂ logit / ∂ pixel| summed over the channels and pixels of each patch.
 
-    The pixels are those of the model input, after its normalisation.
+    Pixels are those of the normalised model input.
 
     Args:
         gradients: gradient of each image's target logit by its pixels, [batch, channels, height, width].
@@ -79,7 +79,7 @@ def legrad(gradients: Sequence[Tensor]) -> Tensor:
     s_l is the answer that the model's last norm, pooling and head make of the tokens of layer l itself.
 
     Args:
-        gradients: ∂s_l / ∂A_l of each layer, [batch, heads, queries, keys]; all with as many keys.
+        gradients: ∂s_l / ∂A_l of each layer, [batch, heads, queries, keys]; all with the same number of keys.
 
     Returns:
         [batch, keys].
@@ -107,8 +107,8 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
 
 
-# False: attention as it is. True: times the norm of the transformed value vector. "output": times the length of that
-# vector along the output that it becomes part of.
+# False: attention unchanged. True: times the norm of the transformed value vector. "output": times the projection of
+# that vector on the attention's output.
 ValueWeighting = bool | Literal["output"]
 VALUE_WEIGHTINGS: tuple[ValueWeighting, ...] = (False, True, "output")
 
@@ -125,7 +125,7 @@ class Values:
 
     Attributes:
         vectors: value vectors v of each head, [batch, heads, tokens, width].
-        projection: W_O, which joins the heads to one output, [out, heads · width]; head h owns the columns from
+        projection: W_O, [out, heads · width]; head h has the columns from
             h · width on.
         gram: W_Oᵀ W_O, if it is known already.
 
@@ -167,7 +167,7 @@ class Values:
         return self.projection.T @ self.projection if vectors > len(self.projection) else None
 
     def weigh(self, attention: Tensor, value_weighted: ValueWeighting, mixed: Tensor | None = None) -> Tensor:
-        """Attention probabilities of all heads, weighted by what they pass on.
+        """Attention probabilities of all heads, weighted by their value vectors.
 
         - False: A[h, i, j] itself.
         - True: A[h, i, j] · ‖v_j W_O‖, the length of what token j passes on to token i through head h.
@@ -217,12 +217,12 @@ def fuse_weighted(
     values: Values | None,
     mixed: Tensor | None = None,
 ) -> Tensor:
-    """Weigh the heads of one layer and fuse them: [batch, heads, tokens, tokens] → [batch, tokens, tokens].
+    """Weight the heads of one layer and fuse them: [batch, heads, tokens, tokens] → [batch, tokens, tokens].
 
-    Weighted rows are normalised to 1 again after the fusion.
+    Weighted rows are normalised to sum 1 after the fusion.
 
     Args:
-        values: of the same layer; needed where value_weighted is not False.
+        values: of the same layer; required unless value_weighted is False.
         mixed: as for `Values.weigh`.
     """
     check_head_fusion(head_fusion)

@@ -1,4 +1,4 @@
-"""Attention rollout that grows by rows while a text is written: each new token appends one row to every layer."""
+"""Attention rollout during text generation: each new token appends one row to every layer."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ class GrowingRollout:
     layer, however many heads there are.
 
     Args:
-        num_tokens: as many tokens as will come; more may.
+        num_tokens: expected number of tokens; more are allowed.
         discard_ratio, residual, start_layer, causal: as for `attention_rollout`.
 
     >>> grown = GrowingRollout(2, causal="raw")
@@ -53,13 +53,13 @@ class GrowingRollout:
         self._lengths: list[int] = []  # rows that each layer has
 
     def append(self, layer: int, fused: Tensor, num_tokens: int, visible: Tensor | None = None) -> None:
-        """Take in a layer's attention of the newest tokens; lower layers come first.
+        """Append a layer's attention of the newest tokens; lower layers first.
 
         Args:
-            layer: its number, counted from 0.
+            layer: index of the layer.
             fused: [batch, queries, keys]; the queries are the last of all tokens, and so are the keys (a cache with a
                 sliding window has dropped the ones before). Queries that are known already are not read again.
-            num_tokens: tokens there are by now, the newest included.
+            num_tokens: number of tokens so far, including the newest.
             visible: which keys each query may see, bool [batch or 1, queries, keys]; None for all up to its own.
 
         Raises:

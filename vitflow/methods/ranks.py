@@ -17,7 +17,7 @@ def spearman(first: Values, second: Values) -> float | None:
     """Spearman's rank correlation of two maps of one shape, with average ranks for ties.
 
     Returns:
-        ρ from −1 to 1; None where a map is constant up to the rounding of float32, for then it ranks nothing.
+        ρ from −1 to 1; None if a map is constant up to the rounding of float32.
 
     Raises:
         ShapeError: the shapes differ, there are fewer than two values, or some are NaN or infinite.
@@ -66,7 +66,7 @@ def top_overlap(first: Values, second: Values, top: float = 0.1) -> float:
 
 
 def _membership(values: Values, count: int) -> NDArray[np.float64]:
-    """To what part each value belongs to the `count` highest; the parts sum to `count`."""
+    """Return the membership of each value in the `count` highest, 0 to 1; ties share it, and the sum is `count`."""
     flat = values.ravel()
     threshold = flat.min() if is_constant(flat) else np.partition(flat, flat.size - count)[flat.size - count]
     tied = np.ones(flat.size, dtype=bool) if is_constant(flat) else flat == threshold
@@ -91,14 +91,14 @@ def _check(first: Values, second: Values) -> None:
 def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor:
     """Random map: a number from [0, 1) for each patch, each image its own.
 
-    The numbers follow from the image's content and the seed alone: an image has the same map in every run, alone or
+    The numbers depend on the image's content and the seed only: an image has the same map in every run, alone or
     in a batch, and two images have independent ones.
 
     Args:
         pixels: model inputs, [batch, channels, height, width].
         rows: patches from top to bottom.
         cols: patches from left to right.
-        seed: another seed gives another map.
+        seed: seed of the random numbers.
 
     Returns:
         [batch, rows, cols], float32.
@@ -122,7 +122,7 @@ def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor
 def centre_prior(rows: int, cols: int, *, sigma: float = 0.25) -> Tensor:
     """Centre prior: exp(−(x² + y²) / 2σ²), with x and y from the centre of the model input in shares of its sides.
 
-    Photographers put their subject in the middle, so that many a benchmark is half solved by this.
+    Subjects of photographs tend to be in the centre, so this baseline scores well on many benchmarks.
 
     Args:
         rows: patches from top to bottom.
@@ -143,6 +143,6 @@ def centre_prior(rows: int, cols: int, *, sigma: float = 0.25) -> Tensor:
         raise OptionError(f"Expected sigma > 0, got {sigma}.")
     if rows < 1 or cols < 1:
         raise ShapeError(f"Expected at least 1 × 1 patches, got {rows} × {cols}.")
-    # In shares of σ, whose own square may be more or less than a float can hold.
+    # In units of σ, as σ² may overflow or underflow.
     y, x = (((torch.arange(count, dtype=torch.float64) + 0.5) / count - 0.5) / sigma for count in (rows, cols))
     return torch.exp(-(y[:, None] ** 2 + x[None, :] ** 2) / 2.0).float()

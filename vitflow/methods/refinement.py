@@ -1,8 +1,8 @@
-"""Refinement: a map spread among the patches that the model treats alike.
+"""Refinement: spread a map among patches that the model treats as similar.
 
-Two patches are alike for a model if, layer by layer, they attend to the same patches (co-attention), or if their keys
-point the same way. Either affinity is a doubly stochastic matrix: a map that it spreads keeps its sum, and a constant
-map stays constant.
+Two patches are similar for a model if, layer by layer, they attend to the same patches (co-attention), or if their keys
+are similar. Either affinity is a doubly stochastic matrix: refinement keeps the sum of a map, and a constant map stays
+constant.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class Balanced:
     Attributes:
         matrices: W, [batch, size, size]; products with it are taken in float64.
         rows, cols: the factors, float64 [batch, size].
-        rest: half of what each row lacks to sum to 1 when the rounds end, float64 [batch, size]; the columns lack
-            nothing. It counts on the diagonal of the symmetric matrix, so that this one keeps sums and constants.
+        rest: half of the difference of each row sum from 1 after the last round, float64 [batch, size]; columns sum to
+            1. It is added to the diagonal of the symmetric matrix, which then keeps sums and constants.
     """
 
     matrices: Tensor
@@ -82,7 +82,7 @@ def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
     first = 0 if size is None else matrices.shape[-1] - size
     inner = matrices[:, first:, first:].double()
     rows, cols = inner.new_ones(inner.shape[:2]), inner.new_ones(inner.shape[:2])
-    open_ = inner.new_ones(len(inner), 1, dtype=torch.bool)  # the factors of an image do not depend on its neighbours
+    open_ = inner.new_ones(len(inner), 1, dtype=torch.bool)  # the factors of an image do not depend on the batch
     for number in range(ROUNDS + 1):
         sums = _times(cols, inner.mT)
         if number == 0 and ((sums <= 0).any() or (_times(1 / sums, inner) <= 0).any()):
@@ -104,7 +104,7 @@ def _times(rows: Tensor, matrices: Tensor) -> Tensor:
 AffinityName = Literal["attention", "keys", "both"]
 AFFINITIES: tuple[AffinityName, ...] = get_args(AffinityName)
 
-# The power that tells near keys from far ones.
+# Power that sharpens the cosine of keys.
 _KEY_POWER = 4
 # Matrices nearer to the uniform one than this (squared distance, the mean over layers) make every map nearly constant:
 # those of random weights lie ten times nearer, of the trained models measured none lies within 0.03.
@@ -117,7 +117,7 @@ class Affinity:
 
     Attributes:
         attention: balanced attention of each layer; the co-attention is the mean over them of S², S = (P + Pᵀ)/2.
-        keys: balanced likeness of the keys, where it has a part in the affinity.
+        keys: balanced similarity of the keys, if it is part of the affinity.
     """
 
     attention: tuple[Balanced, ...] = ()
@@ -125,7 +125,7 @@ class Affinity:
 
     @property
     def matrix(self) -> Tensor:
-        """The affinity itself, float64 [batch, patches, patches]: memory for patches² numbers."""
+        """The affinity, float64 [batch, patches, patches]; requires memory for patches² numbers."""
         matrices = []
         if self.attention:
             halves = [layer.symmetric for layer in self.attention]
@@ -154,14 +154,14 @@ class Affinity:
 def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Affinity:
     """Co-attention M = mean over layers of S², where S = (P + Pᵀ)/2 and P is a layer's attention, doubly stochastic.
 
-    M is symmetric, doubly stochastic and has no negative eigenvalue: patches that attend to the same patches are alike,
-    whether or not they attend to each other. (S itself is not enough: where objects attend to the background and the
-    background to objects, one step of it turns a map inside out.)
+    M is symmetric, doubly stochastic and positive semidefinite: patches that attend to the same patches are similar,
+    whether or not they attend to each other. (S alone is not enough: if objects attend to the background and the
+    background to objects, one step of it inverts a map.)
 
     Args:
         layers: attention of each layer averaged over its heads, [batch, tokens, tokens], no value weighting, no
-            residual, nothing discarded; layers in which a row or a column holds nothing are left out.
-        num_patches: how many of the last tokens are patches; all where it is None.
+            residual, nothing discarded; layers with an empty row or column are left out.
+        num_patches: number of patches, which are the last tokens; None for all tokens.
 
     Raises:
         ShapeError: a layer is not square, or none is left.
@@ -215,15 +215,15 @@ def key_affinity(layers: Sequence[Tensor]) -> Affinity:
 
 
 def refine(grids: Tensor, affinity: Affinity, steps: int) -> Tensor:
-    """Spread maps among patches that are alike: affinityᵏ g, with k = steps.
+    """Spread maps among similar patches: affinityᵏ g, with k = steps.
 
     Args:
         grids: maps, [batch, rows, cols], of any sign.
         affinity: of the same patches, in raster order.
-        steps: how many times; 0 leaves the maps as they are.
+        steps: number of steps k; 0 leaves the maps unchanged.
 
     Returns:
-        [batch, rows, cols] in the precision of `grids`; each map's sum is kept.
+        [batch, rows, cols] in the precision of `grids`; the sum of each map is kept.
 
     Raises:
         OptionError: steps is negative.

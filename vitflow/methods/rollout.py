@@ -49,12 +49,12 @@ def attention_rollout(
     Args:
         attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first; or one
             tensor with a leading layer axis.
-        head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is taken as it is.
+        head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is used unchanged.
         discard_ratio: share of the smallest values per image and layer to set to 0, 0 <= ratio < 1.
         residual: α, the share of the residual connection; the paper uses 0.5.
         start_layer: s, the first layer of the product; 1 is the paper, 2 leaves out the first layer.
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.
-        readout: weight of each token of the top layer in the model's answer, [tokens] or [batch, tokens].
+        readout: weight of each token of the top layer in the model's output, [tokens] or [batch, tokens].
         causal: for attention among the keys that each query may see, as of a decoder: "raw", or "receptive_field", what
             comes of it divided by what uniform attention among the same keys gives; a row's own token has 0 there and
             the others sum to 1. Either way, values are discarded in each row by itself.
@@ -113,7 +113,7 @@ def rollout_step(fused: Tensor, below: Tensor | None, residual: float, *, normal
         fused: fused attention W of the layer, [batch, tokens, tokens]; nothing is discarded.
         below: P, the product of the layers below it, of the same shape; None for the identity.
         residual: α, above 0.
-        normal: whether the rows of W sum to 1 already.
+        normal: whether the rows of W sum to 1.
 
     Returns:
         [batch, tokens, tokens].
@@ -125,7 +125,7 @@ def rollout_step(fused: Tensor, below: Tensor | None, residual: float, *, normal
     if below is None:
         step = fused * (1.0 - residual)
         step.diagonal(dim1=-2, dim2=-1).add_(residual)
-    else:  # into a tensor that is there: no autocast then
+    else:  # into an existing tensor, without autocast
         step = torch.empty_like(below)
         torch.baddbmm(below, fused, below, beta=residual, alpha=1.0 - residual, out=step)
     return step if normal else step.div_(residual + (1.0 - residual) * fused.sum(dim=-1, keepdim=True))
@@ -138,8 +138,8 @@ def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor
 
     Args:
         layers: W_l as `for_the_class` makes them, [batch, tokens, tokens], first layer first.
-        start_layer: s, the first layer that counts; 1 is the paper.
-        readout: weight of each token of the top layer in the model's answer, [tokens] or [batch, tokens].
+        start_layer: s, the first layer of the product; 1 is the paper.
+        readout: weight of each token of the top layer in the model's output, [tokens] or [batch, tokens].
 
     Returns:
         [batch, tokens, tokens], row i: relevance of each input token (column) to token i of the top layer. With a

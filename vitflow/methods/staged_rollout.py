@@ -67,14 +67,14 @@ def staged_rollout(
 
     Each layer is what its dense matrix would be: Â = rownorm(α I + (1 − α) W), where W holds each window's
     probabilities where its tokens lie, added up where windows overlap, and nothing at padding. Assumed, where
-    layers differ in their tokens: what lies between two attention layers (a merge, a convolution, a pooling) keeps
+    layers differ in their tokens: operations between attention layers (merging, convolution, pooling) keep
     things where they are, and each token of a coarser grid holds an equal share of the area that it covers, whatever
     weights the merge gives to its children. A class token that joins late takes its share with it.
 
     Args:
         matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first.
-        tokens: where the tokens of each layer lie.
-        readout: weight in the model's answer of each token among the queries of the top layer, [batch, tokens].
+        tokens: layouts of the tokens of each layer.
+        readout: weight in the model's output of each token among the queries of the top layer, [batch, tokens].
         discard_ratio: share of each layer's own entries between tokens, whose key is a patch, to set to 0; smallest
             first, ties by their position in the windows.
         residual: α, the share of the residual connection, of all layers or of each.
@@ -141,9 +141,9 @@ def staged_attention(
 
     Args:
         matrix: fused attention of that layer, [batch, windows, queries, keys].
-        tokens: where the tokens of each layer lie, first layer first.
+        tokens: layouts of the tokens of each layer, first layer first.
         layer: layer number, 1 for the first, −1 for the last.
-        readout: weight in the model's answer of each token among the queries of the top layer, [batch, tokens].
+        readout: weight in the model's output of each token among the queries of the top layer, [batch, tokens].
         discard_ratio: as for `staged_rollout`.
 
     Returns:
@@ -225,7 +225,7 @@ def _discard(weights: Tensor, valid: Tensor, key_index: Tensor, layer: LayerToke
 
 
 def _indices(layer: LayerTokens, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Query and key index, [windows, queries] and [windows, keys], also where they hold all tokens in order."""
+    """Query and key index, [windows, queries] and [windows, keys], also if they contain all tokens in order."""
     parts = []
     for index, layout in ((layer.query_index, layer.queries), (layer.key_index, layer.keys)):
         everything = torch.arange(layout.num_tokens, device=device).unsqueeze(0)
@@ -248,7 +248,7 @@ def _scatter(values: Tensor, index: Tensor, tokens: int) -> Tensor:
 def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
     """Carry a row over the tokens of one layout to another, by area: the sum over patches stays the same.
 
-    What lies on prefix tokens goes along where the target has as many, and is left behind where it has none.
+    Weights of prefix tokens are kept if the target has as many prefix tokens, and dropped if it has none.
 
     Args:
         row: [batch, tokens of source].
@@ -269,7 +269,7 @@ def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
 
 
 def _by_area(values: Tensor, source: TokenLayout, target: TokenLayout, whole: TokenLayout) -> Tensor:
-    """Each patch of the target as the sum over the patches of the source, by the area that they have in common.
+    """Return each patch of the target as the sum over patches of the source, weighted by overlapping area.
 
     Args:
         values: over the tokens of the source, [batch, tokens].

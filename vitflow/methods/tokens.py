@@ -1,4 +1,4 @@
-"""Token layout: which tokens are patches, which precede or follow them, and the place of each patch on the grid."""
+"""Token layout: prefix tokens, patch tokens with their grid, and suffix tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,15 +55,15 @@ class TokenLayout:
         return slice(self.num_prefix_tokens, self.num_prefix_tokens + self.num_patches)
 
     def token_of_patch(self, row: int, col: int) -> int:
-        """Index of the token that stands for the patch at (row, col), counted from the top left.
+        """Return the index of the token of the patch at (row, col), counted from the top left.
 
         Raises:
-            OutsideGridError: the patch lies outside the grid.
+            OutsideGridError: the patch is outside the grid.
         """
         row, col = whole_number("the patch's row", row), whole_number("the patch's column", col)
         if not (0 <= row < self.rows and 0 <= col < self.cols):
             raise OutsideGridError(
-                f"Patch ({row}, {col}) lies outside the grid of {self.rows} × {self.cols} patches: "
+                f"Patch ({row}, {col}) is outside the grid of {self.rows} × {self.cols} patches: "
                 f"give a row from 0 to {self.rows - 1} and a column from 0 to {self.cols - 1}."
             )
         return self.num_prefix_tokens + row * self.cols + col
@@ -113,7 +113,7 @@ def visible_keys(
         causal, attention_mask, visible: as for `attention_rollout`.
 
     Raises:
-        OptionError: an unknown word for causal.
+        OptionError: an unknown value of causal.
         ShapeError: a mask does not fit the attention.
 
     >>> layer = torch.tensor([[[1.0, 0.0], [0.5, 0.5]]])
@@ -148,7 +148,7 @@ def visible_keys(
 
 
 def uniform_attention(visible: Tensor) -> Tensor:
-    """Attention that is the same for every key that a query may see: float64, of the same shape.
+    """Return uniform attention over the visible keys of each query: float64, of the same shape.
 
     >>> uniform_attention(torch.tensor([[True, False], [True, True]]))
     tensor([[1.0000, 0.0000],
@@ -163,9 +163,9 @@ def relative_to(weights: Tensor, reference: Tensor, is_self: Tensor | None = Non
 
     Args:
         weights: rows over tokens, [..., tokens].
-        reference: the same of uniform attention; where it is 0, nothing can arrive, and the quotient is 0.
-        is_self: which entry of a row is its own token, bool. It gets 0: deep and long, its share of the reference is so
-            small that the quotient would be all its own.
+        reference: the same for uniform attention; if it is 0, the quotient is 0.
+        is_self: mask of the row's own token, bool; it gets 0. In deep models its share of the reference is so small
+            that it would dominate the quotient.
 
     Returns:
         float64, of the same shape.
@@ -182,6 +182,6 @@ def relative_to(weights: Tensor, reference: Tensor, is_self: Tensor | None = Non
 
 
 def self_token(readout: Tensor) -> Tensor:
-    """Mask of the token that a readout [batch, tokens] consists of; none for several tokens."""
+    """Return a mask of the token of a readout [batch, tokens] with a single token; empty for several tokens."""
     spoken = readout != 0
     return spoken & (spoken.sum(dim=-1, keepdim=True) == 1)

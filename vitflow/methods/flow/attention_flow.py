@@ -1,4 +1,4 @@
-"""Attention flow: attention as the capacity of pipes, and how much can run from the answer to each input token."""
+"""Attention flow: maximum flow from the output to each input token, with attention as capacities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,15 +22,15 @@ Floats = NDArray[np.float64]
 # A token of the top layer; a node (layer, token); or capacities of a super-source over the top layer's tokens.
 Source = int | tuple[int, int] | Tensor | Floats | Sequence[float]
 
-# A flow this close to its trivial cut, relatively, is called saturated.
+# Relative distance to the trivial cut below which a flow is saturated.
 SATURATED = 1e-9
-# `all_sources` solves nodes × sinks flows; more than this belongs into a loop over chosen sources.
+# Maximum number of flows of `all_sources`, nodes × sinks.
 MOST_PAIRS = 200_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlowResult:
-    """Maximum flows from the source to each sink, and what limits them. Tensors lie where the attention lay.
+    """Maximum flows from the source to each sink, and their cuts; tensors are on the device of the attention.
 
     Attributes:
         values: float64 [batch, sinks], the maximum flow into each sink, in the same unit as attention.
@@ -40,8 +40,8 @@ class FlowResult:
             for one that takes all that the source has.
         layers: the window, (first, last), counted from 1.
         sinks: the input tokens that the last axis stands for.
-        num_prefix_tokens: how many of all tokens stand before the patches.
-        reference: the flows of uniform attention among visible keys, where the result shall be relative to them.
+        num_prefix_tokens: number of tokens before the patches.
+        reference: the flows of uniform attention among visible keys, if the result is relative to them.
         self_mask: mask of the source's own token among the sinks, bool; None without a reference.
 
     With `all_sources` the tensors have the shape [batch, layers, tokens, sinks]: the source is token i after the
@@ -59,9 +59,9 @@ class FlowResult:
 
     @property
     def normalized(self) -> Tensor:
-        """The values divided by their sum over the sinks, as the paper's code does; zeros where nothing flows.
+        """The values divided by their sum over the sinks, as the paper's code does; zeros if all flows are 0.
 
-        Where a reference was solved, relative to it: the quotients without the source's own token, divided by their
+        With a reference, relative to it: the quotients without the source's own token, divided by their
         sum.
         """
         if self.reference is not None:
@@ -105,7 +105,7 @@ def attention_flow(
     """Attention flow: for each input token the maximum flow that the layers let through from the source.
 
     The graph has a node (l, i) for token i after layer l and an edge of capacity Â_l[i, j] from (l, i) to (l − 1, j).
-    Each sink is a maximum flow of its own. Over many layers most flows are *saturated*: they equal the first layer's
+    Each sink has its own maximum flow. Over many layers most flows are *saturated*: they equal the first layer's
     column sums and say nothing of the layers above; look at `saturated_share`, and take fewer layers.
 
     Args:
@@ -117,7 +117,7 @@ def attention_flow(
         sinks: the input tokens to solve for; all by default.
         layers: "all" (the paper), N for the last N layers, or (first, last), counted from 1 and both included.
         start_layer: the window's first layer, as another way to give `layers`.
-        head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is taken as it is.
+        head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is used unchanged.
         discard_ratio: share of the smallest values per image and layer to set to 0, 0 <= ratio < 1.
         residual: α, the share of the residual connection; the paper uses 0.5.
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.

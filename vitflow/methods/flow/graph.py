@@ -36,12 +36,12 @@ def attention_graph(
 
     Args:
         attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first.
-        head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is taken as it is.
+        head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is used unchanged.
         discard_ratio: share of the smallest values per layer to set to 0, 0 <= ratio < 1.
         residual: α, the share of the residual connection; the paper uses 0.5.
         layers: the layers whose edges to show, as for `attention_flow`.
         num_prefix_tokens: tokens before the patches.
-        batch_index: which image of the batch.
+        batch_index: index of the image in the batch.
         layout: names patches by row and column; its prefix tokens replace `num_prefix_tokens`.
 
     Raises:

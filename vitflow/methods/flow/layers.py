@@ -1,4 +1,4 @@
-"""Layers and edges of a flow: which layers it runs through, their capacities, and the graph that all sinks share."""
+"""Layers of a flow, their capacities, and the graph that all sinks share."""
 
 from collections.abc import Sequence
 from operator import index
@@ -24,9 +24,9 @@ from vitflow.methods.fusion import (
 # "all", the last N layers, (first, last), or what the command line writes: "4", "9:12", "9:".
 LayerRange = str | int | Sequence[int]
 
-# Layers that a flow runs through where nothing else is asked; the default in the table of methods.
+# Default number of layers of a flow, as in the table of methods.
 DEFAULT_LAYERS = 4
-# Layers are taken together up to so many entries: few large steps where matrices are small, little memory where not.
+# Maximum number of entries of layers that are processed together.
 TOGETHER = 2**20
 
 
@@ -37,7 +37,7 @@ def parse_window(layers: LayerRange, count: int, start_layer: int | None = None)
         layers: "all"; N for the last N layers; (first, last), where -1 is the last layer of the model; or the same in
             words, "4", "9:12", "9:" or ":4".
         count: layers of the model.
-        start_layer: another way to say (start_layer, -1).
+        start_layer: the same as layers=(start_layer, -1).
 
     Raises:
         OptionError: there are no such layers, or both ways are used at once.
@@ -99,7 +99,7 @@ def window_below(layer: int, layers: LayerRange, count: int, start_layer: int | 
 def check_window(
     attentions: Sequence[Tensor] | Tensor, layers: LayerRange, start_layer: int | None = None
 ) -> tuple[list[Tensor], int]:
-    """Return the checked layers of the window, and the number of the first of them.
+    """Return the checked layers of the window, and the index of the first.
 
     Raises:
         OptionError: there are no such layers.
@@ -152,7 +152,7 @@ Ints = NDArray[np.int32]
 class Graph(NamedTuple):
     """The layers that all sinks share, m of edges between m + 1 of nodes."""
 
-    base: Ints  # [m + 2]: where each layer's nodes begin; its last number is no node
+    base: Ints  # [m + 2]: start of each layer's nodes; the last entry is not a node
     row: Ints  # [nodes + 1]: where the edges above each node begin
     above: Ints  # [edges]: the upper node
     capacity: Floats  # [edges]
@@ -191,8 +191,8 @@ def fill_edges(
         upper: the tokens of the nodes above.
         least: leave out edges of at most this capacity.
         full: write all pairs instead.
-        base: the number of the first node above.
-        first: the number of the first edge.
+        base: index of the first node above.
+        first: index of the first edge.
         row: [lower nodes + 1], filled: where the edges above each lower node begin, and where the last ones end.
         above: filled from `first` on.
         capacity: likewise.

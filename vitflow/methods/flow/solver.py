@@ -1,4 +1,4 @@
-"""The strategy around the compiled search: which part of the graph to solve each sink in, and on which thread.
+"""Strategy around the compiled search: the part of the graph and the thread for each sink.
 
 What makes all sinks together cheap:
 
@@ -29,18 +29,18 @@ from vitflow.methods.flow.layers import Floats, Graph, count_edges, fill_edges
 Progress = Callable[[int], object]
 Indices = NDArray[np.intp]
 
-# A flow this close to its bound, relatively, has reached it: a float64 sum of some thousand edges is no better.
+# Relative distance to its bound below which a flow has reached it: the accuracy of float64 sums of thousands of edges.
 EXACT = 1e-12
-# All residuals that count as 0 add up to at most this share of the bound.
+# Maximum sum of the residuals that are treated as 0, as a share of the bound.
 DUST = 1e-11
 # Windows of so many lowest layers are tried before the whole graph, each on a sample of the sinks first, and on the
 # others if it serves more than this share of the sample.
 WINDOWS = (3, 4, 6)
 SAMPLE = 8
 ENOUGH = 0.7
-# Windows do without edges of at most this share of their layer's mean: most edges, and little of the capacity.
+# Windows leave out edges below this share of their layer's mean: most edges, and little of the capacity.
 SMALL = 0.2
-# Layers with at least this share of all pairs of nodes are stored with all of them.
+# Layers with at least this share of all pairs of nodes as edges are stored densely.
 FULL = 0.5
 # Each thread copies the capacities; fewer threads are used where the copies would exceed this.
 WORKSPACE_BYTES = 2**29
@@ -51,7 +51,7 @@ class _Sinks:
     """The sinks to solve, and what is found for each.
 
     Attributes:
-        demands: [sinks, tokens], what each sink takes from each node of the lowest layer.
+        demands: [sinks, tokens], capacity from each node of the lowest layer to each sink.
         bounds: [sinks], the smaller trivial cut.
         values: [sinks], filled.
         crossing: [sinks, layers + 2], filled for flows below their bound.
@@ -89,7 +89,7 @@ class InnerGraph:
         """Find the maximum flow for each sink, and the minimum cut of each whose flow stays below its bound.
 
         Args:
-            demands: [sinks, tokens], what each sink takes from each node of the lowest layer.
+            demands: [sinks, tokens], capacity from each node of the lowest layer to each sink.
             bounds: [sinks], the smaller trivial cut.
             progress: called with the number of further sinks solved.
 
@@ -166,7 +166,7 @@ class _Window:
             finally:
                 self.idle.put(work)
 
-        # Neighbouring sinks are alike: interleaved parts take equally long.
+        # Neighbouring sinks take similar time, so parts are interleaved.
         parts = max(self.workers, min(len(which) // SAMPLE, 8 * self.workers))
         for part in _share_out(pool, self.workers, some, [which[start::parts] for start in range(parts)]):
             if report:
@@ -319,7 +319,7 @@ def max_flow(
 
 
 def _without_layers(supply: Floats, demands: Floats) -> tuple[Floats, Floats]:
-    """Flow through paths without common edges, Σ_k min(supply_k, demand_k): values, and cuts by boundary."""
+    """Return the flow through edge-disjoint paths, Σ_k min(supply_k, demand_k): values, and cuts by boundary."""
     scarce = demands > supply  # [sinks, tokens]
     passed = np.minimum(demands, supply)
     at_source = np.where(scarce, passed, 0.0).sum(axis=1)
