@@ -1,23 +1,23 @@
-"""Images: reading, placing, drawing. This file has the choices; it loads neither NumPy nor OpenCV."""
+"""Images: reading, placement, drawing. This module defines the choices and imports neither NumPy nor OpenCV."""
 
 from typing import Any, Literal, get_args
 
-#: How an image becomes the model's input.
+#: How to fit an image to the model input.
 Fit = Literal["crop", "squash", "pad", "native"]
 FITS: tuple[Fit, ...] = get_args(Fit)
 
-#: How the patches of a map become pixels.
+#: How patches are upsampled to pixels.
 Interpolation = Literal["smooth", "linear", "cubic", "nearest", "guided"]
 INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
 
 #: Pixels per inch of the images in a figure, in every format; text and lines are vectors in PDF and SVG.
 DPI = 200
 
-#: What stands under the colours of a map: the photograph as it is, in darkened grey, or darkened with half its colour.
+#: Image under the colours of a map: unchanged, darkened grey, or darkened with half its saturation.
 Background = Literal["photo", "grey", "dim"]
 BACKGROUNDS: tuple[Background, ...] = get_args(Background)
 
-#: How an image is written, by the suffix of its file: arguments of Pillow's `save`.
+#: Arguments of Pillow's `save` by file suffix.
 WRITE_OPTIONS: dict[str, dict[str, Any]] = {
     ".png": {"format": "PNG"},
     ".jpg": {"format": "JPEG", "quality": 95, "subsampling": 0},
@@ -34,11 +34,11 @@ VIDEO_FORMATS = (".mp4", ".mov", ".avi", ".mkv", ".webm")
 #: Suffixes of the files of an explained clip.
 CLIP_FORMATS = (*FIGURE_FORMATS, ".gif", ".mp4", ".npz")
 
-#: Overlays of a folder run, by their suffix without the dot.
+#: Formats of the overlays of a folder run.
 OVERLAY_FORMATS = ("jpg", "png", "webp")
 
-#: Tables of a folder run, by their suffix without the dot; Parquet also with the grids of the maps.
+#: Formats of the tables of a folder run; Parquet also with the grids of the maps.
 MANIFEST_FORMATS = ("jsonl", "csv", "parquet", "parquet+grids")
 
-#: Where a folder run works: in this process, or on a cluster of Ray.
+#: Engines of a folder run: this process, or a Ray cluster.
 ENGINES = ("local", "ray")

@@ -20,9 +20,9 @@ class Theme:
     """Colours of a chart.
 
     Attributes:
-        paper, ink, soft, rule: background, words, lesser words, lines.
+        paper, ink, soft, rule: background, text, secondary text, lines.
         bar, baseline: of methods and of baselines.
-        lines: of the methods in turn.
+        lines: colours of the methods, in order.
     """
 
     paper: str
@@ -34,7 +34,7 @@ class Theme:
     lines: tuple[str, ...]
 
 
-# Okabe & Ito's colours, which people who see fewer colours can also tell apart; on dark, black gives way to white.
+# Okabe & Ito's colours, safe for colour-blind readers; white replaces black in the dark theme.
 _OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 LIGHT = Theme("#ffffff", "#1a1a1a", "#666666", "#c9c9c9", "#3d78b8", "#b4b4b4", (*_OKABE_ITO, "#000000"))
 DARK = Theme("#1b1d21", "#e8e7e3", "#9a9ba3", "#45484f", "#6ea6e6", "#6b6d75", ("#3ba0e0", *_OKABE_ITO[1:], "#ffffff"))
@@ -42,19 +42,19 @@ DARK = Theme("#1b1d21", "#e8e7e3", "#9a9ba3", "#45484f", "#6ea6e6", "#6b6d75", (
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-#: Inches that a character of a label takes, about, and how many characters of one get room.
+#: Approximate width of a character of a label in inches, and the maximum number of characters.
 PER_CHARACTER, MOST_CHARACTERS = 0.062, 44
 _MOST_TICKS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart: y(x), with a band of ± spread; both may be None where they are not defined.
+    """One line of a chart: y(x), with a band of ± spread; both may be None at undefined points.
 
     Attributes:
         label: its name.
-        x, y, spread: its points; no spread draws no band.
-        baseline: whether it stands behind the others, grey.
+        x, y, spread: its points; without a spread, no band is drawn.
+        baseline: whether it is drawn in grey, behind the others.
     """
 
     label: str
@@ -79,7 +79,7 @@ def draw_lines(
         x_label: what x is, for all charts or for each; whole numbers are marked one by one.
         y_label: what y is, for all charts.
         ticks: words that stand for the values of x.
-        bottom: the lowest y that is shown; by default as far as the lines go.
+        bottom: lower limit of y; by default that of the lines.
 
     >>> series = Series("rollout", [1, 2], [0.1, 0.4], [0.1, None])
     >>> [axes.get_title(loc="left") for axes in draw_lines({"occlusion": [series]}, x_label="layer", y_label="ρ").axes]
@@ -117,7 +117,7 @@ def draw_lines(
 
 
 def _draw_series(axes: Axes, series: Series, number: int) -> Any:
-    """Draw the line that is the number-th of its kind."""
+    """Draw a line with the style of its index among its kind."""
     x, y = (np.array(values, dtype=float) for values in (series.x, series.y))  # None becomes NaN
     if series.baseline:
         look: dict[str, Any] = {"color": LIGHT.soft, "linestyle": _STYLES[1:][number % 3], "zorder": 1.9}
@@ -141,7 +141,7 @@ def _mark(axes: Axes, values: Sequence[float], words: Sequence[str]) -> None:
 
 
 def label_width(labels: Sequence[str]) -> float:
-    """About how many inches the longest label takes."""
+    """Return the approximate width of the longest label, in inches."""
     return min(max(map(len, labels)), MOST_CHARACTERS) * PER_CHARACTER
 
 
@@ -151,7 +151,7 @@ def new_chart(size: tuple[float, float]) -> QuietFigure:
 
 
 def settled(figure: Figure) -> Figure:
-    """Fix the layout of a figure, so that all files of it are equal."""
+    """Fix the layout of a figure, so that all its files are identical."""
     figure.draw_without_rendering()
     with matplotlib.rc_context({"figure.autolayout": False, "figure.constrained_layout.use": False}):
         figure.set_layout_engine(None)  # "none" would draw it twice for each file
@@ -159,7 +159,7 @@ def settled(figure: Figure) -> Figure:
 
 
 def framed(figure: Figure, title: str, paragraphs: Iterable[str]) -> Figure:
-    """Set a title above a figure and small grey lines below it, make it higher by these, and settle its layout."""
+    """Add a title above a figure and small grey lines below it, increase its height accordingly, and fix its layout."""
     width, height = figure.get_size_inches()
     room, left = width - 2 * MARGIN, MARGIN / width
     head = wrap(title, room, TITLE, lines=3, weight="bold")
@@ -176,7 +176,7 @@ def framed(figure: Figure, title: str, paragraphs: Iterable[str]) -> Figure:
 
 
 def style_axes(axes: Axes, title: str) -> None:
-    """Give a panel its title and its look."""
+    """Set the title and the style of a panel."""
     axes.set_facecolor(LIGHT.paper)
     axes.set_title(printable(title, lines=True), fontsize=TITLE, loc="left", color=LIGHT.ink, parse_math=False)
     axes.tick_params(labelsize=BODY, length=2.5, width=0.6, colors=LIGHT.soft, labelcolor=LIGHT.ink)

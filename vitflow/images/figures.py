@@ -38,7 +38,7 @@ from vitflow.images.typesetting import (
     wrap,
 )
 
-#: Pixels per inch of figures in a notebook: a strip is as wide as the page then.
+#: Pixels per inch of figures in a notebook, so that a strip is as wide as the page.
 NOTEBOOK_DPI = 100
 
 # Lengths in inches.
@@ -69,7 +69,7 @@ class Column:
     Attributes:
         title: its name.
         subtitle: at most four smaller lines below it.
-        group: what it has in common with its neighbours; drawn once over columns of one group that stand together.
+        group: common title of adjacent columns; drawn once over them.
     """
 
     title: str
@@ -88,7 +88,7 @@ def draw_bands(
     note: str = "",
     dpi: int = DPI,
 ) -> Figure:
-    """Lay images out in columns under heads, with captions, and colour bars and a note below them all.
+    """Lay out images in columns under heads, with captions, colour bars and a note below.
 
     Args:
         bands: one or more strips below each other. Of each its columns, the heads from left to right; and its blocks of
@@ -135,7 +135,7 @@ def draw_bands(
 
 
 def _row(cells: Sequence[Sequence[Artist]], width: float | Sequence[float], align: Any = "top") -> HPacker:
-    """Lay columns of a width in inches, or of these widths, side by side, each with its boxes below each other."""
+    """Lay out columns of the given width(s) in inches side by side, each with its boxes from top to bottom."""
     widths = [width] * len(cells) if isinstance(width, float) else width
     columns: list[Artist] = [
         VPacker(children=[space(each), *boxes], align="center", sep=1)
@@ -191,7 +191,7 @@ def check_format(path: str | os.PathLike[str], formats: Sequence[str] = FIGURE_F
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure as PNG, PDF or SVG, by the suffix; the same figure gives the same bytes.
+    """Write a figure as PNG, PDF or SVG by its suffix; identical figures give identical bytes.
 
     Text stays text in PDF and SVG.
 
@@ -209,7 +209,7 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
     """Encode a figure in one of the `FIGURE_FORMATS`."""
     metadata: dict[str, Any] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}[suffix]
     settings: Any = {"savefig.bbox": None, "svg.fonttype": "none", "svg.hashsalt": "vitflow", "pdf.fonttype": 42}
-    # Packing harder than this takes three times as long and saves a tenth of the file.
+    # Higher compression takes three times as long and saves a tenth of the file.
     more: dict[str, Any] = {"pil_kwargs": {"compress_level": 3}} if suffix == ".png" else {}
     file = io.BytesIO()
     with matplotlib.rc_context(settings):
@@ -257,7 +257,7 @@ class FigureResult:
 
 
 def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:
-    """Draw a figure and, where a path is given, write it there, too; its suffix is checked before."""
+    """Draw a figure and, with a path, also write it there; the suffix is checked first."""
     if path is not None:
         check_format(path)
     figure = draw()

@@ -1,4 +1,4 @@
-"""Placement: which part of an image the model sees, and where each of its pixels lies in the model input."""
+"""Placement: the part of an image that the model sees, and the mapping of its pixels to the model input."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class Placement:
         resized_size: size of the whole image after the resize.
         offset: (top, left) corner of the model input inside the resized image; negative where padded.
         input_size: size of the model input.
-        padding: colour of what lies outside the image: the mean of the normalisation, or black.
+        padding: colour outside the image: the mean of the normalisation, or black.
 
     >>> placement = place((480, 640), (224, 224), crop_pct=0.875)
     >>> placement.resized_size, placement.offset, placement.seen_box
@@ -58,9 +58,9 @@ class Placement:
 
     @property
     def seen_box(self) -> tuple[int, int, int, int]:
-        """(left, top, right, bottom) of the pixels of the original whose centres lie inside the model input.
+        """(left, top, right, bottom) of the pixels of the original whose centres are inside the model input.
 
-        Right and bottom are exclusive. The box is empty only where the model input lies between two pixel centres,
+        Right and bottom are exclusive. The box is empty only if the model input is between two pixel centres,
         as in an image a few pixels high and a thousand times as wide.
         """
         (top, bottom), (left, right) = (
@@ -73,7 +73,7 @@ class Placement:
 
     @property
     def window(self) -> tuple[float, float, float, float]:
-        """(left, top, right, bottom) of the model input on the image; it reaches beyond where the input was padded.
+        """(left, top, right, bottom) of the model input on the image; it exceeds the image if the input was padded.
 
         >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).window
         (50.0, 0.0, 150.0, 100.0)
@@ -88,7 +88,7 @@ class Placement:
         return self.seen_box == (0, 0, self.image_size[1], self.image_size[0])
 
     def to_input(self, y: Coordinate, x: Coordinate) -> tuple[Coordinate, Coordinate]:
-        """Map a point of the original image to the model input; it may lie outside of it.
+        """Map a point of the original image to the model input; the result may be outside of it.
 
         >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).to_input(10.0, 50.0)
         (5.0, 0.0)
@@ -99,7 +99,7 @@ class Placement:
         )
 
     def to_image(self, y: Coordinate, x: Coordinate) -> tuple[Coordinate, Coordinate]:
-        """Map a point of the model input to the original image; it lies outside of it where the input was padded.
+        """Map a point of the model input to the original image; points of the padding are outside of it.
 
         >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).to_image(5.0, 0.0)
         (10.0, 50.0)
@@ -110,7 +110,7 @@ class Placement:
         )
 
     def patch_at(self, y: float, x: float, grid: tuple[int, int]) -> tuple[int, int]:
-        """Row and column of the patch that lies at a point of the original image, of a grid of (rows, columns).
+        """Return row and column of the patch at a point of the original image, for a grid of (rows, columns).
 
         Raises:
             OptionError: the point lies beside the image, or beside what the model saw of it.
@@ -140,12 +140,12 @@ def place(
     crop_mode: CropMode = "center",
     patch_size: int | tuple[int, int] | None = None,
 ) -> Placement:
-    """Decide how an image becomes a model input. All sizes are (height, width) in pixels.
+    """Compute the placement of a model input on an image. All sizes are (height, width) in pixels.
 
     Args:
         image_size: size of the image.
-        input_size: size that the model was made for.
-        fit: "crop" does what timm's evaluation transform does with this crop_pct and crop_mode; "squash" resizes the
+        input_size: input size of the model.
+        fit: "crop" equals timm's evaluation transform with this crop_pct and crop_mode; "squash" resizes the
             whole image to the input size, whatever its aspect; "pad" keeps the aspect and pads; "native" keeps the
             aspect with about as many patches as input_size has, each side rounded to whole patches.
         crop_pct: share of the resized image that is cropped out; for "crop" only.
@@ -184,13 +184,13 @@ def _check_size(name: str, size: Sequence[int]) -> None:
 
 
 def _first_centre(size: int, resized: int, start: int) -> int:
-    """Index of the first of `size` pixels whose centre lies at or behind `start` in the resized image."""
+    """Return the index of the first of `size` pixels whose centre is at or after `start` in the resized image."""
     # (k + 1/2) · resized / size >= start, solved for k in whole numbers, so that no rounding decides about a pixel.
     return min(max(-((resized - 2 * size * start) // (2 * resized)), 0), size)
 
 
 def _native_size(image_size: Size, input_size: Size, patch_size: int | tuple[int, int] | None) -> Size:
-    """Whole patches in the aspect of the image, about as many as the input size has."""
+    """Return the rows and columns of whole patches in the aspect ratio of the image, about as many as in the input."""
     if patch_size is None:
         raise OptionError("fit='native' needs patch_size, the side of the model's patches in pixels.")
     patch_height, patch_width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
@@ -215,7 +215,7 @@ def _most_patches(image_size: Size, input_size: Size, patch_size: int | tuple[in
     tall, wide = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
     most = max((input_size[0] // tall) * (input_size[1] // wide), 1)
     height, width = image_size
-    # The scales at which one side is so many whole patches long.
+    # The scales at which one side is an integer number of patches long.
     candidates = [(Fraction(n * tall, height), n, -(-n * tall * width // (height * wide))) for n in range(1, most + 1)]
     candidates += [(Fraction(n * wide, width), -(-n * wide * height // (width * tall)), n) for n in range(1, most + 1)]
     _, rows, cols = max(one for one in candidates if one[1] * one[2] <= most)
@@ -237,7 +237,7 @@ def _place_like_timm(image_size: Size, input_size: Size, crop_pct: float, crop_m
     if crop_mode == "squash":
         resized = scale_size
     elif scale_size[0] == scale_size[1]:
-        # torchvision's Resize of the short side cuts the long side down to a whole number …
+        # torchvision's Resize of the short side truncates the long side …
         short, long = min(image_size), max(image_size)
         other = int(scale_size[0] * long / short)
         resized = (other, scale_size[0]) if image_size[1] <= image_size[0] else (scale_size[0], other)
@@ -249,14 +249,14 @@ def _place_like_timm(image_size: Size, input_size: Size, crop_pct: float, crop_m
 
 
 def _border(image_size: Size, scale_size: Size, input_size: Size) -> Placement:
-    """Keep the aspect, the longer side (measured in input sizes) as long as scale_size allows, padding around."""
+    """Resize with the aspect ratio kept until the longer side, relative to the input, is scale_size; pad the rest."""
     ratio = max(image_size[0] / scale_size[0], image_size[1] / scale_size[1])
     resized = max(round(image_size[0] / ratio), 1), max(round(image_size[1] / ratio), 1)
     return Placement(image_size, resized, _centred(resized, input_size), input_size)
 
 
 def _centred(resized: Size, input_size: Size) -> tuple[int, int]:
-    """(top, left) of a centred model input; padding puts the odd pixel behind, cropping rounds half to even."""
+    """Return (top, left) of a centred model input; padding puts the odd pixel last, cropping rounds half to even."""
     top, left = (
         -((inner - outer) // 2) if inner > outer else round((outer - inner) / 2)
         for outer, inner in zip(resized, input_size, strict=True)

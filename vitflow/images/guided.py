@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-#: Variance of the guide, of brightness from 0 to 1, from which an edge counts; He et al. call it epsilon.
+#: Variance of the guide (brightness from 0 to 1) above which edges are kept; epsilon of He et al.
 EDGE = 1e-3
 # Corrections of the filter's input, and of its result, towards the means of the patches.
 _BEFORE, _AFTER = 3, 3
@@ -32,7 +32,7 @@ def guided(
     Args:
         grid: the map, [rows, cols].
         smooth: upsamples such a grid to float32 [height, width].
-        image: what the model saw of the image, uint8 RGB [height, width, 3].
+        image: the part of the image that the model saw, uint8 RGB [height, width, 3].
         rows, cols: the patch row of each pixel row, [height], and the patch column of each pixel column, [width].
 
     Returns:

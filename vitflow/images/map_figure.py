@@ -1,4 +1,4 @@
-"""The figure of one map: its title, the map over its image, a bar of its colours with values, and notes."""
+"""The figure of one map: title, overlay, colour bar with values, and notes."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -52,12 +52,12 @@ def draw_map(
         pen: how to draw.
         grid, placement, image: the map [rows, cols], its placement, and the image, uint8 RGB [height, width, 3].
         title: the name of the map.
-        lines: the question.
-        details: smaller, below these.
+        lines: target and score.
+        details: smaller text below these lines.
         notes: lines below the bar.
         ends: labels of the two ends of a bar with both sides of 0.
         box: a box or region of the image to mark.
-        alongside: an image to show on the left, with which this one was compared.
+        alongside: the reference image, shown on the left.
     """
     limits = pen.limits(grid)
     drawn = pen.overlay(grid, placement, image, limits, box)
@@ -120,7 +120,7 @@ def _bar(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, s
 def _apart(texts: Sequence[str], places: Sequence[float], left: float, right: float) -> Iterator[tuple[float, str]]:
     """Return the start of each label below the bar: centred, without overlap; inner labels may be dropped.
 
-    The texts at the ends and at 0 stay; what has no room beside them is left out.
+    Labels at the ends and at 0 are kept; others are left out if they overlap.
     """
     count, gap = len(texts), 0.05
     widths = [measure(text, BODY) for text in texts]

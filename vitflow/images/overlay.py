@@ -1,4 +1,4 @@
-"""Lay a heatmap over the photograph: scale, colour, blend. RGB everywhere."""
+"""Overlay of a heatmap on its image: scale, colour, blend; images are RGB."""
 
 import zlib
 from base64 import b85decode
@@ -13,45 +13,45 @@ from vitflow.errors import OptionError, ShapeError, check_known, unknown_name
 from vitflow.images import BACKGROUNDS, Background
 from vitflow.images.geometry import strips
 
-#: The lower and upper percentile between which robust scaling spreads the colours; the same as seaborn's.
+#: Lower and upper percentile of the robust colour limits, as in seaborn.
 ROBUST_PERCENTILES = (2.0, 98.0)
 
-#: The colour map where the caller names none and the range lies on one side of 0.
+#: Default colour map if the limits are on one side of 0.
 SEQUENTIAL = "plasma"
 
-# The colours of "plasma": by how much red, green and blue grow from each to the next. matplotlib takes time to load.
+# The colours of "plasma" as differences of red, green and blue, as matplotlib is slow to import.
 _PLASMA = (
     "c-nnYTMmRk2t#HQe>}Ix)=h>-+uczfEr^L&j?eHhoNSAvV34AnDMJ$UV8&!sS=TcdrV~VARtUQjX0#XVJtxxkmJuvJ-Rt5H{kQOC"
     "`!IH(LM8}`6On`ZhG>IMISi>TVi$zC+e+Mkk~K0wibenTlD*LDQ)B35^7wML-2S@0%*37v"
 )
 
-#: The colours where the caller names none and the range lies on both sides of 0: blue below and red above. How far a
-#: value lies from 0 is told by its opacity alone, so that no pale colour makes what is next to 0 look like something.
+#: Default colours if the limits are on both sides of 0: blue below and red above. The distance from 0 is shown by the
+#: opacity only, so that values near 0 are not visible as a pale colour.
 _TWO_HUES = np.repeat(np.array([[0, 0, 255], [255, 0, 0]], dtype=np.uint8), 128, axis=0)
 
-#: The same where all colours have one opacity.
+#: The same with constant opacity.
 DIVERGING = "bwr"
 
-#: The share of the way to a soft limit from which on colours grow slower, so that values beyond the limit differ, too.
+#: Share of the range after which colours grow slower, so that values beyond a soft limit still differ.
 KNEE = 0.8
 
-#: What a background keeps of the photograph: of its brightness, and of its colour beside grey.
+#: Brightness and saturation of the image that a background keeps.
 KEPT: dict[Background, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.75, 0.0), "dim": (0.75, 0.5)}
 
-#: What red, green and blue have in the luminance of ITU-R 601-2, as in Pillow's convert("L").
+#: Weights of red, green and blue in the luminance of ITU-R 601-2, as in Pillow's convert("L").
 LUMINANCE = (0.299, 0.587, 0.114)
 
-#: Shares of the mass that lines are drawn around where the caller names none.
+#: Default shares of the mass that contours enclose.
 CONTOURS = (0.1, 0.25, 0.5)
 
-#: What differs by up to this share of the largest value is rounding: it gives a map no sign and no highest values.
+#: Differences up to this share of the largest value are rounding.
 _ROUNDING = 1e-6
 
 
 def scale_range(
     values: NDArray[np.floating[Any]], *, vmin: float | None = None, vmax: float | None = None, robust: bool = True
 ) -> tuple[float, float]:
-    """Decide between which values the colours are spread, from a grid or a heatmap; NaN is left out.
+    """Return the colour limits of a grid or a heatmap; NaN is ignored.
 
     With robust, the limits are the 2nd and the 98th percentile, as in seaborn, so that one outlying patch does not
     darken all others; where both fall on the same value, as in a map that is almost everywhere 0, the extremes are
@@ -61,11 +61,11 @@ def scale_range(
 
     Args:
         values: the map, of any shape.
-        vmin, vmax: limits that the caller sets; where a map has negative values, one of them sets the other.
+        vmin, vmax: given limits; if the map has negative values, one of them sets the other.
         robust: use percentiles for the limits that the caller does not set.
 
     Raises:
-        OptionError: vmin or vmax is not finite, or vmin lies above vmax.
+        OptionError: vmin or vmax is not finite, or vmin is above vmax.
 
     >>> scale_range(np.arange(101.0)), scale_range(np.arange(101.0), robust=False, vmin=-5)
     ((2.0, 98.0), (-5.0, 100.0))
@@ -131,29 +131,28 @@ def blend(
     contours: bool | Sequence[float] = False,
     mark_unseen: bool = True,
 ) -> NDArray[np.uint8]:
-    """Lay a heatmap in colours over its photograph: uint8 RGB [height, width, 3].
+    """Draw a heatmap in colour over its image: uint8 RGB [height, width, 3].
 
     Args:
-        image: the photograph, uint8 RGB [height, width, 3].
-        heatmap: values per pixel, [height, width]; NaN where the model saw nothing. The photograph stays as it is
+        image: uint8 RGB [height, width, 3].
+        heatmap: values per pixel, [height, width]; NaN where the model saw nothing; the image is unchanged
             there.
-        cmap: name of a colormap of matplotlib; by default "plasma", or red above and blue below 0 where 0 lies
+        cmap: name of a colormap of matplotlib; by default "plasma", or red above and blue below 0 if 0 is
             between the limits ("bwr" without fade).
-        alpha: opacity of the colours, from 0 to 1; with fade, of the colour of the highest values. 0 leaves the
-            photograph as it is.
-        fade: let the opacity grow in proportion to the value, so that the photograph stays clear where the map is
-            low, or where it is 0 and 0 lies between the limits; otherwise all colours have the same opacity.
+        alpha: opacity of the colours, from 0 to 1; with fade, that of the highest values. 0 leaves the
+            image unchanged.
+        fade: opacity proportional to the value, so that the image stays visible where the map is low, or 0 if 0 is
+            between the limits; otherwise all colours have the same opacity.
         vmin, vmax, robust: limits of the colours, as in scale_range().
-        soft: let values beyond the limits differ in colour, too: the last colours are neared, not reached at the limit.
-            By default where the limits are robust and the caller sets none of them.
-        background: what the model saw of the photograph is drawn in "grey", darkened to three quarters, so that every
-            colour is the map's; or "dim", as dark, with half its colour; or as it is, "photo". An alpha below 0.5
-            brings the photograph back in proportion.
+        soft: values beyond the limits differ in colour, as they approach the last colour asymptotically. By default if
+            the limits are robust and none is given.
+        background: the seen part of the image in "grey", darkened to three quarters, so that all colour is the map's;
+            "dim", as dark, with half its saturation; or unchanged, "photo". An alpha below 0.5 reduces this effect.
         contours: draw lines around the highest values that make up 10, 25 and 50 % of the map's mass, or these shares.
-        mark_unseen: draw a thin white and black line just inside the border to what the model did not see.
+        mark_unseen: draw a thin white and black line along the border of the region that the model saw.
 
     Raises:
-        OptionError: an unknown colormap or background, or alpha, vmin, vmax or a contour out of range.
+        OptionError: an unknown colour map or background, or alpha, vmin, vmax or a contour is out of range.
         ShapeError: the image is not uint8 RGB, or the heatmap is not of its size.
 
     >>> image = np.zeros((1, 2, 3), dtype=np.uint8)
@@ -206,11 +205,11 @@ def _kept(background: Background, alpha: float) -> tuple[np.float32, np.float32]
 
 
 def _mark_border(image: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
-    """Draw a white line and a black one behind it, in place, inside the seen region where it borders the unseen."""
+    """Draw a white and a black line, in place, inside the seen region along its border to the unseen."""
     thickness = max(1, round(min(seen.shape) / 500))
     kernel = np.ones((2 * thickness + 1, 2 * thickness + 1), dtype=np.uint8)
     region = seen.astype(np.uint8)
-    # Eroding leaves the edges of the image alone: OpenCV takes what lies beyond them as seen.
+    # Erosion does not affect the edges of the image: OpenCV treats pixels beyond them as seen.
     inner = cv2.erode(region, kernel)
     innermost = cv2.erode(inner, kernel)
     pixels = image.reshape(-1, 3)
@@ -221,7 +220,7 @@ def _mark_border(image: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
 def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Return the colours of a matplotlib colour map, uint8 RGB [steps, 3], and their opacity if faded.
 
-    Opacity grows from the lowest value on, or from 0 to both sides: the steps that meet at 0 are clear.
+    Opacity grows from the lowest value, or from 0 to both sides: the two steps at 0 are transparent.
 
     Raises:
         OptionError: the colormap is unknown.
@@ -270,7 +269,7 @@ def _steps(values: NDArray[np.floating[Any]], limits: tuple[float, float, float]
 
 
 def _curve(shares: NDArray[np.float64], knee: float) -> NDArray[np.float64]:
-    """From 0 to 1: the shares of the way to the limit themselves up to the knee, then what nears 1."""
+    """Map shares of the range to 0…1: linear up to the knee, then asymptotic to 1."""
     clipped = np.clip(shares, 0.0, 1.0)
     beyond = shares > knee
     if knee < 1:
@@ -285,7 +284,7 @@ def _paint(
     clear: NDArray[np.float32],
     tint: NDArray[np.float32],
 ) -> NDArray[np.uint8]:
-    """Each pixel's background times what its step leaves clear, plus the step's tint; the pixel itself beyond these."""
+    """Return each pixel's background times its transparency, plus the tint of its step; unseen pixels are unchanged."""
     colour, shared = kept
     mix: NDArray[np.float32] = colour * np.eye(3, dtype=np.float32) + shared * np.tile(
         np.asarray(LUMINANCE, dtype=np.float32), (3, 1)
@@ -300,17 +299,17 @@ def _paint(
 
 
 def mass_level(values: NDArray[np.floating[Any]], share: float) -> float | None:
-    """Return the threshold above which the highest values hold a share of the map's positive mass.
+    """Return the threshold above which the values sum to a share of the map's positive mass.
 
     Args:
-        values: the map, of any shape; NaN is left out, and what lies below 0 has no mass.
-        share: of the mass, 0 < share < 1.
+        values: the map, of any shape; NaN and negative values are ignored.
+        share: share of the mass, 0 < share < 1.
 
     Returns:
-        The level; None where the map is constant or nowhere above 0.
+        The level; None if the map is constant or has no positive values.
 
     Raises:
-        OptionError: the share lies outside its range.
+        OptionError: the share is out of range.
 
     >>> mass_level(np.array([1.0, 4.0, 2.0, 3.0]), 0.5), mass_level(np.ones(4), 0.5)
     (3.0, None)
@@ -340,7 +339,7 @@ def draw_contours(image: NDArray[np.uint8], values: NDArray[np.floating[Any]], s
     for level in dict.fromkeys(mass_level(values, share) for share in shares):
         if level is None:
             continue
-        # Pixels to the line: to first order the difference in value over the slope; none where the map is flat.
+        # Distance to the line in pixels: to first order the difference in value over the slope.
         away = np.full(values.shape, np.inf)
         np.divide(np.abs(values - level), slope, out=away, where=slope > 0)
         for width, color, strength in ((thickness + 2, 0.0, 0.5), (thickness, 255.0, 1.0)):

@@ -19,17 +19,17 @@ Box = tuple[float, float, float, float]
 #: The values of the first and the last colour.
 Limits = tuple[float, float]
 
-#: Beyond a soft limit colours go on; bars show them up to so many times the limit.
+#: Colour bars with a soft limit extend to this multiple of the limit.
 REACH = 1.5
 #: What captions say about guided upsampling.
 GUIDED = "Edges are those of the image, not of the map (guided upsampling): the map has one value for each patch."
-#: The photograph's grey that the colours of a bar lie on.
+#: Grey under the colours of a bar.
 _MID_GREY = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A colour bar: uint8 RGB [height, width, 3], what stands at its ends, and whether 0 is in its middle."""
+    """A colour bar: uint8 RGB [height, width, 3], the labels of its ends, and whether 0 is in its middle."""
 
     image: NDArray[np.uint8]
     labels: tuple[str, str] = ("low", "high")
@@ -41,10 +41,10 @@ class Pen:
     """Drawing settings of maps.
 
     Attributes:
-        width: of an image, in inches.
+        width: width of an image, in inches.
         dpi: pixels per inch.
         vmin, vmax, robust: limits of the colours, as in `overlay.scale_range`.
-        interpolation: how patches become pixels: "smooth", "linear", "cubic", "nearest" to see the patches, or
+        interpolation: upsampling of patches: "smooth", "linear", "cubic", "nearest" to see the patches, or
             "guided" for edges that follow the image.
         blending: other options of `overlay.blend`: cmap, alpha, fade, background, contours and mark_unseen.
     """
@@ -117,18 +117,18 @@ class Pen:
     def colours(
         self, colours: NDArray[np.float32], shown: NDArray[np.bool_], placement: Placement, image: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        """Colours of patches over their image; what is not shown is the image as its background has it.
+        """Draw colours of patches over their image; other patches show the background.
 
         Args:
-            colours: red, green and blue from 0 to 1, [rows, cols, 3]; NaN at rows and columns beside the image.
-            shown: which patches have a colour, [rows, cols].
-            placement, image: where the patches lie, and the image, uint8 RGB [height, width, 3].
+            colours: red, green and blue from 0 to 1, [rows, cols, 3]; NaN at rows and columns outside the image.
+            shown: mask of the patches that are drawn, [rows, cols].
+            placement, image: placement of the patches, and the image, uint8 RGB [height, width, 3].
         """
         photograph = self.photograph(image)
         placement = replace(placement, image_size=photograph.shape[:2])
         known = ~np.isnan(colours[..., 0])
         rows, cols = (np.flatnonzero(known.any(axis=axis)) for axis in (1, 0))
-        # Beside the image the colours of its edge go on, so that nothing else is mixed into them.
+        # Outside the image the colours of its edge are repeated, so that interpolation does not mix in others.
         nearest = np.ix_(
             *(
                 np.arange(len(mask)).clip(self_known[0], self_known[-1])
@@ -163,7 +163,7 @@ class Pen:
 def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
     """Return the size (height, width) in pixels of an image in a figure; the aspect ratio is kept.
 
-    An image up to a fifth higher than wide fills the column, a higher one is made narrower than it.
+    An image up to 1.2 times as high as wide fills the column; higher ones are narrower.
 
     >>> panel_size((480, 640)), panel_size((640, 480)), panel_size((800, 400))
     ((225, 300), (360, 270), (360, 180))
@@ -195,7 +195,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def takes_drawing_options(function: _Function) -> _Function:
-    """Let the signature of a function name the options that its `**drawing` may hold."""
+    """Add the drawing options of `**drawing` to the signature of a function."""
     signature = inspect.signature(function)
     *named, _ = signature.parameters.values()
     parameters = [*inspect.signature(Pen).parameters.values(), *inspect.signature(overlay.blend).parameters.values()]

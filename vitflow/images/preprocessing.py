@@ -1,4 +1,4 @@
-"""Preprocessing: what a model wants to see, and how an image becomes that."""
+"""Preprocessing: the input that a model requires, and its computation from an image."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,8 @@ from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.images import Fit, geometry
 from vitflow.images.geometry import FILTERS, CropMode, Placement, Size
 
-# Above this many pixels only the part that the model sees is resized, not the whole image: the short side of a
-# 1 × 10,000 image resized to 256 makes a long side of 2,560,000.
+# Above this number of pixels, only the part that the model sees is resized: a 1 × 10,000 image whose short side is
+# resized to 256 has a long side of 2,560,000.
 _MAX_RESIZED_PIXELS = 2**26
 
 
@@ -24,11 +24,11 @@ class InputSpec:
         size: (height, width) of the input in pixels.
         channels: 3, 1 for grey, or another number of bands.
         mean, std: per channel, for values in [0, 1]; in the image's units if there are neither 1 nor 3 channels.
-        interpolation: the resize filter's name.
+        interpolation: name of the resize filter.
         crop_pct: share of the resized image that the crop keeps.
         crop_mode: "center", "squash" or "border".
-        patch_size: (height, width) of a patch in pixels, where the model has one.
-        dynamic: whether the model takes other input sizes as it is.
+        patch_size: (height, width) of a patch in pixels, if the model has one.
+        dynamic: whether the model accepts other input sizes.
     """
 
     size: tuple[int, int]
@@ -47,7 +47,7 @@ class Preprocessing:
     """Preprocessing of images for a model: placement, cropping and normalisation.
 
     Attributes:
-        spec: what the model wants to see.
+        spec: input of the model.
         fit: "crop", "squash", "pad" or "native", as for `geometry.place`.
 
     >>> half = Preprocessing(InputSpec((224, 224), 3, (0.5,) * 3, (0.5,) * 3))

@@ -1,4 +1,4 @@
-"""Read images as RGB and masks, and write images without half-written files."""
+"""Read images as RGB and masks, and write images atomically."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ from vitflow.images import WRITE_OPTIONS
 
 ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 
-#: Images of more pixels are refused as decompression bombs; the same bound as Pillow's own.
+#: Maximum number of pixels, against decompression bombs; the limit of Pillow.
 MAX_PIXELS = 178_956_970
 
 # Raster formats only: Pillow also opens EPS through Ghostscript, and formats without a signature.
@@ -39,7 +39,7 @@ _UPRIGHT = {
 class _PillowSettings:
     """Pillow's global size limit and its warnings, set while any thread reads an image and restored afterwards.
 
-    Both are global to the process, so that threads which read at the same time must share them.
+    Both are global to the process, so threads that read at the same time share them.
     """
 
     def __init__(self) -> None:
@@ -75,9 +75,9 @@ _pillow_settings = _PillowSettings()
 
 
 def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None) -> NDArray[np.uint8]:
-    """Read an image as RGB: uint8 [height, width, 3], upright as its EXIF orientation says.
+    """Read an image as RGB: uint8 [height, width, 3], rotated by its EXIF orientation.
 
-    Of an animation or a multi-page file the first frame is read. Transparent pixels are laid over white. More than
+    The first frame of an animation or a multi-page file is read. Transparent pixels are blended with white. More than
     8 bits per channel are scaled down to 8, never clipped: 16-bit values are divided by 256; 32-bit integers and
     floats, which do not tell their range, are scaled by the smallest of 1 (floats only), 255, 65535 and 2³² − 1 that
     holds the largest value, and negative values count as 0.
@@ -86,10 +86,10 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
         source: a path, the bytes of a file, a PIL image, or an array with values [height, width] (grey),
             [height, width, 3] (RGB) or [height, width, 4] (RGBA) of type uint8, uint16, or floats from 0 to 1.
         max_pixels: refuse files with more pixels than this.
-        content: the bytes of the file at the path, where they have been read already.
+        content: the bytes of the file at the path, if they are already read.
 
     Raises:
-        ImageError: the file is missing, empty, truncated, too large, or no image.
+        ImageError: the file is missing, empty, truncated, too large, or not an image.
         ShapeError: an array of any other shape, type or range.
 
     >>> read_image(np.zeros((2, 3), dtype=np.uint16)).shape
@@ -119,16 +119,16 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
 
 
 def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[Any]:
-    """Read the values of a mask, [height, width]: of a palette image its indices, of colours the largest channel.
+    """Read the values of a mask, [height, width]: the indices of a palette image, or the largest channel.
 
     Transparent pixels are 0. A file of another size than the image's is refused before it is decoded.
 
     Args:
         path: the mask's file.
-        size: (height, width) of the image that it belongs to.
+        size: (height, width) of its image.
 
     Raises:
-        ImageError: the file is missing, empty, truncated, or no image.
+        ImageError: the file is missing, empty, truncated, or not an image.
         ShapeError: it has another size.
     """
     path = Path(path)
@@ -157,14 +157,13 @@ def check_mask_size(mask_size: tuple[int, ...], size: tuple[int, ...]) -> None:
 
 
 def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
-    """Write an RGB or grey image, uint8 [height, width, 3] or [height, width], as its suffix says.
+    """Write an RGB or grey image, uint8 [height, width, 3] or [height, width]; the suffix determines the format.
 
-    The file appears whole or not at all: it is written beside its place and moved there. Folders are made as needed.
-    JPEG and WebP are written at quality 95.
+    The file is written atomically, and folders are created as needed. JPEG and WebP have quality 95.
 
     Raises:
         ImageError: a suffix other than .png, .jpg, .jpeg and .webp, or the file could not be written.
-        ShapeError: the array is no such image.
+        ShapeError: the array is not such an image.
     """
     target = Path(path)
     options = WRITE_OPTIONS.get(target.suffix.lower())
@@ -205,7 +204,7 @@ def image_name(source: object) -> str:
 
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
-    """Open an image as one of the formats that are meant to be read; Pillow tries no other."""
+    """Open an image in one of the supported formats; Pillow tries no others."""
     Image.preinit()  # the usual formats; all the others take time to load
     try:
         return Image.open(_readable(source), formats=_known_formats())
