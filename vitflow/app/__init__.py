@@ -1,4 +1,4 @@
-"""A page on which all of it can be tried in a browser; needs Gradio, which is loaded when a page is served."""
+"""Web page to try everything in a browser; requires Gradio, which is imported when a page is served."""
 
 import os
 from collections.abc import Sequence
@@ -23,26 +23,25 @@ def serve(
     browser: bool = False,
     wait: bool = True,
 ) -> Any:
-    """Serve a page that explains photographs, texts and captions by these models, and by no others.
+    """Serve a page that explains images, texts and captions with the given models only.
 
-    Each model is loaded when it is first asked, once for all visitors, who take turns. The page loads nothing from
-    another host, and Gradio neither counts nor shares anything. It explains files that were uploaded to it, and its
-    samples, and no other file of this machine.
+    Each model is loaded at its first use, once for all visitors, whose requests are queued. The page loads nothing from
+    other hosts, and Gradio's analytics and sharing are off. Only uploaded files and the samples can be explained.
 
     Args:
-        models: for photographs, as `load_model` takes them; the first is chosen.
-        language_models: for texts and captions, as `explain_text` and `explain_generation` take them.
+        models: image models as for `load_model`; the first is selected.
+        language_models: models for texts, as for `explain_text` and `explain_generation`.
         checkpoint: weights of the first of `models`, as for `load_model`.
         class_names: a file with the names of its classes.
-        prompts: texts to begin with, for a first model of images and texts.
-        samples: images to begin with; by default the drawn ones that vitflow ships.
-        host: this machine alone can reach it; with "0.0.0.0" whoever reaches this machine can.
-        allowed_hosts: names by which browsers may ask for the page, besides `host` and localhost, such as that of a
-            proxy; "*.example.org" stands for all below, "*" for any. With "0.0.0.0" any address in numbers is allowed.
-        port: by default the first free one from 7860 on.
-        time_limit: seconds that one question may take, so that the other visitors have their turn.
+        prompts: initial prompts, if the first model is an image–text model.
+        samples: sample images; by default the bundled drawn ones.
+        host: by default only this machine can connect; "0.0.0.0" allows all.
+        allowed_hosts: further host names, such as that of a proxy; "*.example.org" includes all subdomains, "*" any
+            host. With "0.0.0.0" all numeric addresses are allowed.
+        port: by default the first free port from 7860.
+        time_limit: maximum duration of a request in seconds.
         browser: open it in a browser.
-        wait: until it is interrupted. Else what is returned has its address, `local_url`, and ends it by `close()`.
+        wait: wait until interrupted; otherwise return an object with the address, `local_url`, and `close()`.
 
     Raises:
         OptionError: Gradio is not installed, no model is named, or the port is taken.

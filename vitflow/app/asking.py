@@ -33,7 +33,7 @@ from vitflow.recording.isolation import default_device
 
 
 class Models:
-    """The models that a page offers, by name: `images` for photographs, `words` for texts and captions.
+    """Models of a page by name: `images` for images, `words` for texts and captions.
 
     `checkpoint` and `class_names` are of the first one for photographs, as for `load_model`.
     """
@@ -84,20 +84,20 @@ class Models:
         return self._loaded[load.__name__, name]
 
 
-# Recording is of one pass at a time, and warnings are caught for all threads at once.
+# One forward pass is recorded at a time, and warnings are caught globally.
 _TURN = threading.Lock()
-# What will take more than so many times the limit is stopped as soon as this share of the limit has shown it.
+# A request that is predicted to exceed the limit by this factor is stopped after this share of the limit.
 _BEYOND, _SEEN = 2.0, 0.1
 
 
 class TimeLimitError(VitflowError):
-    """A question takes longer than one visitor may keep the others waiting."""
+    """A request exceeds the time limit of the page."""
 
 
 def limited(seconds: float, now: Callable[[], float] = time.monotonic) -> AbstractContextManager[None]:
-    """Stop what runs inside once its steps take longer than some seconds, or would.
+    """Stop the body if its steps exceed a number of seconds, or are predicted to.
 
-    Time counts from the first step that is tracked on: to load a model, or to wait for one's turn, is no part of it.
+    Time is counted from the first tracked step, without loading the model or waiting in the queue.
     """
     start: float | None = None
 
@@ -115,7 +115,7 @@ def limited(seconds: float, now: Callable[[], float] = time.monotonic) -> Abstra
             hopeless = elapsed > _SEEN * seconds and elapsed * (total - done) > _BEYOND * seconds * counted
             if moment - start > seconds or hopeless:
                 raise TimeLimitError(
-                    f"This takes longer than the {seconds:g} s that one question may take on this page: choose "
+                    f"This takes longer than the limit of {seconds:g} s on this page: choose "
                     "fewer masks, larger patches, fewer layers or tokens, or a smaller model. The command line has no "
                     "such limit."
                 )
@@ -128,10 +128,9 @@ def limited(seconds: float, now: Callable[[], float] = time.monotonic) -> Abstra
 def asks(
     trigger: Any, function: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Any], **more: Any
 ) -> Any:
-    """Let a trigger call a function, whose last output is the notes; of an error these alone are shown.
+    """Connect a trigger with a function whose last output is the notes; after an error, only these are shown.
 
-    Inputs are what the browser sent, as far as their fields can have such values: a file is {"path": …}. A click comes
-    before them.
+    Inputs are validated values of the request: a file is {"path": …}. A click is the first argument.
     """
 
     @wraps(function)

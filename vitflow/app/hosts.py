@@ -1,4 +1,4 @@
-"""Who may ask a page: only browsers that were sent to it by a name it has, and only pages that it served itself."""
+"""Request checks of the app: allowed hosts, origins and field values."""
 
 import math
 import os
@@ -29,13 +29,12 @@ _FETCHES = re.compile(r"/file=[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 class HostCheck:
     """Middleware that refuses requests by a foreign Host, from a foreign Origin, or to fetch from another server.
 
-    A foreign name in Host means that a name was rebound to this machine's address, by which the page of a stranger
-    would reach this one. A page that is served to every address is also reached by any address in numbers, which cannot
-    be rebound.
+    A foreign name in Host indicates DNS rebinding, by which another site could reach this page. A page that is bound to
+    every address also accepts numeric addresses, which cannot be rebound.
 
     Args:
-        app: what answers.
-        host: the host that is bound.
+        app: the ASGI application.
+        host: bound host.
         allowed: further hosts, such as "example.org", "*.example.org", or "*" for any.
     """
 
@@ -51,7 +50,7 @@ class HostCheck:
         await answer(scope, receive, send)
 
     def _refused(self, scope: Scope) -> str:
-        """Why a request is refused; empty if it is not."""
+        """Return the reason why a request is refused, or an empty string."""
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_known(_name(host)):
@@ -104,13 +103,13 @@ def refusal(message: str) -> gr.Error:
 
 
 def received(fields: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Values as they may reach Gradio and the page: each is plain, or a file that was uploaded.
+    """Return validated values for Gradio and the page: plain values, or uploaded files.
 
-    Gradio follows every path and URL among its inputs, so they are checked before it sees them.
+    Gradio opens every path and URL among its inputs, so they are checked first.
 
     Args:
-        fields: the components that the values are of.
-        values: as the request has them.
+        fields: components of the values.
+        values: values of the request.
 
     Raises:
         gr.Error: the number or the type of the values is wrong, or a file is not of this page.

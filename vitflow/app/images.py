@@ -1,4 +1,4 @@
-"""The tab for photographs: a map for a class, a prompt or a clicked patch, and methods side by side."""
+"""The image tab: maps for a class, a prompt or a clicked patch, and comparisons of methods."""
 
 import json
 import math
@@ -32,7 +32,7 @@ _LARGEST, _MOST_PROMPTS, _PROMPT_CHARACTERS = 10_000, 16, 2000
 _DRAWING, _USUAL = ("background", "interpolation", "contours"), ("grey", "smooth", False)
 _NAMES = ["image", "model", "method", "target", "prompts", "against", "fit", *_DRAWING]
 _NAMES += [one.name for one in _OPTIONS]
-# What the result shows, in the address: a map, the map of a patch as "ROW,COL", or the comparison.
+# Result shown, as in the address: a map, the map of a patch as "ROW,COL", or the comparison.
 _COMPARISON = "compare"
 # The address of the page holds the fields that differ from their defaults, and the name of the image if it is a sample.
 _ADDRESS = """(...given) => {
@@ -129,7 +129,7 @@ class _Answers:
         return image, None, files, code, request.method.name, gr.skip(), _COMPARISON, agreement
 
     def _open(self, *fields: Any) -> tuple[Any, ...]:
-        """Compute the result that the address of the page names."""
+        """Compute the result given by the address of the page."""
         *values, view = fields
         if not view or values[0] is None:
             return *(gr.skip() for _ in range(7)), []
@@ -189,12 +189,12 @@ def _restored(models: Models, samples: Sequence[str | Path], fields: Sequence[An
 
 
 def images_tab(models: Models, samples: Sequence[str | Path], first_prompts: Sequence[str], loaded: Any) -> None:
-    """Lay the tab out, and say what its buttons do.
+    """Build the tab and connect its buttons.
 
     Args:
         models: the models of the page.
-        samples: images to begin with.
-        first_prompts: prompts to begin with.
+        samples: sample images.
+        first_prompts: initial prompts.
         loaded: the trigger of the page when a browser has loaded it.
     """
     answers = _Answers(models)

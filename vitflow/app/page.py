@@ -1,4 +1,4 @@
-"""The page: its two tabs, its look, and how it is served."""
+"""The page: tabs, style, and server."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from vitflow.app.words import words_tab
 from vitflow.errors import OptionError
 from vitflow.images.reading import MAX_PIXELS
 
-# How many visitors may wait or are remembered, and how many seconds what they made is kept.
+# Maximum number of queued and remembered visitors, and lifetime of their files in seconds.
 _VISITORS, _KEPT = 32, 3600
 _CSS = """
 .gradio-container > main { padding-top: 8px }
@@ -32,14 +32,14 @@ _CSS = """
 
 
 class _Page(gr.Blocks):  # type: ignore[misc]
-    """A page whose requests are checked before Gradio follows what is in them, and that answers each in words."""
+    """A page that validates requests before Gradio handles them, and shows errors as text."""
 
     def __init__(self, time_limit: float, **more: Any) -> None:
         self._time_limit = time_limit
         super().__init__(**more)
 
     async def process_api(self, block_fn: Any, inputs: Any, *rest: Any, event_data: Any = None, **more: Any) -> Any:
-        """Answer one request, whatever its way; arguments as Gradio gives them."""
+        """Answer one request; arguments as given by Gradio."""
         inputs = received(block_fn.inputs, inputs)
         if block_fn.collects_event_data and not is_click(event_data):
             raise refusal("Expected a click on the page, got something else.")
@@ -65,7 +65,7 @@ def launch(
     time_limit: float,
     **where: Any,
 ) -> Any:
-    """Make the page and serve it in the background; arguments as for `serve`."""
+    """Build the page and serve it in the background; arguments as for `serve`."""
     about: dict[str, Any] = {"title": "vitflow", "analytics_enabled": False, "delete_cache": (_KEPT, _KEPT)}
     with _Page(time_limit, **about) as page:
         gr.Markdown("### vitflow: see what a Vision Transformer looks at")
@@ -77,13 +77,13 @@ def launch(
     fonts: dict[str, Any] = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # local
     shut: dict[str, Any] = {"share": False, "enable_monitoring": False, "ssr_mode": False, "pwa": False}
     look: dict[str, Any] = {"theme": gr.themes.Default(**fonts), "css": _CSS, "footer_links": []}
-    # A file may have as many bytes as an image may have pixels.
+    # The maximum number of bytes of a file equals that of pixels of an image.
     bounds: dict[str, Any] = {"max_file_size": MAX_PIXELS, "state_session_capacity": _VISITORS}
     to: dict[str, Any] = {"server_name": where["host"], "server_port": where["port"], "inbrowser": browser}
     check = Middleware(HostCheck, host=where["host"], allowed=where["allowed_hosts"])
     unknown: Any = dict.fromkeys((FnIndexInferError, KeyError, TypeError), _unknown)  # what Gradio raises then
     shut["app_kwargs"] = {"middleware": [check], "exception_handlers": unknown}
-    # Closed to programs that would not queue; the queue says how many wait.
+    # No API access outside the queue, which shows its length.
     page.queue(max_size=_VISITORS, api_open=False)
     try:
         page.launch(prevent_thread_lock=True, quiet=True, **to, **bounds, **look, **shut)

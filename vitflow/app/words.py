@@ -1,4 +1,4 @@
-"""The tab for words: what a word of a text rests on, what a model writes, and what it says of an image."""
+"""The text tab: attribution of words of a text, of generated text, and of captions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from vitflow.text.shaded import ShadedText
 from vitflow.text.view import color_of
 
 _CAPTION, _READ, _WRITE = "What is in an image", "What a word rests on", "What is written next"
-# Attention grows with the square of a text's length, so that one visitor's text has a limit.
+# Attention grows quadratically with the length of a text, so the length is limited.
 _CHARACTERS = 2000
 # The colours of words by the names of their shades.
 _SHADES = {str(step): color_of(step / 8) for step in range(9)} | {"selected": "#f0b429"}
@@ -105,7 +105,7 @@ def _shade(share: float, selected: bool) -> str:
 
 
 def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
-    """Lay the tab out, and say what its buttons do."""
+    """Build the tab and connect its buttons."""
     answers = _Answers(models)
     with gr.Row():
         with gr.Column(scale=2, min_width=320):

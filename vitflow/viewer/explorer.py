@@ -1,4 +1,4 @@
-"""The explorer: a page that computes maps in the browser, from recorded attention that it carries with it."""
+"""The explorer: a page that contains recorded attention and computes maps from it in the browser."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -29,17 +29,17 @@ from vitflow.viewer.pages import (
     thumbnail,
 )
 
-# How heads were fused: the fusion, and the value weighting that came before it.
+# Head fusion, and the value weighting before it.
 Fused = tuple[str, ValueWeighting]
 
-#: Which fused attention a page holds, the one that it cannot do without first.
+#: Fused attention in a page, the indispensable one first.
 FUSED: tuple[Fused, ...] = (
     *(("max", "output"), ("mean", False), ("max", False)),
     *(("mean", "output"), ("min", False), ("min", "output")),
 )
-# What a page is told of an image as it is.
+# Fields of an image that the page contains unchanged.
 _AS_THEY_ARE = ("path", "window", "pooling", "maps", "answers", "refused", "uniform")
-# Longer side of the photographs, in pixels.
+# Longer side of the images, in pixels.
 _PHOTOGRAPH = 1024
 _MEGABYTE = 10**6
 
@@ -49,20 +49,20 @@ class ExploredImage:
     """Recorded data of an image for the page.
 
     Attributes:
-        name: what it is called.
-        path: where it lies; None where it is no file.
+        name: display name.
+        path: path of its file, or None.
         image: uint8 RGB [height, width, 3].
         window: (left, top, right, bottom) of the model input on it.
-        layout: prefix tokens and patch grid; None where attention over one set of tokens is not known.
-        readout: weight of each token in the answer, [tokens].
-        pooling: what the readout was taken from, in words.
+        layout: prefix tokens and patch grid; None if layers differ in their tokens.
+        readout: weight of each token in the output, [tokens].
+        pooling: description of the readout.
         attention: fused attention, float32 [layers, tokens, tokens].
-        heads: single heads, [layers, heads, tokens, tokens]; None where there is no room for them.
-        affinities: how alike the patches are, by kind, float64 [patches, patches].
-        features: of the patches, [patches, width], with their (rows, cols); None where there are none.
+        heads: single heads, [layers, heads, tokens, tokens]; None if they do not fit.
+        affinities: similarity of the patches by kind, float64 [patches, patches].
+        features: features of the patches, [patches, width], with their (rows, cols); or None.
         maps: further maps, ready for JSON: method, label, options, departures, shape, values, refined and facts.
         answers: the classes, most probable first, ready for JSON: name and probability.
-        refused: why something cannot be had of it: "live", "weighting", "refine" or "features", in words.
+        refused: reasons why "live", "weighting", "refine" or "features" are not available.
         uniform: whether refinement would make any map nearly constant.
     """
 
@@ -88,8 +88,8 @@ class ModelCall:
     """Command and Python call that load the model of a page.
 
     Attributes:
-        arguments: on the command line; None where only Python has it.
-        python: the expression of an explainer.
+        arguments: on the command line; None if only Python can load it.
+        python: Python expression of an explainer.
     """
 
     arguments: Sequence[str] | None
@@ -98,11 +98,11 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ExplorerPage(Page):
-    """One self-contained page that shows in a browser what the patches of images look at.
+    """Self-contained page that shows the attention of image patches in a browser.
 
     Attributes:
         html: the page.
-        notes: what it holds and how exactly, and what it had no room for.
+        notes: its contents with their accuracy, and what was left out.
     """
 
     notes: tuple[str, ...]
@@ -119,16 +119,15 @@ def make_explorer(
 ) -> ExplorerPage:
     """Make the page.
 
-    What does not fit is left out, and said: first single heads, then all fusions but one, which at last is kept in 8
-    bits.
+    Data that does not fit is left out with a note: first single heads, then all fusions but one, which is stored in 8
+    bits if necessary.
 
     Args:
         images: one or several.
         model, model_note: its id, and its note for readers.
-        call: how a reader gets it.
-        methods: what each is called, "title", the options that its map begins with, "defaults", and those of its
-            publication, "published".
-        max_size: of the page, in megabytes.
+        call: code that loads it.
+        methods: for each its "title", its "defaults", and the options of its publication, "published".
+        max_size: maximum size of the page in megabytes.
     """
     records = [_record(image) for image in images]
     room = _Room(max_size * _MEGABYTE - sum(len(str(one)) for one in records) - 2**17)
@@ -169,12 +168,12 @@ class _Room:
         self.left = left
 
     def take(self, packed: Packed) -> dict[str, Any]:
-        """Put something into the page."""
+        """Add data to the page."""
         self.left -= packed.size
         return packed.record
 
     def take_all(self, values: Sequence[Floats], pack: Callable[[Floats], Packed], bits: int) -> list[Packed] | None:
-        """Pack an array of every image into the page; None if they do not fit, and then nothing is packed."""
+        """Add an array of every image to the page; return None, and add nothing, if they do not fit."""
         if 0.4 * sum(array.size for array in values) * bits / 8 > self.left:  # better compression does not occur
             return None
         arrays = [pack(array) for array in values]
@@ -186,7 +185,7 @@ class _Room:
 
 
 def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: _Room, max_size: float) -> list[str]:
-    """Put as much attention into the page as fits; returns what there is to say of it."""
+    """Put as much attention into the page as fits; return notes."""
     wanted = [key for key in FUSED if all(key in image.attention for _, image in live)]
     errors: list[float] = []
     for number, key in enumerate(wanted):
@@ -215,7 +214,7 @@ def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: 
 
 
 def _pack_heads(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: _Room, max_size: float) -> str:
-    """Put single heads into the page if they fit; returns what there is to say of them."""
+    """Put single heads into the page if they fit; return notes."""
     values = [image.heads.reshape(-1, *image.heads.shape[2:]) for _, image in live if image.heads is not None]
     packed_all = room.take_all(values, pack_logarithmic, 8) if len(values) == len(live) else None
     if packed_all is None:

@@ -1,4 +1,4 @@
-"""Pages that a browser opens: one base template and style for all of them, each page in one file without a network.
+"""HTML pages with a common template and style, each in one file that requires no network.
 
 A page `NAME` is `NAME.html`, which extends `base.html`, with `NAME.css` behind the style of all pages. A page that a
 reader can do something with has the script of all pages, `base.js`, and its own. Whatever comes from data or file names
@@ -30,7 +30,7 @@ from vitflow.images import Background
 from vitflow.images.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, SEQUENTIAL, color_table
 from vitflow.images.typesetting import decimal
 
-#: Failed inputs listed on a page; what is kept beside it has them all.
+#: Maximum number of failed inputs listed on a page; the manifest lists all.
 FAILURES_SHOWN = 200
 
 
@@ -48,7 +48,7 @@ class Page:
         return f"{type(self).__name__}({len(self.html) / 1e6:.1f} MB)"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page; nothing half-written ever stands under the final name."""
+        """Write the page atomically."""
         with write_atomically(Path(path)) as file:
             file.write(self.html.encode("utf-8", "replace"))
         return Path(path)
@@ -66,7 +66,7 @@ def make_html(name: str, *scripts: str, **values: Any) -> str:
 
     Args:
         name: the page's template and style.
-        scripts: names of its scripts, which run behind that of all pages.
+        scripts: names of its scripts, which run after the common one.
         values: what the template shows; `data` is for the scripts.
     """
     style = Markup(_source("base.css") + _source(f"{name}.css"))
@@ -77,7 +77,7 @@ def make_html(name: str, *scripts: str, **values: Any) -> str:
 
 
 def write_html(path: Path, name: str, *scripts: str, **values: Any) -> Path:
-    """Write a page as `make_html` makes it."""
+    """Write the page of `make_html`."""
     return Page(make_html(name, *scripts, **values)).save(path)
 
 
@@ -92,14 +92,14 @@ def _environment() -> Environment:
 
 @cache
 def _source(name: str) -> str:
-    """One of the template folder's files as it is; empty where a page has none of that kind."""
+    """Return a file of the template folder; empty if a page has none of that kind."""
     path = Path(__file__).parent / "templates" / name
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 Floats = NDArray[np.floating[Any]]
 
-#: Colour maps that a reader may choose, the usual one first.
+#: Colour maps to choose from, the default first.
 COLOUR_MAPS = (SEQUENTIAL, "viridis", "inferno", "gray")
 # Values below the largest of their group times this are stored as 0 in 8 bits.
 _FAINTEST = 2.0**-22
@@ -107,11 +107,11 @@ _FAINTEST = 2.0**-22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Numbers as a page holds them.
+    """Numbers as stored in a page.
 
     Attributes:
         record: for JSON: the code, the shape, the compressed numbers in base64, and the code's table, if it has one.
-        stored: the numbers that a browser unpacks, float32.
+        stored: the numbers after unpacking, float32.
     """
 
     record: dict[str, Any]
@@ -119,7 +119,7 @@ class Packed:
 
     @property
     def size(self) -> int:
-        """Its bytes in the page."""
+        """Size in the page, in bytes."""
         return len(self.record["data"]) + 20 * len(self.record.get("tables", ())) * 256
 
 
@@ -131,7 +131,7 @@ def pack_half(values: Floats) -> Packed:
     ('half', [0.0999755859375, 0.5])
     """
     half = np.ascontiguousarray(values, dtype="<f2")
-    # The upper bytes of all numbers resemble each other, and compress; the lower ones hardly do.
+    # Upper bytes are similar and compress well; lower bytes hardly do.
     planes = half.view(np.uint8).reshape(-1, 2).T[::-1]
     return Packed(_record("half", half.shape, planes), half.astype(np.float32))
 
@@ -161,7 +161,7 @@ def pack_logarithmic(values: Floats) -> Packed:
 
 
 def pack_directions(vectors: Floats) -> Packed:
-    """Pack vectors [count, width] for their directions alone: 8 bits, each vector as long as they allow.
+    """Pack the directions of vectors [count, width] in 8 bits, each vector scaled to the full range.
 
     >>> pack_directions(np.array([[1.0, -0.5]])).stored.tolist()
     [[127.0, -64.0]]

@@ -1,4 +1,4 @@
-"""One page to look through what a folder run found: self-contained HTML that needs no network."""
+"""The report of a folder run: self-contained HTML that requires no network."""
 
 import base64
 import os
@@ -27,20 +27,20 @@ def write_report(
     per_page: int = 300,
     embed_bytes: int = 24 * 2**20,
 ) -> Path:
-    """Write `report.html` (and `report-2.html` …) for the rows of a folder run; the first page's path.
+    """Write `report.html` (and `report-2.html` …) of a folder run; return the path of the first page.
 
-    Each image can be seen with each of its maps at any opacity, and each patch with its value. Where a photograph is
-    gone or another, its map stands alone, and says why.
+    It shows each image with each of its maps at any opacity, and the value of each patch. If an image is missing or has
+    changed, its map is shown alone with the reason.
 
     Args:
-        output: the run's output folder, into which the pages go.
-        run: what the run computed: "root", "model", "methods", "options", "drawing", …
-        states: "explained" or "failed" for each input to show; they stand in the natural order of their names.
+        output: output folder of the run, which receives the pages.
+        run: settings of the run: "root", "model", "methods", "options", "drawing", …
+        states: "explained" or "failed" for each input to show; shown in the natural order of their names.
         read_rows: the rows of some inputs, with their "grids", and the "window" of the image that the model saw.
-        photograph: the photograph of a row made small, as JPEG (see `vitflow.viewer.pages.thumbnail`); it raises
-            VitflowError or OSError where that is not the one that was explained.
-        departures: of each of the run's methods how its maps depart from its publication, in words.
-        per_page: images on one page.
+        photograph: returns the thumbnail of a row's image as JPEG (see `vitflow.viewer.pages.thumbnail`); raises
+            VitflowError or OSError if it is not the image that was explained.
+        departures: differences of each method's options from its publication, as text.
+        per_page: number of images per page.
         embed_bytes: thumbnails beyond this sum on a page are written to `report-files/` and linked.
     """
     keys = sorted(states, key=natural_order)
