@@ -207,7 +207,7 @@ def test_which_names_a_page_has_follows_from_where_it_is_served():
         ({"method": "sampling", "keep": "nan"}, "keep: expected"),
         ({"method": "random", "random_seed": "9" * 30}, "random_seed: expected at most"),
         ({"method": "centre", "sigma": "inf"}, "sigma: expected"),
-        ({"method": "occlusion", "patch_size": "1"}, f"longer than the {LIMIT:g} s"),
+        ({"method": "occlusion", "patch_size": "1"}, f"longer than the limit of {LIMIT:g} s"),
         ({"fit": "native"}, "Unknown fit of this page"),
         ({"contours": "yes"}, "contours: expected on or off"),
         ({"background": 7}, "background: expected a text"),
