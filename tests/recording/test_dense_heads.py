@@ -179,6 +179,7 @@ def test_boxes_and_masks_explain_the_models_of_transformers(name):
     for method in ("rollout", "gae", "sampling", "occlusion"):
         actual = explainer.explain(image, method=method, target=1)
         assert np.isfinite(actual.grid).all() and 0 <= actual.score.value <= 1
+        assert ("receptive fields overlap" in actual.model_note) is ("detr" in name)
     if detects:
         with torch.no_grad():
             output = model(explainer.pixels(image))

@@ -30,6 +30,9 @@ from vitflow.models.libraries import (
 from vitflow.models.outputs import Outputs, outputs_of
 from vitflow.models.processors import checked_data_config
 
+# Note of models whose tokens are not patches of the image.
+_OVERLAPPING = "tokens are cells of a convolutional feature map, whose receptive fields overlap"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -146,7 +149,7 @@ def model_note(model: nn.Module) -> str:
     """Return the note of a model, or an empty string.
 
     This is the attribute `note` of the model or one of its modules, or `note` in timm's `pretrained_cfg` or the config
-    of transformers.
+    of transformers. Models like DETR without a note have one on their tokens.
 
     >>> import timm
     >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5)
@@ -160,6 +163,9 @@ def model_note(model: nn.Module) -> str:
         for note in (getattr(module, "note", None), timm_config.get("note"), getattr(config, "note", None)):
             if note and isinstance(note, str):
                 return printable(note)
+    # DETR and its variants: a convolutional backbone below the transformer.
+    if any({"backbone", "input_projection"} <= module._modules.keys() for module in model.modules()):
+        return _OVERLAPPING
     return ""
 
 
