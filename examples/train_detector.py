@@ -185,10 +185,10 @@ def measure(detector: Detector, boxes: int, methods: list[str]) -> None:
 def draw(detector: Detector, path: Path, seed: int = 7) -> None:
     """Draw the maps of the most probable detections of one image."""
     config = {"input_size": (3, SIZE, SIZE), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
-    question = {"outputs": vitflow.boxes(top=3), "class_names": CLASS_NAMES, "name": "a small detector"}
+    question = {"outputs": vitflow.boxes(), "class_names": CLASS_NAMES, "name": "a small detector"}
     explainer = vitflow.Explainer(detector, data_config=config, **question)
     image, _ = objects_of(seed)
-    figure = vitflow.compare(image, model=explainer, methods=["gae", "sampling", "occlusion"]).figure()
+    figure = vitflow.compare(image, model=explainer, methods=["gae", "sampling", "occlusion"], targets="top3").figure()
     resized = Image.open(io.BytesIO(figure_bytes(figure, ".png"))).convert("RGB")
     resized.resize((2 * resized.width // 3, 2 * resized.height // 3)).save(path)
 

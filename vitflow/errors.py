@@ -23,7 +23,7 @@ class OutsideGridError(OptionError):
 
 
 class OutsideImageError(OptionError):
-    """A requested box is outside the part of the image that the model sees."""
+    """A requested region, detection or class is not in the part of the image that the model sees."""
 
 
 class SameClassError(OptionError):

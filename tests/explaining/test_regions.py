@@ -1,6 +1,8 @@
 """Questions about detections and regions: selection, following, place of the maps, errors."""
 
 import json
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +15,10 @@ from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError, OutsideImageError, ShapeError, UnsupportedModelError
 from vitflow.explaining.regions import _input_shares, _weights, iou
-from vitflow.folder.work import check_target, make_job
+from vitflow.folder.draw import draw_run
 from vitflow.images.geometry import place
 from vitflow.images.reading import write_image
+from vitflow.runs.columns import grid_columns, unpack_half
 
 SIZE = 64
 CONFIG = {"input_size": (3, SIZE, SIZE), "mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -126,8 +129,8 @@ def test_the_output_is_the_class_logit_of_the_selected_query():
 
 @pytest.mark.parametrize("method", ["gae", "rollout", "gradcam", "legrad", "sampling", "occlusion", "input_gradient"])
 def test_every_method_gives_a_finite_map_for_each_of_the_top_detections(method):
-    explainer = Explainer(yolos(), data_config=CONFIG, outputs=vitflow.boxes(top=3), fit="squash")
-    maps = explainer.explain_batch([photo(0), photo(1)], methods=[method])
+    explainer = Explainer(yolos(), data_config=CONFIG, outputs=vitflow.boxes(), fit="squash")
+    maps = explainer.explain_batch([photo(0), photo(1)], methods=[method], targets="top3")
     assert all(np.isfinite(each.grid).all() and np.ptp(each.grid) > 0 for each in maps)
     for name in ("image 1", "image 2"):
         result = [each for each in maps if each.source == name]  # fewer where two are of one object
@@ -229,8 +232,6 @@ def test_models_of_transformers_for_segmentation(name):
     ("make", "error", "words"),
     [
         (lambda: vitflow.boxes((5, 5, 5, 9)), OptionError, "left < right"),
-        (lambda: vitflow.boxes(top=0), OptionError, "at least 1"),
-        (lambda: vitflow.boxes((1, 2, 3, 4), top=2), OptionError, "without a box"),
         (lambda: vitflow.masks((1, 2, 3)), OptionError, "a mask"),
         (lambda: Explainer("demo", outputs=vitflow.boxes()), ModelError, "DETR or YOLOS"),
         (lambda: Explainer("demo", outputs=vitflow.masks()), ModelError, "semantic segmentation"),
@@ -246,7 +247,7 @@ def test_wrong_questions_are_refused(make, error, words):
     [
         (vitflow.boxes((10, 10, 20, 20)), {"target": "thing 9"}, OptionError, "Unknown class"),
         (vitflow.boxes(), {"target": "no object"}, OptionError, "class of an object"),
-        (vitflow.boxes(), {"target": "top2"}, OptionError, "boxes"),
+        (vitflow.boxes(), {"target": "top2"}, OptionError, "explain_batch"),
         (vitflow.boxes((900, 900, 950, 950)), {}, OptionError, "None of the 6 detections"),
         (vitflow.boxes(), {"target": vitflow.Contrast(0, against=1)}, OptionError, "rest"),
         (vitflow.boxes(), {"method": "gae", "shifts": 4}, OptionError, "shifts"),
@@ -312,9 +313,48 @@ def test_overlays_and_figures_mark_the_detection_and_the_region(tmp_path):
 
 
 def test_rows_of_a_comparison_are_the_detections():
-    explainer = Explainer(yolos(), data_config=CONFIG, outputs=vitflow.boxes(top=2), fit="squash")
-    comparison = vitflow.compare(photo(), model=explainer, methods=["gae", "occlusion"])
+    explainer = Explainer(yolos(), data_config=CONFIG, outputs=vitflow.boxes(), fit="squash")
+    comparison = vitflow.compare(photo(), model=explainer, methods=["gae", "occlusion"], targets="top2")
     queries = [each.facts["detection"]["query"] for each in comparison.saliencies]
     assert len(queries) == 4 and queries[:2] == queries[2:]
-    with pytest.raises(OptionError, match="one detection an image"):
-        check_target(make_job(["gae"], {}), explainer)
+
+
+def test_a_folder_has_a_row_and_a_map_for_each_detection(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "in").mkdir()
+    for seed in range(3):
+        write_image(tmp_path / "in" / f"{seed}.png", photo(seed))
+    explainer = Explainer(yolos(), data_config=CONFIG, outputs=vitflow.boxes(), fit="squash")
+    methods = ["gae", "gradcam"]
+    images, out = sorted((tmp_path / "in").glob("*")), tmp_path / "out"
+    run = partial(vitflow.explain_folder, tmp_path / "in", out, model=explainer, methods=methods, target="top3")
+    summary = run(manifest="parquet+grids", workers=0)
+    assert summary.total == 3
+    rows, records = list(summary), parquet.read_table(summary.manifest).to_pylist()
+    maps = explainer.explain_batch(images, methods=methods, targets="top3")
+    for name in {row["input"] for row in rows}:
+        mine, direct = [row for row in rows if row["input"] == name], [m for m in maps if Path(m.source).name == name]
+        assert [row["rank"] for row in mine] == list(range(1, len(direct) // 2 + 1)) and len(mine) > 1
+        for row, saliency in zip(mine, direct, strict=False):  # the second method follows
+            assert row["facts"]["gae"]["detection"] == saliency.facts["detection"]
+            assert row["class_name"] == saliency.class_name
+            assert row["probability"] == pytest.approx(saliency.probability, abs=1e-6)
+            assert set(row["outputs"]) == set(methods)
+            [record] = [each for each in records if (each["input"], each["rank"]) == (name, row["rank"])]
+            stored = unpack_half(*(record[column] for column in grid_columns("gae")))
+            np.testing.assert_allclose(stored, saliency.grid, rtol=1e-3)
+    assert run(manifest="jsonl").kept == 3
+    assert len((out / "manifest.jsonl").read_text().splitlines()) == len(rows)
+    written = {path.name for drawn in draw_run(out, tmp_path / "again") for path in drawn.paths}
+    assert written == {Path(path).name for row in rows for path in row["outputs"].values()}
+
+
+def test_an_image_without_the_class_fails_alone(tmp_path):
+    (tmp_path / "in").mkdir()
+    for quarter in range(2):
+        write_image(tmp_path / "in" / f"{quarter}.png", bright(quarter))
+    explainer = Explainer(Cells(), data_config=CONFIG, outputs=vitflow.boxes((200, 0, 220, 20)), fit="squash")
+    write_image(tmp_path / "in" / "wide.png", photo(0, 64, 400))
+    summary = vitflow.explain_folder(tmp_path / "in", tmp_path / "out", model=explainer, methods=["input_gradient"])
+    assert (summary.explained, summary.failed) == (1, 2)
+    assert all("overlaps the box" in row["message"] for row in summary.failures())

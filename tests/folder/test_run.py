@@ -701,7 +701,7 @@ def test_a_bad_image_does_not_make_the_batches_after_its_smaller(tmp_path, one_l
         ({"methods": ["rollout", "rollout"]}, OptionError, "rollout was given twice"),
         ({"cmap_": 1}, OptionError, "Unknown option of method rollout"),
         ({"drawing": {"cmap": "rainbows"}}, OptionError, "Unknown colormap"),
-        ({"target": "top3"}, OptionError, "one class for all"),
+        ({"target": ["disc", "ring"]}, OptionError, "one class for all"),
         ({"target": 7}, OptionError, "from 0 to 4, got 7"),
         ({"format": "gif"}, OptionError, "jpg, png, webp"),
         ({"manifest": "xlsx"}, OptionError, "jsonl, csv, parquet"),

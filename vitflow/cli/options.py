@@ -284,15 +284,8 @@ def method_option(help: str) -> Callable[[_Command], _Command]:
     return click.option("--method", panel="Method", metavar="NAME", multiple=True, callback=_only, help=help)
 
 
-class_option = click.option(
-    "--class",
-    "target",
-    panel="Method",
-    metavar="NAME|INDEX",
-    help="Class to explain and report.  [default: the predicted class]",
-    multiple=True,
-    callback=_only,
-)
+#: Called with its metavar and help: the class of a command that explains one.
+class_option = partial(click.option, "--class", "target", panel="Method", multiple=True, callback=_only)
 #: Called with its help: the classes of a command that shows several.
 classes_option = partial(click.option, "--class", "targets", panel="Method", metavar="NAME|INDEX|top5", multiple=True)
 against_option = click.option(

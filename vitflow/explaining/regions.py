@@ -14,7 +14,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from vitflow.errors import OptionError, OutsideImageError, ShapeError
 from vitflow.explaining.similarity import check_box
-from vitflow.explaining.targets import class_index, is_several, is_top
+from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
 from vitflow.models.detection import NO_OBJECT, dense_logits_of, detections_of, label_count, output_names
 from vitflow.models.outputs import Outputs, activate
@@ -27,7 +27,6 @@ class Boxes:
     """Detections as the outputs of a model; see `boxes`."""
 
     box: tuple[float, float, float, float] | None = None
-    top: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,30 +36,28 @@ class Masks:
     region: Any = None
 
 
-def boxes(box: Sequence[float] | None = None, top: int | None = None) -> Boxes:
+def boxes(box: Sequence[float] | None = None) -> Boxes:
     """Explain a detection: `Explainer(model, outputs=boxes((40, 20, 300, 260)))`, for detectors like DETR and YOLOS.
 
     The outputs are the class logits of one detection: the one with the largest product of IoU with the box and
-    probability of the target class (of any class without a target); without a box, the most probable one. Methods that
-    change the image (sampling, occlusion, consensus) follow it as D-RISE does, by the largest product of IoU and
-    probability over all detections, because another query may detect the object then.
+    probability of the target class (of any class without a target); without a box, the most probable one. The target
+    "top3" gives a map for each of the three most probable ones. Methods that change the image (sampling, occlusion,
+    consensus) follow a detection as D-RISE does, by the largest product of IoU and probability over all detections,
+    because another query may detect the object then.
 
     Args:
         box: left, top, right and bottom in pixels of the image.
-        top: explain the so many most probable detections, one map each; not together with a box.
 
     Raises:
-        OptionError: the box has no area, or `top` is not at least 1.
+        OptionError: the box has no area.
 
     References:
         D-RISE: Petsiuk et al., CVPR 2021.
 
     >>> boxes((40, 20, 300, 260))
-    Boxes(box=(40.0, 20.0, 300.0, 260.0), top=None)
+    Boxes(box=(40.0, 20.0, 300.0, 260.0))
     """
-    if top is not None and (box is not None or isinstance(top, bool) or not isinstance(top, int) or top < 1):
-        raise OptionError(f"Expected top as an integer of at least 1, without a box, got top={top!r}, box={box!r}.")
-    return Boxes(None if box is None else check_box(box), top)
+    return Boxes(None if box is None else check_box(box))
 
 
 def masks(region: Any = None) -> Masks:
@@ -155,14 +152,9 @@ class Regions:
     def _made_of(self) -> dict[str, Any]:
         """Describe the question for JSON."""
         if isinstance(self.question, Boxes):
-            return {"boxes": [self.question.box, self.question.top]}
+            return {"boxes": self.question.box}
         region = self.question.region
         return {"masks": hashlib.sha256(region.tobytes()).hexdigest() if isinstance(region, np.ndarray) else region}
-
-    @property
-    def several(self) -> bool:
-        """Return True if one image can have several detections."""
-        return isinstance(self.question, Boxes) and (self.question.top or 1) > 1
 
     @contextmanager
     def binding(self, selected: Selected) -> Iterator[None]:
@@ -177,24 +169,24 @@ class Regions:
         """Select the detections or regions of one image, from the model's output for it.
 
         Raises:
-            OptionError: there is no such detection, or the class is predicted nowhere.
+            OptionError: there is no such class.
+        OutsideImageError: there is no such detection, or the class is predicted nowhere.
         """
         with torch.no_grad():
             given = targets if isinstance(targets, list | tuple) else [targets]
             wanted = [self._class(target, outputs) for target in given]
             if isinstance(self.question, Masks):
-                return [self._region(output, placement, index) for index in wanted]
+                return [self._region(output, placement, index) for index, _ in wanted]
             logits, places = (each[0].detach().cpu() for each in detections_of(output))
             scores = self._objects(activate(logits, outputs.activation))
-            return [one for index in wanted for one in self._matching(scores, places.double(), placement, index)]
+            return [one for each in wanted for one in self._matching(scores, places.double(), placement, *each)]
 
-    def _class(self, target: Any, outputs: Outputs) -> int | None:
-        if is_several(target):
-            raise OptionError(
-                f"Expected class names or indices with boxes and masks, got {target!r}: use boxes(top=…)."
-            )
-        count = outputs.count or 0
-        return None if is_top(target) else class_index(target, count, outputs.names)
+    def _class(self, target: Any, outputs: Outputs) -> tuple[int | None, int]:
+        """Return the class of a target, None for any class, and the number of detections."""
+        if is_several(target) and isinstance(self.question, Masks):
+            raise OptionError(f"Expected a class name or index with masks, got {target!r}.")
+        count = top_count(target)
+        return (class_index(target, outputs.count or 0, outputs.names), 1) if count is None else (None, count)
 
     def _objects(self, probabilities: Tensor) -> Tensor:
         """Return the probabilities of the objects, without "no object"."""
@@ -220,7 +212,9 @@ class Regions:
             products = iou(places.detach().cpu().double(), self.bound.box).unsqueeze(-1) * probabilities
         return products.amax(dim=1).logit(eps=1e-9)
 
-    def _matching(self, scores: Tensor, places: Tensor, placement: Placement, index: int | None) -> list[Selected]:
+    def _matching(
+        self, scores: Tensor, places: Tensor, placement: Placement, index: int | None, count: int
+    ) -> list[Selected]:
         """Select detections by class, box and number, from scores [queries, classes] and boxes [queries, 4]."""
         assert isinstance(self.question, Boxes)
         if index is not None and index >= scores.shape[1]:
@@ -230,9 +224,9 @@ class Regions:
         if self.question.box is not None:
             overlaps = iou(places, _input_shares(self.question.box, placement))
             if not overlaps.any():
-                raise OptionError(
+                raise OutsideImageError(
                     f"None of the {len(scores)} detections overlaps the box {self.question.box}. Remedy: give another "
-                    "box, or boxes(top=5) to see the most probable detections."
+                    "box, or the target 'top5' without a box to see the most probable detections."
                 )
         best, classes = (ranked * overlaps.unsqueeze(1)).max(dim=1)
         selected: list[Selected] = []
@@ -254,7 +248,7 @@ class Regions:
             if self.question.box is not None:
                 detection |= {"requested": list(self.question.box), "iou": round(float(overlaps[query]), 3)}
             selected.append(Selected(kind, query, places[query], {"detection": detection}))
-            if len(selected) == (self.question.top or 1):
+            if len(selected) == count:
                 break
         return selected
 
@@ -278,7 +272,7 @@ class Regions:
             index = int(predicted.flatten().mode().values) if index is None else index
             weights, words = (predicted == index).double(), "where the model predicts the class"
             if not weights.any():
-                raise OptionError(
+                raise OutsideImageError(
                     "The model predicts this class nowhere in the image. Remedy: pass a region, or another class."
                 )
             inputs: list[Any] = list(placement.to_input(y.astype(np.float64), x.astype(np.float64)))

@@ -137,7 +137,7 @@ def resolve_targets(
     batch, count = probabilities.shape
     indices: list[Tensor | None] = []
     for target in requested or [None]:
-        top = _top(target)
+        top = top_count(target)
         if top is not None:
             ranked = probabilities.topk(min(top, count), dim=1).indices
             indices.extend(ranked[:, rank] for rank in range(ranked.shape[1]))
@@ -164,13 +164,25 @@ def is_per_image(targets: Any) -> bool:
     return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0
 
 
+def top_count(target: Any) -> int | None:
+    """Return k of "topk", 1 for None, and None for a class.
+
+    >>> top_count("top3"), top_count(None), top_count("tabby")
+    (3, 1, None)
+    """
+    if target is None:
+        return 1
+    match = re.fullmatch(r"top([1-9]\d*)", target) if isinstance(target, str) else None
+    return int(match.group(1)) if match else None
+
+
 def is_several(target: Any) -> bool:
     """Return True if one target stands for several classes, as "top2" does.
 
     >>> is_several("top2"), is_several("top1"), is_several(None)
     (True, False, False)
     """
-    return (_top(target) or 1) > 1
+    return (top_count(target) or 1) > 1
 
 
 def is_top(target: Any) -> bool:
@@ -179,7 +191,7 @@ def is_top(target: Any) -> bool:
     >>> is_top(None), is_top("top1"), is_top(3)
     (True, True, False)
     """
-    return _top(target) is not None
+    return top_count(target) is not None
 
 
 def _given_targets(targets: Any, probabilities: Tensor) -> Tensor:
@@ -259,14 +271,6 @@ def _close(query: str, synonyms: Sequence[tuple[str, ...]], most: int = 5) -> li
             contain = sum(words <= set(name.split()) for name in different) / len(different) if shares else 0.0
             ranked.append((not shares, -contain, -similarity, i))
     return [i for *_, i in sorted(ranked)[:most]]
-
-
-def _top(target: Target) -> int | None:
-    """Return k of "topk", 1 for None, else None."""
-    if target is None:
-        return 1
-    match = re.fullmatch(r"top([1-9]\d*)", target) if isinstance(target, str) else None
-    return int(match.group(1)) if match else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class BatchExplainer:
 
     @property
     def labels(self) -> list[str]:
-        """The labels of the maps: the methods, numbered if one is requested twice."""
+        """The labels of the maps: the methods, numbered if one is requested twice; with a target "top3", three each."""
         return self._job.labels
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,10 +117,7 @@ class BatchExplainer:
         records = []
         for part in batches.parts(self._images(ids, images), lambda image: image.decoded.nbytes):
             for image, result in zip(part, compute_maps(batches, part, self._job), strict=True):
-                maps = {
-                    label: saliency.grid for label, saliency in zip(self.labels, result.maps, strict=bool(result.maps))
-                }
-                records.append(columns.record_of(describe(image, result, self._job), maps, self.labels))
+                records.append(columns.record_of(describe(image, result, self._job), result.grids, self.labels))
         kinds = columns.columns_of(self.labels)
         return {name: _column_of(records, name, kind) for name, kind in kinds.items()} | {"id": np.asarray(ids)}
 

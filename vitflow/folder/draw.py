@@ -37,7 +37,7 @@ from vitflow.folder.work import encode_overlay
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.images.pen import Pen
 from vitflow.images.reading import read_image
-from vitflow.runs.columns import Maps, Row, placement_of
+from vitflow.runs.columns import Maps, Row, by_rank, placement_of
 from vitflow.runs.saved import FILE, SavedRun
 
 # The settings that a run requires to be drawn, with their types.
@@ -163,7 +163,10 @@ def draw_run(
                 pixels = read_photograph(row, source, saved.max_pixels)
                 placement = placement_of(row["placement"])
                 paths = []
-                for label in labels:
+                ranked = (
+                    [label for label in maps if label.rpartition("-top")[0] in labels] if row.get("ranks") else labels
+                )
+                for label in ranked:
                     saliency = Saliency(maps[label], placement, pixels, row["input"], settings["model"], label, {})
                     path = f"{row['stem']}-{in_file_name(label)}.{format}"
                     if os.path.relpath(os.path.realpath(folder / path), root) in names:
@@ -310,7 +313,8 @@ def report_run(
         def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
             for row, maps in saved.with_maps(keys):
                 window = placement_of(row["placement"]).window if row["status"] == "explained" else None
-                yield row | {"grids": maps, "window": window}
+                for each, grids in by_rank(row, maps):
+                    yield each | {"grids": grids, "window": window}
 
         notes = {label: _departures(run, label) for label in run["methods"]}
         return write_report(saved.folder, run, states, rows, photograph, departures=notes, **options)

@@ -137,7 +137,7 @@ def explain_inputs(place: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps
         for image, result in zip(images, compute_maps(batches, images, request.job), strict=True):
             row = describe(image, result, request.job)
             row |= {"outputs": {}, "maps": None, "written": {}} if result.maps else {}
-            rows.append((row, {label: item.grid for label, item in zip(request.job.labels, result.maps, strict=False)}))
+            rows.append((row, result.grids))
         return rows
     except Exception as error:  # concerns all images; errors of single images are in their rows
         message = str(error) if isinstance(error, VitflowError) else traceback.format_exc()
@@ -227,7 +227,8 @@ def take_parts(run: "Run", tally: "Tally | None" = None) -> None:
                 if row["status"] == "stopped":
                     stopped = row
                     continue
-                packed = {label: [record[name] for name in grid_columns(label)] for label in run.fingerprint["methods"]}
+                labels = [name.removeprefix("grid_") for name in record if name.startswith("grid_")]
+                packed = {label: [record[name] for name in grid_columns(label)] for label in labels}
                 grids = {label: unpack_half(*values) for label, values in packed.items() if values[0]}
                 run.put([(row, {label: grid for label, grid in grids.items() if grid is not None})])
                 if tally is not None:

@@ -43,7 +43,7 @@ from vitflow.images import MANIFEST_FORMATS
 from vitflow.images.overlay import blend
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.runs.batches import RunProgress, Tally
-from vitflow.runs.columns import load_pyarrow, write_manifest
+from vitflow.runs.columns import by_rank, load_pyarrow, write_manifest
 from vitflow.runs.fingerprints import run_fingerprint
 from vitflow.runs.saved import SavedRun
 from vitflow.runs.store import Run, finishing
@@ -83,9 +83,10 @@ class FolderSummary:
         return show_run(repr(self), self.output, list(itertools.islice(self, SHOWN)))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield each input's row, read lazily."""
+        """Yield each input's row, or one for each of its targets, read lazily."""
         with SavedRun(self.output) as run:
-            yield from itertools.islice(run.rows(), self.total)
+            for row in itertools.islice(run.rows(), self.total):
+                yield from (each for each, _ in by_rank(row, {}))
 
     def failures(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of the images that failed."""
@@ -199,9 +200,9 @@ def explain_folder(
     """Explain every image of a folder; another run with the same options resumes and updates changed images.
 
     Overlays are written to the output folder as `name-method.jpg`, in the folder structure of the inputs, alongside a
-    manifest (one row per input) and `run.json`. `run.sqlite` contains every row and the grid of every map: `read_grids`
-    reads them, `draw_run` and `vitflow report` draw them without the model. An image that cannot be read or explained
-    gets a row with an error; the run continues, and the next run retries the image.
+    manifest (one row per input and target) and `run.json`. `run.sqlite` contains every row and the grid of every map:
+    `read_grids` reads them, `draw_run` and `vitflow report` draw them without the model. An image that cannot be read
+    or explained gets a row with an error; the run continues, and the next run retries the image.
 
     Args:
         source: a folder, an image, a pattern such as `photographs/*.jpg`, or several of them; or the URL of a
@@ -210,7 +211,8 @@ def explain_folder(
         model: a model id (see `load_model`), a module, an Explainer, or a function that creates an Explainer.
         methods: names, or (name, options) pairs; by default gae with a target or an explainer of prompts, reference
             images or a function, otherwise rollout.
-        target: class that class-specific methods explain; by default each image's predicted class.
+        target: class that class-specific methods explain; by default each image's predicted class. With "top3", the
+            three most probable classes or detections of each image have a row each.
         recursive: include subfolders.
         glob: read the files whose name or path relative to the source matches this pattern, with any suffix.
         limit: process the first images only.
@@ -306,7 +308,7 @@ def explain_folder(
             ).run(inputs, done)
 
     def write(run: Run) -> tuple[Path, Path | None]:
-        table = _write_manifest(run, manifest, job.labels)
+        table = _write_manifest(run, manifest, job)
         return table, report_run(folder, thumbnails=photographs) if report else None
 
     with closing(Thumbnails(folder)) if report else nullcontext() as photographs:
@@ -327,7 +329,7 @@ def _processes(missing: Sequence[Input], workers: int | None) -> int:
     return min(count, max(8, cores) if remote else cores, len(missing))
 
 
-def _write_manifest(run: Run, format: str, labels: Sequence[str]) -> Path:
+def _write_manifest(run: Run, format: str, job: Job) -> Path:
     """Write the manifest, and remove outdated ones in other formats."""
     suffix, _, grids = format.partition("+")
     options = run.fingerprint["options"]
@@ -341,9 +343,10 @@ def _write_manifest(run: Run, format: str, labels: Sequence[str]) -> Path:
         "weights_sha256": run.fingerprint["weights_sha256"],
         "methods": list(run.fingerprint["methods"]),
         "options": options,
-    }
+    } | ({"rank": 1} if job.ranks else {})
     path = run.folder / f"manifest.{suffix}"
-    rows = run.with_maps() if grids else ((row, {}) for row in run.rows())
-    write_manifest(path, rows, {**shared, **common}, labels if grids else ())
+    inputs = run.with_maps() if grids else ((row, {}) for row in run.rows())
+    rows = (each for row, maps in inputs for each in by_rank(row, maps))
+    write_manifest(path, rows, {**shared, **common}, common["methods"] if grids else ())
     remove_inside(run.folder, (f"manifest.{other}" for other in MANIFEST_FORMATS if other != suffix))
     return path

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from vitflow.explaining.targets import (
     is_several,
     is_top,
     resolve_targets,
+    top_count,
 )
 from vitflow.files import in_file_name
 from vitflow.folder.decoders import Decoded
 from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
 from vitflow.methods.cells import cell_grid
 from vitflow.runs.batches import Batches
-from vitflow.runs.columns import Maps, Row, failed_row
+from vitflow.runs.columns import Maps, Row, failed_row, rank_label
 
 # Maximal batch size of the forward pass that estimates a run's duration.
 _TIMED_IMAGES = 8
@@ -47,7 +49,8 @@ class Job:
 
     Attributes:
         methods: one for each map; its label is its name, numbered if a method is requested twice.
-        target: class to explain, or a contrast; by default each image's predicted class.
+        target: class to explain, "top3" for the three most probable ones, or a contrast; by default each image's
+            predicted class.
         drawing: options of `Saliency.overlay`.
         format: format of the overlays, "jpg", "png" or "webp".
         save_map: also write each unscaled map as .npz.
@@ -62,9 +65,16 @@ class Job:
     overlays: bool = True
 
     @property
+    def ranks(self) -> int:
+        """The maximal number of classes or detections of an image; 0 for a single target."""
+        return (top_count(self.target) or 0) if is_several(self.target) else 0
+
+    @property
     def labels(self) -> list[str]:
-        """The labels of an image's maps."""
-        return [method.label for method in self.methods]
+        """The labels of an image's maps: for several targets, one for each rank."""
+        labels = [method.label for method in self.methods]
+        ranks = range(1, self.ranks + 1)
+        return [rank_label(label, rank) for label in labels for rank in ranks] if self.ranks else labels
 
     @property
     def endings(self) -> list[str]:
@@ -113,14 +123,14 @@ def make_job(
     `asks` is True if the explained outputs are not the model's classes; it determines the default of `methods`.
 
     Raises:
-        OptionError: unknown method, option or format, or several targets.
+        OptionError: unknown method, option or format, or a list of targets.
     """
     if format not in OVERLAY_FORMATS:
         raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
     contrasting = bool(contrasts_among(target))
     one_class = target is None or isinstance(target, int | str)
-    if not (contrasting or one_class) or is_several(target):
-        raise OptionError(f"Expected one class for all images, got {target!r}.")
+    if not (contrasting or one_class):
+        raise OptionError(f"Expected one class for all images, or 'top3', got {target!r}.")
     chosen = check_methods(methods, options, asks=asks or has_targets(target))
     if contrasting:
         check_class_specific(chosen)
@@ -187,11 +197,8 @@ def check_target(job: Job, explainer: Explainer) -> None:
     """Check the target before the run, rather than for each image.
 
     Raises:
-        OptionError: the model has no such class, both sides of a contrast are always the same class, or there are
-            several detections in an image.
+        OptionError: the model has no such class, or both sides of a contrast are always the same class.
     """
-    if explainer.regions is not None and explainer.regions.several:
-        raise OptionError("Runs over many images have one detection an image: use boxes() instead of boxes(top=…).")
     if job.target is not None:
         count = explainer.num_classes
         indices = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
@@ -212,12 +219,17 @@ def sides_of(job: Job) -> Target | list[Target]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageMaps:
-    """An image's maps, or its error."""
+    """An image's maps by label, or its error."""
 
-    maps: Sequence[Saliency] = ()
+    maps: Mapping[str, Saliency] = field(default_factory=dict)
     error: str = ""
     message: str = ""
     seconds: float = 0.0
+
+    @property
+    def grids(self) -> Maps:
+        """The grid of each map."""
+        return {label: saliency.grid for label, saliency in self.maps.items()}
 
 
 def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> list[ImageMaps]:
@@ -231,12 +243,15 @@ def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> li
         started = time.perf_counter()
         arrays = [image.decoded.image for image in members if image.decoded.image is not None]
         names = [printable(image.key) for image in members]
-        flat = batches.explainer.explain_batch(arrays, methods=job.methods, targets=job.target, names=names)
+        explain_batch = partial(batches.explainer.explain_batch, methods=job.methods, targets=job.target)
+        if batches.explainer.regions is None:
+            flat = explain_batch(arrays, names=names)
+            each = len(flat) // len(arrays)
+            by_image = [flat[start : start + each] for start in range(0, len(flat), each)]
+        else:  # the number of detections depends on the image
+            by_image = [explain_batch([array], names=[name]) for array, name in zip(arrays, names, strict=True)]
         seconds = (time.perf_counter() - started) / len(arrays)
-        return [
-            ImageMaps(flat[start : start + len(job.methods)], seconds=seconds)
-            for start in range(0, len(flat), len(job.methods))
-        ]
+        return [ImageMaps(_labelled(maps, job), seconds=seconds) for maps in by_image]
 
     results = batches.each([image for image in images if image.decoded.image is not None], explain, job.methods)
     return [
@@ -245,6 +260,20 @@ def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> li
         else _or_failed(next(results))
         for image in images
     ]
+
+
+def _labelled(maps: Sequence[Saliency], job: Job) -> dict[str, Saliency]:
+    """Return the maps of an image, in the order of methods and targets, by label."""
+    if not job.ranks:
+        return dict(zip(job.labels, maps, strict=True))
+    targets = {(each.score.index, each.facts.get("detection", {}).get("query")) for each in maps if each.class_specific}
+    by_label: dict[str, Saliency] = {}
+    rest = list(maps)
+    for chosen in job.methods:
+        count = len(targets) if rest[0].class_specific else 1
+        by_label |= {rank_label(chosen.label, rank): each for rank, each in enumerate(rest[:count], start=1)}
+        rest = rest[count:]
+    return by_label
 
 
 def _or_failed(result: ImageMaps | Exception) -> ImageMaps:
@@ -260,21 +289,30 @@ def describe(image: InputImage, result: ImageMaps, job: Job) -> dict[str, Any]:
     """Return an image's row without its files: status, score, facts, and the placement of its maps."""
     if not result.maps:
         return failed_row(image.known, result.error, result.message)
-    first = result.maps[0]
-    facts = {label: dict(saliency.facts) for label, saliency in zip(job.labels, result.maps, strict=True)}
+    first = next(iter(result.maps.values()))
+    facts = {label: dict(saliency.facts) for label, saliency in result.maps.items()}
     return image.known | {
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],
-        **{
-            name: round(value, 6) if isinstance(value, float) else value
-            for name, value in first.score.to_dict().items()
-        },
+        **_score_columns(first),
+        **_ranked(result.maps, job),
         "facts": json.loads(json.dumps(facts, default=float)),
         "saturated_share": _saturated_share(facts),
         "placement": first.placement.to_dict(),
         "seconds": round(result.seconds, 4),
     }
+
+
+def _score_columns(saliency: Saliency) -> dict[str, Any]:
+    columns = saliency.score.to_dict().items()
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in columns}
+
+
+def _ranked(maps: Mapping[str, Saliency], job: Job) -> dict[str, Any]:
+    """Return the column `ranks` of a run with several targets: the score columns of each."""
+    by_rank = {int(label.rpartition("-top")[2]): saliency for label, saliency in maps.items()} if job.ranks else {}
+    return {"ranks": [_score_columns(by_rank[rank]) for rank in sorted(by_rank)]} if by_rank else {}
 
 
 def draw_files(image: InputImage, result: ImageMaps, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
@@ -283,11 +321,10 @@ def draw_files(image: InputImage, result: ImageMaps, job: Job) -> tuple[Row, Map
     if not result.maps:
         return row, {}, {}
     started = time.perf_counter()
-    maps = dict(zip(job.labels, result.maps, strict=True))
     files: dict[str, bytes] = {}
     outputs: dict[str, str] = {}
     saved: dict[str, str] = {}
-    for label, saliency in maps.items():
+    for label, saliency in result.maps.items():
         if job.overlays:
             outputs[label] = f"{image.stem}-{in_file_name(label)}.{job.format}"
             files[outputs[label]] = encode_overlay(saliency.overlay(**job.drawing), job.format)
@@ -300,7 +337,7 @@ def draw_files(image: InputImage, result: ImageMaps, job: Job) -> tuple[Row, Map
         "written": {path: len(content) for path, content in files.items()},
         "seconds": round(result.seconds + time.perf_counter() - started, 4),
     }
-    return row, {label: saliency.grid for label, saliency in maps.items()}, files
+    return row, result.grids, files
 
 
 def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:

@@ -146,6 +146,29 @@ def shown_name(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
+# -- several targets of an image
+
+
+def rank_label(label: str, rank: int) -> str:
+    """Return the label of a method's map of the target with this rank, from 1."""
+    return f"{label}-top{rank}"
+
+
+def by_rank(row: Row, maps: Maps) -> Iterator[tuple[Row, Maps]]:
+    """Yield a row and maps for each target of an image, in order; the row itself if it has a single target."""
+
+    def of(rank: int, values: Mapping[str, Any] | None) -> dict[str, Any]:
+        ending = rank_label("", rank)
+        return {label.removesuffix(ending): each for label, each in (values or {}).items() if label.endswith(ending)}
+
+    targets = row.get("ranks") or ()
+    for rank, score in enumerate(targets, start=1):
+        nested = {name: of(rank, row.get(name)) for name in ("outputs", "maps", "facts")}
+        yield row | score | nested | {"rank": rank, "maps": nested["maps"] or None}, of(rank, maps)
+    if not targets:
+        yield row, maps
+
+
 # -- maps as columns
 
 

@@ -280,6 +280,7 @@ _NESTED: dict[str, tuple[type, ...]] = {
     "placement": (list, str),
 }
 _NESTED |= {"maps": (str,)}
+_SCORES = {"class_index", "class_name", "probability", "target", "value", "predicted_index"}
 
 
 def _finite(text: str) -> float:
@@ -326,9 +327,22 @@ def _row(name: object, record: object, drawn: bool) -> Row | None:
         for column, kinds in _NESTED.items()
         if (nested_values := row.get(column)) is not None
     )
-    if not nested or not _is_text(row):
+    if not nested or not _is_text(row) or not _are_scores(row.get("ranks")):
         return None
     return {**dict.fromkeys(_FILLED), **row} if row["status"] == "explained" else row
+
+
+def _are_scores(ranks: object) -> bool:
+    """Return True for the scores of several targets, or None."""
+    return ranks is None or (
+        isinstance(ranks, list)
+        and all(isinstance(score, dict) and score.keys() <= _SCORES and _is_text(score) for score in ranks)
+        and all(
+            value is None or (isinstance(value, _COLUMN_TYPES[name]) and not isinstance(value, bool))
+            for score in ranks
+            for name, value in score.items()
+        )
+    )
 
 
 def _is_text(row: Row) -> bool:

@@ -54,7 +54,11 @@ class _Model:
     metavar="NAME",
     help="Method; repeatable.  [default: gae with --class, --against, --prompt, --like or --caption; else rollout]",
 )
-@shared.class_option
+@shared.class_option(
+    metavar="NAME|INDEX|top3",
+    help="Class to explain and report; top3: a row and a map for each of the three most probable classes or "
+    "detections.  [default: the predicted class]",
+)
 @shared.against_option
 @click.option(
     "--caption",

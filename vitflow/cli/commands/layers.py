@@ -17,7 +17,7 @@ from vitflow.images import FIGURE_FORMATS
 @shared.model_options
 @shared.question_options
 @shared.method_option(help="Method to accumulate: rollout, gradient_rollout or gae.")
-@shared.class_option
+@shared.class_option(metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]")
 @shared.method_options
 @shared.drawing_options
 @shared.output_option(
