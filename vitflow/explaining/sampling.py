@@ -77,8 +77,9 @@ def sampling(
     def settled(image: int, kept: Tensor, scores: Tensor, grid: tuple[int, int]) -> bool:
         """Return True if the last two steps hardly changed the strongest tenth of the patches."""
         values, spread = estimate(image, kept, scores, grid)[0].clamp_min(0.0), affinities(grid)
-        for _ in range(0 if spread is None else refine):
-            values = spread[image] @ values.to(spread)
+        if spread is not None:
+            for _ in range(refine):
+                values = spread[image] @ values.to(spread)
         top = set(values.topk(max(1, round(0.1 * len(values)))).indices.tolist())
         tops = strongest.setdefault(image, [])
         tops.append(top)
