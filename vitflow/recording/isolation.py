@@ -1,17 +1,16 @@
 """Isolation of recordings: a lock per model, thread-bound hooks, and process-wide settings."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.models.parts import modules_of
-from vitflow.recording.readout import tokens_of, with_tokens
 
 _guard = threading.Lock()
 _turns: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
@@ -293,54 +292,3 @@ def refuse_checkpointing(model: nn.Module) -> None:
                 f"{type(module).__name__} uses gradient checkpointing, which computes the attention a second time "
                 f"during the backward pass. Call model.{off} first."
             )
-
-
-#: The number of tokens per block: a prime, to distinguish tokens from channels and heads.
-FEW_TOKENS = 7
-
-
-@contextmanager
-def given_few(model: nn.Module, blocks: Sequence[str], whole: dict[str, Tensor]) -> Iterator[None]:
-    """Pass only the first tokens to each block; `whole` receives all of them, by block path."""
-
-    def before(path: str) -> Callable[..., Any]:
-        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            every = [value for value in (*args, *kwargs.values()) if _is_long(value)]
-            if not every:
-                raise ShapeError(f"The input of {path} is not a sequence of tokens.")
-            whole[path] = every[0]
-            few = every[0][:, :FEW_TOKENS]
-            kwargs = {name: few if value is every[0] else value for name, value in kwargs.items()}
-            return tuple(few if value is every[0] else value for value in args), kwargs
-
-        return act
-
-    with ExitStack() as stack:
-        for path in blocks:
-            stack.callback(Hook(model.get_submodule(path), before(path), before=True, in_aside=True).remove)
-        yield
-
-
-@contextmanager
-def returning_all(model: nn.Module, blocks: Sequence[str], whole: dict[str, Tensor]) -> Iterator[None]:
-    """Restore the output of each block to all tokens; tokens that the block did not receive are unchanged."""
-
-    def after(path: str) -> Callable[..., Any]:
-        def act(args: Any, output: Any) -> Any:
-            if output is None:  # after an exception
-                return None
-            tokens, given = tokens_of(output), whole.pop(path)
-            if tokens is None or tokens.shape != (len(given), FEW_TOKENS, given.shape[-1]):
-                raise ShapeError(f"{path} changes the number of tokens.")
-            return with_tokens(output, torch.cat([tokens, given[:, FEW_TOKENS:].to(tokens)], dim=1))
-
-        return act
-
-    with ExitStack() as stack:
-        for path in blocks:
-            stack.callback(Hook(model.get_submodule(path), after(path), before=False, in_aside=True).remove)
-        yield
-
-
-def _is_long(given: Any) -> bool:
-    return isinstance(given, Tensor) and given.is_floating_point() and given.ndim == 3 and given.shape[1] > FEW_TOKENS

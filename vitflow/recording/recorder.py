@@ -281,7 +281,7 @@ class record_attention:
         self._pass.enter_context(unchanging(self._model))
         self._watch()
         self._listening.begin()
-        self._reads, self._given = reads_text(args, kwargs), (args, kwargs)
+        self._reads = reads_text(args, kwargs)
         trace.begin(None)
         if self._reads is not None:
             refuse_static(reads_cache(kwargs))
@@ -338,7 +338,7 @@ class record_attention:
             trace.names = [name for name in trace.names if stack_of(name) not in above]
             with aside():
                 layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
-                refusal = refusal or self._unseen(layers, pixels)
+                refusal = refusal or self._unseen(layers)
         if not layers or refusal is not None:
             layout = self._layout_without_attention(size)
             trace.lay_out(layers, layout, refusal=refusal)
@@ -353,11 +353,12 @@ class record_attention:
         trace.read_out(closed, top, pooled, given)
         return layout
 
-    def _unseen(self, layers: list[AttentionLayer], pixels: Tensor) -> str | None:
+    def _unseen(self, layers: list[AttentionLayer]) -> str | None:
         """Return why a product of these layers would be incomplete, or None."""
+        if self._within or self.trace.again is None:
+            return None
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        seen = self._listening.recorded, self._listening.unapplied
-        return None if self._within else unseen_mixing(self._model, pixels, self._given, layouts, seen)
+        return unseen_mixing(self.trace.again, layouts, self._listening.recorded, self._listening.unapplied)
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""

@@ -19,9 +19,9 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, module_paths, tensors_in
 from vitflow.models.parts import kept_with, with_paths
 from vitflow.recording.attention_kinds import may_attend, other_attention
-from vitflow.recording.heads import block_paths_of
+from vitflow.recording.heads import FEW_TOKENS, Call, block_paths_of, on_few_tokens
 from vitflow.recording.interception import Interception, is_softmax
-from vitflow.recording.isolation import FEW_TOKENS, Hook, given_few, returning_all, trial
+from vitflow.recording.isolation import Hook, trial
 
 # Functions that mix neighbouring tokens, or all tokens.
 _KNOWN = (
@@ -38,28 +38,21 @@ _ROUNDING, _MIXING = 1e-4, 1e-3
 _HALF_ROUNDING, _HALF_MIXING = 1e-2, 3e-2
 
 
-def unseen_mixing(
-    model: nn.Module,
-    pixels: Tensor,
-    given: tuple[tuple[Any, ...], Mapping[str, Any]],
-    layouts: Sequence[TokenLayout],
-    seen: tuple[Sequence[str], set[str]],
-) -> str | None:
+def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], unapplied: set[str]) -> str | None:
     """Return why a product of layers would be incomplete, or None.
 
     The model runs at most three times; the result is cached while its modules and recorded layers are the same.
 
     Args:
-        model: the model; its state is restored.
-        pixels: the model input of a pass, [batch, channels, height, width].
-        given: the arguments and keyword arguments of that pass.
+        call: the recorded call of the model.
         layouts: token layouts of its layers.
-        seen: paths of the recorded layers, and of the modules of which only the softmax was observed.
+        names: paths of the recorded layers.
+        unapplied: paths of the modules of which only the softmax was observed.
     """
-    names, unapplied = seen
+    model = call.model
     known, key = kept_with(model), (unseen_mixing, *names)
-    if key not in known and not pixels.is_meta:
-        known[key] = _find(model, pixels, given, layouts, names, unapplied)
+    if key not in known and not call.pixels.is_meta:
+        known[key] = _find(call, layouts, names, unapplied)
     path: str | None = known.get(key)
     if path is None:
         return None
@@ -70,37 +63,18 @@ def unseen_mixing(
     )
 
 
-def _find(
-    model: nn.Module,
-    pixels: Tensor,
-    given: tuple[tuple[Any, ...], Mapping[str, Any]],
-    layouts: Sequence[TokenLayout],
-    names: Sequence[str],
-    unapplied: set[str],
-) -> str | None:
+def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], unapplied: set[str]) -> str | None:
     """Return the path of the first innermost module with unrecorded token mixing, or None."""
-    noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
-    noise = torch.cat([noise, noise]).to(pixels.device, pixels.dtype)
-
-    def two(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.shape == pixels.shape and value.dtype == pixels.dtype:
-            return noise
-        of_images = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(pixels)
-        return value[:1].expand(2, *value.shape[1:]) if of_images else value
-
-    args, kwargs = given
-    args, kwargs = tuple(map(two, args)), {name: two(value) for name, value in kwargs.items()}
+    model, pixels, noise = call.model, call.pixels, call.noise(1).expand(2, -1, -1, -1)
     explained: set[str] = set()
-    whole: dict[str, Tensor] = {}
     # First with a few tokens per block, which is cheap; then with all tokens, and once more if known mixing was inside
     # a larger module.
     for shortened in (block_paths_of(model, names), (), ()):
         known = explained if not shortened else set[str]()
         probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, unapplied, known)
         try:
-            before, after = given_few(model, shortened, whole), returning_all(model, shortened, whole)
-            with trial(model, pixels.device), before, probe, after:
-                model(*args, **kwargs)
+            with trial(model, pixels.device), on_few_tokens(model, shortened), probe:
+                call(noise)
         except Exception:  # the model rejects the noise or the few tokens, so the check is impossible
             if shortened:
                 continue
@@ -158,7 +132,7 @@ class _Probe:
             if module._modules or not type(module).__module__.startswith("torch.nn.modules."):
                 before, after = self._entering(path, module), self._leaving(path)
                 self._stack.callback(Hook(module, before, before=True, in_aside=True).remove)
-                self._stack.callback(Hook(module, after, before=False, in_aside=True).remove)
+                self._stack.callback(Hook(module, after, before=False, in_aside=True, first=True).remove)
         self._interception = self._stack.enter_context(_Identities(self))
         return self
 
