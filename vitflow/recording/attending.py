@@ -4,10 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from vitflow.recording.attention_kinds import other_attention
 
 #: The function of torch itself, even if another library has replaced it in `torch.nn.functional`.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
@@ -19,18 +20,28 @@ _SINGLE_THREAD, _MULTI_THREAD = 1 / 32, 1 / 2
 _FAR_BELOW = 1000.0
 
 
-class Listener(Protocol):
-    """Receiver of the attention of a running model."""
+class Listener:
+    """Receiver of the attention of a running model.
 
-    gradients: bool
-    wants_keys: bool
-    wants_visible: bool
+    Attributes:
+        gradients, wants_keys, wants_visible: True if gradients, keys or attention masks are requested.
+        path: path and module of the running modules, outermost first.
+    """
+
+    gradients = wants_keys = wants_visible = False
+
+    def __init__(self) -> None:
+        self.path: list[tuple[str, nn.Module]] = []
 
     def running(self) -> str | None:
-        """Return the name of the running module; None if it computes no attention between tokens."""
+        """Return the path of the running module; None if it computes no attention between tokens."""
+        if not self.path or other_attention(self.path[-1][1]) is not None:
+            return None
+        return self.path[-1][0]
 
-    def streams(self, query: Tensor, key: Tensor) -> bool:
+    def streams(self, query: Tensor) -> bool:
         """Return True if this call's probabilities are only needed fused, so that parts of the batch suffice."""
+        return False
 
     def saw(
         self,
@@ -49,6 +60,7 @@ class Listener(Protocol):
         Returns:
             A replacement for the product of attention and values; None for the product itself.
         """
+        raise NotImplementedError
 
     def saw_in_parts(
         self, parts: Iterator["Part"], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None
@@ -58,6 +70,7 @@ class Listener(Protocol):
         `qkv` are queries, keys and values, [batch, heads, tokens, width]; `normal` is True if each query sees a key, so
         that the rows of each head sum to 1.
         """
+        raise NotImplementedError
 
 
 @dataclass(slots=True)
@@ -93,7 +106,7 @@ def attend(
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     plain = exact and dropout_p == 0.0 and query.shape[:2] == key.shape[:2] == value.shape[:2]
     visible = seen_keys(attn_mask) if listener.wants_visible and attn_mask is not None else None
-    if plain and not torch.is_grad_enabled() and listener.streams(query, key):
+    if plain and not torch.is_grad_enabled() and listener.streams(query):
         output: list[Tensor] = []
         parts = _attend_in_parts(query, key, value, attn_mask, scale, output)
         listener.saw_in_parts(parts, (query, key, value), attn_mask is None, visible)

@@ -6,7 +6,7 @@ reads.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -21,7 +21,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout, module_paths, runs_compiled
 from vitflow.models.parts import kept_with_outputs
 from vitflow.recording.attention_kinds import is_pooling
-from vitflow.recording.isolation import Hook, no_fast_path, trial, uncompiled
+from vitflow.recording.isolation import Hook, hooked, no_fast_path, trial, uncompiled
 from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_norm, token_norms, tokens_of, with_tokens
 
 # Tolerance for the difference between a closed form and the gradient, by bytes per element.
@@ -142,6 +142,7 @@ def _observe_on(
     *,
     few: Sequence[str],
 ) -> Head:
+    cuts = _Cuts(call.model, blocks)
     with (
         torch.inference_mode(False),
         trial(call.model, call.pixels.device),
@@ -149,7 +150,7 @@ def _observe_on(
         no_fast_path(),
         uncompiled() if runs_compiled(call.model) else nullcontext(),
         on_few_tokens(call.model, few),
-        _Cuts(call.model, blocks) as cuts,
+        hooked(cuts.hooks()),
     ):
         noise = call.noise(2).requires_grad_()
         outputs = read(call(noise))
@@ -174,18 +175,16 @@ def on_few_tokens(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
         return tuple(few if value is every else value for value in args), kwargs
 
     def extend(path: str, args: Any, output: Any) -> Any:
-        if output is None:  # after an exception
-            return None
         tokens, every = tokens_of(output), inputs.pop(path)
         if tokens is None or tokens.shape != (len(every), FEW_TOKENS, every.shape[-1]):
             raise ShapeError(f"{path} changes the number of tokens.")
         return with_tokens(output, torch.cat([tokens, every[:, FEW_TOKENS:].to(tokens)], dim=1))
 
-    with ExitStack() as stack:
-        for path in blocks:
-            for act, before in ((shorten, True), (extend, False)):
-                hook = Hook(model.get_submodule(path), partial(act, path), before=before, in_aside=True)
-                stack.callback(hook.remove)
+    with hooked(
+        Hook(model.get_submodule(path), partial(act, path), before=act is shorten, in_aside=True)
+        for path in blocks
+        for act in (shorten, extend)
+    ):
         yield
 
 
@@ -194,7 +193,7 @@ def _is_long(value: Any) -> bool:
 
 
 class _Cuts:
-    """Hooks that replace the output of each block by a leaf, and keep tokens that are computed from the last one.
+    """Replaces the output of each block by a leaf, and keeps tokens that are computed from the last one.
 
     Blocks run without gradients, later modules with gradients.
     """
@@ -205,26 +204,18 @@ class _Cuts:
         self.inputs: dict[str, Tensor | None] = {}  # the input tokens of each block
         self.cuts: list[Cut] = []  # the last block and later modules, in order
 
-    def __enter__(self) -> "_Cuts":
-        self._stack = ExitStack()
+    def hooks(self) -> Iterator[Hook]:
+        """Yield the hooks of a forward pass."""
         last = self._blocks[-1]
         containers = {last[:i] for i, sign in enumerate(last) if sign == "."}
         for path, module in module_paths(self._model):
             if path in self._blocks:
-                self._hook(path, self._entering(path), before=True)
-                self._hook(path, self._block(path, path == last), before=False)
+                yield Hook(module, self._entering(path), before=True, in_aside=True)
+                yield Hook(module, self._block(path, path == last), before=False, in_aside=True, first=True)
             elif path in containers or (path and is_norm(module)):
-                self._hook(path, self._after(path, path not in containers), before=False)
+                yield Hook(module, self._after(path, path not in containers), before=False, in_aside=True, first=True)
             elif is_pooling(path, module):
-                self._hook(path, self._pooled(path), before=False)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
-
-    def _hook(self, path: str, act: Callable[..., Any], *, before: bool) -> None:
-        hook = Hook(self._model.get_submodule(path), act, before=before, in_aside=True, first=True)
-        self._stack.callback(hook.remove)
+                yield Hook(module, self._pooled(path), before=False, in_aside=True, first=True)
 
     def _entering(self, path: str) -> Callable[..., None]:
         def act(args: Any, kwargs: Any) -> None:
@@ -235,8 +226,6 @@ class _Cuts:
 
     def _block(self, path: str, last: bool) -> Callable[..., Any]:
         def act(args: Any, output: Any) -> Any:
-            if output is None:
-                return None
             torch.set_grad_enabled(True)
             if last:
                 self.cuts.clear()

@@ -1,7 +1,7 @@
 """Isolation of recordings: a lock per model, thread-bound hooks, and process-wide settings."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -139,7 +139,8 @@ class Hook:
         module: the module to watch.
         act: called as torch calls hooks, but without the module: with the arguments and keyword arguments before a
             forward pass, or with the arguments and the output after it.
-        before: True to act before the forward pass; otherwise it acts afterwards, also after an exception.
+        before: True to act before the forward pass; otherwise it acts afterwards.
+        always: after an exception, also act, with the output None.
         in_aside: act only while the thread runs a model `aside`.
         first: act before the module's other hooks, which then see the replaced output. transformers collects hidden
             states by hooks.
@@ -151,6 +152,7 @@ class Hook:
         act: Callable[..., Any],
         *,
         before: bool,
+        always: bool = False,
         in_aside: bool = False,
         first: bool = False,
     ) -> None:
@@ -160,7 +162,7 @@ class Hook:
             self._handle = (
                 module.register_forward_pre_hook(self, with_kwargs=True)
                 if before
-                else module.register_forward_hook(self, always_call=True, prepend=first)
+                else module.register_forward_hook(self, always_call=always, prepend=first)
             )
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
@@ -176,6 +178,15 @@ class Hook:
         """Remove the hook from the module."""
         self._act = None
         self._handle.remove()
+
+
+@contextmanager
+def hooked(hooks: Iterable[Hook]) -> Iterator[None]:
+    """Remove these hooks at the end of the block."""
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        yield
 
 
 class _Inert:

@@ -129,7 +129,17 @@ class record_attention:
         values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
         if head is not None and head.reads_several:
             residual = 0.0  # the map from each block requires the layers below it one by one
-        self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual, within)
+        self._listening = Listening(
+            self._model,
+            kept,
+            gradients=gradients,
+            values=values,
+            keys=keys,
+            visible=visible,
+            on_layer=on_layer,
+            residual=residual,
+            within=within,
+        )
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._head, self._within = layout, readout, head, within
@@ -189,7 +199,7 @@ class record_attention:
                 stack.callback(Hook(_submodule(self._model, path), _stop_graph, before=True).remove)
             for path in {*self._head.blocks, *self._head.taps}:
                 act = self._cutting(path, path in self._head.taps)
-                stack.callback(Hook(_submodule(self._model, path), act, before=False, first=True).remove)
+                stack.callback(Hook(_submodule(self._model, path), act, before=False, always=True, first=True).remove)
         elif self._attention and torch.is_grad_enabled():
             attending = [path for path, _ in with_paths(self._model, may_attend)]
             for path in tap_candidates(self._model, attending):
@@ -211,7 +221,7 @@ class record_attention:
 
     def _hooks_of(self, name: str, module: nn.Module) -> Iterator[Hook]:
         yield Hook(module, self._entering(name, module), before=True)
-        yield Hook(module, self._leaving(name), before=False)
+        yield Hook(module, self._leaving(name), before=False, always=True)
 
     def _entering(self, name: str, module: nn.Module) -> Callable[..., Any]:
         listening, interception = self._listening, self._interception
@@ -251,8 +261,7 @@ class record_attention:
 
     def _keeping(self, path: str) -> Callable[..., None]:
         def act(args: Any, output: Any) -> None:
-            if output is not None:
-                self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
+            self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
 
         return act
 

@@ -5,7 +5,6 @@ fewer tokens is faster.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of, read_layout, transformer_of, unwrap
 from vitflow.models.libraries import forward_options, library_blocks, library_readout
 from vitflow.models.parts import kept_with_outputs
-from vitflow.recording.isolation import Hook, evaluating
+from vitflow.recording.isolation import Hook, evaluating, hooked
 from vitflow.recording.readout import Read
 
 
@@ -174,9 +173,7 @@ def _run(
     """Return logits [choices, classes] and the token layout at the first block."""
     size = (pixels.shape[-2], pixels.shape[-1])
     shortening = _Shortening(model, size, kept, layout)
-    with ExitStack() as stack:
-        for index, block in enumerate(_blocks(model)):
-            stack.callback(Hook(block, shortening.before(index), before=True).remove)
+    with hooked(Hook(block, shortening.before(index), before=True) for index, block in enumerate(_blocks(model))):
         logits = outputs(model(pixels, **forward_options(model, size)))
     if logits is None or shortening.layout is None:
         raise UnsupportedModelError(_NO_LOGITS)

@@ -7,8 +7,7 @@ pooling or linear attention inside the block explains that.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, module_paths, tensors_in
 from vitflow.models.parts import kept_with, with_paths
+from vitflow.recording.attending import Listener
 from vitflow.recording.attention_kinds import may_attend, other_attention
 from vitflow.recording.heads import FEW_TOKENS, Call, block_paths_of, on_few_tokens
 from vitflow.recording.interception import Interception, is_softmax
-from vitflow.recording.isolation import Hook, trial
+from vitflow.recording.isolation import Hook, hooked, trial
 
 # Functions that mix neighbouring tokens, or all tokens.
 _KNOWN = (
@@ -73,7 +73,12 @@ def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], unap
         known = explained if not shortened else set[str]()
         probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, unapplied, known)
         try:
-            with trial(model, pixels.device), on_few_tokens(model, shortened), probe:
+            with (
+                trial(model, pixels.device),
+                on_few_tokens(model, shortened),
+                hooked(probe.hooks()),
+                probe.interception,
+            ):
                 call(noise)
         except Exception:  # the model rejects the noise or the few tokens, so the check is impossible
             if shortened:
@@ -103,10 +108,8 @@ class _Call:
     explained: bool = False
 
 
-class _Probe:
+class _Probe(Listener):
     """Runs two images through a model; the second becomes the first with some tokens changed."""
-
-    gradients = wants_keys = wants_visible = False
 
     def __init__(
         self,
@@ -116,33 +119,28 @@ class _Probe:
         unapplied: set[str],
         explained: set[str],
     ) -> None:
+        super().__init__()
         self._model, self._size, self._unapplied, self._explained = model, size, unapplied, explained
+        self.interception = _Identities(self)
         self._counts = {layout.num_tokens for layout in layouts} | {FEW_TOKENS}
         self._attending = dict(with_paths(model, may_attend))
-        self._path: list[tuple[str, nn.Module]] = []  # running modules that may attend
         self._calls: list[_Call] = []
         self._changed = False  # True while a module with changed tokens runs
         self.mixing: str | None = None  # path of the module with unrecorded mixing
         self.missed = False  # True if a module could not be checked
         self.checked: set[str] = set()  # paths of the checked modules
 
-    def __enter__(self) -> "_Probe":
-        self._stack = ExitStack()
+    def hooks(self) -> Iterator[Hook]:
+        """Yield the hooks of a forward pass."""
         for path, module in module_paths(self._model):
             if module._modules or not type(module).__module__.startswith("torch.nn.modules."):
-                before, after = self._entering(path, module), self._leaving(path)
-                self._stack.callback(Hook(module, before, before=True, in_aside=True).remove)
-                self._stack.callback(Hook(module, after, before=False, in_aside=True, first=True).remove)
-        self._interception = self._stack.enter_context(_Identities(self))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+                yield Hook(module, self._entering(path, module), before=True, in_aside=True)
+                yield Hook(module, self._leaving(path), before=False, always=True, in_aside=True, first=True)
 
     def _entering(self, path: str, module: nn.Module) -> Callable[..., Any]:
         def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if path in self._attending or not path:
-                self._path.append((path, module))
+                self.path.append((path, module))
             call = _Call(path)
             self._calls.append(call)
             if other_attention(module) is not None:
@@ -172,9 +170,9 @@ class _Probe:
 
     def _leaving(self, path: str) -> Callable[..., None]:
         def act(args: Any, output: Any) -> None:
-            if self._path and self._path[-1][0] == path:
-                self._interception.ended(path)
-                self._path.pop()
+            if self.path and self.path[-1][0] == path:
+                self.interception.ended(path)
+                self.path.pop()
             if not self._calls or self._calls[-1].path != path:  # an earlier hook raised an error before it began
                 return
             call = self._calls.pop()
@@ -255,17 +253,9 @@ class _Probe:
     # -- listener -----------------------------------------------------------------------------------------------------
 
     def running(self) -> str | None:
-        """Return the name of the running module; None if it computes no attention between tokens."""
-        if not self._path or self._path[-1][0] not in self._attending or other_attention(self._path[-1][1]) is not None:
-            return None
-        return self._path[-1][0]
-
-    def streams(self, query: Tensor, key: Tensor) -> bool:
-        """Return False: two images are small."""
-        return False
-
-    def saw_in_parts(self, *given: Any) -> None:
-        """Do nothing; never called."""
+        """Return the path of the running module; None if it computes no attention between tokens."""
+        name = super().running()
+        return name if name in self._attending else None
 
     def saw(
         self,
