@@ -21,7 +21,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout, module_paths, runs_compiled
 from vitflow.models.parts import kept_with_outputs
 from vitflow.recording.attention_kinds import is_pooling
-from vitflow.recording.isolation import Hook, hooked, no_fast_path, trial, uncompiled
+from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
 from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_norm, token_norms, tokens_of, with_tokens
 
 # Tolerance for the difference between a closed form and the gradient, by bytes per element.
@@ -147,7 +147,6 @@ def _observe_on(
         torch.inference_mode(False),
         trial(call.model, call.pixels.device),
         torch.enable_grad(),
-        no_fast_path(),
         uncompiled() if runs_compiled(call.model) else nullcontext(),
         on_few_tokens(call.model, few),
         hooked(cuts.hooks()),

@@ -228,20 +228,6 @@ class _WhileAny:
                     self._undo.close()
 
 
-@contextmanager
-def _no_fast_path() -> Iterator[None]:
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-#: Disable the fast path of torch's transformer modules, which hides their attention.
-no_fast_path = _WhileAny(_no_fast_path)
-
-
 def _force_eager() -> AbstractContextManager[Any]:
     # Older releases of torch do not support this; `refuse_compiled` rejects their compiled models.
     return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()

@@ -26,7 +26,6 @@ from vitflow.models.anatomy import (
     runs_compiled,
     unwrap,
 )
-from vitflow.models.blocks import block_norms
 from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
 from vitflow.models.parts import unchanging, with_paths
@@ -36,7 +35,6 @@ from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (
     Hook,
     aside,
-    no_fast_path,
     refuse_checkpointing,
     refuse_compiled,
     refuse_meta_default,
@@ -164,7 +162,6 @@ class record_attention:
                 if self._attention:
                     refuse_unseen(self._model)
                 self._enter_hooks(stack)
-                stack.enter_context(no_fast_path())
                 if runs_compiled(self._called):
                     refuse_compiled()
                     stack.enter_context(uncompiled())
@@ -290,46 +287,41 @@ class record_attention:
         self._pass.enter_context(unchanging(self._model))
         self._watch()
         self._listening.begin()
-        self._reads = reads_text(args, kwargs)
-        trace.begin(None)
-        if self._reads is not None:
-            refuse_static(reads_cache(kwargs))
-            self._listening.batch, self._ran = len(self._reads), True
-            self._check_gradients()
+        trace.begin()
+        text = reads_text(args, kwargs)
+        given = _pixels_among(args, kwargs) if text is None else text
+        self._reads, self._ran = text is not None, given is not None
+        if given is None:
             return args, kwargs
-        pixels = _pixels_among(args, kwargs)
-        self._ran = pixels is not None
-        read, again = self._outputs, None if pixels is None else Call(self._model, args, kwargs, pixels)
-        if pixels is not None and 0 in pixels.shape:
-            raise ShapeError(f"Expected at least one image, got an empty model input {tuple(pixels.shape)}.")
-        self._listening.batch = 1 if pixels is None else len(pixels)
-        norms = block_norms(self._model) if self._features else ()
-        if pixels is None or not self._gradients:
-            trace.begin(pixels, norms, read, again)
-            return args, kwargs
-        self._check_gradients()
-        # A new tensor, so that the caller's tensor does not require gradients.
-        leaf = pixels.clone() if pixels.is_inference() else pixels.detach()
-        leaf.requires_grad_()
-        trace.begin(leaf, norms, read, again)
-        return (
-            tuple(leaf if value is pixels else value for value in args),
-            {name: leaf if value is pixels else value for name, value in kwargs.items()},
-        )
-
-    def _check_gradients(self) -> None:
+        self._listening.batch = len(given)
         if self._gradients and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
             raise OptionError(
                 "record_attention(gradients=True) requires a forward pass with gradients: run it under "
                 "torch.enable_grad(), not torch.no_grad() or torch.inference_mode()."
             )
+        if text is not None:
+            refuse_static(reads_cache(kwargs))
+            return args, kwargs
+        if 0 in given.shape:
+            raise ShapeError(f"Expected at least one image, got an empty model input {tuple(given.shape)}.")
+        pixels, call = given, Call(self._model, args, kwargs, given)
+        if not self._gradients:
+            trace.begin(pixels, self._outputs, call)
+            return args, kwargs
+        # A new tensor, so that the caller's tensor does not require gradients.
+        leaf = pixels.clone() if pixels.is_inference() else pixels.detach()
+        leaf.requires_grad_()
+        trace.begin(leaf, self._outputs, call)
+        return (
+            tuple(leaf if value is pixels else value for value in args),
+            {name: leaf if value is pixels else value for name, value in kwargs.items()},
+        )
 
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace
         trace.logits, trace.names = logits, self._listening.recorded
-        if self._reads is not None:
-            trace.lay_out(trace.layers, None, refusal=refusal_of_words(self._model))
-            return
+        if self._reads:
+            trace.refusal = refusal_of_words(self._model)
         if trace.pixels is None:
             return
         size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
@@ -359,7 +351,7 @@ class record_attention:
         closed = closed_readouts(self._model, top, self._listening.pooling)
         pooled = self._listening.pooling if closed[0].name == ATTENTION_POOLING else None
         given = None if self._readout is None else _normalized(self._readout, len(pixels), top).to(layers[-1].example)
-        trace.read_out(closed, top, pooled, given)
+        trace.read_out(closed, pooled, given)
         return layout
 
     def _unseen(self, layers: list[AttentionLayer]) -> str | None:
