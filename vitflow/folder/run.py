@@ -27,7 +27,7 @@ from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, Thumbnails, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
-from vitflow.folder.ray_engine import Request, check_engine, run_on_ray, take_parts
+from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
 from vitflow.folder.work import (
     Job,
     auto_batch,
@@ -127,7 +127,6 @@ class FolderRun:
         endings: Sequence[str],
         explain: Callable[[Run, list[Input], set[str], Tally], None],
         write: Callable[[Run], tuple[Path, Path | None]],
-        recover: Callable[[Run], None] = lambda _: None,
         **settings: Any,
     ) -> FolderSummary:
         """Explain the inputs that earlier runs have not explained, and write the manifest and run.json.
@@ -137,13 +136,11 @@ class FolderRun:
             endings: suffixes of an input's stem, one for each of its files.
             explain: adds a row to the run for each input whose key is not in the set of finished keys.
             write: writes the manifest and, if requested, the report, and returns their paths.
-            recover: adds rows to the run that a killed run has left elsewhere.
             settings: further options, for run.json.
         """
         clear = partial(clear_outputs, listing=self.listing, endings=endings, overwrite=self._overwrite)
         with Run(self.folder, fingerprint, max_pixels=self._max_pixels, overwrite=self._overwrite, clear=clear) as run:
             inputs = self.listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows()})
-            recover(run)
             done = done_before(inputs, run)
             tally = Tally(self._progress, len(inputs), len(done))
             if len(done) < len(inputs):
@@ -228,9 +225,9 @@ def explain_folder(
         report: also write an HTML report; not for a URL.
         max_pixels: images with more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
-        engine: "local", or "ray" for a cluster whose machines can all access the source and the output. It computes the
-            same rows and maps without overlays, and does not support `save_map`, `workers` or `report`: use `draw_run`
-            and `vitflow report` afterwards.
+        engine: "local", or "ray" for a cluster whose machines can all access the source. It computes the same rows and
+            maps without overlays, and does not support `save_map`, `workers` or `report`: use `draw_run` and
+            `vitflow report` afterwards.
         address: address of the cluster; by default, Ray is started on this machine, unless it is already running.
         actors: processes of the cluster, each with a model; by default one for each GPU, or for each core.
         progress: called for each finished image, and on progress of slow methods.
@@ -312,8 +309,7 @@ def explain_folder(
         return table, report_run(folder, thumbnails=photographs) if report else None
 
     with closing(Thumbnails(folder)) if report else nullcontext() as photographs:
-        recover = {"recover": take_parts} if engine == "ray" else {}
-        return driver.work(_fingerprint(root, job, known), job.endings, explain, write, manifest=manifest, **recover)
+        return driver.work(_fingerprint(root, job, known), job.endings, explain, write, manifest=manifest)
 
 
 def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
