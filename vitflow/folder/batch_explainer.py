@@ -14,6 +14,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import Decoded, decode_file, failed
+from vitflow.folder.plan import Input
 from vitflow.folder.work import InputImage, auto_batch, check_target, compute_maps, describe, make_job
 from vitflow.images.reading import MAX_PIXELS, read_image
 from vitflow.runs import columns
@@ -117,7 +118,7 @@ class BatchExplainer:
         records = []
         for part in batches.parts(self._images(ids, images), lambda image: image.decoded.nbytes):
             for image, result in zip(part, compute_maps(batches, part, self._job), strict=True):
-                records.append(columns.record_of(describe(image, result, self._job), result.grids, self.labels))
+                records.append(columns.record_of(*describe(image, result, self._job), self.labels))
         kinds = columns.columns_of(self.labels)
         return {name: _column_of(records, name, kind) for name, kind in kinds.items()} | {"id": np.asarray(ids)}
 
@@ -156,7 +157,7 @@ class BatchExplainer:
     def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[InputImage]:
         for image_id, image in zip(ids, images, strict=True):
             name = str(image_id)
-            yield InputImage(name, "", self._read(image, printable(name)))
+            yield InputImage(Input(name, "", ""), self._read(image, printable(name)))
 
     def _read(self, image: Any, name: str) -> Decoded:
         if isinstance(image, Mapping):  # from a dataset without decoding

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitflow.errors import OptionError, VitflowError, check_known, load_extra
-from vitflow.folder.decoders import Child, ChildDied, Decoded, answer_requests, decode_file
+from vitflow.folder.decoders import Child, ChildDied, answer_requests, decode_file
 from vitflow.folder.plan import Input
 from vitflow.images import ENGINES
 from vitflow.runs.columns import Maps, Row, failed_row
@@ -111,19 +111,9 @@ def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Ro
 
     try:
         request, batches = _loaded(request_file)
-        read = [Decoded(error="OSError", message=item.problem) if item.problem else None for item in inputs]
-        images = [
-            InputImage(
-                item.key, item.stem, known or decode_file(item.path, request.max_pixels), (item.listed or (0, None))[1]
-            )
-            for item, known in zip(inputs, read, strict=True)
-        ]
-        rows: list[tuple[Row, Maps] | VitflowError] = []
-        for image, result in zip(images, compute_maps(batches, images, request.job), strict=True):
-            row = describe(image, result, request.job)
-            row |= {"outputs": {}, "maps": None, "written": {}} if result.maps else {}
-            rows.append((row, result.grids))
-        return rows
+        images = [InputImage(item, decode_file(item.path, request.max_pixels)) for item in inputs]
+        results = compute_maps(batches, images, request.job)
+        return [describe(image, result, request.job) for image, result in zip(images, results, strict=True)]
     except Exception as error:  # concerns all images; errors of single images are in their rows
         return [error if isinstance(error, VitflowError) else VitflowError(traceback.format_exc())]
 

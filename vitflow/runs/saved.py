@@ -247,12 +247,6 @@ class SavedRun:
             self._db.set_progress_handler(None, 0)
             self._db.set_authorizer(None)
 
-    def classes(self) -> set[str]:
-        """Return the class names and targets of the rows."""
-        with self._reading():
-            names = self._db.execute("SELECT DISTINCT class_name FROM rows UNION SELECT DISTINCT target FROM rows")
-            return {name for (name,) in names if isinstance(name, str)}
-
 
 def _marks(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
