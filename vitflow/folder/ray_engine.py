@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitflow.errors import OptionError, VitflowError, check_known, load_extra
+from vitflow.errors import OptionError, VitflowError, check_known, load_extra, whole_number
 from vitflow.folder.decoders import Child, ChildDied, answer_requests, decode_file
 from vitflow.folder.plan import Input
 from vitflow.images import ENGINES
@@ -57,8 +57,8 @@ def check_engine(engine: str, address: str | None, actors: int | None, **local: 
         return
     if given := [name for name, value in local.items() if value]:
         raise OptionError(f"{' and '.join(given)} require engine='local': a cluster writes only rows and maps.")
-    if actors is not None and actors < 1:
-        raise OptionError(f"Expected actors of at least 1, got {actors}.")
+    if actors is not None:
+        whole_number("actors", actors, 1)
     _load_ray()
 
 
