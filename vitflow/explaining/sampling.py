@@ -31,15 +31,6 @@ _SETTLED = 0.9
 _NORMAL_95 = 1.96
 
 
-def most_masks(masks: int | str) -> int:
-    """Return the number of masks, the largest one for "auto".
-
-    >>> most_masks("auto"), most_masks(96)
-    (256, 96)
-    """
-    return MOST_MASKS if masks == "auto" else int(masks)
-
-
 def sampling(
     trace: TargetedTrace, *, masks: int | str, estimator: str, affinity: AffinityName, refine: int, **drawn: Any
 ) -> Maps:
