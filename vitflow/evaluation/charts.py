@@ -69,11 +69,10 @@ def _draw_panel(axes: Axes, evaluation: Tables, metric: Metric) -> None:
     colors = [LIGHT.baseline if row.baseline or is_twin(row.method) else LIGHT.bar for row in rows]
     positions = np.arange(len(rows))
     axes.barh(positions, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
-    for position, row in zip(positions, rows, strict=True):
-        if row.estimate.low is not None and row.estimate.high is not None:
-            axes.plot(
-                [row.estimate.low, row.estimate.high], [position, position], color=LIGHT.ink, linewidth=0.9, zorder=3
-            )
+    lows, highs = (
+        np.array([getattr(row.estimate, end) for row in rows], dtype=np.float64) for end in ("low", "high")
+    )  # None becomes NaN
+    axes.hlines(positions, lows, highs, color=LIGHT.ink, linewidth=0.9, zorder=3)
     chance = next((row.estimate.mean for row in rows if row.method == "random"), None)
     if chance is not None:
         axes.axvline(chance, color=LIGHT.soft, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)

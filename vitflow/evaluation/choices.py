@@ -38,8 +38,8 @@ def check_options(points: int, sanity_images: int, batch_size: int | None, repla
         raise OptionError(f"Expected replace_by of {', '.join(REPLACEMENTS)}, got {replace_by!r}.")
 
 
-def choose_all(methods: str | Sequence[MethodChoice] | None) -> list[MethodChoice]:
-    """Return the requested methods, followed by the baselines."""
+def choose(methods: str | Sequence[MethodChoice] | None, options: Mapping[str, Any]) -> list[ChosenMethod]:
+    """Return the methods to measure, then the baselines, labelled with the options given with their names."""
     if methods is None:
         choices: list[MethodChoice] = [m.name for m in list_methods() if not m.needs & {"predict", "tokens"}]
     elif methods == "all":
@@ -47,21 +47,15 @@ def choose_all(methods: str | Sequence[MethodChoice] | None) -> list[MethodChoic
     else:
         choices = [methods] if isinstance(methods, str) else list(methods)
     names = [method.name for method in choose_methods(choices, {})] if choices else []
-    first = [choice for choice, name in zip(choices, names, strict=True) if name not in BASELINES]
-    last = [choice for choice, name in zip(choices, names, strict=True) if name in BASELINES]
-    return [*first, *last, *(name for name in BASELINES if name not in names)]
-
-
-def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[ChosenMethod]:
-    """Return the methods to measure, labelled with the options given with their names."""
-    methods: list[ChosenMethod] = []
+    choices += [name for name in BASELINES if name not in names]
+    chosen: list[ChosenMethod] = []
     for choice, method in zip(choices, check_methods(choices, options), strict=True):
         given = {} if isinstance(choice, str | Method | ChosenMethod) else choice[1]
         label = method.name + (":" + ",".join(f"{key}={value}" for key, value in given.items()) if given else "")
-        if any(label == other.label for other in methods):
+        if any(label == other.label for other in chosen):
             raise OptionError(f"Expected different methods or options, got {label} twice.")
-        methods.append(replace(method, label=label))
-    return methods
+        chosen.append(replace(method, label=label))
+    return sorted(chosen, key=lambda method: method.name in BASELINES)
 
 
 def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explainer) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
 """Grid pointing game: choose images of a grid, and score how well maps separate their classes."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, VitflowError
 from vitflow.evaluation.annotations import Labelled
-from vitflow.evaluation.choices import Question
+from vitflow.evaluation.choices import ask
 from vitflow.evaluation.datasets import Sample
 from vitflow.evaluation.measures.localisation import Heatmap, Mask, roc_auc
 from vitflow.evaluation.measures.sanity import as_it_is
@@ -201,9 +201,7 @@ class Grid:
         return {label: scores[cell] for label, scores in self._scores.items()}
 
 
-def make_grids(
-    samples: Sequence[Sample], explainer: Explainer, question_of: Callable[[Labelled], Question], seed: int
-) -> dict[str, Grid]:
+def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> dict[str, Grid]:
     """Return the grid of each image, by name, without the images that are in no grid.
 
     Candidates are images whose labelled class is predicted with a probability above ½, in an order drawn with the seed.
@@ -213,7 +211,7 @@ def make_grids(
     for sample in sorted(samples, key=lambda sample: lot(sample.name, seed)):
         try:
             image = sample.read()
-            question = question_of(image)
+            question = ask(image, explainer.num_classes, explainer.class_names)
         except (VitflowError, OSError):
             continue  # reported in the row of the image
         if question.target is not None and _knows(explainer, image, question.target):

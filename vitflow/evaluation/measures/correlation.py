@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, check_known
-from vitflow.evaluation.statistics import markdown_table
+from vitflow.evaluation.statistics import Table
 from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Target
@@ -217,23 +217,24 @@ class RankCorrelation:
         ]
         return {"model": self.model, "images": self.images, "spearman": rows}
 
-    def tables(self) -> list[list[list[str]]]:
-        """Return a table per reference, as in the paper: a header, then a row per method with a column per layer."""
+    def tables(self) -> list[Table]:
+        """Return a table per reference, as in the paper: a row per method, a column per layer."""
+        layers = [f"L{layer}" for layer in self.layers]
         return [
-            [
-                [f"Spearman with {_label(reference)}", *(f"L{layer}" for layer in self.layers)],
-                *(
-                    [_label(name), *(self._cell(reference, name, layer) for layer in self.layers)]
+            Table(
+                (f"Spearman with {_label(reference)}", *layers),
+                [
+                    (_label(name), *(self._cell(reference, name, layer) for layer in self.layers))
                     for name in self.methods
-                ),
-            ]
+                ],
+            )
             for reference in self.references
         ]
 
     def to_markdown(self) -> str:
         """Return the tables of means ± standard deviations, with model and number of images."""
         caption = f"Mean ± standard deviation over {self.images} image{'s' * (self.images > 1)}, {self.model}."
-        return "\n\n".join([*map(markdown_table, self.tables()), caption]) + "\n"
+        return "\n\n".join([*(table.to_markdown() for table in self.tables()), caption]) + "\n"
 
     def _cell(self, reference: str, method: str, layer: int) -> str:
         mean, spread = self.mean(reference, method, layer), self.spread(reference, method, layer)

@@ -56,7 +56,7 @@ def cascading_randomisation(
         methods: names, or (name, options) pairs.
         stages: names from `stage_names`, or the number of evenly spaced stages including both ends; 5 if None.
         seed: seed of the weights, which do not depend on the chosen stages.
-        target: class to explain; by default the predicted class.
+        target: class to explain in all maps; by default the predicted class of the original.
         maps: the original maps, one per method, if available; they replace target.
         options: options for every method that accepts them.
 
@@ -97,13 +97,7 @@ def original_maps(
 ) -> tuple[Sequence[Saliency], NDArray[np.intp] | None]:
     """Return one map per method, and their class as targets for further maps of the image.
 
-    Args:
-        explainer: explainer of the model.
-        image: the image.
-        methods: names, or (name, options) pairs.
-        target: one class; by default the predicted class.
-        maps: the maps, if available.
-        options: options for every method that accepts them.
+    The arguments are those of `cascading_randomisation`.
 
     Raises:
         OptionError: the target stands for several classes, or maps does not have one map per method, all of one class.

@@ -46,13 +46,8 @@ def shift_stability(
     map that depends only on position can be stable, too: a centre prior loses little.
 
     Args:
-        explainer: explainer of the model.
-        image: the image.
-        methods: names, or (name, options) pairs.
+        explainer, image, methods, target, maps, options: as for `cascading_randomisation`.
         pixels: shift in pixels of the model input, a multiple of the patch size; by default one patch.
-        target: class to explain in all images; by default the predicted class of the original.
-        maps: the original maps, one per method, if available; they replace target.
-        options: options for every method that accepts them.
 
     Returns:
         For each method, in order; None if a map is constant or its grid does not shift by whole cells.
@@ -95,12 +90,7 @@ def flip_stability(
     A centre prior has ρ = 1 up to rounding: stability alone is not evidence for a map.
 
     Args:
-        explainer: explainer of the model.
-        image: the image.
-        methods: names, or (name, options) pairs.
-        target: class to explain in both images; by default the predicted class of the original.
-        maps: the original maps, one per method, if available; they replace target.
-        options: options for every method that accepts them.
+        explainer, image, methods, target, maps, options: as for `cascading_randomisation`.
 
     Returns:
         For each method, in order; None if a map is constant.
@@ -137,11 +127,8 @@ def class_sensitivity(
     class-specific has 0 and is not run. 1 means uncorrelated maps, 2 reversed ranks.
 
     Args:
-        explainer: explainer of the model.
-        image: the image.
-        methods: names, or (name, options) pairs.
+        explainer, image, methods, options: as for `cascading_randomisation`.
         other: "second" for the second most probable class, "least" for the least probable class.
-        options: options for every method that accepts them.
 
     Returns:
         For each method, in order; None if one of its maps is constant.
