@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.ndimage import gaussian_filter
 
-from vitflow.errors import OptionError, VitflowError, VitflowWarning
+from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, whole_number
 from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, check_count, union
 from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
@@ -27,15 +27,12 @@ _IMAGENET_CLASSES = 1000
 
 def check_options(points: int, sanity_images: int, batch_size: int | None, replace_by: str | None) -> None:
     """Raise OptionError for invalid options, before anything is loaded."""
-    for name, value, least in (
-        ("points", points, 2),
-        ("sanity_images", sanity_images, 0),
-        ("batch_size", batch_size, 1),
-    ):
-        if value is not None and value < least:
-            raise OptionError(f"Expected {name} of at least {least}, got {value}.")
-    if replace_by is not None and replace_by not in REPLACEMENTS:
-        raise OptionError(f"Expected replace_by of {', '.join(REPLACEMENTS)}, got {replace_by!r}.")
+    whole_number("points", points, 2)
+    whole_number("sanity_images", sanity_images, 0)
+    if batch_size is not None:
+        whole_number("batch_size", batch_size, 1)
+    if replace_by is not None:
+        check_known("replacement", replace_by, REPLACEMENTS)
 
 
 def choose(methods: str | Sequence[MethodChoice] | None, options: Mapping[str, Any]) -> list[ChosenMethod]:

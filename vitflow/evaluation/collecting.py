@@ -55,7 +55,7 @@ def collect(
     measured = [row for row in rows if row["status"] == "measured"]
     failures = [row for row in rows if row["status"] != "measured"]
     known = ("input", *kinds_in("measured"), "seconds", "grid")
-    images = tuple({name: row.get(name) for name in known} for row in measured)
+    images: tuple[dict[str, Any], ...] = tuple({name: row.get(name) for name in known} for row in measured)
 
     def stack(entries: Sequence[Mapping[str, Any]], empty: Any = None) -> Array:
         """Return values by label as [images, methods, ...], with NaN for None."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ class Evaluation(Tables):
         """
         path = Path(path)
         suffix = path.suffix.lower()
-        texts = {
+        texts: dict[str, Callable[[], str]] = {
             ".json": lambda: json.dumps(self.to_dict(), indent=1) + "\n",
             ".md": self.to_markdown,
             ".csv": lambda: self.summary().to_csv(),

@@ -144,7 +144,11 @@ def evaluate(
         notes=notes,
     )
     if not evaluation.images:
-        raise VitflowError(_nothing_measured(evaluation.failures))
+        first = evaluation.failures[0]
+        raise VitflowError(
+            f"None of the {len(dataset)} images could be measured. First error: {first['input']!r}: {first['error']}: "
+            f"{first['message']}"
+        )
     if output is not None:
         with finishing(output):
             if grids:
@@ -156,27 +160,17 @@ def evaluate(
 
 def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity_images: int) -> dict[str, Any]:
     """Return everything that the rows depend on; runs with equal settings may share a folder."""
-    costly = {"sanity_images": sanity_images} if set(_COSTLY) & set(protocol.groups) else {}
-    removal = {"replace_by": protocol.replace, "points": protocol.points} if "faithfulness" in protocol.groups else {}
     data = {"data": dict(dataset.identity) or {"own": dataset.name}}
-    measured = {
+    measured: dict[str, Any] = {
         "groups": list(protocol.groups),
         "seed": protocol.seed,
         "blurred_twin": protocol.blurred_twin,
-        **costly,
-        **removal,
     }
+    if set(_COSTLY) & set(protocol.groups):
+        measured["sanity_images"] = sanity_images
+    if "faithfulness" in protocol.groups:
+        measured |= {"replace_by": protocol.replace, "points": protocol.points}
     return run_fingerprint("evaluation", data, explainer.fingerprint(), protocol.methods, measured)
-
-
-def _nothing_measured(failures: Sequence[Mapping[str, Any]]) -> str:
-    if not failures:
-        return "The data has no images."
-    first = failures[0]
-    return (
-        f"None of the {len(failures)} images could be measured. First error: {first['input']!r}: "
-        f"{first['error']}: {first['message']}"
-    )
 
 
 @dataclass(frozen=True, slots=True)

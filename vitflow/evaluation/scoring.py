@@ -218,19 +218,18 @@ def _add_faithfulness(
 def _add_sanity(
     row: dict[str, Any], explainer: Explainer, case: Case, maps: Mapping[str, Saliency], protocol: Protocol
 ) -> None:
-    methods = [method for method in protocol.methods if method.label not in protocol.unchecked]
-    labels, image = [method.label for method in methods], case.image.image
-    known = {"maps": [maps[label] for label in labels]}
+    labels = [method.label for method in protocol.methods if method.label not in protocol.unchecked]
+    checked = [maps[label] for label in labels]
     # Different random weights for every image, reproducible across runs.
     seed = (protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
-    stages = sanity.cascading_randomisation(explainer, image, methods, seed=seed, **known)
+    stages = sanity.cascading_randomisation(explainer, checked, seed=seed)
     checks = {
         "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
-        "shift_stability": sanity.shift_stability(explainer, image, methods, **known),
-        "flip_stability": sanity.flip_stability(explainer, image, methods, **known),
+        "shift_stability": sanity.shift_stability(explainer, checked),
+        "flip_stability": sanity.flip_stability(explainer, checked),
     }
     if row["class_index"] is not None:
-        checks["class_sensitivity"] = sanity.class_sensitivity(explainer, image, methods)
+        checks["class_sensitivity"] = sanity.class_sensitivity(explainer, checked)
     row["values"] |= {name: dict(zip(labels, values, strict=True)) for name, values in checks.items()}
     row["stages"] = {name: dict(zip(labels, values, strict=True)) for name, values in stages}
 
