@@ -1,6 +1,6 @@
 """Charts of an evaluation: bars with intervals for each group of metrics, curves, stages of randomisation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,13 @@ def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
 
 def _draw_panel(axes: Axes, evaluation: Tables, metric: Metric) -> None:
     rows = evaluation.table(metric.name)
-    means = np.array([np.nan if row.estimate.mean is None else row.estimate.mean for row in rows])
+    means, lows, highs = (  # None becomes NaN
+        np.array([getattr(row.estimate, name) for row in rows], dtype=np.float64) for name in ("mean", "low", "high")
+    )
     colors = [LIGHT.baseline if row.baseline or is_twin(row.method) else LIGHT.bar for row in rows]
     positions = np.arange(len(rows))
     axes.barh(positions, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
-    for position, row in zip(positions, rows, strict=True):
-        if row.estimate.low is not None and row.estimate.high is not None:
-            axes.plot(
-                [row.estimate.low, row.estimate.high], [position, position], color=LIGHT.ink, linewidth=0.9, zorder=3
-            )
+    axes.hlines(positions, lows, highs, color=LIGHT.ink, linewidth=0.9, zorder=3)
     chance = next((row.estimate.mean for row in rows if row.method == "random"), None)
     if chance is not None:
         axes.axvline(chance, color=LIGHT.soft, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
@@ -122,24 +120,18 @@ def _series(evaluation: Tables, x: NDArray[Any], lines: NDArray[np.float64]) -> 
     ]
 
 
-def draw_all(evaluation: Tables) -> Iterator[tuple[str, Figure]]:
-    """Yield the name and figure of each chart."""
-    for group in evaluation.groups:
-        yield group, draw_bars(evaluation, [group])
-        if group == "faithfulness" and evaluation.fractions is not None:
-            yield "curves", draw_curves(evaluation)
-        if group == "sanity" and evaluation.randomisation is not None:
-            yield "randomisation", draw_stages(evaluation)
-    if evaluation.correlation is not None:
-        yield "correlation", evaluation.correlation.figure()
-
-
 def save_charts(evaluation: Tables, folder: Path) -> dict[str, bytes]:
     """Write every chart as PNG and SVG; return the SVG data by name."""
-    charts = {}
-    for name, figure in draw_all(evaluation):
+    figures = {group: draw_bars(evaluation, [group]) for group in evaluation.groups}
+    if evaluation.fractions is not None:
+        figures["curves"] = draw_curves(evaluation)
+    if evaluation.randomisation is not None:
+        figures["randomisation"] = draw_stages(evaluation)
+    if evaluation.correlation is not None:
+        figures["correlation"] = evaluation.correlation.figure()
+    charts = {name: figure_bytes(figure, ".svg") for name, figure in figures.items()}
+    for name, figure in figures.items():
         save_figure(figure, folder / f"{name}.png")
-        charts[name] = figure_bytes(figure, ".svg")
         with write_atomically(folder / f"{name}.svg") as file:
             file.write(charts[name])
     return charts
