@@ -354,7 +354,7 @@ def test_an_image_without_the_class_fails_alone(tmp_path):
     for quarter in range(2):
         write_image(tmp_path / "in" / f"{quarter}.png", bright(quarter))
     explainer = Explainer(Cells(), data_config=CONFIG, outputs=vitflow.boxes((200, 0, 220, 20)), fit="squash")
-    write_image(tmp_path / "in" / "wide.png", photo(0, 64, 400))
+    write_image(tmp_path / "in" / "wide.png", np.full((64, 400, 3), 230, np.uint8))
     summary = vitflow.explain_folder(tmp_path / "in", tmp_path / "out", model=explainer, methods=["input_gradient"])
     assert (summary.explained, summary.failed) == (1, 2)
     assert all("overlaps the box" in row["message"] for row in summary.failures())
