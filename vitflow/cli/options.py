@@ -193,7 +193,8 @@ model_options = _together(
         "--channels",
         panel="Images",
         metavar="R,G,B",
-        help="Channels displayed as red, green and blue, from 0, for a model with other inputs than RGB (.npy files).",
+        help="Channels displayed as red, green and blue, from 0, for a model with other inputs than RGB (TIFF "
+        "and .npy files).",
     ),
     click.option(
         "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device to run on.  [default: a GPU if available]"
