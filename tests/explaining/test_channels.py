@@ -132,6 +132,36 @@ def test_a_missing_package_for_tiff_is_named(tmp_path, monkeypatch):
         read_bands(tmp_path / "field.tif", 5)
 
 
+def test_occlusion_reports_the_drop_without_each_channel_on_request():
+    model = multispectral()
+    explainer, bands = Explainer(model, data_config=CONFIG), field()
+    saliency = explainer.explain(bands, method="occlusion", target=1, bands=True)
+    pixels = explainer.pixels(bands)
+
+    def log_odds(images: torch.Tensor) -> float:
+        logits = model(images)[0].double()
+        return float(logits[1] - torch.cat([logits[:1], logits[2:]]).logsumexp(dim=0))
+
+    with torch.no_grad():
+        for channel in range(5):
+            hidden = pixels.clone()
+            hidden[0, channel] = pixels[0, channel].mean()
+            expected = log_odds(pixels) - log_odds(hidden)
+            assert saliency.facts["bands"][channel] == pytest.approx(expected, abs=2e-4)
+    assert saliency.to_dict()["facts"]["bands"] == saliency.facts["bands"]
+    [note] = [note for note in saliency._notes() if note.startswith("Drop in the score without a channel: ")]
+    highest = int(np.argmax(saliency.facts["bands"]))
+    assert note.split(": ")[1] == str(highest)
+    plain = explainer.explain(bands, method="occlusion", target=1)
+    np.testing.assert_array_equal(plain.grid, saliency.grid)
+    assert "bands" not in plain.facts
+    pair = explainer.explain_batch(
+        [bands, 600 - bands], methods=["occlusion"], targets=1, bands=True, occlusion_batch=2
+    )
+    np.testing.assert_allclose(pair[0].facts["bands"], saliency.facts["bands"], atol=2e-4)
+    assert pair[1].facts["bands"] != pair[0].facts["bands"]
+
+
 def test_three_channels_are_displayed_between_their_percentiles():
     bands = field()
     actual = Explainer(multispectral(), data_config=CONFIG, channels=(4, 0, 2)).explain(bands, method="rollout").image
