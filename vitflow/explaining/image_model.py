@@ -23,7 +23,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import no_logits, unwrap
 from vitflow.models.checkpoints import ClassNames, check_name_count, checked_class_names, weights_sha256
-from vitflow.models.detection import PromptedDetector
+from vitflow.models.detection import PromptedDetector, refuse_joint_text
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config, library_id
 from vitflow.models.loading import load_model
@@ -108,6 +108,7 @@ class ImageModel:
             model = load_model(model, dynamic_img_size=fit == "native")
             device = device or default_device()
         self.model = unwrap(model)
+        refuse_joint_text(self.model)
         references = outputs.images if isinstance(outputs, SimilarityTo) else None
         if isinstance(outputs, Prompts) and is_prompted_detector(self.model):
             outputs = boxes(prompts=outputs)

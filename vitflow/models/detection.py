@@ -102,9 +102,15 @@ def dense_logits_of(output: Any) -> Tensor:
         return torch.einsum("bqc,bqhw->bchw", classes.softmax(dim=-1)[..., :-1], masks.sigmoid())
     logits = output if isinstance(output, Tensor) else _field(output, "logits", "out")
     if logits is None or logits.ndim != 4:
+        remedy = "for other models pass a function of the output as outputs=."
+        if _field(output, "pred_masks") is not None:  # SAM
+            remedy = (
+                "pass a module whose forward(pixels) adds the points or boxes to segment, and returns "
+                "output.pred_masks.flatten(1, 2)."
+            )
         raise ModelError(
             "Expected the output of a model for semantic segmentation: logits [batch, classes, height, width], got "
-            f"{in_words(output)}. Remedy: for other models pass a function of the output as outputs=."
+            f"{in_words(output)}. Remedy: {remedy}"
         )
     return logits
 
@@ -143,6 +149,16 @@ def is_segmenting(model: nn.Module) -> bool:
     """Return True for a model of transformers for semantic segmentation."""
     name = type(model).__name__
     return name.endswith(("ForSemanticSegmentation", "ForUniversalSegmentation", "ForInstanceSegmentation"))
+
+
+def refuse_joint_text(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for a detector that mixes its text with the image, such as Grounding DINO."""
+    if "GroundingDino" in type(model).__name__:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads its text together with the image, and has deformable attention, of which "
+            "there is no attention matrix. Use OWL-ViT or OWLv2; or pass a module whose forward(pixels) adds the text "
+            "and returns logits and pred_boxes, with sampling, occlusion or gradcam."
+        )
 
 
 def refuse_deformable(model: nn.Module) -> None:
