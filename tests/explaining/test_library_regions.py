@@ -180,7 +180,7 @@ def test_a_changed_patch_changes_the_map_there(name):
     }
     kind = "Seg" if "Segmentation" in name else name[:3]
     function = scores.get(kind, lambda output: output.logits[:, 2])
-    asked = Explainer(explainer(name).model, data_config=CONFIG, outputs=function, fit="squash")
+    requested = Explainer(explainer(name).model, data_config=CONFIG, outputs=function, fit="squash")
     plain, places = np.full((SIZE, SIZE, 3), 120, np.uint8), [(row, col) for row in range(4) for col in range(4)]
     images = [plain]
     for row, col in places:
@@ -189,7 +189,7 @@ def test_a_changed_patch_changes_the_map_there(name):
         image[top : top + side, left : left + side] = photo(1)[:side, :side]
         images.append(image)
     first, *others = (
-        each.heatmap for each in asked.explain_batch(images, methods=[("attention", {"layer": 1})], targets=1)
+        each.heatmap for each in requested.explain_batch(images, methods=[("attention", {"layer": 1})], targets=1)
     )
     by_offset: dict[tuple[int, int], list[float]] = {}
     for (row, col), other in zip(places, others, strict=True):
@@ -202,12 +202,12 @@ def test_a_changed_patch_changes_the_map_there(name):
 
 @pytest.mark.parametrize("name", DEFORMABLE)
 def test_deformable_attention_is_refused_with_what_works(name):
-    asked = explainer(name)
+    requested = explainer(name)
     for method in ("rollout", "gae"):
         with pytest.raises(UnsupportedModelError, match=f"{name} has deformable attention.*Use sampling, occlusion or"):
-            asked.explain(photo(), method=method, target=1)
+            requested.explain(photo(), method=method, target=1)
     for method, options in (("occlusion", {"patch_size": CELL}), ("sampling", {"masks": 8}), ("gradcam", {})):
-        saliency = asked.explain(photo(), method=method, target=1, **options)
+        saliency = requested.explain(photo(), method=method, target=1, **options)
         assert np.isfinite(saliency.grid).all() and saliency.facts.keys() & {"detection", "region"}
 
 
@@ -232,12 +232,12 @@ def test_segmentation_of_torchvision_takes_methods_without_attention():
 
     torch.manual_seed(0)
     cnn = lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=5).eval()
-    asked = Explainer(cnn, data_config=CONFIG, outputs=vitflow.masks((8, 8, 40, 40)), fit="squash")
+    requested = Explainer(cnn, data_config=CONFIG, outputs=vitflow.masks((8, 8, 40, 40)), fit="squash")
     for method, options in (("occlusion", {"patch_size": CELL}), ("gradcam", {})):
-        saliency = asked.explain(photo(), method=method, target=1, **options)
+        saliency = requested.explain(photo(), method=method, target=1, **options)
         assert np.isfinite(saliency.grid).all() and saliency.facts["region"]["pixels"] == 1024
     with pytest.raises(NoAttentionError, match="gradcam, input_gradient and occlusion support this model"):
-        asked.explain(photo(), method="gae", target=1)
+        requested.explain(photo(), method="gae", target=1)
 
 
 def test_detectors_of_torchvision_are_refused():
