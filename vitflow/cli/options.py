@@ -192,7 +192,8 @@ model_options = _together(
         "--channels",
         panel="Images",
         metavar="R,G,B",
-        help="Channels displayed as red, green and blue, from 0, for a model with other inputs than RGB (.npy files).",
+        help="Channels displayed as red, green and blue, from 0, for a model with other inputs than RGB (TIFF "
+        "and .npy files).",
     ),
     click.option(
         "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device to run on.  [default: a GPU if available]"
@@ -219,7 +220,7 @@ question_options = _together(
         metavar="TEXT",
         multiple=True,
         help="Explain the similarity to this text instead of a class; repeatable. For CLIP, SigLIP, SigLIP 2, "
-        "open_clip and the bundled demo-text.",
+        "open_clip and the bundled demo-text; for OWL-ViT and OWLv2, detect what it names.",
     ),
     click.option(
         "--template",
@@ -406,12 +407,15 @@ def _outputs(given: Mapping[str, Any], model: Any) -> Any:
 
     if given.get("prompts") and given.get("like"):
         raise OptionError("--prompt and --like cannot be used together.")
-    if _is_about_box(given):
-        if given.get("prompts") or given.get("like"):
-            raise OptionError("--box cannot be used with --prompt or --like.")
-        return masks(given["box"]) if is_segmenting(model) else boxes(given["box"])
+    named = None
     if given.get("prompts"):
-        return prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
-    if given.get("templates") or given.get("raw"):
+        named = prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
+    elif given.get("templates") or given.get("raw"):
         raise OptionError("--template and --raw require --prompt.")
+    if _is_about_box(given):
+        if given.get("like") or (named and is_segmenting(model)):
+            raise OptionError("--box cannot be used with --like, and with --prompt for detectors only.")
+        return masks(given["box"]) if is_segmenting(model) else boxes(given["box"], prompts=named)
+    if named is not None:
+        return named
     return similarity_to(given["like"]) if given.get("like") else None

@@ -23,6 +23,7 @@ class MethodOptions(TypedDict, total=False):
     patch_size: int | None
     occlusion_batch: int | None
     score: Literal["log-odds", "probability"] | None
+    bands: bool | None
     pooled: Literal["mean", "own"] | None
     peer_options: Mapping[str, Any] | None
     masks: int | Literal["auto"] | None
@@ -51,6 +52,7 @@ class LayerMapOptions(TypedDict, total=False):
     patch_size: int | None
     occlusion_batch: int | None
     score: Literal["log-odds", "probability"] | None
+    bands: bool | None
     pooled: Literal["mean", "own"] | None
     peer_options: Mapping[str, Any] | None
     masks: int | Literal["auto"] | None

@@ -223,6 +223,12 @@ OPTIONS: dict[str, Option] = {
             phrase="drop in {}".format,
         ),
         Option(
+            "bands",
+            bool,
+            "Also report the drop in the score when a channel of the image is replaced by its mean, for each channel.",
+            phrase={True: "also without each channel", False: "patches only"}.__getitem__,
+        ),
+        Option(
             "pooled",
             "choice",
             "LeGrad's readout in models with a class token: the mean of all tokens, as in the paper, or the class "
