@@ -401,8 +401,8 @@ def _channels(text: str | None) -> tuple[int, ...] | None:
 def _outputs(given: Mapping[str, Any], model: Any) -> Any:
     """Return the outputs that the options request; None for the model's classes."""
     from vitflow.explaining.image_model import similarity_to
-    from vitflow.explaining.regions import boxes, masks
-    from vitflow.models.detection import is_segmenting
+    from vitflow.explaining.regions import about_region
+    from vitflow.models.detection import has_regions
     from vitflow.models.pairs import prompts
 
     if given.get("prompts") and given.get("like"):
@@ -410,9 +410,11 @@ def _outputs(given: Mapping[str, Any], model: Any) -> Any:
     if _is_about_box(given):
         if given.get("prompts") or given.get("like"):
             raise OptionError("--box cannot be used with --prompt or --like.")
-        return masks(given["box"]) if is_segmenting(model) else boxes(given["box"])
+        return about_region(model, given["box"])
     if given.get("prompts"):
         return prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
     if given.get("templates") or given.get("raw"):
         raise OptionError("--template and --raw require --prompt.")
-    return similarity_to(given["like"]) if given.get("like") else None
+    if given.get("like"):
+        return similarity_to(given["like"])
+    return about_region(model) if has_regions(model) else None

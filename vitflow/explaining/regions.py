@@ -16,7 +16,14 @@ from vitflow.errors import OptionError, OutsideImageError, ShapeError
 from vitflow.explaining.similarity import check_box
 from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
-from vitflow.models.detection import NO_OBJECT, dense_logits_of, detections_of, label_count, output_names
+from vitflow.models.detection import (
+    NO_OBJECT,
+    dense_logits_of,
+    detections_of,
+    is_segmenting,
+    label_count,
+    output_names,
+)
 from vitflow.models.outputs import Outputs, activate
 
 _SAME = 0.5  # detections of one class with a larger IoU are of one object
@@ -89,6 +96,11 @@ def masks(region: Any = None) -> Masks:
             f"{region!r:.60}."
         )
     return Masks((float(array[0]), float(array[1])))
+
+
+def about_region(model: nn.Module, region: Any = None) -> Boxes | Masks:
+    """Return what a model explains about a region: a class inside it for segmentation, otherwise a detection."""
+    return masks(region) if is_segmenting(model) else boxes(region)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
