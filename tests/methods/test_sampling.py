@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests import literal_vit, references
 from tests.recording.test_token_dropping import by_hand
 from vitflow import Contrast, Explainer, load_model
-from vitflow.demo import sample_images
+from vitflow.demo import draw_image, sample_images
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
 from vitflow.explaining.saliency import contrasted
 from vitflow.methods.cells import draw_masks, halves, mean_differences
@@ -294,3 +294,35 @@ def test_consensus_says_what_it_is_made_of():
     model = timm.create_model("test_vit_relpos", num_classes=5, img_size=64).eval()
     other = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
     assert "patches blanked" in other.explain(IMAGES[0], method="consensus", masks=8).facts["hidden"]
+
+
+# --- as many masks as a map needs ------------------------------------------------------------------------------------
+
+
+def test_auto_stops_when_the_strongest_patches_are_settled():
+    explainer, image = Explainer("demo"), draw_image(12).image
+    saliency = explainer.explain(image, method="sampling", target="top1", masks="auto")
+    used = saliency.facts["masks_used"]
+    assert used % 32 == 0
+    assert 96 <= used < 256
+    # The map is the one of that many masks, and the strongest tenth hardly changed in the last two steps.
+    maps = [explainer.explain(image, method="sampling", target="top1", masks=used - more) for more in (0, 32, 64)]
+    np.testing.assert_array_equal(saliency.grid, maps[0].grid)
+    tops = [set(np.argsort(-each.grid.ravel())[: round(0.1 * each.grid.size)].tolist()) for each in maps]
+    assert all(len(a & b) >= 0.9 * len(a) for a, b in itertools.pairwise(tops))
+    assert any(f"{used} masks" in note for note in saliency._notes())
+
+
+def test_auto_counts_masks_for_each_image_of_a_batch():
+    explainer = Explainer("demo")
+    images = [draw_image(seed).image for seed in (12, 13, 14, 15)]
+    together = explainer.explain_batch(images, methods=["consensus"], targets="top1", masks="auto")
+    alone = [explainer.explain(image, method="consensus", target="top1", masks="auto") for image in images]
+    assert [each.facts["masks_used"] for each in together] == [each.facts["masks_used"] for each in alone]
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_allclose(one.grid, other.grid, rtol=1e-4, atol=1e-7 * other.grid.max())
+
+
+def test_another_value_of_masks_is_refused():
+    with pytest.raises(OptionError, match="masks"):
+        Explainer("demo").explain(draw_image(12).image, method="sampling", masks="many")

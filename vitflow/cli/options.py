@@ -98,10 +98,9 @@ def table_option(option: Option, panel: str, default: str) -> Callable[[_Command
         kind = click.Choice(option.choices)
     elif option.limits and option.kind is float:
         kind = click.FloatRange(*option.limits)
-    elif option.kind not in (int, float, str):  # click's own help and errors suit these
+    elif option.choices or option.kind not in (int, float, str):  # click's own help and errors suit these
         kind = _Value(option)
-    metavar = option.values if option.kind is bool else option.metavar
-    shape: dict[str, Any] = {"type": kind, "metavar": metavar}
+    shape: dict[str, Any] = {"type": kind, "metavar": None if option.kind == "choice" else option.values}
     if option.kind is bool and option.scope == "drawing":
         shape = {"is_flag": True}
     return click.option(

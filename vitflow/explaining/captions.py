@@ -174,9 +174,17 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
 
     >>> list(notes_of({"against": "the mean of the other prompts"}))
     ['The map explains the score minus the mean of the other prompts.']
+    >>> list(notes_of({"blank": {"value": 0.31, "display": "31.0%"}}))
+    ['Score of the image replaced by its mean colour: 31.0%.']
     """
     if (cosine := facts.get("cosine")) is not None:
         yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
+    if masks := facts.get("masks_used"):
+        reliability = facts.get("reliability")
+        yield f"{masks} masks{'' if reliability is None else f', reliability {reliability:.2f}'}.".replace("-", "−")
+    if blank := facts.get("blank"):
+        cosine = f" (cosine {blank['cosine']:.3f})".replace("-", "−") if "cosine" in blank else ""
+        yield f"Score of the image replaced by its mean colour: {blank['display']}{cosine}."
     if against := facts.get("against"):
         yield f"The map explains the score minus {against}."
 

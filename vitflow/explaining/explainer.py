@@ -30,6 +30,7 @@ from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
 from vitflow.explaining.targets import (
     Contrast,
+    Score,
     Target,
     Targets,
     check_class_specific,
@@ -161,6 +162,7 @@ class Explainer(ImageModel):
         target: Target | Contrast = None,
         readout: Tensor | NDArray[Any] | None = None,
         original: ImageSource | None = None,
+        blank: bool = False,
         **options: Unpack[MethodOptions],
     ) -> Saliency: ...
 
@@ -173,6 +175,7 @@ class Explainer(ImageModel):
         target: Target | Contrast = None,
         readout: Tensor | NDArray[Any] | None = None,
         original: ImageSource | None = None,
+        blank: bool = False,
         **options: Any,
     ) -> Saliency: ...
 
@@ -185,18 +188,21 @@ class Explainer(ImageModel):
         target: Target | Contrast = None,
         readout: Tensor | NDArray[Any] | None = None,
         original: ImageSource | None = None,
+        blank: bool = False,
         **options: Any,
     ) -> Saliency:
         """Explain one image with one method; arguments as for `vitflow.explain`.
 
-        `original` is the image of a tensor that was preprocessed as by this explainer: the map is drawn on it.
+        `original` is the image of a tensor that was preprocessed as by this explainer: the map is drawn on it. With
+        `blank`, facts["blank"] has the score of the image replaced by its mean colour: if it is as high, the score
+        does not depend on the image, whatever the map shows.
         """
         methods = None if method is None else [method]
         # raises for options that only explain_batch has
         choose_methods(methods, options, asks=self.asks(target))
         originals = None if original is None else [original]
         maps = self.explain_batch(
-            [image], methods=methods, targets=target, readout=readout, originals=originals, **options
+            [image], methods=methods, targets=target, readout=readout, originals=originals, blank=blank, **options
         )
         if len(maps) != 1:
             raise OptionError(f"Expected a single target, but {target!r} gives {len(maps)} maps: use explain_batch.")
@@ -212,6 +218,7 @@ class Explainer(ImageModel):
         names: Sequence[str] | None = None,
         readout: Tensor | NDArray[Any] | None = None,
         originals: Sequence[ImageSource] | None = None,
+        blank: bool = False,
         **options: Unpack[MethodOptions],
     ) -> list[Saliency]:
         """Explain several images with several methods: one forward pass, at most one backward pass per target.
@@ -227,6 +234,7 @@ class Explainer(ImageModel):
             readout: weights of the tokens at which maps start, [tokens], or of the patches, [rows, cols], for all
                 images; by default the tokens from which each output is computed.
             originals: the image of each tensor, preprocessed as by this explainer: maps are drawn on these.
+            blank: also report the score of each image replaced by its mean colour.
             options: options for every method that accepts them.
 
         Returns:
@@ -247,6 +255,8 @@ class Explainer(ImageModel):
             raise OptionError(f"readout= requires a method that starts at tokens, such as rollout; got {listed}.")
         if self.regions is not None and any(each.options.get("shifts") for each in chosen):
             raise OptionError("shifts cannot be used with boxes and masks: use shifts=0.")
+        if blank:
+            return self._compared_with_blank(sources, chosen, targets, names, readout)
         if contrasts := contrasts_among(targets):
             check_class_specific(chosen)
             if self.regions is not None and not contrasts[0].against_rest:
@@ -260,6 +270,31 @@ class Explainer(ImageModel):
             return self._explain_sources(sources, chosen, mains, names, self._minus_rest, readout)
         outputs = self._minus_rest if self.outputs.apart else self.outputs
         return self._explain_sources(sources, chosen, targets, names, outputs, readout)
+
+    def _compared_with_blank(
+        self, sources: Sequence[ImageInput], chosen: Chosen, targets: Any, names: Sequence[str] | None, readout: Any
+    ) -> list[Saliency]:
+        """Explain images as `explain_batch` does, and add the score of each image replaced by its mean colour."""
+        if self.regions is not None or contrasts_among(targets):
+            raise OptionError("blank requires the score of a class, prompt or function: leave it out.")
+        names = [name_of(image, number) for number, image in enumerate(sources, start=1)] if names is None else names
+        images = [self.placed(image, name) for image, name in zip(sources, names, strict=True)]
+        maps = self.explain_batch(images, methods=chosen, targets=targets, readout=readout)
+        compared: list[Saliency] = []
+        for number, image in enumerate(images):
+            with torch.inference_mode(False), torch.no_grad():
+                pixels = self._tensor([image])
+                logits = self.logits(pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels))
+            scores, count = self.outputs.scores(logits)[0], len(maps) // len(images)
+            for saliency in maps[number * count : (number + 1) * count]:
+                if saliency.target is None:
+                    raise OptionError("blank requires the score of a class, prompt or function: leave it out.")
+                score = Score.of(scores, saliency.target, self.outputs)
+                facts: dict[str, Any] = {"value": round(score.value or 0.0, 6), "display": score.display}
+                if "cosine" in saliency.facts:
+                    facts["cosine"] = round(float(logits[0, saliency.target]) / self.outputs.scale, 4)
+                compared.append(replace(saliency, facts={**saliency.facts, "blank": facts}))
+        return compared
 
     def _explain_sources(
         self,

@@ -25,7 +25,7 @@ class MethodOptions(TypedDict, total=False):
     score: Literal["log-odds", "probability"] | None
     pooled: Literal["mean", "own"] | None
     peer_options: Mapping[str, Any] | None
-    masks: int | None
+    masks: int | Literal["auto"] | None
     estimator: Literal["difference", "regression"] | None
     keep: float | None
     cells: int | None
@@ -53,7 +53,7 @@ class LayerMapOptions(TypedDict, total=False):
     score: Literal["log-odds", "probability"] | None
     pooled: Literal["mean", "own"] | None
     peer_options: Mapping[str, Any] | None
-    masks: int | None
+    masks: int | Literal["auto"] | None
     estimator: Literal["difference", "regression"] | None
     keep: float | None
     cells: int | None

@@ -20,6 +20,7 @@ from vitflow.explaining.captions import duration
 from vitflow.explaining.choices import ChosenMethod, check_methods, has_targets
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.sampling import most_masks
 from vitflow.explaining.targets import (
     Contrast,
     Target,
@@ -172,10 +173,11 @@ def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
         words.append("occlusion masks one patch at a time")
         passes, batch_size = rows * cols * (1 + hiding["shifts"]), hiding["occlusion_batch"]
     if masked:
-        largest = max(masked.values(), key=lambda options: options["masks"])
-        words.append(f"{' and '.join(masked)} mask{'s' if len(masked) == 1 else ''} patches {largest['masks']} times")
+        largest = max(masked.values(), key=lambda options: most_masks(options["masks"]))
+        masks = most_masks(largest["masks"])
+        words.append(f"{' and '.join(masked)} mask{'s' if len(masked) == 1 else ''} patches {masks} times")
         # Dropped tokens take no time; methods with the same masks share their passes.
-        passes += round(largest["masks"] * largest["keep"]) * (1 + largest["shifts"])
+        passes += round(masks * largest["keep"]) * (1 + largest["shifts"])
         batch_size = max(batch_size, largest["occlusion_batch"])
     grey = explainer.pixels(np.full((height, width, 3), 128, np.uint8))
     batch = grey.expand(max(min(_TIMED_IMAGES, batch_size), 1), -1, -1, -1)
