@@ -9,7 +9,6 @@ from typing import Any
 from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
 from vitflow.evaluation.statistics import CONFIDENCE, Difference
 from vitflow.evaluation.tables import Tables
-from vitflow.images.charts import darkened
 from vitflow.images.figures import figure_bytes
 from vitflow.images.typesetting import decimal
 from vitflow.viewer.pages import write_html
@@ -97,13 +96,12 @@ def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, An
 
 
 def _chart(name: str, svg: bytes) -> dict[str, Any]:
-    """Return a chart for the light and the dark theme as data URIs, and its width on the page."""
+    """Return a chart as a data URI, and its width on the page."""
     points = re.search(rb'<svg[^>]* width="([\d.]+)pt"', svg)
     assert points is not None
     return {
         "name": name,
-        "light": _data_uri(svg),
-        "dark": _data_uri(darkened(svg)),
+        "image": _data_uri(svg),
         "width": round(_PIXELS * float(points[1]) / 72),
     }
 

@@ -103,7 +103,7 @@ class Clip:
             path: also write the figure here: .png, .pdf or .svg.
             options: options of `Saliency.overlay`.
         """
-        from vitflow.images.clip_figure import draw_clip
+        from vitflow.images.charts import draw_clip
         from vitflow.images.figures import file_too
 
         shown = np.unique(np.linspace(0, len(self.frames) - 1, _SHOWN).round().astype(int)).tolist()
