@@ -161,6 +161,11 @@ def refuse_joint_text(model: nn.Module) -> None:
         )
 
 
+def has_regions(model: nn.Module) -> bool:
+    """Return True for a model of transformers for object detection or segmentation."""
+    return is_segmenting(model) or type(model).__name__.endswith("ForObjectDetection")
+
+
 def refuse_deformable(model: nn.Module) -> None:
     """Raise UnsupportedModelError if a model has deformable attention, of which there is no matrix."""
     if any(_DEFORMABLE in type(module).__name__.lower() for module in model.modules()):
