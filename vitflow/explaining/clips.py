@@ -20,13 +20,14 @@ from vitflow.explaining import captions
 from vitflow.explaining.applying import probabilities_of
 from vitflow.explaining.choices import ChosenMethod, choose_methods
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.progress import tracking
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import PlacedImage
-from vitflow.explaining.targets import Score, Target, resolve_targets
+from vitflow.explaining.targets import Score, Target, is_several, resolve_targets
 from vitflow.files import write_atomically
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, overlay
 from vitflow.images.geometry import Placement
-from vitflow.images.reading import ImageSource, image_name, read_image
+from vitflow.images.reading import MAX_PIXELS, ImageSource, image_name, read_image
 from vitflow.methods.ranks import spearman
 from vitflow.models.videos import StackedFrames
 
@@ -108,7 +109,7 @@ class Clip:
             path: also write the figure here: .png, .pdf or .svg.
             options: options of `Saliency.overlay`.
         """
-        from vitflow.images.clip_figure import draw_clip
+        from vitflow.images.charts import draw_clip
         from vitflow.images.figures import file_too
 
         images = self.overlays(**options)
@@ -249,6 +250,8 @@ def explain_clip(
         OptionError: an option is invalid.
     """
     explainer = model if isinstance(model, Explainer) else Explainer(model)
+    if is_several(target):
+        raise OptionError(f"Expected one class for a clip, got {target!r}.")
     stacked = explainer.model if isinstance(explainer.model, StackedFrames) else None
     count = FRAMES if stacked is None else stacked.shape.frames
     images = frames_of(clip, count if frames is None else frames)
@@ -361,15 +364,19 @@ def frames_of(clip: ClipSource, count: int) -> list[Any]:
     return images
 
 
-def read_video(path: str | os.PathLike[str], count: int) -> NDArray[np.uint8]:
+def read_video(
+    path: str | os.PathLike[str], count: int, *, max_frames: int | None = None, max_pixels: int = MAX_PIXELS
+) -> NDArray[np.uint8]:
     """Read frames of a video file at equal distances, uint8 RGB [frames, height, width, 3].
 
     Args:
         path: the file, in a format that OpenCV reads.
         count: the number of frames; a shorter video has as many as there are.
+        max_frames: refuse files with more frames than this.
+        max_pixels: refuse files whose frames have more pixels than this.
 
     Raises:
-        ImageError: the file does not exist, or has no frames that can be read.
+        ImageError: the file does not exist, is too large, or has no frames that can be read.
         OptionError: count is below 1.
     """
     if count < 1:
@@ -379,9 +386,17 @@ def read_video(path: str | os.PathLike[str], count: int) -> NDArray[np.uint8]:
         raise ImageError(f"Expected a video at {name!r}, but there is no such file.")
     video = cv2.VideoCapture(os.fspath(path))
     try:
+        width, height = (int(video.get(each)) for each in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT))
+        if width * height > max_pixels:
+            raise ImageError(f"Expected at most {max_pixels:,} pixels a frame in {name!r}, got {width} × {height}.")
         decoded = 0
-        while video.grab():  # the count in the header is often an estimate
-            decoded += 1
+        # The count in the header is often an estimate.
+        with tracking("reading", max(int(video.get(cv2.CAP_PROP_FRAME_COUNT)), 1)) as progress:
+            while video.grab():
+                decoded += 1
+                progress(1)
+                if max_frames is not None and decoded > max_frames:
+                    raise ImageError(f"Expected {name!r} to have at most {max_frames:,} frames, got more.")
         chosen = set(
             ((np.arange(min(count, decoded)) + 0.5) * decoded / max(min(count, decoded), 1)).astype(int).tolist()
         )
