@@ -21,6 +21,8 @@ _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", 
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
 #: Name of a readout that is taken from the attention of a pooling head.
 ATTENTION_POOLING = "attention pooling"
+#: Name of a readout that includes the prefix tokens.
+ALL_TOKENS = "average over all tokens"
 _BOTH_TOKENS = "class and distillation token"
 # Names of the logits in outputs with fields, in order of preference.
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
@@ -239,7 +241,7 @@ def closed_readouts(model: nn.Module, layout: TokenLayout, pooling_attention: Te
     common = [ClosedReadout(patches, "average over patches")]
     if layout.num_prefix_tokens:
         every = torch.full((1, layout.num_tokens), 1.0 / layout.num_tokens)
-        common += [ClosedReadout(class_token, "class token"), ClosedReadout(every, "average over all tokens")]
+        common += [ClosedReadout(class_token, "class token"), ClosedReadout(every, ALL_TOKENS)]
     return [declared, *(readout for readout in common if readout.name != declared.name)]
 
 
