@@ -400,10 +400,10 @@ def _channels(text: str | None) -> tuple[int, ...] | None:
 
 
 def _outputs(given: Mapping[str, Any], model: Any) -> Any:
-    """Return the outputs that the options request; None for the model's classes."""
+    """Return the outputs that the options request, by default those of the model; None for its classes."""
     from vitflow.explaining.image_model import similarity_to
     from vitflow.explaining.regions import boxes, masks
-    from vitflow.models.detection import is_segmenting
+    from vitflow.models.detection import is_detecting, is_segmenting
     from vitflow.models.pairs import prompts
 
     if given.get("prompts") and given.get("like"):
@@ -419,4 +419,6 @@ def _outputs(given: Mapping[str, Any], model: Any) -> Any:
         return masks(given["box"]) if is_segmenting(model) else boxes(given["box"], prompts=named)
     if named is not None:
         return named
-    return similarity_to(given["like"]) if given.get("like") else None
+    if given.get("like"):
+        return similarity_to(given["like"])
+    return masks() if is_segmenting(model) else boxes() if is_detecting(model) else None

@@ -145,6 +145,11 @@ def output_names(model: nn.Module, given: list[str] | None, count: int) -> tuple
     return None
 
 
+def is_detecting(model: nn.Module) -> bool:
+    """Return True for a model of transformers for object detection."""
+    return type(model).__name__.endswith("ForObjectDetection")
+
+
 def is_segmenting(model: nn.Module) -> bool:
     """Return True for a model of transformers for semantic segmentation."""
     name = type(model).__name__
