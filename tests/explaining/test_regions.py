@@ -281,6 +281,11 @@ def test_the_command_line_names_a_detection_by_its_box(tmp_path, monkeypatch):
     record = json.loads(line)
     assert record["facts"]["detection"]["requested"] == [10, 10, 60, 50] and record["class_name"] == "thing 2"
     assert record["method"] == "gae" and (tmp_path / "map.png").exists()
+    several = ["compare", str(tmp_path / "photo.png"), "--model", "any", "--method", "gae", "--class", "top3"]
+    done = CliRunner().invoke(cli, [*several, "--fit", "squash", "--json", "-o", str(tmp_path / "strip.png")])
+    assert done.exit_code == 0, done.output
+    maps = json.loads(done.stdout)["maps"]
+    assert len({each["facts"]["detection"]["query"] for each in maps}) == len(maps) > 1
 
 
 def test_the_command_line_compares_detections(tmp_path, monkeypatch):

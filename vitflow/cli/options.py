@@ -98,10 +98,9 @@ def table_option(option: Option, panel: str, default: str) -> Callable[[_Command
         kind = click.Choice(option.choices)
     elif option.limits and option.kind is float:
         kind = click.FloatRange(*option.limits)
-    elif option.kind not in (int, float, str):  # click's own help and errors suit these
+    elif option.choices or option.kind not in (int, float, str):  # click's own help and errors suit these
         kind = _Value(option)
-    metavar = option.values if option.kind is bool else option.metavar
-    shape: dict[str, Any] = {"type": kind, "metavar": metavar}
+    shape: dict[str, Any] = {"type": kind, "metavar": None if option.kind == "choice" else option.values}
     if option.kind is bool and option.scope == "drawing":
         shape = {"is_flag": True}
     return click.option(
@@ -400,10 +399,10 @@ def _channels(text: str | None) -> tuple[int, ...] | None:
 
 
 def _outputs(given: Mapping[str, Any], model: Any) -> Any:
-    """Return the outputs that the options request, by default those of the model; None for its classes."""
+    """Return the outputs that the options request; None for the model's classes."""
     from vitflow.explaining.image_model import similarity_to
-    from vitflow.explaining.regions import boxes, masks
-    from vitflow.models.detection import is_detecting, is_segmenting
+    from vitflow.explaining.regions import about_region
+    from vitflow.models.detection import has_regions, is_segmenting
     from vitflow.models.pairs import prompts
 
     if given.get("prompts") and given.get("like"):
@@ -413,12 +412,9 @@ def _outputs(given: Mapping[str, Any], model: Any) -> Any:
         named = prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
     elif given.get("templates") or given.get("raw"):
         raise OptionError("--template and --raw require --prompt.")
-    if _is_about_box(given):
+    box = given["box"] if _is_about_box(given) else None
+    if box is not None or (has_regions(model) and not given.get("like")):
         if given.get("like") or (named and is_segmenting(model)):
             raise OptionError("--box cannot be used with --like, and with --prompt for detectors only.")
-        return masks(given["box"]) if is_segmenting(model) else boxes(given["box"], prompts=named)
-    if named is not None:
-        return named
-    if given.get("like"):
-        return similarity_to(given["like"])
-    return masks() if is_segmenting(model) else boxes() if is_detecting(model) else None
+        return about_region(model, box, prompts=named)
+    return similarity_to(given["like"]) if given.get("like") else named

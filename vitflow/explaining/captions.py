@@ -181,6 +181,9 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
     """
     if (cosine := facts.get("cosine")) is not None:
         yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
+    if masks := facts.get("masks_used"):
+        reliability = facts.get("reliability")
+        yield f"{masks} masks{'' if reliability is None else f', reliability {reliability:.2f}'}.".replace("-", "−")
     if blank := facts.get("blank"):
         cosine = f" (cosine {blank['cosine']:.3f})".replace("-", "−") if "cosine" in blank else ""
         yield f"Score of the image replaced by its mean colour: {blank['display']}{cosine}."

@@ -41,11 +41,13 @@ class Maps:
         grids: maps [batch, rows, cols], unscaled.
         facts: facts per image for captions, such as the saturated share of a flow.
         pixels: maps at the size of the model input, [batch, height, width], which are drawn instead; or None.
+        significant: mask of the patches whose value is above 0 at 95 %, bool [batch, rows, cols]; or None.
     """
 
     grids: Tensor
     facts: list[dict[str, Any]] = field(default_factory=list)
     pixels: Tensor | None = None
+    significant: Tensor | None = None
 
 
 def over_taps(function: Callable[..., Maps]) -> Callable[..., Maps]:

@@ -26,7 +26,7 @@ class MethodOptions(TypedDict, total=False):
     bands: bool | None
     pooled: Literal["mean", "own"] | None
     peer_options: Mapping[str, Any] | None
-    masks: int | None
+    masks: int | Literal["auto"] | None
     estimator: Literal["difference", "regression"] | None
     keep: float | None
     cells: int | None
@@ -55,7 +55,7 @@ class LayerMapOptions(TypedDict, total=False):
     bands: bool | None
     pooled: Literal["mean", "own"] | None
     peer_options: Mapping[str, Any] | None
-    masks: int | None
+    masks: int | Literal["auto"] | None
     estimator: Literal["difference", "regression"] | None
     keep: float | None
     cells: int | None

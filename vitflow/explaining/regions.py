@@ -16,7 +16,14 @@ from vitflow.errors import OptionError, OutsideImageError, ShapeError
 from vitflow.explaining.similarity import check_box
 from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
-from vitflow.models.detection import NO_OBJECT, dense_logits_of, detections_of, label_count, output_names
+from vitflow.models.detection import (
+    NO_OBJECT,
+    dense_logits_of,
+    detections_of,
+    is_segmenting,
+    label_count,
+    output_names,
+)
 from vitflow.models.outputs import Outputs, activate
 from vitflow.models.pairs import Prompts
 from vitflow.models.pairs import prompts as prompts_of
@@ -94,6 +101,11 @@ def masks(region: Any = None) -> Masks:
             f"{region!r:.60}."
         )
     return Masks((float(array[0]), float(array[1])))
+
+
+def about_region(model: nn.Module, region: Any = None, prompts: Prompts | None = None) -> Boxes | Masks:
+    """Return what a model explains about a region: a class inside it for segmentation, otherwise a detection."""
+    return masks(region) if is_segmenting(model) else boxes(region, prompts=prompts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

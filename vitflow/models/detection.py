@@ -145,11 +145,6 @@ def output_names(model: nn.Module, given: list[str] | None, count: int) -> tuple
     return None
 
 
-def is_detecting(model: nn.Module) -> bool:
-    """Return True for a model of transformers for object detection."""
-    return type(model).__name__.endswith("ForObjectDetection")
-
-
 def is_segmenting(model: nn.Module) -> bool:
     """Return True for a model of transformers for semantic segmentation."""
     name = type(model).__name__
@@ -164,6 +159,11 @@ def refuse_joint_text(model: nn.Module) -> None:
             "there is no attention matrix. Use OWL-ViT or OWLv2; or pass a module whose forward(pixels) adds the text "
             "and returns logits and pred_boxes, with sampling, occlusion or gradcam."
         )
+
+
+def has_regions(model: nn.Module) -> bool:
+    """Return True for a model of transformers for object detection or segmentation."""
+    return is_segmenting(model) or type(model).__name__.endswith("ForObjectDetection")
 
 
 def refuse_deformable(model: nn.Module) -> None:
