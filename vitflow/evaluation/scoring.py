@@ -12,7 +12,7 @@ from vitflow.errors import stops_all
 from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.choices import Question, blurred, twin_of
 from vitflow.evaluation.gridding import Grid, ObjectScore, score_object
-from vitflow.evaluation.measures import sanity
+from vitflow.evaluation.measures import randomisation, sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import Localisation, localise
@@ -31,7 +31,7 @@ _LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mea
 _GRID = {"grid_energy": "energy", "grid_auc": "auc", "grid_wins": "wins"}
 _SEPARATION = {"separation": "energy", "separation_wins": "wins"}
 _FAITHFULNESS = ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")
-CURVES = ("deletion", "insertion", "correct_most", "correct_least")
+CURVES = ("deletion", "insertion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +210,7 @@ def _add_faithfulness(
     by_label = dict(zip(ranking, curves, strict=True))
     row["values"] |= _by_metric(by_label, _FAITHFULNESS)
     row["curves"] = {
-        name: {label: getattr(curve, name).astype(float).tolist() for label, curve in by_label.items()}
-        for name in CURVES
+        name: {label: getattr(curve, name).tolist() for label, curve in by_label.items()} for name in CURVES
     }
 
 
@@ -222,7 +221,7 @@ def _add_sanity(
     checked = [maps[label] for label in labels]
     # Different random weights for every image, reproducible across runs.
     seed = (protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
-    stages = sanity.cascading_randomisation(explainer, checked, seed=seed)
+    stages = randomisation.cascading_randomisation(explainer, checked, seed=seed)
     checks = {
         "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
         "shift_stability": sanity.shift_stability(explainer, checked),
