@@ -447,8 +447,8 @@ def test_a_run_with_other_methods_is_reported_in_few_words():
     entry, root = explainer().fingerprint(), Path("/images")
     many = _fingerprint(root, make_job(["rollout", "gae"], {}), entry)
     one = _fingerprint(root, make_job(["rollout"], {}), entry)
-    assert fingerprint_difference(many, one) == ["that run also had gae"]
-    assert fingerprint_difference(one, many) == ["that run did not have gae"]
+    assert fingerprint_difference(many, one) == ["methods was [rollout, gae] and is [rollout]"]
+    assert fingerprint_difference(one, many) == ["methods was [rollout] and is [rollout, gae]"]
     turned = _fingerprint(root, make_job(["gae", "rollout"], {}), entry)
-    assert fingerprint_difference(many, turned) == ["that run had its methods in the order rollout, gae"]
+    assert fingerprint_difference(many, turned) == ["methods was [rollout, gae] and is [gae, rollout]"]
     assert fingerprint_difference(many, many) == []

@@ -209,25 +209,6 @@ def test_weights_of_a_region_against_a_literal_reference():
     np.testing.assert_allclose(_weights(outline, placement, (8, 8)).numpy(), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["Segformer", "DPT", "Beit"])
-def test_models_of_transformers_for_segmentation(name):
-    transformers = pytest.importorskip("transformers")
-    options = {
-        "Segformer": {"hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4, "decoder_hidden_size": 16},
-        "DPT": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
-        | {"image_size": SIZE, "patch_size": 16, "backbone_out_indices": [0, 1, 2, 3], "fusion_hidden_size": 16}
-        | {"neck_hidden_sizes": [16, 16, 16, 16], "use_auxiliary_head": False},
-        "Beit": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
-        | {"image_size": SIZE, "patch_size": 16, "out_indices": [1, 2, 3, 4], "use_auxiliary_head": False},
-    }[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**options, num_labels=5)
-    model = getattr(transformers, f"{name}ForSemanticSegmentation")(config).eval()
-    explainer = Explainer(model, data_config=CONFIG, outputs=vitflow.masks((8, 8, 40, 40)), fit="squash")
-    saliency = explainer.explain(photo(), method="occlusion", target=2, patch_size=16)
-    assert np.isfinite(saliency.grid).all() and np.ptp(saliency.grid) > 0
-
-
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -297,6 +278,11 @@ def test_the_command_line_names_a_detection_by_its_box(tmp_path, monkeypatch):
     record = json.loads(line)
     assert record["facts"]["detection"]["requested"] == [10, 10, 60, 50] and record["class_name"] == "thing 2"
     assert record["method"] == "gae" and (tmp_path / "map.png").exists()
+    several = ["compare", str(tmp_path / "photo.png"), "--model", "any", "--method", "gae", "--class", "top3"]
+    done = CliRunner().invoke(cli, [*several, "--fit", "squash", "--json", "-o", str(tmp_path / "strip.png")])
+    assert done.exit_code == 0, done.output
+    maps = json.loads(done.stdout)["maps"]
+    assert len({each["facts"]["detection"]["query"] for each in maps}) == len(maps) > 1
 
 
 def test_overlays_and_figures_mark_the_detection_and_the_region(tmp_path):
@@ -354,7 +340,7 @@ def test_an_image_without_the_class_fails_alone(tmp_path):
     for quarter in range(2):
         write_image(tmp_path / "in" / f"{quarter}.png", bright(quarter))
     explainer = Explainer(Cells(), data_config=CONFIG, outputs=vitflow.boxes((200, 0, 220, 20)), fit="squash")
-    write_image(tmp_path / "in" / "wide.png", photo(0, 64, 400))
+    write_image(tmp_path / "in" / "wide.png", np.full((64, 400, 3), 230, np.uint8))
     summary = vitflow.explain_folder(tmp_path / "in", tmp_path / "out", model=explainer, methods=["input_gradient"])
     assert (summary.explained, summary.failed) == (1, 2)
     assert all("overlaps the box" in row["message"] for row in summary.failures())

@@ -97,7 +97,7 @@ def test_a_run_killed_at_random_moments_has_whole_batches(tmp_path):
         process = forked(write_many, place, 10_000)
         while not (place / FILE).exists():
             time.sleep(0.001)
-        process.join(chance.uniform(0.005, 0.3))
+        process.join(chance.uniform(0.005, 1.0))
         process.kill()
         process.join()
         with Run(place, FINGERPRINT) as run:

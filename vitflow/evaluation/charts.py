@@ -17,8 +17,10 @@ from vitflow.evaluation.statistics import defined_means
 from vitflow.evaluation.tables import TableRow, Tables
 from vitflow.files import write_atomically
 from vitflow.images.charts import (
-    LIGHT,
-    MOST_CHARACTERS,
+    AXIS,
+    BAR,
+    BASELINE,
+    MOST_WIDTH,
     Series,
     draw_lines,
     label_width,
@@ -27,6 +29,7 @@ from vitflow.images.charts import (
     style_axes,
 )
 from vitflow.images.figures import figure_bytes, save_figure
+from vitflow.images.typesetting import BODY, GREY, INK, wrap
 
 # Lengths in inches; browsers may draw labels a little wider than matplotlib, so they need the padding.
 _ROW, _PANEL, _AROUND, _PAD = 0.19, 1.45, 0.55, 0.08
@@ -58,8 +61,7 @@ def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
     for axes, metric in zip(plots, metrics, strict=True):
         _draw_panel(axes, metric, [row for row in evaluation.table(metric.name) if row.method in methods])
     first: Axes = plots[0]
-    short = [name if len(name) <= MOST_CHARACTERS else f"{name[: MOST_CHARACTERS - 1]}…" for name in labels]
-    first.set_yticks(range(len(labels)), short)
+    first.set_yticks(range(len(labels)), ["".join(wrap(name, MOST_WIDTH, BODY, lines=1)) for name in labels])
     for text in first.get_yticklabels():
         text.set_parse_math(False)
     first.set_ylim(len(labels) - 0.4, -0.6)
@@ -70,14 +72,14 @@ def _draw_panel(axes: Axes, metric: Metric, rows: Sequence[TableRow]) -> None:
     means, lows, highs = (  # None becomes NaN
         np.array([getattr(row.estimate, name) for row in rows], dtype=np.float64) for name in ("mean", "low", "high")
     )
-    colors = [LIGHT.baseline if row.baseline or is_twin(row.method) else LIGHT.bar for row in rows]
+    colors = [BASELINE if row.baseline or is_twin(row.method) else BAR for row in rows]
     positions = np.arange(len(rows))
     axes.barh(positions, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
-    axes.hlines(positions, lows, highs, color=LIGHT.ink, linewidth=0.9, zorder=3)
+    axes.hlines(positions, lows, highs, color=INK, linewidth=0.9, zorder=3)
     chance = next((row.estimate.mean for row in rows if row.method == "random"), None)
     if chance is not None:
-        axes.axvline(chance, color=LIGHT.soft, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
-    axes.axvline(0, color=LIGHT.rule, linewidth=0.6, zorder=1)
+        axes.axvline(chance, color=GREY, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
+    axes.axvline(0, color=AXIS, linewidth=0.6, zorder=1)
     style_axes(axes, f"{metric.title} {metric.arrow}")
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
     axes.tick_params(axis="y", length=0)

@@ -10,7 +10,6 @@ from vitflow.evaluation.metrics import CORRELATION_LIMITATIONS, Metric
 from vitflow.evaluation.statistics import CONFIDENCE, Difference
 from vitflow.evaluation.tables import Tables
 from vitflow.explaining.method_table import get_method, is_slow, split_label
-from vitflow.images.charts import darkened
 from vitflow.images.figures import figure_bytes
 from vitflow.images.typesetting import decimal
 from vitflow.viewer.pages import write_html
@@ -155,11 +154,14 @@ def _group(evaluation: Tables, group: str, charts: Mapping[str, bytes]) -> dict[
 
 
 def _chart(name: str, svg: bytes) -> dict[str, Any]:
-    """Return a chart for the light and the dark theme as data URIs, and its width on the page."""
+    """Return a chart as a data URI, and its width on the page."""
     points = re.search(rb'<svg[^>]* width="([\d.]+)pt"', svg)
     assert points is not None
-    width = round(_PIXELS * float(points[1]) / 72)
-    return {"name": name, "light": _data_uri(svg), "dark": _data_uri(darkened(svg)), "width": width}
+    return {
+        "name": name,
+        "image": _data_uri(svg),
+        "width": round(_PIXELS * float(points[1]) / 72),
+    }
 
 
 def _data_uri(content: bytes, kind: str = "svg+xml") -> str:

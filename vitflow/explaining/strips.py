@@ -1,12 +1,14 @@
 """Figures of comparisons: images with their maps in columns by method, with captions and colour bars."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from vitflow.explaining import captions
+from vitflow.explaining.clips import Clip
 from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
 from vitflow.images import figures, overlay
@@ -99,6 +101,34 @@ def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Fig
     rest = f"\nNo map: {', '.join(left_out)}" if left_out else ""
     bars = bars_of([(each, pen.limits(each.grid)) for each in maps], pen)
     return figures.draw_bands(bands, bars=bars, note=method + _note([maps], pen, False, bars) + rest, dpi=pen.dpi)
+
+
+def draw_clip_words(clips: Sequence[Clip], *, left_out: Sequence[str] = ()) -> Figure:
+    """Draw the maps of generated words over key frames of a video: a row per word, a column per frame.
+
+    Args:
+        clips: one for each word, all of the same video.
+        left_out: words without a map, for the caption.
+    """
+    pen, first = Pen.of(1.25, {}), clips[0]
+    limits = [pen.limits(clip.grid) for clip in clips]
+    columns = []
+    for index in first.key_frames:
+        cells = [Cell(pen.photograph(first.frames[index].image))]
+        for clip, ends in zip(clips, limits, strict=True):
+            drawn = map_cell(replace(clip.frames[index], grid=clip.grid[index]), ends, pen)
+            cells.append(replace(drawn, caption=(clip.score.name,), details=(f"{clip.shares[index]:.0%} of the map",)))
+        columns.append(cells)
+    heads = [Column(f"Frame {index * first.span + 1}") for index in first.key_frames]
+    maps = [clip.frames[0] for clip in clips]
+    bars = bars_of(list(zip(maps, limits, strict=True)), pen)
+    notes = [
+        f"{captions.method_in_words(maps[0].definition, maps[0].options)}.",
+        f"The maps of a word have common colours. {first.notes()[0]}",
+        f"Model: {captions.model_in_words(maps[0].model, maps[0].model_note)}.",
+        *([f"No map: {', '.join(left_out)}"] if left_out else []),
+    ]
+    return figures.draw_bands([(heads, [columns])], bars=bars, note="\n".join(notes), dpi=pen.dpi)
 
 
 def in_rows(items: Sequence[_Item], most: int) -> list[list[_Item]]:

@@ -79,6 +79,16 @@ def kept_with(model: nn.Module) -> dict[Any, Any]:
     return _look(model).kept
 
 
+def kept_with_outputs(model: nn.Module, outputs: Callable[..., Any]) -> dict[Any, Any]:
+    """Return cached values of a model and of a function of its outputs, kept while both exist; see `kept_with`."""
+    owner = getattr(outputs, "__self__", outputs)  # each access creates a new bound method
+    known, key = kept_with(model), ("outputs", id(owner))
+    if key not in known or known[key][0]() is not owner:
+        known[key] = ref(owner, lambda _: known.pop(key, None)), {}
+    values: dict[Any, Any] = known[key][1]
+    return values
+
+
 @contextmanager
 def unchanging(model: nn.Module) -> Iterator[None]:
     """Assume until the end of the block, in this thread, that the modules of a model do not change."""

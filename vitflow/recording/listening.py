@@ -1,7 +1,7 @@
 """Collection of intercepted attention by layer, fused immediately if possible."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import NoAttentionError, UnsupportedModelError, ValueNormsError
 from vitflow.methods.gradients import Values, fuse_weighted
-from vitflow.recording.attending import Part
+from vitflow.recording.attending import Listener, Part
 from vitflow.recording.attention_kinds import (
     arrangement,
     is_difference,
@@ -35,15 +35,13 @@ from vitflow.recording.trace import Trace
 _PARALLEL_BLOCKS = ("ParallelThingsBlock",)
 
 
-@dataclass(eq=False)
-class Listening:
+class Listening(Listener):
     """Collects the attention of a running model, and adds each finished layer to a trace.
 
     Attributes:
         model: the unwrapped model.
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
-        gradients, values, wants_keys, wants_visible, on_layer, residual, within: as for `record_attention`.
-        path: the running modules, outermost first.
+        gradients, values, keys, visible, on_layer, residual, within: as for `record_attention`.
         pooling: attention of a pooling head, if there is one.
         batch: the number of images or texts of the pass.
         seen: True if any attention was recorded.
@@ -51,15 +49,22 @@ class Listening:
         unapplied: paths of the modules of which only the softmax was observed, not its product with values.
     """
 
-    model: nn.Module
-    fusions: Collection[FusionKey]
-    gradients: bool
-    values: bool
-    wants_keys: bool
-    wants_visible: bool
-    on_layer: Callable[[AttentionLayer], None] | None
-    residual: float
-    within: str = ""
+    def __init__(
+        self,
+        model: nn.Module,
+        fusions: Collection[FusionKey],
+        *,
+        gradients: bool,
+        values: bool,
+        keys: bool,
+        visible: bool,
+        on_layer: Callable[[AttentionLayer], None] | None,
+        residual: float,
+        within: str,
+    ) -> None:
+        self.model, self.fusions, self.values = model, fusions, values
+        self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
+        self.on_layer, self.residual, self.within = on_layer, residual, within
 
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
@@ -69,7 +74,7 @@ class Listening:
 
     def begin(self) -> None:
         """Reset for a new forward pass."""
-        self.path: list[tuple[str, nn.Module]] = []
+        self.path = []
         self.pooling: Tensor | None = None
         self.batch = 1
         self.recorded: list[str] = []
@@ -78,7 +83,7 @@ class Listening:
         self._other: set[str] = set()  # descriptions of mixing other than token attention
 
     def running(self) -> str | None:
-        """Return the name of the running module; None if it computes no attention between tokens."""
+        """Return the path of the running module; None outside of `within`, or without attention between tokens."""
         if not self.path or is_aside():
             return None
         name, module = self.path[-1]
@@ -87,8 +92,7 @@ class Listening:
         other = other_attention(module)
         if other is not None:
             self._other.add(other)
-            return None
-        return name
+        return None if other is not None else name
 
     def saw(
         self,
@@ -121,7 +125,7 @@ class Listening:
         part = ModuleAttention(probabilities, arrange, values, mixed, keys, visible)
         self._open.setdefault(layer, []).append(part)
 
-    def streams(self, query: Tensor, key: Tensor) -> bool:
+    def streams(self, query: Tensor) -> bool:
         """Return True if only fused probabilities are needed, so that they can be computed in parts."""
         name, module = self.path[-1]
         return not (

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError
+from vitflow.explaining.clips import ClipSource
 from vitflow.explaining.method import Method
 from vitflow.models import languages
 from vitflow.models.anatomy import unwrap
@@ -21,8 +22,8 @@ from vitflow.models.languages import load_language_model, load_processor
 from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text.encoder_decoder import Written, write_and_read
 from vitflow.text.generation import Generation
-from vitflow.text.image_tokens import refuse_videos, tower_rows
-from vitflow.text.images import Layout, with_images, with_neutral, with_source
+from vitflow.text.image_tokens import tower_rows
+from vitflow.text.images import Layout, Video, with_images, with_neutral, with_source
 from vitflow.text.layout import Words
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.read_rows import RowsRead, array_of, read_rows
@@ -34,6 +35,8 @@ def explain_generation(
     inputs: Any = None,
     *,
     image: Any = None,
+    video: ClipSource | None = None,
+    frames: int | None = None,
     tokenizer: Any = None,
     processor: Any = None,
     method: str | None = None,
@@ -54,13 +57,16 @@ def explain_generation(
             continues, by default none, or processor output (pixel_values).
         image: one or several images of the prompt, as paths, bytes, PIL images or arrays; exactly one for an image
             encoder.
+        video: the video of the prompt: a file, or frames as a list of images or an array [frames, height, width, 3],
+            2 per second; for other rates, pass processor output, too.
+        frames: the number of frames of a video file, at equal distances; by default 8.
         tokenizer: tokenizer; by default the one saved with the model. Without a tokenizer, tokens are shown as ids.
         processor: image processor; by default the one saved with the model.
-        method: "rollout", "attention", "flow", "gae" or "logit_lens". By default "rollout"; with `image` "gae", whose
-            maps match the named objects best and which requires a backward pass per token.
+        method: "rollout", "attention", "flow", "gae" or "logit_lens". By default "rollout"; with images or a video
+            "gae", whose maps match the named objects best and which requires a backward pass per token.
         layout: positions of the patch tokens in the prompt, for unknown model families.
         neutral: another prompt for the same images, such as "Describe the image.", required by `image(relative=True)`.
-        through_tower: record the vision tower, too, to propagate maps to its patches.
+        through_tower: record the vision tower, too, to propagate maps to its patches; not for a video.
         name: display name of the model; by default its id.
         trust_remote_code: allow models whose repository contains Python code, and run it.
         options: options of `model.generate`, such as max_new_tokens=20 or do_sample=True, and of the method, such as
@@ -77,6 +83,12 @@ def explain_generation(
     """
     given = {name: options[name] for name in options if any(row.accepts(name) for row in TEXT_METHODS.values())}
     generate = {name: value for name, value in options.items() if name not in given}
+    if video is not None:
+        if image is not None or layout is not None or through_tower:
+            raise OptionError("image, layout and through_tower are not supported with video: omit them.")
+        image = Video.read(video, frames)
+    elif frames is not None:
+        raise OptionError("frames requires video.")
     method = (PLAIN if image is None else IMAGE_DEFAULT) if method is None else method
     definition, used = text_method(method, given)
     used = for_kind(used, decoder=True)
@@ -96,10 +108,10 @@ def explain_generation(
         refuse_looking_ahead(model)
     images = None
     if image is not None and languages.has_encoder(model) and getattr(model, "main_input_name", "") == "pixel_values":
-        if neutral is not None or through_tower:
+        if video is not None or neutral is not None or through_tower:
             raise OptionError(
                 f"{type(model).__name__} has no prompt alongside the image and always propagates through its encoder: "
-                "omit neutral and through_tower."
+                "omit video, neutral and through_tower."
             )
         if isinstance(inputs, str) and inputs:
             tokenizer = languages.tokenizer_of(model, tokenizer)
@@ -110,8 +122,6 @@ def explain_generation(
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     elif neutral is not None or through_tower or layout is not None:
         raise OptionError("neutral, through_tower and layout require image.")
-    elif isinstance(inputs, Mapping) and isinstance(inputs.get("input_ids"), Tensor):
-        refuse_videos(getattr(model, "config", None), inputs)
     arguments, tokenizer = arguments_of(inputs, tokenizer, model, generate)
     started = time.perf_counter()
     with evaluating(model), torch.no_grad():

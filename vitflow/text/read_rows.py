@@ -152,7 +152,7 @@ def _visible(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """
     tokens = inputs["input_ids"].shape[1]
     common = torch.ones(tokens, tokens, dtype=torch.bool, device=trace.layers[0].example.device)
-    if "pixel_values" not in inputs and is_causal(trace.model):
+    if not {"pixel_values", "pixel_values_videos"} & set(inputs) and is_causal(trace.model):
         common = common.tril()
     if "attention_mask" in inputs:
         common = common & inputs["attention_mask"][0].bool().to(common.device)
