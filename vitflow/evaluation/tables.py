@@ -54,8 +54,8 @@ class Tables:
         failures: rows of the images that could not be measured.
         values: for each metric float64 [images, methods], NaN if undefined or not measured.
         overlaps: `Localisation.overlap` of each image and method, [images, methods, 4]; None without regions.
-        curves: "deletion" and "insertion": probabilities, "correct_most" and "correct_least": 1 if the target is the
-            most probable class, [images, methods, points]; empty without faithfulness.
+        curves: "deletion" and "insertion": the target's probability, [images, methods, points]; empty without
+            faithfulness.
         stages: names of the stages of randomisation, from the top of the network down.
         randomisation: Spearman with the original map at each stage, [images, stages, methods].
         correlation: rank correlation by layer, if requested.
