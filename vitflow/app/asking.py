@@ -57,10 +57,9 @@ class Models:
     def _explainer(
         self, name: str, fit: str, prompts: tuple[str, ...] = (), region: tuple[float, ...] | None = None
     ) -> Explainer:
-        model, outputs = self._image_model(name), None
-        if prompts:
-            outputs = prompt_scores(prompts)
-        elif region or has_regions(model):
+        model = self._image_model(name)
+        outputs: Any = prompt_scores(prompts) if prompts else None
+        if not prompts and (region or has_regions(model)):
             outputs = about_region(model, region)
         return Explainer(model, device=default_device(), fit=fit, outputs=outputs)
 

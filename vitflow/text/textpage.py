@@ -104,7 +104,7 @@ def make_text_page(
             }
             for row in rows
         ],
-        "shares": pack_half(shares).record,
+        "shares": pack_half(shares),
         "first": first,
         "layer": layer,
         "layers": shares.shape[1],
@@ -142,7 +142,7 @@ def _image_record(image: ShownImage) -> dict[str, Any]:
         "size": [image.image.shape[1], image.image.shape[0]],
         "window": image.window,
         "grid": image.maps.shape[2:],
-        "maps": pack_half(image.maps).record,
+        "maps": pack_half(image.maps),
     }
 
 
