@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +12,9 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, whole_number
 from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities, window_below
+from vitflow.methods.flow.solver import Progress, max_flow
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of, layers_of
 from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention, visible_keys
-
-if TYPE_CHECKING:
-    from vitflow.methods.flow.solver import Progress
 
 Floats = NDArray[np.float64]
 # A token of the top layer; a node (layer, token); or capacities of a super-source over the top layer's tokens.
@@ -100,7 +98,7 @@ def attention_flow(
     causal: Causal | None = None,
     attention_mask: Tensor | None = None,
     visible: Sequence[Tensor] | Tensor | None = None,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
 ) -> FlowResult:
     """Attention flow: for each input token the maximum flow that the layers let through from the source.
 
@@ -228,13 +226,11 @@ def _capacities(sources: Sequence[int | Floats], tokens: int) -> Tensor:
 
 
 def _solve(
-    capacities: Floats, source: int | Floats, *, sinks: Sequence[int], progress: "Progress | None"
+    capacities: Floats, source: int | Floats, *, sinks: Sequence[int], progress: Progress | None
 ) -> tuple[Floats, Floats, NDArray[np.intp]]:
     """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one image."""
     if not isinstance(source, int):
         source = _as_token(capacities[-1], source)
-    from vitflow.methods.flow.solver import max_flow
-
     flow = max_flow(capacities, source, sinks, progress=progress)
     given = capacities[-1, source].sum() if isinstance(source, int) else source.sum()
     cuts = np.minimum(given, capacities[0].sum(axis=0)[list(sinks)])

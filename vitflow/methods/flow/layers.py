@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.compiled import compiled
 from vitflow.errors import OptionError
 from vitflow.methods.fusion import (
     HeadFusion,
@@ -150,60 +149,10 @@ Ints = NDArray[np.int32]
 
 
 class Graph(NamedTuple):
-    """The layers that all sinks share, m of edges between m + 1 of nodes."""
+    """The layers that all sinks share, m of edges between m + 1 of nodes, numbered from the lowest layer up."""
 
-    base: Ints  # [m + 2]: start of each layer's nodes; the last entry is not a node
+    layer: Ints  # [nodes]: the layer of each node, from 0
     row: Ints  # [nodes + 1]: where the edges above each node begin
     above: Ints  # [edges]: the upper node
     capacity: Floats  # [edges]
-    full: NDArray[np.bool_]  # [m]: whether the layer's edges are all pairs of nodes, some of capacity 0
     supply: Floats  # [top nodes]
-
-
-@compiled
-def count_edges(matrix: Any, lower: Any, upper: Any, least: float) -> int:
-    """Count the edges [keys, queries] with a capacity of more than `least` between these nodes."""
-    count = 0
-    for k in lower:
-        for i in upper:
-            count += matrix[k, i] > least
-    return count
-
-
-@compiled
-def fill_edges(
-    matrix: Any,
-    lower: Any,
-    upper: Any,
-    least: float,
-    full: bool,
-    base: int,
-    first: int,
-    row: Any,
-    above: Any,
-    capacity: Any,
-) -> None:
-    """Write the edges between these nodes.
-
-    Args:
-        matrix: capacities [keys, queries].
-        lower: the tokens of the nodes below, in their order.
-        upper: the tokens of the nodes above.
-        least: leave out edges of at most this capacity.
-        full: write all pairs instead.
-        base: index of the first node above.
-        first: index of the first edge.
-        row: [lower nodes + 1], filled: where the edges above each lower node begin, and where the last ones end.
-        above: filled from `first` on.
-        capacity: likewise.
-    """
-    e = first
-    for x in range(len(lower)):
-        row[x] = e
-        for y in range(len(upper)):
-            value = matrix[lower[x], upper[y]]
-            if full or value > least:
-                above[e] = base + y
-                capacity[e] = value
-                e += 1
-    row[len(lower)] = e
