@@ -69,8 +69,8 @@ def caption(image: Path, **given: Any) -> None:
     check_images([image], filter(None, [given["html"]]))
     from vitflow.explaining.strips import draw_words
     from vitflow.images.figures import save_figure
-    from vitflow.models.hub import called
     from vitflow.text.generating import explain_generation
+    from vitflow.text.languages import called
 
     generation = explain_generation(
         given["model"],
