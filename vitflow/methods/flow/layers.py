@@ -29,27 +29,20 @@ DEFAULT_LAYERS = 4
 TOGETHER = 2**20
 
 
-def parse_window(layers: LayerRange, count: int, start_layer: int | None = None) -> tuple[int, int]:
+def parse_window(layers: LayerRange, count: int) -> tuple[int, int]:
     """Parse a range of layers into the first and the last layer, counted from 1, both included.
 
     Args:
         layers: "all"; N for the last N layers; (first, last), where -1 is the last layer of the model; or the same in
             words, "4", "9:12", "9:" or ":4".
         count: layers of the model.
-        start_layer: the same as layers=(start_layer, -1).
 
     Raises:
-        OptionError: there are no such layers, or both ways are used at once.
+        OptionError: there are no such layers.
 
     >>> parse_window(2, 12), parse_window((1, -2), 12), parse_window("9:", 12), parse_window("all", 12)
     ((11, 12), (1, 11), (9, 12), (1, 12))
     """
-    if start_layer is not None:
-        if layers != "all":
-            raise OptionError(
-                f"Expected layers or start_layer, got both: layers={layers!r}, start_layer={start_layer}."
-            )
-        return parse_window((start_layer, -1), count)
     expected = f'Expected layers="all", a number from 1 to {count}, or (first, last) from 1 to {count}, got {layers!r}.'
     if isinstance(layers, str):  # as the command line gives it
         expected = (
@@ -87,25 +80,21 @@ def default_window(layers: LayerRange, count: int) -> LayerRange:
     return min(DEFAULT_LAYERS, count) if layers == DEFAULT_LAYERS else layers
 
 
-def window_below(layer: int, layers: LayerRange, count: int, start_layer: int | None = None) -> tuple[int, int]:
-    """Return the part of a window below a node of this layer; OptionError if the window does not reach it."""
-    first, last = parse_window(layers, count, start_layer)
-    if not first <= layer <= last:
-        raise OptionError(f"Expected a source node in layers {first} to {last}, got one in layer {layer}.")
-    return first, layer
-
-
 def check_window(
-    attentions: Sequence[Tensor] | Tensor, layers: LayerRange, start_layer: int | None = None
+    attentions: Sequence[Tensor] | Tensor, layers: LayerRange, top: int | None = None
 ) -> tuple[list[Tensor], int]:
-    """Return the checked layers of the window, and the index of the first.
+    """Return the checked layers of the window, up to layer `top` if given, and the number of the first.
 
     Raises:
-        OptionError: there are no such layers.
+        OptionError: there are no such layers, or the window does not contain layer `top`.
         ShapeError: wrong shapes, or values that are not finite or negative, in a layer of the window.
     """
     everything = layers_of(attentions)
-    first, last = parse_window(layers, len(everything), start_layer)
+    first, last = parse_window(layers, len(everything))
+    if top is not None:
+        if not first <= top <= last:
+            raise OptionError(f"Expected a source node in layers {first} to {last}, got one in layer {top}.")
+        last = top
     return check_attentions(everything[first - 1 : last], first), first
 
 
