@@ -27,11 +27,11 @@ from vitflow.explaining.regions import about_region
 from vitflow.images.figures import save_figure
 from vitflow.models.detection import has_regions, is_segmenting
 from vitflow.models.hub import bundled
-from vitflow.models.languages import load_language_model, load_processor
 from vitflow.models.loading import load_model
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
 from vitflow.recording.isolation import default_device
+from vitflow.text.languages import load_language_model, load_processor
 
 
 class Models:

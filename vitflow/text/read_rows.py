@@ -16,13 +16,14 @@ from vitflow.methods.flow.layers import LayerRange, default_window
 from vitflow.methods.fusion import HeadFusion, check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import for_the_class
-from vitflow.models.languages import decoder_of, has_head, predicts_words, reading
+from vitflow.models.languages import decoder_of
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.probing import is_causal
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 from vitflow.text import layer_rows
+from vitflow.text.languages import has_head, predicts_words, reading
 from vitflow.text.writing import refuse_looking_ahead
 
 

@@ -78,8 +78,8 @@ def caption(image: Path, **given: Any) -> None:
     is_video = image.suffix.lower() in VIDEO_FORMATS
     from vitflow.explaining.strips import draw_clip_words, draw_words
     from vitflow.images.figures import save_figure
-    from vitflow.models.hub import called
     from vitflow.text.generating import explain_generation
+    from vitflow.text.languages import called
 
     generation = explain_generation(
         given["model"],
