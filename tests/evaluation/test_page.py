@@ -14,7 +14,7 @@ from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.page import _best
 from vitflow.evaluation.tables import Tables
-from vitflow.explaining.method_table import _METHODS
+from vitflow.explaining.method_table import METHODS
 from vitflow.images import DPI
 from vitflow.images.charts import DARK, LIGHT, darkened
 
@@ -42,7 +42,7 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
             output=place.parent / "out",
         )
     finally:
-        del _METHODS[METHOD]
+        del METHODS[METHOD]
     return actual, place.parent / "out" / "report.html"
 
 

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.options import OPTIONS, REFINING
-from vitflow.explaining.options import in_words as option_in_words
+from vitflow.explaining.method_table import Method, get_method
+from vitflow.explaining.options import REFINING, option_in_words
 from vitflow.explaining.targets import Contrast, Score
 
 # Split-half Spearman correlation below which another seed may well give another map.
@@ -120,11 +118,7 @@ def in_words(options: Mapping[str, Any]) -> str:
     >>> in_words({"head_fusion": "max", "refine": 2, "affinity": "keys", "value_weighted": "output", "patch": (3, 7)})
     'max over heads, value-weighted, patch (3, 7), refined 2 times by keys'
     """
-    phrases = [
-        OPTIONS[name].in_words(value) if name in OPTIONS else option_in_words(name, value)
-        for name, value in options.items()
-        if name not in REFINING
-    ]
+    phrases = [option_in_words(name, value) for name, value in options.items() if name not in REFINING]
     steps, affinity = options.get("refine"), options.get("affinity")
     if steps == 0:
         phrases.append("not refined")
@@ -167,18 +161,6 @@ def unreliable(facts: Mapping[str, Any]) -> str:
     if reliability is None or reliability >= _LOW_RELIABILITY:
         return ""
     return f"reliability {reliability:.2f}: more masks increase it".replace("-", "−")
-
-
-def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield notes on the score and the map.
-
-    >>> list(notes_of({"against": "the mean of the other prompts"}))
-    ['The map explains the score minus the mean of the other prompts.']
-    """
-    if (cosine := facts.get("cosine")) is not None:
-        yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
-    if against := facts.get("against"):
-        yield f"The map explains the score minus {against}."
 
 
 def top_share(grid: NDArray[np.floating[Any]], top: float = 0.1) -> str:

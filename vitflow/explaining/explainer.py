@@ -20,7 +20,7 @@ from vitflow.explaining.applying import (
     recorded_for,
     starts_at_readout,
 )
-from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has_targets
+from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out
 from vitflow.explaining.image_model import ImageInput, ImageModel, name_of, several
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
@@ -285,6 +285,29 @@ class Explainer(ImageModel):
             except (UnsupportedModelError, OptionError) as error:
                 refusals[chosen.name] = str(error)
         return refusals
+
+    def explain_supported(
+        self, image: ImageInput, methods: Sequence[MethodChoice], **arguments: Any
+    ) -> tuple[list[Saliency], list[MethodChoice]]:
+        """Explain one image without the methods that the model does not support, of which a warning gives the reasons.
+
+        Args:
+            image: the image.
+            methods: the methods.
+            arguments: other arguments of `explain_batch`.
+
+        Returns:
+            The maps, and the methods that the model supports.
+        """
+        try:
+            return self.explain_batch([image], methods=methods, **arguments), list(methods)
+        except UnsupportedModelError:
+            refused = self.refusals(methods)
+        for note in left_out(refused):
+            warnings.warn(note, VitflowWarning, stacklevel=3)
+        chosen = zip(methods, choose_methods(methods, {}), strict=True)
+        left = [choice for choice, method in chosen if method.name not in refused]
+        return (self.explain_batch([image], methods=left, **arguments) if left else []), left
 
     def _run(
         self, images: Sequence[PlacedImage], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
 from vitflow.explaining.choices import Chosen
 from vitflow.explaining.maps import Maps
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
 from vitflow.images.geometry import Placement

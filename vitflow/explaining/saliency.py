@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, SameClassError
 from vitflow.explaining import captions
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.targets import Contrast, Score
+from vitflow.explaining.method_table import Method, get_method
+from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
 from vitflow.images import Interpolation, overlay
 from vitflow.images.geometry import Placement
@@ -114,12 +113,6 @@ class Saliency:
         return self.score.predicted
 
     @property
-    def contrast(self) -> Contrast | None:
-        """Contrast of two classes with the difference of their logits, or None."""
-        score = self.score
-        return Contrast(*score.sides, name=score.name, value=score.value) if score.sides else None
-
-    @property
     def heatmap(self) -> NDArray[np.float32]:
         """Map upsampled to the original image, float32 [height, width], unscaled; NaN where the model saw nothing."""
         return upsample(self.grid, self.placement)
@@ -216,7 +209,10 @@ class Saliency:
             yield "The map is the same for every class."
         if "," in (readout := self.facts.get("readout", "")):  # not the model's default pooling
             yield f"Readout: {readout}."
-        yield from captions.notes_of(self.facts)
+        if (cosine := self.facts.get("cosine")) is not None:
+            yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
+        if against := self.facts.get("against"):
+            yield f"The map explains the score minus {against}."
         if warning := captions.unreliable(self.facts):
             yield f"{warning[0].upper()}{warning[1:]}."
         if compared := self.facts.get("compared_with"):

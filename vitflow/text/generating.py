@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.models import languages
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id, model_note

@@ -6,8 +6,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_note_of, say_record
-from vitflow.cli.outputs import check_images, output_file, writing
+from vitflow.cli.output import check_images, output_file, say, say_model_note, say_record, writing
 from vitflow.errors import printable
 from vitflow.images import FIGURE_FORMATS
 from vitflow.text.method_table import IMAGE_DEFAULT, text_method
@@ -65,7 +64,7 @@ def caption(image: Path, **given: Any) -> None:
     """
     options = shared.method_values(given)
     text_method(given["method"], options)  # before torch is loaded
-    output = output_file([image], given["output"], f"{image.stem}-caption.png", FIGURE_FORMATS)
+    output = output_file([image], given["output"], "caption", FIGURE_FORMATS)
     check_images([image], filter(None, [given["html"]]))
     from vitflow.explaining.strips import draw_words
     from vitflow.images.figures import save_figure
@@ -85,7 +84,7 @@ def caption(image: Path, **given: Any) -> None:
         do_sample=False,
         **options,
     )
-    say_note_of(generation.model, generation.model_note)
+    say_model_note(generation.model, generation.model_note)
     words, left_out = generation.words()
     relative = given["neutral"] is not None
     maps = [generation.image(places, relative=relative) for places in words.values()]

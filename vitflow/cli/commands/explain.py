@@ -10,8 +10,17 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_model_note, say_notes, say_record
-from vitflow.cli.outputs import CannotWrite, check_images, check_suffix, names_folder, writing
+from vitflow.cli.output import (
+    CannotWrite,
+    check_images,
+    check_suffix,
+    names_folder,
+    say,
+    say_model_note,
+    say_notes,
+    say_record,
+    writing,
+)
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.files import in_file_name
@@ -44,7 +53,7 @@ from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OP
     help=f"Frames of a video, at equal distances ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
 )
 @click.option("--controls", is_flag=True, help="Video models: compare with shuffled frames and a repeated first frame.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
+@shared.json_option
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Draw a saliency map over each IMAGE, or over frames of a video."""
     options = shared.method_values(given)
@@ -66,7 +75,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     if failed < len(images):
         if named is None:
             shared.say_default(given["method"])
-        say_model_note(explainer)
+        say_model_note(explainer.model_id, explainer.facts.note)
     if failed:
         say(f"{len(images) - failed} explained, {failed} failed")
         sys.exit(1)

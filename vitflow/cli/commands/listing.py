@@ -9,10 +9,9 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say
-from vitflow.cli.outputs import writing
+from vitflow.cli.output import say, writing
 from vitflow.errors import check_known, printable
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.options import OPTIONS, shown
 from vitflow.text.method_table import list_methods
 

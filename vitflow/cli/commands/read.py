@@ -9,8 +9,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_record
-from vitflow.cli.outputs import check_suffix, writing
+from vitflow.cli.output import check_suffix, say, say_record, writing
 from vitflow.errors import OptionError, printable
 from vitflow.images import FIGURE_FORMATS
 from vitflow.text.method_table import PLAIN, text_method
