@@ -131,7 +131,8 @@ def images_bar() -> Iterator[Any]:
             name = printable(state.row["input"])
             bar.set_postfix_str(name[-40:], refresh=False)
             if state.row["status"] == "failed":
-                bar.write(f"error: {_failure(name, state.row)}", file=sys.stderr)
+                error = f"{state.row['error']}: {state.row['message']}"
+                bar.write(f"error: {error if name in error else f'{name}: {error}'}", file=sys.stderr)
         bar.update(max(state.done + state.under_way - bar.n, 0))
 
     try:
@@ -139,12 +140,6 @@ def images_bar() -> Iterator[Any]:
     finally:
         if bar is not None:
             bar.close()
-
-
-def _failure(name: str, row: Mapping[str, Any]) -> str:
-    """Return the error message of an image, with its name once."""
-    message = f"{row['error']}: {row['message']}"
-    return message if name in message else f"{name}: {message}"
 
 
 class CannotWrite(VitflowError):

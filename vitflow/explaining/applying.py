@@ -136,7 +136,7 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
     """Compute one method's map for each image; `seconds` is the time that the batch has taken before."""
     started = time.perf_counter()
     method, batch = chosen.method, len(trace.images)
-    trace.refinement_requested = "refine" in chosen.given
+    trace.refinement_requested = "refine" in chosen.requested
     maps, used = make_maps(method, chosen.options, trace)
     grids: NDArray[np.float32] = maps.grids.detach().float().cpu().numpy()
     if grids.ndim != 3 or len(grids) != batch:

@@ -28,21 +28,21 @@ class ChosenMethod:
         name: the method's name in the table.
         options: all options with their values.
         label: unique label within a run.
-        given: explicitly requested options among those that can be dropped (value_weighted, refine): a requested
+        requested: options given as arguments among those that can be dropped (value_weighted, refine): a requested
             option that does not apply is refused, a default that does not apply is dropped.
     """
 
     name: str
     options: dict[str, Any]
     label: str = ""
-    given: frozenset[str] = frozenset()
+    requested: frozenset[str] = frozenset()
 
     @property
     def method(self) -> Method:
         """Entry of the method table."""
         return get_method(self.name)
 
-    def but(self, **options: Any) -> "ChosenMethod":
+    def with_options(self, **options: Any) -> "ChosenMethod":
         """Return a copy with other values of these options, if the method has them."""
         return replace(self, options={name: options.get(name, value) for name, value in self.options.items()})
 

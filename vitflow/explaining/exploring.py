@@ -215,7 +215,9 @@ class _Explorer:
             if not self.explainer.num_classes:
                 names = [name for name in names if not get_method(str(name)).class_specific]
         plain = [
-            each.but(refine=0) if each.method.refined in ("after", "positive") and explored.affinities else each
+            each.with_options(refine=0)
+            if each.method.refined in ("after", "positive") and explored.affinities
+            else each
             for each in choose_methods(names, {})
         ]
 

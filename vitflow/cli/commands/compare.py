@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import rich_click as click
 from click.types import convert_type
@@ -11,7 +11,8 @@ from vitflow.cli import options as shared
 from vitflow.cli.output import output_file, save_result, say, say_model_note, say_notes
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import check_methods
-from vitflow.explaining.method_table import DEFAULT_METHODS, Method, get_method, split_label
+from vitflow.explaining.method_table import DEFAULT_METHODS, get_method, split_label
+from vitflow.explaining.options import OPTIONS
 
 
 class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -26,7 +27,7 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
         if isinstance(value, tuple):
             return value
         name, listed = split_label(str(value))
-        options = {}
+        options: dict[str, Any] = {}
         # A comma separates options only if a name and "=" follow: a patch is written 3,7.
         for part in re.split(r",(?=[\w-]+=)", listed) if listed else []:
             key, equals, text = part.partition("=")
@@ -36,17 +37,12 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
         try:
             method = get_method(name)
             method.complete(dict.fromkeys(options))  # the names alone; values are still text
+            for key, text in options.items():  # options of registered methods have the type of the default
+                kind: Any = convert_type(None, method.defaults.get(key))
+                options[key] = OPTIONS[key].read(text) if key in OPTIONS else kind.convert(text, param, ctx)
         except OptionError as error:
             self.fail(str(error), param, ctx)
-        return name, {key: _type_of(key, method, ctx).convert(text, param, ctx) for key, text in options.items()}
-
-
-def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.ParamType[Any]":
-    """Return the type of an option of the command; for options of registered methods, the type of the default."""
-    for param in ctx.command.params if ctx is not None else ():
-        if param.name == option:
-            return param.type
-    return cast("click.ParamType[Any]", convert_type(None, method.defaults[option]))
+        return name, options
 
 
 @click.command(short_help="Show several methods side by side.", panel="Images")

@@ -126,7 +126,9 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
             draw(output, **shared.drawing_values(given))
         for saliency, entry in zip(saliencies, record.get("maps", [record]), strict=True):
             if given["save_map"]:
-                files.append(_map_file(output, saliency.score, len(saliencies)))
+                indices = saliency.score.sides or (saliency.score.index,)
+                ending = f"-{'-against-'.join(map(str, indices))}" if len(saliencies) > 1 else ""
+                files.append(output.with_name(f"{output.stem}{ending}.npz"))
                 entry["map"] = str(files[-1])
                 with writing(files[-1]):
                     saliency.save(files[-1])
@@ -144,14 +146,6 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
         for file in files:
             click.echo(printable(file))
     return True
-
-
-def _map_file(output: Path, score: Any, maps: int) -> Path:
-    """Return the path of a map next to its overlay; with its class index if there are several maps."""
-    indices = score.sides or (score.index,)
-    return output.with_name(
-        f"{output.stem}-{'-against-'.join(map(str, indices))}.npz" if maps > 1 else f"{output.stem}.npz"
-    )
 
 
 def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> str:

@@ -136,7 +136,10 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
     if text is not None:
         from vitflow.text.reading import explain_text
 
-        token, target = (_index_or_word(given[name]) for name in ("token", "target"))
+        token, target = (
+            int(value) if (value := given[name]) is not None and value.removeprefix("-").isdecimal() else value
+            for name in ("token", "target")
+        )
         chosen: dict[str, Any] = {"method": given["method"], "name": given["name"], **options}
         return explain_text(text, model=model, tokenizer=tokenizer, token=token, target=target, **chosen)
     from vitflow.text.generating import explain_generation
@@ -150,11 +153,6 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
         max_new_tokens=given["generate"] or 20,
         **options,
     )
-
-
-def _index_or_word(value: str | None) -> str | int | None:
-    """Parse a token index; leave a word as it is."""
-    return int(value) if value is not None and value.removeprefix("-").isdecimal() else value
 
 
 def _drawn(result: Any, view: str, writes: bool, hiding: Mapping[str, Any]) -> Any:
