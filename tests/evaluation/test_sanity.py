@@ -61,7 +61,7 @@ def flat(trace) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def methods(monkeypatch) -> None:
-    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
+    monkeypatch.setattr(method_table, "METHODS", dict(method_table.METHODS))
     for function in (brightness, place, flat):
         vitflow.register_method(function.__name__, function)
 

@@ -17,8 +17,7 @@ from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, Table, estimate_means, paired_differences
 from vitflow.explaining.captions import departures_from_paper
-from vitflow.explaining.method import METHODS
-from vitflow.explaining.method_table import BASELINES, split_label
+from vitflow.explaining.method_table import BASELINES, METHODS, split_label
 from vitflow.runs.columns import kinds_in
 
 # Table columns of an image and of an estimate.

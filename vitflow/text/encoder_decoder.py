@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError, check_known
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.progress import tracking
 from vitflow.methods.flow.layers import default_window, parse_window
 from vitflow.methods.fusion import check_layer

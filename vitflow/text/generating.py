@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError
 from vitflow.explaining.clips import ClipSource
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id, model_note
 from vitflow.models.hub import bundled
