@@ -97,10 +97,9 @@ def table_option(option: Option, panel: str, default: str) -> Callable[[_Command
         kind = click.Choice(option.choices)
     elif option.limits and option.kind is float:
         kind = click.FloatRange(*option.limits)
-    elif option.kind not in (int, float, str):  # click's own help and errors suit these
+    elif option.choices or option.kind not in (int, float, str):  # click's own help and errors suit these
         kind = _Value(option)
-    metavar = option.values if option.kind is bool else option.metavar
-    shape: dict[str, Any] = {"type": kind, "metavar": metavar}
+    shape: dict[str, Any] = {"type": kind, "metavar": None if option.kind == "choice" else option.values}
     if option.kind is bool and option.scope == "drawing":
         shape = {"is_flag": True}
     return click.option(
@@ -192,7 +191,8 @@ model_options = _together(
         "--channels",
         panel="Images",
         metavar="R,G,B",
-        help="Channels displayed as red, green and blue, from 0, for a model with other inputs than RGB (.npy files).",
+        help="Channels displayed as red, green and blue, from 0, for a model with other inputs than RGB (TIFF "
+        "and .npy files).",
     ),
     click.option(
         "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device to run on.  [default: a GPU if available]"
@@ -219,7 +219,7 @@ question_options = _together(
         metavar="TEXT",
         multiple=True,
         help="Explain the similarity to this text instead of a class; repeatable. For CLIP, SigLIP, SigLIP 2, "
-        "open_clip and the bundled demo-text.",
+        "open_clip and the bundled demo-text; for OWL-ViT and OWLv2, detect what it names.",
     ),
     click.option(
         "--template",
@@ -409,18 +409,20 @@ def _channels(text: str | None) -> tuple[int, ...] | None:
 def _outputs(given: Mapping[str, Any], model: Any) -> Any:
     """Return the outputs that the options request; None for the model's classes."""
     from vitflow.explaining.image_model import similarity_to
-    from vitflow.explaining.regions import boxes, masks
-    from vitflow.models.detection import is_segmenting
+    from vitflow.explaining.regions import about_region
+    from vitflow.models.detection import has_regions, is_segmenting
     from vitflow.models.pairs import prompts
 
     if given.get("prompts") and given.get("like"):
         raise OptionError("--prompt and --like cannot be used together.")
-    if _is_about_box(given):
-        if given.get("prompts") or given.get("like"):
-            raise OptionError("--box cannot be used with --prompt or --like.")
-        return masks(given["box"]) if is_segmenting(model) else boxes(given["box"])
+    named = None
     if given.get("prompts"):
-        return prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
-    if given.get("templates") or given.get("raw"):
+        named = prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
+    elif given.get("templates") or given.get("raw"):
         raise OptionError("--template and --raw require --prompt.")
-    return similarity_to(given["like"]) if given.get("like") else None
+    box = given["box"] if _is_about_box(given) else None
+    if box is not None or (has_regions(model) and not given.get("like")):
+        if given.get("like") or (named and is_segmenting(model)):
+            raise OptionError("--box cannot be used with --like, and with --prompt for detectors only.")
+        return about_region(model, box, prompts=named)
+    return similarity_to(given["like"]) if given.get("like") else named

@@ -12,6 +12,8 @@ from vitflow.explaining.targets import Contrast, Score
 
 # Split-half Spearman correlation below which another seed may well give another map.
 _LOW_RELIABILITY = 0.2
+# Channels listed in a note.
+_SHOWN_BANDS = 6
 
 
 def class_lines(score: Score) -> Iterator[str]:
@@ -161,6 +163,31 @@ def unreliable(facts: Mapping[str, Any]) -> str:
     if reliability is None or reliability >= _LOW_RELIABILITY:
         return ""
     return f"reliability {reliability:.2f}: more masks increase it".replace("-", "−")
+
+
+def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield notes on the score and the map.
+
+    >>> list(notes_of({"against": "the mean of the other prompts"}))
+    ['The map explains the score minus the mean of the other prompts.']
+    >>> list(notes_of({"blank": {"value": 0.31, "display": "31.0%"}}))
+    ['Score of the image replaced by its mean colour: 31.0%.']
+    """
+    if (cosine := facts.get("cosine")) is not None:
+        yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
+    if masks := facts.get("masks_used"):
+        reliability = facts.get("reliability")
+        yield f"{masks} masks{'' if reliability is None else f', reliability {reliability:.2f}'}.".replace("-", "−")
+    if blank := facts.get("blank"):
+        cosine = f" (cosine {blank['cosine']:.3f})".replace("-", "−") if "cosine" in blank else ""
+        yield f"Score of the image replaced by its mean colour: {blank['display']}{cosine}."
+    if against := facts.get("against"):
+        yield f"The map explains the score minus {against}."
+    if bands := facts.get("bands"):
+        highest = sorted(range(len(bands)), key=lambda channel: -bands[channel])[:_SHOWN_BANDS]
+        listed = ", ".join(f"{channel}: {bands[channel]:.3g}" for channel in highest).replace("-", "−")
+        several = "" if len(highest) == len(bands) else f" (highest {len(highest)} of {len(bands)})"
+        yield f"Drop in the score without a channel{several}: {listed}."
 
 
 def top_share(grid: NDArray[np.floating[Any]], top: float = 0.1) -> str:

@@ -29,6 +29,7 @@ from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
 from vitflow.explaining.targets import (
     Contrast,
+    Score,
     Target,
     Targets,
     check_class_specific,
@@ -41,6 +42,8 @@ from vitflow.models.detection import refuse_deformable
 from vitflow.models.outputs import Outputs
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
+
+_NOT_BLANK = "blank requires the score of a class, prompt or function: leave it out."
 
 
 @takes_method_options
@@ -134,15 +137,18 @@ class Explainer(ImageModel):
         target: Target | Contrast = None,
         readout: Tensor | NDArray[Any] | None = None,
         original: ImageSource | None = None,
+        blank: bool = False,
         **options: Unpack[MethodOptions],
     ) -> Saliency:
         """Explain one image with one method; arguments as for `vitflow.explain`.
 
-        `original` is the image of a tensor that was preprocessed as by this explainer: the map is drawn on it.
+        `original` is the image of a tensor that was preprocessed as by this explainer: the map is drawn on it. With
+        `blank`, facts["blank"] has the score of the image replaced by its mean colour: if it is as high, the score
+        does not depend on the image, whatever the map shows.
         """
         chosen = choose_methods(None if method is None else [method], options, asks=self.asks(target))
         images = self._read([image], None, None if original is None else [original])
-        maps = self._explain(images, chosen, target, readout)
+        maps = self._explain(images, chosen, target, readout, blank=blank)
         if len(maps) != 1:
             raise OptionError(f"Expected a single target, but {target!r} gives {len(maps)} maps: use explain_batch.")
         return maps[0]
@@ -157,6 +163,7 @@ class Explainer(ImageModel):
         names: Sequence[str] | None = None,
         readout: Tensor | NDArray[Any] | None = None,
         originals: Sequence[ImageSource] | None = None,
+        blank: bool = False,
         **options: Unpack[MethodOptions],
     ) -> list[Saliency]:
         """Explain several images with several methods: one forward pass, at most one backward pass per target.
@@ -172,6 +179,7 @@ class Explainer(ImageModel):
             readout: weights of the tokens at which maps start, [tokens], or of the patches, [rows, cols], for all
                 images; by default the tokens from which each output is computed.
             originals: the image of each tensor, preprocessed as by this explainer: maps are drawn on these.
+            blank: also report the score of each image replaced by its mean colour.
             options: options for every method that accepts them.
 
         Returns:
@@ -181,7 +189,7 @@ class Explainer(ImageModel):
             VitflowError: an image cannot be read, or an option is invalid.
         """
         chosen = choose_methods(methods, options, asks=self.asks(targets))
-        return self._explain(self._read(several(images), names, originals), chosen, targets, readout)
+        return self._explain(self._read(several(images), names, originals), chosen, targets, readout, blank=blank)
 
     def _read(
         self, sources: Sequence[ImageInput], names: Sequence[str] | None, originals: Sequence[ImageSource] | None
@@ -203,6 +211,8 @@ class Explainer(ImageModel):
         chosen: Chosen,
         targets: Any,
         readout: Tensor | NDArray[Any] | None,
+        *,
+        blank: bool,
     ) -> list[Saliency]:
         """Explain images for targets or contrasts, averaged over shifted crops if a method requires it."""
         if readout is not None and not any(map(starts_at_readout, chosen)):
@@ -216,6 +226,8 @@ class Explainer(ImageModel):
         outputs = self._minus_rest if self.outputs.apart else self.outputs
         contrasts = contrasts_among(targets)
         pairs = bool(contrasts) and not contrasts[0].against_rest
+        if blank and (contrasts or self.regions is not None):
+            raise OptionError(_NOT_BLANK)
         if contrasts:
             check_class_specific(chosen)
             targets = [side for contrast in contrasts for side in contrast.sides]
@@ -229,10 +241,28 @@ class Explainer(ImageModel):
                 explain_shifted(explain, chosen, image, maps, self.spec)
                 for image, maps in zip(images, by_image, strict=True)
             ]
+        if blank:
+            by_image = [self._with_blank(image, maps) for image, maps in zip(images, by_image, strict=True)]
         maps = [saliency for maps in by_image for saliency in maps]
         if pairs:
             return [contrasted(*sides, self.outputs.activation) for sides in zip(maps[::2], maps[1::2], strict=True)]
         return maps
+
+    def _with_blank(self, image: PlacedImage, maps: Sequence[Saliency]) -> list[Saliency]:
+        """Add the score of the image replaced by its mean colour to the facts of its maps."""
+        with torch.inference_mode(False), torch.no_grad():
+            pixels = self._tensor([image])
+            logits = self.logits(pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels))
+        scores, compared = self.outputs.scores(logits)[0], []
+        for saliency in maps:
+            if saliency.target is None:
+                raise OptionError(_NOT_BLANK)
+            score = Score.of(scores, saliency.target, self.outputs)
+            facts: dict[str, Any] = {"value": round(score.value or 0.0, 6), "display": score.display}
+            if "cosine" in saliency.facts:
+                facts["cosine"] = round(float(logits[0, saliency.target]) / self.outputs.scale, 4)
+            compared.append(replace(saliency, facts={**saliency.facts, "blank": facts}))
+        return compared
 
     def _explain_targets(
         self, images: Sequence[PlacedImage], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any

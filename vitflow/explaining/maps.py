@@ -41,11 +41,13 @@ class Maps:
         grids: maps [batch, rows, cols], unscaled.
         facts: facts per image for captions, such as the saturated share of a flow.
         pixels: maps at the size of the model input, [batch, height, width], which are drawn instead; or None.
+        significant: mask of the patches whose value is above 0 at 95 %, bool [batch, rows, cols]; or None.
     """
 
     grids: Tensor
     facts: list[dict[str, Any]] = field(default_factory=list)
     pixels: Tensor | None = None
+    significant: Tensor | None = None
 
 
 def over_taps(function: Callable[..., Maps]) -> Callable[..., Maps]:
@@ -287,8 +289,8 @@ def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
     return Maps(gradients.input_gradient(pixels, rows=rows, cols=cols))
 
 
-def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
-    """Drop in the target's log-odds or probability without each patch."""
+def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str, bands: bool) -> Maps:
+    """Drop in the target's log-odds or probability without each patch, and without each channel on request."""
     check_known("score", score, OPTIONS["score"].choices)
     rows, cols = trace.grid(patch_size)
     predict = trace.log_odds if score == "log-odds" else trace.predict
@@ -296,7 +298,10 @@ def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: 
     options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
     with tracking("occlusion", len(trace.pixels) * rows * cols) as progress:
         maps = blank_out.occlusion(predict, trace.pixels, trace.wanted, progress=progress, **options)
-    return Maps(maps)
+    if not bands:
+        return Maps(maps)
+    drops = blank_out.channel_occlusion(predict, trace.pixels, trace.wanted, batch_size=occlusion_batch)
+    return Maps(maps, [{"bands": [round(value, 4) for value in each]} for each in drops.tolist()])
 
 
 def random(trace: Trace, *, random_seed: int) -> Maps:

@@ -19,9 +19,10 @@ class LayerMapOptions(TypedDict, total=False):
     patch_size: int | None
     occlusion_batch: int | None
     score: Literal["log-odds", "probability"] | None
+    bands: bool | None
     pooled: Literal["mean", "own"] | None
     peer_options: Mapping[str, Any] | None
-    masks: int | None
+    masks: int | Literal["auto"] | None
     estimator: Literal["difference", "regression"] | None
     keep: float | None
     cells: int | None

@@ -31,7 +31,7 @@ class Option:
         name: its Python name; the command line writes dashes.
         kind: Python type of a value; "choice" takes one of `choices`. Numbers of a tuple are separated by commas.
         help: one sentence for the command line.
-        choices: values of a "choice"; of a bool, values other than True and False.
+        choices: values of a "choice"; of other types, values that are not of the type.
         metavar: placeholder of the value in the help, with the range of a number.
         scope: see `Scope`.
         default: default of refinement and drawing options, which does not depend on the method.
@@ -58,8 +58,8 @@ class Option:
     @property
     def values(self) -> str:
         """Description of the possible values."""
-        switch = ("on", "off") if self.kind is bool else ()
-        return "|".join((*switch, *self.choices)) or str(self.metavar)
+        others = ("on", "off") if self.kind is bool else () if self.kind == "choice" else (str(self.metavar),)
+        return "|".join((*others, *self.choices))
 
     def read(self, text: str) -> Any:
         """Parse a value.
@@ -75,7 +75,7 @@ class Option:
             if text not in switch and text not in self.choices:
                 raise OptionError(f"{self.name}: expected {', '.join((*switch, *self.choices))}, got {text!r}.")
             return switch.get(text, text)
-        if self.kind in (str, _LAYERS):
+        if self.kind in (str, _LAYERS) or text in self.choices:
             return text
         if self.kind == Mapping[str, Any]:
             with suppress(ValueError):
@@ -179,6 +179,12 @@ OPTIONS: dict[str, Option] = {
             phrase="drop in {}".format,
         ),
         Option(
+            "bands",
+            bool,
+            "Also report the drop in the score when a channel of the image is replaced by its mean, for each channel.",
+            phrase={True: "also without each channel", False: "patches only"}.__getitem__,
+        ),
+        Option(
             "pooled",
             "choice",
             "LeGrad's readout in models with a class token: the mean of all tokens, as in the paper, or the class "
@@ -192,7 +198,14 @@ OPTIONS: dict[str, Option] = {
             metavar="JSON",
             phrase=lambda value: ", ".join(f"{key} {each}" for key, each in value.items()),
         ),
-        Option("masks", int, "Number of random masks; more masks give a more reliable map.", metavar="N≥2"),
+        Option(
+            "masks",
+            int,
+            "Number of random masks; more masks give a more reliable map. auto: until the strongest patches are "
+            "settled, at most 256.",
+            ("auto",),
+            metavar="N≥2",
+        ),
         Option(
             "estimator",
             "choice",

@@ -62,7 +62,7 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
     except UnsupportedModelError as error:
         if requested:
             raise
-        return Maps(maps.grids, [fact | {"refinement": f"{_LEFT_OUT}: {error}"} for fact in facts])
+        return replace(maps, facts=[fact | {"refinement": f"{_LEFT_OUT}: {error}"} for fact in facts])
     uniform = affinity.nearly_uniform
     if requested and uniform.any():
         warnings.warn(
@@ -75,7 +75,7 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
         grids = torch.where(uniform.to(grids.device).view(-1, 1, 1), maps.grids.detach(), grids)
     text = _UNIFORM if requested else f"{_LEFT_OUT}: {_UNIFORM}"
     notes = [{"refinement": text} if is_uniform else {} for is_uniform in uniform.tolist()]
-    return Maps(grids, [fact | note for fact, note in zip(facts, notes, strict=True)])
+    return replace(maps, grids=grids, facts=[fact | note for fact, note in zip(facts, notes, strict=True)])
 
 
 def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affinity:

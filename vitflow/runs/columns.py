@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -177,27 +178,13 @@ def grid_columns(label: str) -> dict[str, str]:
     return {f"grid_{label}": "bytes", f"rows_{label}": "whole", f"cols_{label}": "whole", f"scale_{label}": "number"}
 
 
-def columns_of(labels: Sequence[str]) -> dict[str, str]:
-    """Return the columns of records with these maps, with their kinds."""
-    return {"id": "text", **kinds_in("record"), **_columns_of_maps(labels)}
-
-
-def record_of(row: Mapping[str, Any], maps: Maps, labels: Sequence[str]) -> Row:
-    """Return an image's row and maps as a record; missing values are None.
-
-    Args:
-        row: a row of a folder run; its `input` is the record's `id`.
-        maps: the unscaled grid of each map, [rows, cols].
-        labels: the maps of every record.
-    """
-    return {"id": row["input"]} | as_text(row, kinds_in("record")) | _values_of_maps(maps, labels)
-
-
-def _columns_of_maps(labels: Sequence[str]) -> dict[str, str]:
+def columns_of_maps(labels: Sequence[str]) -> dict[str, str]:
+    """Return the columns of these maps, with their kinds."""
     return {name: kind for label in labels for name, kind in grid_columns(label).items()}
 
 
-def _values_of_maps(maps: Maps, labels: Sequence[str]) -> Row:
+def values_of_maps(maps: Maps, labels: Sequence[str]) -> Row:
+    """Return the unscaled grids [rows, cols] of an image as columns; those of missing maps are None."""
     columns: Row = {}
     for label in labels:
         values = pack_half(maps[label]) if label in maps else (None,) * 4
@@ -297,10 +284,10 @@ def write_manifest(
     # On a name clash, such as an option "input", the row's column wins.
     kinds |= {name: _kind(value) for name, value in common.items() if name not in kinds}
     if labels:
-        kinds |= {"placement": "json"} | _columns_of_maps(labels)
+        kinds |= {"placement": "json"} | columns_of_maps(labels)
     writers = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
     full = (
-        {name: row.get(name, common.get(name)) for name in kinds} | _values_of_maps(maps, labels) for row, maps in rows
+        {name: row.get(name, common.get(name)) for name in kinds} | values_of_maps(maps, labels) for row, maps in rows
     )
     with write_atomically(path, durable=True) as file:
         writers[path.suffix](file, full, kinds)
@@ -340,19 +327,9 @@ def _write_parquet(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str
     types = {"whole": pyarrow.int64(), "number": pyarrow.float64(), "bytes": pyarrow.binary()}
     schema = pyarrow.schema([(name, types.get(kind, pyarrow.string())) for name, kind in kinds.items()])
     with parquet.ParquetWriter(file, schema) as writer:
-        for group in _groups(_with_name(row, kinds) for row in rows):
+        shown = (_with_name(row, kinds) for row in rows)
+        while group := list(islice(shown, _GROUP)):
             writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
-
-
-def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield rows in groups; at least one group, which may be empty."""
-    group: list[Row] = []
-    for row in rows:
-        group.append(row)
-        if len(group) == _GROUP:
-            yield group
-            group = []
-    yield group
 
 
 def _with_name(row: Row, kinds: Mapping[str, str]) -> Row:

@@ -53,6 +53,7 @@ from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OP
     help=f"Frames of a video, at equal distances ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
 )
 @click.option("--controls", is_flag=True, help="Video models: compare with shuffled frames and a repeated first frame.")
+@click.option("--blank", is_flag=True, help="Also report the score of the image replaced by its mean colour.")
 @shared.json_option
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Draw a saliency map over each IMAGE, or over frames of a video."""
@@ -62,11 +63,15 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     given["method"] = choose_methods(named and [named], options, asks=shared.asks(given))[0].name
     suffixes = FIGURE_FORMATS if given["figure"] or _is_strip(given) else tuple(WRITE_OPTIONS)
     if any(map(_is_video, images)):
-        if len(images) > 1 or _is_strip(given) or given["against"] or given["save_map"]:
-            raise OptionError("A video requires a single input and a single class, without --against and --save-map.")
+        if len(images) > 1 or _is_strip(given) or given["against"] or given["save_map"] or given["blank"]:
+            raise OptionError(
+                "A video requires a single input and a single class, without --against, --save-map and --blank."
+            )
         suffixes = CLIP_FORMATS
     elif given["frames"] or given["controls"]:
         raise OptionError(f"--frames and --controls require a video ({', '.join(VIDEO_FORMATS)}).")
+    if given["blank"] and (_is_strip(given) or given["against"] or given["box"]):
+        raise OptionError("--blank requires a single class, prompt or reference image, without --against and --box.")
     outputs = _output_paths(images, given["output"], given["method"], suffixes)
     explainer = shared.make_explainer(given)
     failed = sum(
@@ -108,7 +113,7 @@ def _maps(
         return [replace(clip.frames[0], score=clip.score)], clip.to_dict(), clip.save
     arguments = {"methods": [given["method"]], "targets": shared.targets_of(given), **options}
     if not _is_strip(given):
-        [saliency] = explainer.explain_batch([image], **arguments)
+        [saliency] = explainer.explain_batch([image], blank=given["blank"], **arguments)
         return [saliency], saliency.to_dict(), saliency.figure if given["figure"] else saliency.save
     from vitflow.explaining.comparison import compare
 
@@ -159,6 +164,8 @@ def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> 
     if not score.is_predicted:
         name = class_names[score.predicted] if class_names else "class"
         text += f"; predicted: {name} ({score.predicted})"
+    if blank := saliency.facts.get("blank"):
+        text += f"; {blank['display']} for a blank image"
     if not saliency.class_specific and (several or not score.is_predicted):
         text += f"; {saliency.method} does not depend on the class"
     return text

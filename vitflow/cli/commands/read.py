@@ -128,8 +128,7 @@ def _stop_words(name: str | None) -> Iterable[str]:
 
 def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]) -> Any:
     """Return the reading of a text, or the generation for a prompt."""
-    from vitflow.models.hub import refuse_images
-    from vitflow.models.languages import load_language_model
+    from vitflow.text.languages import load_language_model, refuse_images
 
     refuse_images(given["model"])
     model, tokenizer = load_language_model(given["model"], trust_remote_code=given["trust_remote_code"])
