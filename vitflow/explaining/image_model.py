@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, ShapeError, VitflowWarning, check_known, printable
+from vitflow.errors import OptionError, ShapeError, VitflowWarning, check_known, printable, unknown_name
 from vitflow.explaining.regions import Boxes, Masks, Regions, boxes
 from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import FITS
@@ -100,7 +100,8 @@ class ImageModel:
         channels: Sequence[int] | None = None,
         outputs: Outputs | Callable[[Any], Tensor] | Prompts | SimilarityTo | Boxes | Masks | None = None,
     ) -> None:
-        check_known("fit", fit, FITS)  # before a model is loaded
+        if fit not in FITS:  # before a model is loaded
+            raise OptionError(unknown_name("fit", fit, FITS))
         if dtype is not None:
             check_known("dtype", dtype, DTYPES)
         if not isinstance(model, nn.Module):
