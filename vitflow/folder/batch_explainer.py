@@ -138,7 +138,7 @@ class BatchExplainer:
             if callable(model):
                 model = model()
             explainer = model if isinstance(model, Explainer) else Explainer(model, **self._made_with)
-            if not self._named and explainer.asks(None):
+            if not self._named and explainer.has_target(None):
                 raise OptionError(
                     "An explainer of prompts, reference images or a function requires methods whose maps depend on "
                     "these outputs, such as methods=['gae']."

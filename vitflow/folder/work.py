@@ -101,11 +101,11 @@ def make_job(
     format: str = "jpg",
     save_map: bool = False,
     overlays: bool = True,
-    asks: bool = False,
+    has_target: bool = False,
 ) -> Job:
     """Complete and check the options of a run, before anything is loaded or read.
 
-    `asks` is True if the explained outputs are not the model's classes; it determines the default of `methods`.
+    `has_target` is True if the explained outputs are not the model's classes; it determines the default of `methods`.
 
     Raises:
         OptionError: unknown method, option or format, or a list of targets.
@@ -116,7 +116,7 @@ def make_job(
     one_class = target is None or isinstance(target, int | str)
     if not (contrasting or one_class):
         raise OptionError(f"Expected one class for all images, or 'top3', got {target!r}.")
-    chosen = check_methods(methods, options, asks=asks or has_targets(target))
+    chosen = check_methods(methods, options, has_target=has_target or has_targets(target))
     if contrasting:
         check_class_specific(chosen)
     for position, method in enumerate(chosen):
