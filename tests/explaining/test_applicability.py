@@ -122,15 +122,9 @@ def test_a_model_that_cannot_be_built_short_is_built_whole(monkeypatch):
     assert support_of("levit_128s").grid == (14, 14)
 
 
-def test_drafts_hold_no_values_and_only_they_stay_uninitialised():
+def test_drafts_hold_no_values():
     model = support._draft("vit_giant_patch14_clip_224")
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    with support._Uninitialised():
-        entry = nn.Linear(64, 64)
-        started = entry.weight.detach().clone()
-        entry.weight.data.add_(1.0)
-    assert not torch.equal(entry.weight, started)  # tensors with values are initialised and changed as ever
-    assert started.std() > 0.01
 
 
 def test_what_cannot_run_on_shapes_runs_on_values_where_it_is_small(monkeypatch):

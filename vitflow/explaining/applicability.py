@@ -12,8 +12,7 @@ from typing import Any, Literal
 import timm
 import torch
 from timm.models import get_arch_name, model_entrypoint
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from vitflow.errors import ModelError, NoAttentionError, UnsupportedModelError
 from vitflow.explaining.progress import tracking
@@ -98,7 +97,7 @@ def _find(name: str) -> Support:
 
 def _draft(name: str, **options: Any) -> nn.Module:
     """Build the model on the meta device."""
-    with without_values(), _Uninitialised():
+    with without_values():
         model: nn.Module = timm.create_model(name, **options)
     return model.eval()
 
@@ -126,28 +125,6 @@ def _support_in(model: Any, device: str) -> Support:
 
 def _none(reason: str) -> Support:
     return Support("no", "no", "no", reason)
-
-
-# In-place initialisation, which has no effect on the meta device and takes most of the time.
-_IN_PLACE = ("add", "clamp", "copy", "div", "erfinv", "fill", "mul", "normal", "sub", "uniform", "zero")
-_SCHEMES = ("constant", "normal", "ones", "trunc_normal", "uniform", "zeros")
-_SCALED = ("kaiming_normal", "kaiming_uniform", "xavier_normal", "xavier_uniform")
-_INITIALISING = {
-    *(getattr(Tensor, f"{name}_") for name in _IN_PLACE),
-    *(getattr(nn.init, f"{name}_") for name in (*_SCHEMES, *_SCALED)),
-}
-
-
-class _Uninitialised(TorchFunctionMode):
-    """Skips the initialisation of tensors on the meta device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _INITIALISING:
-            tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                return tensor
-        return func(*args, **kwargs)
 
 
 def list_models(names: Sequence[str]) -> Iterator[dict[str, Any]]:

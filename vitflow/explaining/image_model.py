@@ -378,9 +378,9 @@ class ImageModel:
             torch.set_grad_enabled(bool(options.get("gradients"))),
             evaluating(self.model),
         ):
-            return self._recorded(self.pixels(image), self.outputs, reads=True, **options)
+            return self._run_recorded(self.pixels(image), self.outputs, reads=True, **options)
 
-    def _recorded(self, pixels: Tensor, outputs: Outputs, *, reads: bool, **options: Any) -> Trace:
+    def _run_recorded(self, pixels: Tensor, outputs: Outputs, *, reads: bool, **options: Any) -> Trace:
         """Record one forward pass; a second one if the readout requires gradients of the head.
 
         Args:

@@ -62,6 +62,10 @@ class LayerMaps(FigureResult):
         maps = {name: [each.to_dict() | {"grid": each.grid.tolist()} for each in part] for name, part in parts.items()}
         return {"input": self.single[0].source, "model": self.single[0].model, "layer": self.layer, **maps}
 
+    def records(self) -> list[dict[str, Any]]:
+        """Return one record for JSON: the maps without values."""
+        return [{"input": self.single[0].source, "maps": [saliency.to_dict() for saliency in self.saliencies]}]
+
     @takes_drawing_options
     def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 1.15, **drawing: Any) -> Figure:
         """Draw all maps in one figure, each with separate colour limits.

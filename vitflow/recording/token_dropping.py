@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import logits_of, read_layout, transformer_of, unwrap
-from vitflow.models.libraries import forward_options, library_blocks, library_readout
+from vitflow.models.anatomy import ALL_TOKENS, closed_readouts, logits_of, read_layout, transformer_of, unwrap
+from vitflow.models.libraries import forward_options, library_blocks
 from vitflow.models.parts import kept_with_outputs
 from vitflow.recording.isolation import Hook, evaluating, hooked
 from vitflow.recording.readout import Read
@@ -102,16 +102,11 @@ def needs_patches(model: nn.Module, prefix: int) -> bool:
         model: a Vision Transformer.
         prefix: the number of its prefix tokens.
     """
-    transformer: Any = transformer_of(unwrap(model))
-    if prefix == 0:
+    model = unwrap(model)
+    pooling = closed_readouts(model, TokenLayout(prefix, 1, 1), None)[0]
+    if getattr(transformer_of(model), "attn_pool", None) is not None:
         return True
-    readout = library_readout(unwrap(model), TokenLayout(prefix, 1, 1))
-    if readout is not None:
-        return bool(readout[0][0, prefix:].any())
-    if hasattr(transformer, "head_dist") or getattr(transformer, "pool_include_prefix", False):
-        return False
-    pools_patches = getattr(transformer, "global_pool", None) in ("avg", "avgmax", "max", "map")
-    return pools_patches or getattr(transformer, "attn_pool", None) is not None
+    return bool(pooling.weights[0, prefix:].any()) and pooling.name != ALL_TOKENS
 
 
 class _Shortening:

@@ -22,6 +22,7 @@ from vitflow.recording.attention_kinds import may_attend, other_attention
 from vitflow.recording.heads import FEW_TOKENS, Call, block_paths_of, on_few_tokens
 from vitflow.recording.interception import Interception, is_softmax
 from vitflow.recording.isolation import Hook, hooked, trial
+from vitflow.recording.windows import is_grid
 
 # Functions that mix neighbouring tokens, or all tokens.
 _KNOWN = (
@@ -206,17 +207,14 @@ class _Probe(Listener):
             return given if self._fits(given.shape[1]) and not self._fits(given.shape[2]) else None
         if given.ndim != 4:
             return None
-        last, first = self._is_grid(*given.shape[1:3]), self._is_grid(*given.shape[2:4])
+        _, second, third, fourth = given.shape
+        last, first = is_grid(second, third, self._size), is_grid(third, fourth, self._size)
         if last == first:
             return None
         return given.flatten(1, 2) if last else given.flatten(2).mT
 
     def _fits(self, count: int) -> bool:
         return count in self._counts or layout_of_count(self._model, self._size, count) is not None
-
-    def _is_grid(self, rows: int, cols: int) -> bool:
-        tall, wide = self._size[0] / rows, self._size[1] / cols  # of a patch, in pixels
-        return max(tall, wide) < 1.2 * min(tall, wide) and min(tall, wide) >= 1.5 and rows * cols > 1
 
     def _which(self, tokens: Tensor) -> Tensor:
         """Return the mask of changed tokens: a random half, also of the first few."""

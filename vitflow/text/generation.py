@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import method_record
 from vitflow.explaining.clips import Clip, joint_shares
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.images.geometry import Placement
 from vitflow.methods.fusion import check_layer
 from vitflow.text.images import PromptImages, subtract_earlier
-from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, hide, labels_of, spoken_words, text_of
+from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, grouped_words, hide, labels_of, text_of
 from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.shaded import ShadedText
@@ -126,7 +126,7 @@ class Generation:
         """
         _, written = self._one_prompt()
         stopped, content, rest = {word.casefold() for word in stop_words}, dict[str, tuple[int, ...]](), list[str]()
-        for word, indices in spoken_words(written):
+        for word, indices in grouped_words(written):
             if word.casefold() in stopped or not word[0].isalnum():
                 rest += [] if word in rest else [word]
                 continue
@@ -399,6 +399,9 @@ class Generation:
             "seconds": round(self.seconds, 4),
         }
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        bundles = [self[index].sheet()._repr_mimebundle_(include, exclude) for index in range(len(self))]
-        return {kind: "\n".join(bundle[kind] for bundle in bundles) for kind in bundles[0]}
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        sheets = [self[index].sheet() for index in range(len(self))]
+        return {
+            "text/plain": "\n".join(sheet.text() for sheet in sheets),
+            "text/html": "<br>".join(sheet.html_image() for sheet in sheets),
+        }

@@ -19,9 +19,9 @@ from vitflow.images.reading import image_name, read_image
 from vitflow.images.upsampling import lay_together
 from vitflow.methods.tokens import relative_to
 from vitflow.models.anatomy import read_layout
-from vitflow.models.languages import load_processor
 from vitflow.models.libraries import library_id
 from vitflow.text.image_tokens import ImageTokens, image_token, image_tokens, refuse_other, source_tokens
+from vitflow.text.languages import load_processor
 from vitflow.text.textpage import ShownImage
 
 #: Default prompt for an image; for a video, with "video".
