@@ -172,7 +172,7 @@ def known_methods() -> Iterator[None]:
     """Methods that a page registers are forgotten after it."""
     before = [method.name for method in vitflow.list_methods()]
     yield
-    table = importlib.import_module(vitflow.register_method.__module__)._METHODS
+    table = importlib.import_module(vitflow.register_method.__module__).METHODS
     for name in set(table) - set(before):
         del table[name]
 

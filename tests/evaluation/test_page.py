@@ -14,7 +14,7 @@ from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.page import _column
 from vitflow.evaluation.tables import Tables
-from vitflow.explaining.method_table import _METHODS
+from vitflow.explaining.method_table import METHODS
 from vitflow.images import DPI
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -41,7 +41,7 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
             output=place.parent / "out",
         )
     finally:
-        del _METHODS[METHOD]
+        del METHODS[METHOD]
     return actual, place.parent / "out" / "report.html"
 
 

@@ -30,7 +30,7 @@ from vitflow.evaluation import (
     scoring,
 )
 from vitflow.evaluation.datasets import Dataset
-from vitflow.explaining.method_table import _METHODS
+from vitflow.explaining.method_table import METHODS
 from vitflow.runs.saved import SavedRun
 
 QUICK = ["rollout", "gae"]
@@ -57,7 +57,7 @@ def folder(tmp_path) -> Path:
 def constant_method():
     register_method("nothing", lambda trace: torch.zeros(len(trace.pixels), *trace.grid()))
     yield "nothing"
-    del _METHODS["nothing"]
+    del METHODS["nothing"]
 
 
 # --- The numbers -----------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_methods_that_do_not_apply_are_left_out_of_all_and_refused_by_name(expla
         with pytest.raises(VitflowError, match="wants another model"):
             evaluate("demo:1", model=explainer, methods=["picky"], metrics=["roc_auc"])
     finally:
-        del _METHODS["picky"], _METHODS["choosy"]
+        del METHODS["picky"], METHODS["choosy"]
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,12 @@ from vitflow import Explainer
 from vitflow.errors import OptionError
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.perturbation import can_drop_tokens
-from vitflow.evaluation.measures.randomisation import randomised_copies
+from vitflow.evaluation.measures.randomisation import cascading_randomisation, randomised_copies, stage_names
 from vitflow.evaluation.measures.sanity import (
     _wide_window,
-    cascading_randomisation,
     class_sensitivity,
     flip_stability,
     shift_stability,
-    stage_names,
 )
 from vitflow.explaining import method_table
 from vitflow.methods.cells import sum_cells
@@ -63,7 +61,7 @@ def flat(trace) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def methods(monkeypatch) -> None:
-    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
+    monkeypatch.setattr(method_table, "METHODS", dict(method_table.METHODS))
     for function in (brightness, place, flat):
         vitflow.register_method(function.__name__, function)
 

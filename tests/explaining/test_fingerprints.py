@@ -137,7 +137,7 @@ def other_value(option, method):
         return next(choice for choice in option.choices if choice != default)
     if option.name == "shifts":
         return 4
-    return (0, 1) if option.kind == "patch" else 2 if default != 2 else 1
+    return (0, 1) if option.kind == tuple[int, int] else 2 if default != 2 else 1
 
 
 @pytest.mark.parametrize("name", METHOD_OPTIONS)

@@ -125,7 +125,7 @@ def test_a_run_whose_driver_was_killed_goes_on_and_has_each_input_once(ray_clust
     source = fill(tmp_path / "in", 80)
     (source / "bad.jpg").write_bytes(DAMAGED)
     driver = forked(drive, ray_cluster.get_runtime_context().gcs_address, source, tmp_path / "ray")
-    while count_rows(tmp_path / "ray") < 5:
+    while count_rows(tmp_path / "ray") < 1:
         assert driver.is_alive()
         time.sleep(0.01)
     driver.kill()

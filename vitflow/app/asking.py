@@ -27,11 +27,11 @@ from vitflow.explaining.regions import about_region
 from vitflow.images.figures import save_figure
 from vitflow.models.detection import has_regions, is_segmenting
 from vitflow.models.hub import bundled
-from vitflow.models.languages import load_language_model, load_processor
 from vitflow.models.loading import load_model
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
 from vitflow.recording.isolation import default_device
+from vitflow.text.languages import load_language_model, load_processor
 
 
 class Models:
@@ -57,10 +57,9 @@ class Models:
     def _explainer(
         self, name: str, fit: str, prompts: tuple[str, ...] = (), region: tuple[float, ...] | None = None
     ) -> Explainer:
-        model, outputs = self._image_model(name), None
-        if prompts:
-            outputs = prompt_scores(prompts)
-        elif region or has_regions(model):
+        model = self._image_model(name)
+        outputs: Any = prompt_scores(prompts) if prompts else None
+        if not prompts and (region or has_regions(model)):
             outputs = about_region(model, region)
         return Explainer(model, device=default_device(), fit=fit, outputs=outputs)
 

@@ -10,9 +10,9 @@ from vitflow.app.asking import Models, answer_column, asks, drawn, path_of, phot
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.captions import python_call
 from vitflow.explaining.strips import draw_words
-from vitflow.models.hub import default_prompt
 from vitflow.text.generating import explain_generation
 from vitflow.text.labels import grouped_words, labels_of
+from vitflow.text.languages import default_prompt
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS
 from vitflow.text.reading import Reading, explain_text
 from vitflow.text.shaded import ShadedText

@@ -8,13 +8,12 @@ from typing import Any
 
 import rich_click as click
 
-from vitflow.cli.messages import say
+from vitflow.cli.output import say
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import list_methods
+from vitflow.explaining.method_table import Method, list_methods
 from vitflow.explaining.options import OPTIONS, Option, Scope, options_of, shown
 from vitflow.files import is_remote
-from vitflow.images import FITS
+from vitflow.images import FIGURE_FORMATS, FITS
 from vitflow.models import DTYPES
 from vitflow.text.method_table import TEXT_METHODS
 
@@ -263,8 +262,17 @@ resume_option = click.option(
 )
 
 images_argument = click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 #: Called with its help: an output file or folder.
 output_option = partial(click.option, "-o", "--output", type=click.Path(path_type=str))
+
+
+def figure_option(what: str, kind: str) -> Callable[[_Command], _Command]:
+    """Option for the only output file of a command, a figure or its numbers."""
+    return output_option(
+        help=f"File for the {what}: {', '.join(FIGURE_FORMATS)}; or .json for the numbers; or a folder, with / at its "
+        f"end.  [default: IMAGE-{kind}.png here; of several, IMAGE-and-N-more-{kind}.png]"
+    )
 
 
 def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> str | None:
@@ -322,7 +330,7 @@ def targets_of(given: Mapping[str, Any]) -> list[Any]:
     return [target_of(target, given) for target in targets]
 
 
-def asks(given: Mapping[str, Any]) -> bool:
+def has_target(given: Mapping[str, Any]) -> bool:
     """Return True if a target other than the predicted class is given."""
     return _is_about_box(given) or any(given.get(name) for name in ("target", "targets", "prompts", "like", "against"))
 

@@ -16,8 +16,7 @@ from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.explaining.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import BASELINES, list_methods
+from vitflow.explaining.method_table import BASELINES, Method, list_methods
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import class_index
 

@@ -61,15 +61,12 @@ def tile(windows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     >>> tile([np.full((4, 6, 3), 60 * i, np.uint8) for i in range(4)])[[0, 0, 3, 3], [0, 5, 0, 5], 0].tolist()
     [0, 60, 120, 180]
     """
-    height, width = windows[0].shape[:2]
-    grid = np.empty_like(windows[0])
-    rows, cols = cell_edges(height, 2), cell_edges(width, 2)
-    for index, window in enumerate(windows):
-        row, col = divmod(index, 2)
-        size = cols[col + 1] - cols[col], rows[row + 1] - rows[row]
-        shrunk = cv2.resize(window, size, interpolation=cv2.INTER_AREA)
-        grid[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] = shrunk
-    return grid
+    heights, widths = (np.diff(cell_edges(length, 2)).tolist() for length in windows[0].shape[:2])
+    cells = [
+        cv2.resize(window, (widths[index % 2], heights[index // 2]), interpolation=cv2.INTER_AREA)
+        for index, window in enumerate(windows)
+    ]
+    return np.vstack([np.hstack(cells[:2]), np.hstack(cells[2:])]).astype(np.uint8, copy=False)
 
 
 def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
@@ -200,13 +197,13 @@ def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> di
     Each grid takes the next four images of which none shows another's class.
     """
     candidates: list[tuple[Sample, int, frozenset[int]]] = []
-    for sample in sorted(samples, key=lambda sample: lot(sample.name, seed)):
+    for sample in sorted(samples, key=lambda sample: random_order(sample.name, seed)):
         try:
             image = sample.read()
             question = ask(image, explainer.num_classes, explainer.class_names)
         except (VitflowError, OSError):
             continue  # reported in the row of the image
-        if question.target is not None and _knows(explainer, image, question.target):
+        if question.target is not None and _is_predicted(explainer, image, question.target):
             candidates.append((sample, question.target, frozenset(question.objects) | {question.target}))
     grids: dict[str, Grid] = {}
     while members := _first_grid(candidates):
@@ -228,13 +225,13 @@ def _first_grid(candidates: Sequence[tuple[Sample, int, frozenset[int]]]) -> lis
     return []
 
 
-def _knows(explainer: Explainer, image: Labelled, target: int) -> bool:
+def _is_predicted(explainer: Explainer, image: Labelled, target: int) -> bool:
     with torch.no_grad():
         probabilities = explainer.outputs.scores(explainer.logits(explainer.pixels(image.image)))[0]
     return int(probabilities.argmax()) == target and float(probabilities[target]) > _MIN_PROBABILITY
 
 
-def lot(name: str, seed: int) -> bytes:
+def random_order(name: str, seed: int) -> bytes:
     """Return the sort key of a random order of images, stable when images are added to the data."""
     return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
 

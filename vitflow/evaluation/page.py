@@ -35,7 +35,7 @@ _GROUPS = {
     ),
 }
 # CSS pixels per inch of every figure, so that their text has the same size.
-_PIXELS = 116
+_PIXELS = 108
 
 # Questions of the verdict, and the metrics that answer them; the first measured metric counts.
 _QUESTIONS = {

@@ -19,7 +19,7 @@ from vitflow.evaluation.choices import (
 )
 from vitflow.evaluation.collecting import collect
 from vitflow.evaluation.datasets import Dataset, Sample, open_dataset
-from vitflow.evaluation.gridding import Grid, draw_grids, lot, make_grids
+from vitflow.evaluation.gridding import Grid, draw_grids, make_grids, random_order
 from vitflow.evaluation.measures.perturbation import can_drop_tokens
 from vitflow.evaluation.metrics import choose_metrics
 from vitflow.evaluation.results import Evaluation
@@ -160,7 +160,7 @@ def evaluate(
 
 def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity_images: int) -> dict[str, Any]:
     """Return everything that the rows depend on; runs with equal settings may share a folder."""
-    data = {"data": dict(dataset.identity) or {"own": dataset.name}}
+    data = {"data": dict(dataset.identity) or {"name": dataset.name}}
     measured: dict[str, Any] = {
         "groups": list(protocol.groups),
         "seed": protocol.seed,
@@ -241,7 +241,7 @@ def _groups_of(dataset: Dataset, protocol: Protocol, sanity_images: int) -> dict
     """Return the groups of each image; the costly groups are measured on a random subset."""
     quick = tuple(group for group in protocol.groups if group not in _COSTLY)
     names = [sample.name for sample in dataset.samples]
-    drawn = set(sorted(names, key=lambda name: lot(name, protocol.seed))[:sanity_images])
+    drawn = set(sorted(names, key=lambda name: random_order(name, protocol.seed))[:sanity_images])
     return {name: protocol.groups if name in drawn else quick for name in names}
 
 

@@ -12,9 +12,9 @@ from vitflow.errors import stops_all
 from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.choices import Question, blurred, twin_of
 from vitflow.evaluation.gridding import Grid, ObjectScore, score_object
-from vitflow.evaluation.measures import sanity
+from vitflow.evaluation.measures import randomisation, sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
-from vitflow.evaluation.measures.faithfulness import faithfulness_curves
+from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves
 from vitflow.evaluation.measures.localisation import Localisation, localise
 from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.explainer import Explainer
@@ -27,11 +27,14 @@ from vitflow.runs.columns import failed_row
 
 Item = TypeVar("Item")
 
-_LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
+# The attribute of each metric in the scores of its measure.
+_LOCALISATION = {name: name for name in ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")}
+_FAITHFULNESS = {
+    name: name for name in ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")
+}
 _GRID = {"grid_energy": "energy", "grid_auc": "auc", "grid_wins": "wins"}
 _SEPARATION = {"separation": "energy", "separation_wins": "wins"}
-_FAITHFULNESS = ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")
-CURVES = ("deletion", "insertion", "correct_most", "correct_least")
+CURVES = ("deletion", "insertion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +166,8 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
     return plain
 
 
-def _by_metric(scores: Mapping[str, Any], names: Mapping[str, str] | Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return these attributes of each label's scores, by metric and label; None without scores."""
-    attributes = names if isinstance(names, Mapping) else dict(zip(names, names, strict=True))
+def _by_metric(scores: Mapping[str, Any], attributes: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the attribute of each metric of each label's scores, by metric and label; None without scores."""
     return {
         metric: {label: getattr(score, attribute, None) for label, score in scores.items()}
         for metric, attribute in attributes.items()
@@ -197,21 +199,13 @@ def _add_faithfulness(
 ) -> None:
     """Add the curves of all maps that are not constant."""
     ranking = {label: saliency for label, saliency in maps.items() if label not in row["constant"]}
-    curves = (
-        faithfulness_curves(
-            explainer,
-            list(ranking.values()),
-            replace=protocol.replace,
-            points=protocol.points,
-        )
-        if ranking
-        else []
-    )
-    by_label = dict(zip(ranking, curves, strict=True))
+    by_label: dict[str, Curves] = {}
+    if ranking:
+        curves = faithfulness_curves(explainer, [*ranking.values()], replace=protocol.replace, points=protocol.points)
+        by_label = dict(zip(ranking, curves, strict=True))
     row["values"] |= _by_metric(by_label, _FAITHFULNESS)
     row["curves"] = {
-        name: {label: getattr(curve, name).astype(float).tolist() for label, curve in by_label.items()}
-        for name in CURVES
+        name: {label: getattr(curve, name).tolist() for label, curve in by_label.items()} for name in CURVES
     }
 
 
@@ -222,7 +216,7 @@ def _add_sanity(
     checked = [maps[label] for label in labels]
     # Different random weights for every image, reproducible across runs.
     seed = (protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
-    stages = sanity.cascading_randomisation(explainer, checked, seed=seed)
+    stages = randomisation.cascading_randomisation(explainer, checked, seed=seed)
     checks = {
         "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
         "shift_stability": sanity.shift_stability(explainer, checked),

@@ -17,8 +17,7 @@ from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, Table, estimate_means, paired_differences
 from vitflow.explaining.captions import departures_from_paper
-from vitflow.explaining.method import METHODS
-from vitflow.explaining.method_table import BASELINES, split_label
+from vitflow.explaining.method_table import BASELINES, METHODS, split_label
 from vitflow.runs.columns import kinds_in
 
 # Table columns of an image and of an estimate.
@@ -54,8 +53,8 @@ class Tables:
         failures: rows of the images that could not be measured.
         values: for each metric float64 [images, methods], NaN if undefined or not measured.
         overlaps: `Localisation.overlap` of each image and method, [images, methods, 4]; None without regions.
-        curves: "deletion" and "insertion": probabilities, "correct_most" and "correct_least": 1 if the target is the
-            most probable class, [images, methods, points]; empty without faithfulness.
+        curves: "deletion" and "insertion": the target's probability, [images, methods, points]; empty without
+            faithfulness.
         stages: names of the stages of randomisation, from the top of the network down.
         randomisation: Spearman with the original map at each stage, [images, stages, methods].
         correlation: rank correlation by layer, if requested.

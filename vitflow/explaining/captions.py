@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.options import OPTIONS, REFINING
-from vitflow.explaining.options import in_words as option_in_words
+from vitflow.explaining.method_table import Method, get_method
+from vitflow.explaining.options import REFINING, option_in_words
 from vitflow.explaining.targets import Contrast, Score
 
 # Split-half Spearman correlation below which another seed may well give another map.
@@ -122,11 +120,7 @@ def in_words(options: Mapping[str, Any]) -> str:
     >>> in_words({"head_fusion": "max", "refine": 2, "affinity": "keys", "value_weighted": "output", "patch": (3, 7)})
     'max over heads, value-weighted, patch (3, 7), refined 2 times by keys'
     """
-    phrases = [
-        OPTIONS[name].in_words(value) if name in OPTIONS else option_in_words(name, value)
-        for name, value in options.items()
-        if name not in REFINING
-    ]
+    phrases = [option_in_words(name, value) for name, value in options.items() if name not in REFINING]
     steps, affinity = options.get("refine"), options.get("affinity")
     if steps == 0:
         phrases.append("not refined")

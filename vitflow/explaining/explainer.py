@@ -20,7 +20,7 @@ from vitflow.explaining.applying import (
     recorded_for,
     starts_at_readout,
 )
-from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has_targets
+from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out
 from vitflow.explaining.image_model import ImageInput, ImageModel, name_of, several
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
@@ -124,7 +124,7 @@ class Explainer(ImageModel):
 
     _weighable = True  # False once value weighting has failed for the model
 
-    def asks(self, targets: Any) -> bool:
+    def has_target(self, targets: Any) -> bool:
         """Return True if there are targets, or outputs other than the model's classes."""
         return has_targets(targets) or self.outputs.function is not None
 
@@ -146,7 +146,7 @@ class Explainer(ImageModel):
         `blank`, facts["blank"] has the score of the image replaced by its mean colour: if it is as high, the score
         does not depend on the image, whatever the map shows.
         """
-        chosen = choose_methods(None if method is None else [method], options, asks=self.asks(target))
+        chosen = choose_methods(None if method is None else [method], options, has_target=self.has_target(target))
         images = self._read([image], None, None if original is None else [original])
         maps = self._explain(images, chosen, target, readout, blank=blank)
         if len(maps) != 1:
@@ -188,7 +188,7 @@ class Explainer(ImageModel):
         Raises:
             VitflowError: an image cannot be read, or an option is invalid.
         """
-        chosen = choose_methods(methods, options, asks=self.asks(targets))
+        chosen = choose_methods(methods, options, has_target=self.has_target(targets))
         return self._explain(self._read(several(images), names, originals), chosen, targets, readout, blank=blank)
 
     def _read(
@@ -316,6 +316,29 @@ class Explainer(ImageModel):
                 refusals[chosen.name] = str(error)
         return refusals
 
+    def explain_supported(
+        self, image: ImageInput, methods: Sequence[MethodChoice], **arguments: Any
+    ) -> tuple[list[Saliency], list[MethodChoice]]:
+        """Explain one image without the methods that the model does not support, of which a warning gives the reasons.
+
+        Args:
+            image: the image.
+            methods: the methods.
+            arguments: other arguments of `explain_batch`.
+
+        Returns:
+            The maps, and the methods that the model supports.
+        """
+        try:
+            return self.explain_batch([image], methods=methods, **arguments), list(methods)
+        except UnsupportedModelError:
+            refused = self.refusals(methods)
+        for note in left_out(refused):
+            warnings.warn(note, VitflowWarning, stacklevel=3)
+        chosen = zip(methods, choose_methods(methods, {}), strict=True)
+        left = [choice for choice, method in chosen if method.name not in refused]
+        return (self.explain_batch([image], methods=left, **arguments) if left else []), left
+
     def _run(
         self, images: Sequence[PlacedImage], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
     ) -> list[list[Saliency]]:
@@ -326,7 +349,7 @@ class Explainer(ImageModel):
         # Leave the caller's torch.inference_mode(), in which tensors have no gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record(pixels := self._tensor(images), chosen, outputs, readout)
+            trace, chosen = self._record_for(pixels := self._tensor(images), chosen, outputs, readout)
             if trace.logits is None:
                 self.logits(pixels)  # raises an error that describes the output
             logits = trace.logits if outputs is self.outputs else self.outputs.numbers(trace.output)
@@ -346,29 +369,31 @@ class Explainer(ImageModel):
             )
             return apply_methods(targeted, chosen, indices)
 
-    def _record(self, pixels: Tensor, chosen: Chosen, outputs: Outputs, readout: Any) -> tuple[Trace, Chosen]:
+    def _record_for(self, pixels: Tensor, chosen: Chosen, outputs: Outputs, readout: Any) -> tuple[Trace, Chosen]:
         """Run one forward pass that records only what the methods need; return the methods without inapplicable steps.
 
         Value weighting and refinement are dropped from methods if the model does not support them, unless they were
         requested.
         """
-        weighting_requested = any("value_weighted" in each.given for each in chosen)
+        weighting_requested = any("value_weighted" in each.requested for each in chosen)
         if not self._weighable and not weighting_requested:
-            chosen = [each.but(value_weighted=False) for each in chosen]
+            chosen = [each.with_options(value_weighted=False) for each in chosen]
         while True:
             kept = recorded_for(chosen, self.model)
             try:
                 reads = any(map(starts_at_readout, chosen))
-                return self._recorded(pixels, outputs, reads=reads, readout=readout, **kept), chosen
+                return self._run_recorded(pixels, outputs, reads=reads, readout=readout, **kept), chosen
             except NoAttentionError:
                 plain = [
-                    each.but(refine=0) if each.method.needs == {"predict"} and "refine" not in each.given else each
+                    each.with_options(refine=0)
+                    if each.method.needs == {"predict"} and "refine" not in each.requested
+                    else each
                     for each in chosen
                 ]
                 if plain == chosen:
                     raise
             except ValueNormsError as error:
-                plain = [each.but(value_weighted=False) for each in chosen]
+                plain = [each.with_options(value_weighted=False) for each in chosen]
                 if weighting_requested or plain == chosen:
                     raise
                 self._weighable = False

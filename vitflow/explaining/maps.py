@@ -272,18 +272,13 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
             f"shape {tuple(features.shape)}. Use another layer, input_gradient or occlusion."
         )
     layout, channels_last = located
-    features = features[:, : layout.patches.stop] if features.ndim == 3 else features
-    gradient = trace.backward().features[path]
-    pair = (features, gradient[:, : layout.patches.stop] if features.ndim == 3 else gradient)
-    if features.ndim == 4:
-        pair = (pair[0].flatten(1, 2), pair[1].flatten(1, 2)) if channels_last else (_rows(pair[0]), _rows(pair[1]))
+    pair = [features, trace.backward().features[path]]
+    if features.ndim == 3:
+        pair = [each[:, : layout.patches.stop] for each in pair]
+    else:  # to [batch, tokens, channels]
+        pair = [each.flatten(1, 2) if channels_last else each.flatten(2).transpose(1, 2) for each in pair]
     tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
     return Maps(replace(layout, num_suffix_tokens=0).to_grid(tokens))
-
-
-def _rows(features: Tensor) -> Tensor:
-    """Reshape [batch, channels, rows, cols] to [batch, tokens, channels]."""
-    return features.flatten(2).transpose(1, 2)
 
 
 def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
@@ -302,10 +297,10 @@ def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: 
     assert trace.pixels is not None
     options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
     with tracking("occlusion", len(trace.pixels) * rows * cols) as progress:
-        maps = blank_out.occlusion(predict, trace.pixels, trace.wanted, progress=progress, **options)
+        maps = blank_out.occlusion(predict, trace.pixels, trace.class_indices, progress=progress, **options)
     if not bands:
         return Maps(maps)
-    drops = blank_out.channel_occlusion(predict, trace.pixels, trace.wanted, batch_size=occlusion_batch)
+    drops = blank_out.channel_occlusion(predict, trace.pixels, trace.class_indices, batch_size=occlusion_batch)
     return Maps(maps, [{"bands": [round(value, 4) for value in each]} for each in drops.tolist()])
 
 
@@ -354,17 +349,12 @@ def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> 
     """Return the target output of each image if the last block returned these tokens, [batch, 1]."""
     assert trace.pixels is not None
     with torch.inference_mode(False), torch.enable_grad():
-        if pooled == "mean":
-            tokens = _with_mean(trace, tokens)
+        if pooled == "mean":  # in place of each prefix token that is read more than any patch
+            readout, prefix = trace.readout, trace.layout.num_prefix_tokens
+            read = readout[:, :prefix] > readout[:, trace.layout.patches].amax(dim=1, keepdim=True)
+            mean = tokens.mean(dim=1, keepdim=True)
+            means = torch.where(read.to(tokens.device).unsqueeze(-1), mean, tokens[:, :prefix])
+            tokens = torch.cat([means, tokens[:, prefix:]], dim=1)
         numbers = trace.outputs.numbers(answer_from(trace.model, trace.pixels, last, tokens))
         assert numbers is not None
-        return numbers.gather(1, trace.wanted.to(numbers.device).view(-1, 1))
-
-
-def _with_mean(trace: TargetedTrace, tokens: Tensor) -> Tensor:
-    """Replace each prefix token that is read more than any patch by the mean of all tokens."""
-    readout, layout = trace.readout, trace.layout
-    prefix = layout.num_prefix_tokens
-    read = readout[:, :prefix] > readout[:, layout.patches].amax(dim=1, keepdim=True)
-    whole = torch.where(read.to(tokens.device).unsqueeze(-1), tokens.mean(dim=1, keepdim=True), tokens[:, :prefix])
-    return torch.cat([whole, tokens[:, prefix:]], dim=1)
+        return numbers.gather(1, trace.class_indices.to(numbers.device).view(-1, 1))

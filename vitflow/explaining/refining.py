@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
 from vitflow.explaining.choices import Chosen
 from vitflow.explaining.maps import Maps
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
 from vitflow.images.geometry import Placement
@@ -171,7 +171,7 @@ def explain_shifted(
         if saliency.options.get("shifts"):
             targets = None if saliency.target is None else np.full(len(crops), saliency.target)
             unshifted = next(each for each in chosen if each.name == saliency.method)
-            method = unshifted.but(**{**saliency.options, "shifts": 0})
+            method = unshifted.with_options(**{**saliency.options, "shifts": 0})
             shifted = [by_crop[0] for by_crop in explain(crops, [method], targets)]
             patch = np.divide(image.placement.input_size, saliency.grid.shape)  # height and width
             aligned = [realigned(each.grid, move / patch) for each, move in zip(shifted, pixels, strict=True)]

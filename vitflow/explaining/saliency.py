@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, SameClassError
 from vitflow.explaining import captions
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.targets import Contrast, Score
+from vitflow.explaining.method_table import Method, get_method
+from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
 from vitflow.images import Interpolation, overlay
 from vitflow.images.geometry import Placement
@@ -114,12 +113,6 @@ class Saliency:
     def predicted(self) -> int | None:
         """Index of the most probable class."""
         return self.score.predicted
-
-    @property
-    def contrast(self) -> Contrast | None:
-        """Contrast of two classes with the difference of their logits, or None."""
-        score = self.score
-        return Contrast(*score.sides, name=score.name, value=score.value) if score.sides else None
 
     @property
     def heatmap(self) -> NDArray[np.float32]:

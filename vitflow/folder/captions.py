@@ -23,13 +23,13 @@ from vitflow.images.figures import figure_bytes
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.hub import bundled, called, default_prompt, hub_for
-from vitflow.models.languages import load_language_model, load_processor
+from vitflow.models.hub import bundled
 from vitflow.runs.batches import Batches, RunProgress, Tally
 from vitflow.runs.columns import Maps, Row, failed_row, write_manifest
 from vitflow.runs.store import Run
 from vitflow.text.generating import explain_generation
 from vitflow.text.generation import Generation
+from vitflow.text.languages import called, default_prompt, hub_for, load_language_model, load_processor
 from vitflow.text.method_table import IMAGE_DEFAULT, for_kind, text_method
 
 _STRIP, _MAPS = "-caption.png", "-caption.npz"

@@ -232,7 +232,7 @@ def report_run(
 
     Args:
         output: the run's output folder.
-        options: `per_page` and `embed_bytes` of the report.
+        options: `per_page` of the report.
 
     Raises:
         OptionError: the folder has no run, or its record is damaged.

@@ -205,20 +205,12 @@ def image_name(source: object) -> str:
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
     """Open an image in one of the supported formats; Pillow tries no others."""
-    Image.preinit()  # the usual formats; all the others take time to load
-    try:
-        return Image.open(_readable(source), formats=_known_formats())
-    except UnidentifiedImageError:
-        Image.init()
-        return Image.open(_readable(source), formats=_known_formats())
-
-
-def _readable(source: str | os.PathLike[str] | bytes) -> io.BytesIO | Path:
-    return io.BytesIO(source) if isinstance(source, bytes) else Path(source)
+    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_known_formats())
 
 
 def _known_formats() -> list[str]:
-    """Return the supported formats that this release of Pillow reads, with its loaded plugins."""
+    """Return the supported formats that this release of Pillow reads."""
+    Image.init()
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
@@ -406,7 +398,7 @@ def _check_file(path: Path) -> None:
 def _explain(
     source: str | os.PathLike[str] | bytes | Image.Image, error: Exception, max_pixels: int, kind: str = ""
 ) -> str:
-    """Say what was expected, what came and what to do about an image that could not be read."""
+    """Describe why an image could not be read, and the remedy."""
     from_file = isinstance(source, str | os.PathLike)
     name = f"{kind}{image_name(source)!r}" if from_file else f"the given {image_name(source)}"
     if isinstance(error, Image.DecompressionBombError):
@@ -414,14 +406,8 @@ def _explain(
     if isinstance(error, PermissionError):
         return f"Could not read {name}: {error.strerror}. Check who may read the file."
     if isinstance(error, UnidentifiedImageError):
-        Image.init()
-        known = _known_formats()
-        expected = f"Expected {name} to be an image ({', '.join(known)}), got "
-        on_disk = Path(source) if isinstance(source, str | os.PathLike) and is_file(source) else None
-        if source == b"" or (on_disk is not None and not on_disk.stat().st_size):
-            return f"{expected}an empty file (0 bytes): a copy or download that broke off. Get it anew."
-        newer = "" if "AVIF" in known else " AVIF is read with Pillow 11.3 or newer."
-        return f"{expected}something that Pillow cannot read as one of them. Convert it to PNG or JPEG.{newer}"
+        known = ", ".join(_known_formats())
+        return f"Expected {name} to be an image ({known}), got an empty or another file. Convert it to PNG or JPEG."
     return f"Could not read {name}: {error or type(error).__name__}. It is truncated or damaged; get it anew."
 
 

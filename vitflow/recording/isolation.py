@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -206,35 +206,25 @@ def has_foreign_hooks(model: nn.Module) -> bool:
     return any(not isinstance(hook, Hook | _Inert) for table in tables for hook in table.values())
 
 
-class _WhileAny:
-    """A process-wide setting that the first recording enables and the last one disables."""
-
-    def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._setting, self._users = setting, 0
-        self._lock, self._undo = threading.Lock(), ExitStack()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if not self._users:
-                self._undo.enter_context(self._setting())
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._undo.close()
+_eager = ExitStack()
+_eager_users: list[object] = []
 
 
-def _force_eager() -> AbstractContextManager[Any]:
-    # Older releases of torch do not support this; `refuse_compiled` rejects their compiled models.
-    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
-
-
-#: Run compiled code eagerly, because compiled code hides its calls.
-uncompiled = _WhileAny(_force_eager)
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled code eagerly, in all threads until the last of them ends, because compiled code hides its calls."""
+    user = object()
+    with _guard:
+        if not _eager_users and hasattr(torch.compiler, "set_stance"):  # `refuse_compiled` rejects older releases
+            _eager.enter_context(torch.compiler.set_stance("force_eager"))
+        _eager_users.append(user)
+    try:
+        yield
+    finally:
+        with _guard:
+            _eager_users.remove(user)
+            if not _eager_users:
+                _eager.close()
 
 
 def refuse_compiled() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +148,7 @@ class Listening(Listener):
         if layer_values is not None and any(weighting == "output" for _, weighting in self.fusions):
             layer_values = replace(layer_values, gram=layer_values.gram_for(batch * queries))
         fused = {key: query.new_empty(batch, queries, keys) for key in self.fusions}
-        share = _share(heads, query.dtype)
+        share = query.new_full((1, 1, heads), 1 / heads)
         for part in parts:
             count = len(part.probabilities) // heads
             for (fusion, weighting), matrix in fused.items():
@@ -243,10 +242,3 @@ class Listening(Listener):
             f"{instead}. Attention rollout and flow need a model with self-attention, such as a timm vit_*, deit_* or "
             "dinov2 model; gradcam, input_gradient and occlusion support this model."
         )
-
-
-@lru_cache(maxsize=16)
-def _share(heads: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of each head in the mean, [1, 1, heads]."""
-    with torch.inference_mode(False):
-        return torch.full((1, 1, heads), 1.0 / heads, dtype=dtype)

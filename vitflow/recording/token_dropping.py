@@ -4,7 +4,7 @@ A patch under a grey square is still a grey patch for the model. A dropped token
 fewer tokens is faster.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import logits_of, read_layout, transformer_of, unwrap
-from vitflow.models.libraries import forward_options, library_blocks, library_readout
+from vitflow.models.anatomy import ALL_TOKENS, closed_readouts, logits_of, read_layout, transformer_of, unwrap
+from vitflow.models.libraries import forward_options, library_blocks
 from vitflow.models.parts import kept_with_outputs
 from vitflow.recording.isolation import Hook, evaluating, hooked
 from vitflow.recording.readout import Read
@@ -102,16 +102,11 @@ def needs_patches(model: nn.Module, prefix: int) -> bool:
         model: a Vision Transformer.
         prefix: the number of its prefix tokens.
     """
-    transformer: Any = transformer_of(unwrap(model))
-    if prefix == 0:
+    model = unwrap(model)
+    pooling = closed_readouts(model, TokenLayout(prefix, 1, 1), None)[0]
+    if getattr(transformer_of(model), "attn_pool", None) is not None:
         return True
-    readout = library_readout(unwrap(model), TokenLayout(prefix, 1, 1))
-    if readout is not None:
-        return bool(readout[0][0, prefix:].any())
-    if hasattr(transformer, "head_dist") or getattr(transformer, "pool_include_prefix", False):
-        return False
-    pools_patches = getattr(transformer, "global_pool", None) in ("avg", "avgmax", "max", "map")
-    return pools_patches or getattr(transformer, "attn_pool", None) is not None
+    return bool(pooling.weights[0, prefix:].any()) and pooling.name != ALL_TOKENS
 
 
 class _Shortening:
@@ -125,17 +120,13 @@ class _Shortening:
     ) -> None:
         self.model, self.size, self.kept, self.layout = model, size, kept, layout
 
-    def before(self, index: int) -> Callable[..., Any]:
-        """Return the pre-forward hook of a block."""
-
-        def shorten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if index == 0:
-                args = (self._choose(args[0] if args else None), *args[1:])
-            if self.kept is not None and kwargs.get("rope") is not None:
-                kwargs = kwargs | {"rope": self._rotations(kwargs["rope"], self.kept)}
-            return args, kwargs
-
-        return shorten
+    def enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change the arguments of a block."""
+        if index == 0:
+            args = (self._choose(args[0] if args else None), *args[1:])
+        if self.kept is not None and kwargs.get("rope") is not None:
+            kwargs = kwargs | {"rope": self._rotations(kwargs["rope"], self.kept)}
+        return args, kwargs
 
     def _choose(self, tokens: Any) -> Tensor:
         """Select the tokens of each subset: [1, tokens, channels] → [choices, prefix + kept, channels]."""
@@ -173,7 +164,9 @@ def _run(
     """Return logits [choices, classes] and the token layout at the first block."""
     size = (pixels.shape[-2], pixels.shape[-1])
     shortening = _Shortening(model, size, kept, layout)
-    with hooked(Hook(block, shortening.before(index), before=True) for index, block in enumerate(_blocks(model))):
+    with hooked(
+        Hook(block, partial(shortening.enter, index), before=True) for index, block in enumerate(_blocks(model))
+    ):
         logits = outputs(model(pixels, **forward_options(model, size)))
     if logits is None or shortening.layout is None:
         raise UnsupportedModelError(_NO_LOGITS)

@@ -4,7 +4,8 @@ It is independent of the model family: the model runs once on random pixels, and
 by bit with the tokens that they were computed from.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -84,30 +85,24 @@ class _Probe(Listener):
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
         for name, module in module_paths(self._model):
-            yield Hook(module, self._entering(name, module), before=True, in_aside=True)
-            yield Hook(module, self._leaving(name), before=False, always=True, in_aside=True)
+            yield Hook(module, partial(self._enter, name, module), before=True, in_aside=True)
+            yield Hook(module, partial(self._leave, name), before=False, always=True, in_aside=True)
 
-    def _entering(self, name: str, module: nn.Module) -> Callable[..., None]:
-        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[0] if args and isinstance(args[0], Tensor) else None
-            if any(True for _ in module.children()):
-                self.path.append((name, module))
-                self._given.append(given)
-            if given is not None:
-                self.note(given)
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        if any(True for _ in module.children()):
+            self.path.append((name, module))
+            self._given.append(given)
+        if given is not None:
+            self.note(given)
 
-        return act
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            if self.path and self.path[-1][0] == name:
-                self.interception.ended(name)
-                self.path.pop()
-                self._given.pop()
-            if isinstance(output, Tensor):
-                self.note(output)
-
-        return act
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        if self.path and self.path[-1][0] == name:
+            self.interception.ended(name)
+            self.path.pop()
+            self._given.pop()
+        if isinstance(output, Tensor):
+            self.note(output)
 
     def note(self, tensor: Tensor) -> None:
         """Keep a tensor if it has all tokens of the image in raster order."""
@@ -161,14 +156,14 @@ class _Probe(Listener):
                 known = _tokens_in_order(image, self._model, self._size)
                 assert known is not None
                 tokens, layout = known
-                matched = _match(tensor.flatten(0, -2), tokens)
+                matched = _match(tensor.flatten(0, -2), tokens, unique=True)
                 if matched is not None:
                     index, layout = self._ordered(matched, layout)
                     self._last = (source.shape[:-1], index, layout)
-                    return torch.where(rows < 0, -1, index[rows.clamp_min(0)]), layout
+                    return _indices_at(rows, index), layout
         if self._last is not None and self._last[0] == source.shape[:-1]:
             _, index, layout = self._last  # the same windows as in the previous layer
-            return torch.where(rows < 0, -1, index[rows.clamp_min(0)]), layout
+            return _indices_at(rows, index), layout
         return None
 
     def _origins(self, tensor: Tensor) -> Iterator[Tensor]:
@@ -181,9 +176,12 @@ class _Probe(Listener):
 
     def _ordered(self, rows: Tensor, layout: TokenLayout) -> tuple[Tensor, TokenLayout]:
         order = self._orders.get(layout.num_patches)
-        if order is not None:
-            rows = torch.where(rows < 0, -1, order[rows.clamp_min(0)])
-        return rows, layout
+        return (rows if order is None else _indices_at(rows, order)), layout
+
+
+def _indices_at(rows: Tensor, index: Tensor) -> Tensor:
+    """Return the entries of an index at these rows, −1 for padding."""
+    return torch.where(rows < 0, -1, index[rows.clamp_min(0)])
 
 
 _ROW_BY_ROW = (F.layer_norm, torch.add, Tensor.add, Tensor.__add__)
@@ -212,10 +210,15 @@ def _tokens_in_order(tensor: Tensor, model: nn.Module, size: Size) -> tuple[Tens
         (tensor.shape[1], tensor.shape[2], tensor[0].flatten(0, 1)),
         (tensor.shape[2], tensor.shape[3], tensor[0].flatten(1).T),
     ):
-        tall, wide = size[0] / rows, size[1] / cols  # of a patch, in pixels
-        if max(tall, wide) < 1.2 * min(tall, wide) and min(tall, wide) >= 1.5:
+        if is_grid(rows, cols, size):
             return tokens, TokenLayout(0, rows, cols)
     return None
+
+
+def is_grid(rows: int, cols: int, size: Size) -> bool:
+    """Return True if patches of this grid on an image of (height, width) are about square, and not single pixels."""
+    tall, wide = size[0] / rows, size[1] / cols  # of a patch, in pixels
+    return rows * cols > 1 and max(tall, wide) < 1.2 * min(tall, wide) and min(tall, wide) >= 1.5
 
 
 def _bytes(rows: Tensor) -> list[bytes]:
@@ -224,41 +227,35 @@ def _bytes(rows: Tensor) -> list[bytes]:
     return [row.tobytes() for row in raw]
 
 
-def _match(rows: Tensor, tokens: Tensor) -> Tensor | None:
-    """Return the index of the token that each row equals bit by bit, −1 for padding; None if a row matches none."""
+def _match(rows: Tensor, tokens: Tensor, *, unique: bool = False) -> Tensor | None:
+    """Return the index of the first token that each row equals bit by bit, −1 for padding.
+
+    None if a row equals no token, or if tokens are equal although they must be unique.
+    """
     if rows.shape[-1] != tokens.shape[-1] or rows.dtype != tokens.dtype:
         return None
-    known = {row: index for index, row in enumerate(_bytes(tokens))}
-    indices = torch.tensor([known.get(row, -1) for row in _bytes(rows)])
-    missing = indices < 0
-    padding = (rows == 0).all(dim=-1).cpu()
-    if len(known) < len(tokens) or missing.all() or (missing & ~padding).any():
+    known: dict[bytes, int] = {}
+    for index, token in enumerate(_bytes(tokens)):
+        known.setdefault(token, index)
+    flat = rows.flatten(0, -2)
+    indices = torch.tensor([known.get(row, -1) for row in _bytes(flat)])
+    missing, padding = indices < 0, (flat == 0).all(dim=-1).cpu()
+    if (unique and len(known) < len(tokens)) or missing.all() or (missing & ~padding).any():
         return None
-    return indices
+    return indices.reshape(rows.shape[:-1])
 
 
 def _find(value: Tensor, output: Tensor) -> Tensor | None:
     """Return the row of a linear layer's output that has each value [windows, keys, width] as a channel slice."""
     width = value.shape[-1]
     for rows in _as_rows(output):
-        if rows.shape[-1] % width or rows.dtype != value.dtype:
+        if rows.shape[-1] % width:
             continue
         for start in reversed(range(0, rows.shape[-1], width)):
-            indices = _match_values(value, rows[:, start : start + width])
+            indices = _match(value, rows[:, start : start + width])
             if indices is not None:
                 return indices
     return None
-
-
-def _match_values(value: Tensor, rows: Tensor) -> Tensor | None:
-    flat = value.flatten(0, -2)
-    known: dict[bytes, int] = {}
-    for index, row in enumerate(_bytes(rows)):
-        known.setdefault(row, index)
-    indices = torch.tensor([known.get(row, -1) for row in _bytes(flat)])
-    if ((indices < 0) & (flat != 0).any(dim=-1).cpu()).any() or (indices < 0).all():
-        return None
-    return indices.reshape(value.shape[:-1])
 
 
 def _as_rows(output: Tensor) -> list[Tensor]:

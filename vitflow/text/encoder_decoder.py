@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError, check_known
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.models.anatomy import read_layout

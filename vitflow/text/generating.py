@@ -13,18 +13,19 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError
 from vitflow.explaining.clips import ClipSource
-from vitflow.explaining.method import Method
-from vitflow.models import languages
+from vitflow.explaining.method_table import Method
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id, model_note
-from vitflow.models.hub import bundled, default_prompt, hub_for
-from vitflow.models.languages import load_language_model, load_processor
+from vitflow.models.hub import bundled
+from vitflow.models.languages import decoder_path
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, evaluating
+from vitflow.text import languages
 from vitflow.text.encoder_decoder import ExplainedText, explain_pairs
 from vitflow.text.generation import Generation
 from vitflow.text.image_tokens import tower_rows
 from vitflow.text.images import Layout, Video, with_images, with_source
+from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
 from vitflow.text.layout import Words
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.prompt_images import with_neutral
@@ -216,7 +217,7 @@ def _rows_at(
     readout = torch.eye(ids.shape[1], device=ids.device)[[position for position, _ in targets]]
     extra = extra_inputs(model, arguments, prompt, length, ids.shape[1] - length)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
-    within = languages.decoder_path(model)
+    within = decoder_path(model)
     return read_rows(model, inputs, readout, method, options, targets=targets, within=within)
 
 

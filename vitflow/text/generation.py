@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import method_record
 from vitflow.explaining.clips import Clip, joint_shares
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.images.geometry import Placement

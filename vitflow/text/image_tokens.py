@@ -14,8 +14,8 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, check
 from vitflow.images.geometry import Placement, Size
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.image_families import READERS, VIDEO_READERS, ProcessedImage, Role, raster
 from vitflow.recording.recorder import record_attention
+from vitflow.text.image_families import READERS, VIDEO_READERS, ProcessedImage, Role, raster
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.explaining.clips import FRAMES, ClipSource, frames_of, seconds_of
 from vitflow.images.reading import image_name, read_image
 from vitflow.models.anatomy import read_layout
-from vitflow.models.languages import load_processor
 from vitflow.models.libraries import library_id
 from vitflow.text.image_tokens import ImageTokens, image_token, image_tokens, refuse_other, source_tokens
+from vitflow.text.languages import load_processor
 from vitflow.text.prompt_images import PromptImages
 
 #: Default prompt for an image; for a video, with "video".

@@ -10,19 +10,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, whole_number
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.progress import tracking
 from vitflow.methods.flow.layers import LayerRange, default_window, parse_window
 from vitflow.methods.fusion import HeadFusion, check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import for_the_class
-from vitflow.models.languages import decoder_of, has_head, predicts_words, reading
+from vitflow.models.languages import decoder_of
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.probing import is_causal
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 from vitflow.text import layer_rows
+from vitflow.text.languages import has_head, predicts_words, reading
 from vitflow.text.writing import refuse_not_causal
 
 

@@ -20,12 +20,12 @@ from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.rollout import attention_rollout
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.models.libraries import class_count
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
 from vitflow.text.labels import caption, hide, labels_of, text_of, words_in, words_of
+from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.read_rows import RowsRead, array_of, read_rows

@@ -105,7 +105,7 @@ def page_of(
             }
             for row in rows
         ],
-        "shares": pack_half(shares).record,
+        "shares": pack_half(shares),
         "first": first,
         "layer": check_layer("layer", options.get("layer", -1), shares.shape[1]),
         "layers": shares.shape[1],
@@ -159,7 +159,7 @@ def _image_record(image: ShownImage) -> dict[str, Any]:
         "size": [image.image.shape[1], image.image.shape[0]],
         "window": image.window,
         "grid": image.maps.shape[2:],
-        "maps": pack_half(image.maps).record,
+        "maps": pack_half(image.maps),
     }
 
 

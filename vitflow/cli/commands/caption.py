@@ -6,8 +6,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_note_of, say_record
-from vitflow.cli.outputs import check_images, output_file, writing
+from vitflow.cli.output import check_images, output_file, say, say_model_note, say_record, writing
 from vitflow.errors import printable
 from vitflow.images import FIGURE_FORMATS, VIDEO_FORMATS
 from vitflow.text.method_table import IMAGE_DEFAULT, text_method
@@ -73,13 +72,13 @@ def caption(image: Path, **given: Any) -> None:
     """
     options = shared.method_values(given)
     text_method(given["method"], options)  # before torch is loaded
-    output = output_file([image], given["output"], f"{image.stem}-caption.png", FIGURE_FORMATS)
+    output = output_file([image], given["output"], "caption", FIGURE_FORMATS)
     check_images([image], filter(None, [given["html"]]))
     is_video = image.suffix.lower() in VIDEO_FORMATS
     from vitflow.explaining.strips import draw_clip_words, draw_words
     from vitflow.images.figures import save_figure
-    from vitflow.models.hub import called
     from vitflow.text.generating import explain_generation
+    from vitflow.text.languages import called
 
     generation = explain_generation(
         given["model"],
@@ -96,7 +95,7 @@ def caption(image: Path, **given: Any) -> None:
         do_sample=False,
         **options,
     )
-    say_note_of(generation.model, generation.model_note)
+    say_model_note(generation.model, generation.model_note)
     words, left_out = generation.words()
     relative = given["neutral"] is not None
     explained, draw = (generation.clip, draw_clip_words) if is_video else (generation.image, draw_words)

@@ -9,15 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, check_known
-from vitflow.evaluation.measures.randomisation import cascading_randomisation, explain_again, stage_names
+from vitflow.evaluation.measures.randomisation import explain_again
 from vitflow.explaining.comparison import mean_of_defined
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.images.preprocessing import Preprocessing
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.ranks import spearman
-
-__all__ = ["cascading_randomisation", "class_sensitivity", "flip_stability", "shift_stability", "stage_names"]
 
 OTHERS = ("second", "least")
 
