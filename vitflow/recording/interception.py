@@ -56,9 +56,8 @@ class Interception(TorchFunctionMode):
 
     def end_all(self) -> None:
         """Undo every `begin`; some have no `end` if a hook raised an error."""
-        if self._within:
-            self._within = 0
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        while self._within:
+            self.end()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -123,8 +123,8 @@ def close_layer(
     keys = torch.cat(vectors, dim=-1) if len(vectors) == len(parts) else None
     mixed = any(part.mixed for part in parts)
     layer = AttentionLayer(name, tuple(parts), values=values, keys=keys, mixed=mixed, visible=parts[0].visible)
-    if fusions:
-        heads = torch.cat([part.heads.detach() for part in parts], dim=1)
+    if fusions and layer.heads is not None:
+        heads = layer.heads.detach()
         layer.fused = {key: fuse_parts(heads, key, values, parts) for key in fusions}
         layer.parts, layer.values = (), None
     return layer

@@ -202,7 +202,8 @@ class _Probe(Listener):
             return given if self._fits(given.shape[1]) and not self._fits(given.shape[2]) else None
         if given.ndim != 4:
             return None
-        last, first = is_grid(*given.shape[1:3], self._size), is_grid(*given.shape[2:4], self._size)
+        second, third, fourth = given.shape[1:]
+        last, first = is_grid(second, third, self._size), is_grid(third, fourth, self._size)
         if last == first:
             return None
         return given.flatten(1, 2) if last else given.flatten(2).mT
