@@ -20,16 +20,18 @@ from torch import nn
 from vitflow.app.hosts import checked
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, printable
-from vitflow.explaining.captions import python_call
+from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.progress import Update, shown_by
+from vitflow.explaining.regions import about_region
 from vitflow.images.figures import save_figure
+from vitflow.models.detection import has_regions, is_segmenting
 from vitflow.models.hub import bundled
-from vitflow.models.languages import load_language_model, load_processor
 from vitflow.models.loading import load_model
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
 from vitflow.recording.isolation import default_device
+from vitflow.text.languages import load_language_model, load_processor
 
 
 class Models:
@@ -52,13 +54,30 @@ class Models:
         self._loaded: dict[tuple[str, str], Any] = {}
         self.explainer = lru_cache(32)(self._explainer)  # prompts that were embedded are kept
 
-    def _explainer(self, name: str, fit: str, prompts: tuple[str, ...]) -> Explainer:
-        model = self._kept(self._load, name, self.images)
-        return Explainer(model, device=default_device(), fit=fit, outputs=prompt_scores(prompts) if prompts else None)
+    def _explainer(
+        self, name: str, fit: str, prompts: tuple[str, ...] = (), region: tuple[float, ...] | None = None
+    ) -> Explainer:
+        model = self._image_model(name)
+        outputs: Any = prompt_scores(prompts) if prompts else None
+        if not prompts and (region or has_regions(model)):
+            outputs = about_region(model, region)
+        return Explainer(model, device=default_device(), fit=fit, outputs=outputs)
 
     def takes_prompts(self, name: str) -> bool:
         """Return True if an image model is used with prompts."""
-        return is_pair(self._kept(self._load, name, self.images))
+        return is_pair(self._image_model(name))
+
+    def takes_region(self, name: str) -> bool:
+        """Return True for a detector or a segmentation model."""
+        return has_regions(self._image_model(name))
+
+    def region_in_python(self, name: str, region: tuple[float, ...] | None) -> Code:
+        """Return the call that asks an image model about a region."""
+        function = "masks" if is_segmenting(self._image_model(name)) else "boxes"
+        return python_call(f"vitflow.{function}", *([region] if region else []))
+
+    def _image_model(self, name: str) -> Any:
+        return self._kept(self._load, name, self.images)
 
     def in_python(self, name: str) -> str:
         """Return an image model as an argument of a Python call."""
@@ -116,8 +135,8 @@ def limited(seconds: float, now: Callable[[], float] = time.monotonic) -> Abstra
             if moment - start > seconds or hopeless:
                 raise TimeLimitError(
                     f"This takes longer than the limit of {seconds:g} s on this page: choose "
-                    "fewer masks, larger patches, fewer layers or tokens, or a smaller model. The command line has no "
-                    "such limit."
+                    "fewer masks, larger patches, fewer layers or tokens, a shorter video, or a smaller model. The "
+                    "command line has no such limit."
                 )
 
         yield update
@@ -158,7 +177,7 @@ def _messages(kind: str, lines: Iterable[object]) -> str:
 def photograph(samples: Sequence[str | Path]) -> tuple[Any, Any]:
     """Build the upload field for an image, with samples below."""
     sources: Any = ["upload", "clipboard", "webcam"]
-    shown: dict[str, Any] = {"height": 170, "sources": sources, "buttons": ["fullscreen"]}
+    shown: dict[str, Any] = {"height": 155, "sources": sources, "buttons": ["fullscreen"]}
     image = gr.Image(label="Image", type="filepath", image_mode=None, **shown)
     return image, gr.Examples([[str(one)] for one in samples or sample_images()], [image], label="Samples")
 
@@ -168,6 +187,11 @@ def path_of(file: Any) -> Path:
     if file is None:
         raise OptionError("Expected a photograph, got none: drop one, or take one of the samples.")
     return Path(file["path"])
+
+
+def class_field(hint: str) -> gr.Dropdown:
+    """Build the field for a class, whose choices are known once a model is loaded."""
+    return gr.Dropdown([""], value="", label="Class", info=hint, allow_custom_value=True, min_width=160)
 
 
 def answer_column(hint: str, words: Any = None) -> list[Any]:
@@ -184,13 +208,22 @@ def answer_column(hint: str, words: Any = None) -> list[Any]:
     return [figure, gr.State(), files, code, notes]
 
 
-def drawn(figure: Figure, name: str, save_map: Callable[[Path], object] | None = None) -> tuple[str, list[str]]:
-    """Save a figure as an image to show and files to download, which Gradio removes later."""
+def drawn(
+    figure: Figure, name: str, save: Callable[[Path], object] | None = None, suffixes: Sequence[str] = (".npz",)
+) -> tuple[str, list[str]]:
+    """Save a figure as an image to show and files to download, which Gradio removes later.
+
+    Args:
+        figure: the figure.
+        name: name of the files.
+        save: saves the result in further formats.
+        suffixes: suffixes of these.
+    """
     Path(get_upload_folder()).mkdir(parents=True, exist_ok=True)
     path = Path(mkdtemp(dir=get_upload_folder())) / name
     files = [str(save_figure(figure, f"{path}{suffix}")) for suffix in (".png", ".pdf")]
-    if save_map is not None:
-        files.append(str(save_map(Path(f"{path}.npz"))))
+    if save is not None:
+        files += [str(save(Path(f"{path}{suffix}"))) for suffix in suffixes]
     return files[0], files
 
 

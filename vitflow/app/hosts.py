@@ -122,7 +122,7 @@ def received(fields: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 def _received(field: Any, value: Any) -> Any:
     if field.stateful or value is None:
         return value
-    if isinstance(field, gr.Image):
+    if isinstance(field, gr.Image | gr.File):
         return _uploaded(value)
     if isinstance(field, gr.Dataset) and (type(value) is not int or not 0 <= value < len(field.samples)):
         raise refusal(f"Expected one of the {len(field.samples)} samples, got another.")
@@ -136,8 +136,8 @@ def _uploaded(file: Any) -> dict[str, Any]:
     path = file.get("path") if isinstance(file, dict) else None
     if not isinstance(path, str) or not _is_uploaded(path):
         raise refusal(
-            "Expected a photograph that was uploaded to this page, or one of its samples, got another file. Uploads "
-            "are removed after a while: drop the photograph again."
+            "Expected a file that was uploaded to this page, or one of its samples, got another one. Uploads are "
+            "removed after a while: upload it again."
         )
     return {"path": path, "meta": {"_type": "gradio.FileData"}}
 

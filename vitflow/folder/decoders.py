@@ -93,6 +93,7 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
         status = os.stat(path)  # noqa: PTH116 - a name that may not be text
         facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
         if stat.S_ISDIR(status.st_mode):
+            os.scandir(path).close()  # raises if the folder may not be listed
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         if stat.S_ISREG(status.st_mode):  # reading a pipe would block; read_image refuses it
             with open(path, "rb") as file:  # noqa: PTH123

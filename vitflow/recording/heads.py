@@ -326,6 +326,8 @@ def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
         that the head reads if it does not read the last one.
     """
     last = cuts.cuts[0]
+    if not _is_nonzero(last.gradient):
+        return None, {cut.path for cut in cuts.earlier if _is_nonzero(cut.gradient)}
     for cut in sorted(reversed(cuts.cuts), key=lambda cut: cut.other):  # noqa: C414 - the latest of equals first
         if not cut.tokens or not _is_nonzero(cut.gradient) or token_norms(cut.tensor, top) is None:
             continue
@@ -333,9 +335,7 @@ def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
         token_wise = not cut.norm or _is_token_wise(cut, cuts.cuts, top)
         if token_wise and (cut is last or last.path not in around):
             return cut, around - {last.path}
-    if _is_nonzero(last.gradient):
-        return None, set()
-    return None, {cut.path for cut in cuts.earlier if _is_nonzero(cut.gradient)}
+    return None, set()
 
 
 def _around(cut: Cut, cuts: _Cuts) -> set[str]:

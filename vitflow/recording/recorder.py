@@ -29,7 +29,7 @@ from vitflow.models.anatomy import (
 )
 from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
-from vitflow.models.parts import unchanging, with_paths
+from vitflow.models.parts import with_paths
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.heads import Call
 from vitflow.recording.interception import Interception
@@ -158,15 +158,13 @@ class record_attention:
             self._watched: dict[str, nn.Module] = {}
             self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._unhook)
-            self._pass = stack.enter_context(ExitStack())
-            with unchanging(self._model):
-                if self._attention:
-                    refuse_unseen(self._model)
-                stack.enter_context(hooked(self._fixed_hooks()))
-                self._watch()
-                if runs_compiled(self._called):
-                    refuse_compiled()
-                    stack.enter_context(uncompiled())
+            if self._attention:
+                refuse_unseen(self._model)
+            stack.enter_context(hooked(self._fixed_hooks()))
+            self._watch()
+            if runs_compiled(self._called):
+                refuse_compiled()
+                stack.enter_context(uncompiled())
             self._stack = stack.pop_all()
         return self.trace
 
@@ -242,11 +240,9 @@ class record_attention:
                     interception.end()
         if output is not None:
             self._listening.ended(name)
-        if not name:
-            with self._pass:  # afterwards the model may change
-                if output is not None and (logits := self._outputs(output)) is not None:
-                    self.trace.output = output
-                    self._finish(logits)
+        if not name and output is not None and (logits := self._outputs(output)) is not None:
+            self.trace.output = output
+            self._finish(logits)
 
     def _keep(self, path: str, args: Any, output: Any) -> None:
         self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
@@ -267,8 +263,6 @@ class record_attention:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace = self.trace
-        self._pass.close()
-        self._pass.enter_context(unchanging(self._model))
         self._watch()
         self._listening.begin()
         trace.begin()

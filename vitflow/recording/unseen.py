@@ -202,7 +202,7 @@ class _Probe(Listener):
             return given if self._fits(given.shape[1]) and not self._fits(given.shape[2]) else None
         if given.ndim != 4:
             return None
-        second, third, fourth = given.shape[1:]
+        _, second, third, fourth = given.shape
         last, first = is_grid(second, third, self._size), is_grid(third, fourth, self._size)
         if last == first:
             return None
