@@ -16,7 +16,7 @@ from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import Decoded, decode_file, failed
 from vitflow.folder.plan import Input
 from vitflow.folder.work import InputImage, auto_batch, check_target, compute_maps, describe, make_job
-from vitflow.images.reading import MAX_PIXELS, read_image
+from vitflow.images.reading import MAX_PIXELS, read_channels
 from vitflow.runs.batches import Batches
 from vitflow.runs.columns import as_text, columns_of_maps, kinds_in, map_of, values_of_maps
 
@@ -161,16 +161,16 @@ class BatchExplainer:
             yield InputImage(Input(name, "", ""), self._read(image, printable(name)))
 
     def _read(self, image: Any, name: str) -> Decoded:
+        channels = self._loaded().explainer.spec.channels
         if isinstance(image, Mapping):  # from a dataset without decoding
             image = image.get("path") if image.get("bytes") is None else image["bytes"]
         if isinstance(image, str | Path):
-            return decode_file(str(image), self._max_pixels)
-        return decode_given(
-            bytes(image) if isinstance(image, bytearray | memoryview) else image, name, self._max_pixels
-        )
+            return decode_file(str(image), self._max_pixels, channels)
+        image = bytes(image) if isinstance(image, bytearray | memoryview) else image
+        return decode_given(image, name, self._max_pixels, channels)
 
 
-def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
+def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
     """Read an image from memory, the bytes of a file or an array; a failure becomes an error in the result.
 
     >>> decode_given(b"no image", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
@@ -180,7 +180,7 @@ def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decode
     if isinstance(source, bytes):
         facts = {"size": len(source), "sha256": hashlib.sha256(source).hexdigest()}
     try:
-        return Decoded(read_image(source, max_pixels=max_pixels), **facts)
+        return Decoded(read_channels(source, channels, max_pixels=max_pixels), **facts)
     except Exception as error:
         return failed(error, name, facts)
 
