@@ -287,6 +287,11 @@ def _from_array(array: NDArray[Any]) -> NDArray[np.uint8]:
     return _over_white(array) if array.shape[2] == 4 else array.copy(order="C")
 
 
+def read_channels(source: ImageSource, channels: int, **options: Any) -> NDArray[Any]:
+    """Read an image by `read_image` for 1 or 3 channels, otherwise by `read_bands`, with their options."""
+    return read_image(source, **options) if channels in (1, 3) else read_bands(source, channels, **options)
+
+
 def read_bands(
     source: ImageSource, channels: int, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None
 ) -> NDArray[np.float32]:
