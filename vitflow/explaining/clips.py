@@ -132,16 +132,25 @@ class Clip:
         above = f"logit of {self.score.name}" if self.score.name else "output"
         if self.joint:
             frames = "a frame" if self.span == 1 else f"{self.span} frames"
-            notes = [f"Share: the sum of the map of {frames} above the lowest value of the clip, as a part of all."]
+            level = "0" if (self.grid < 0).any() else "the lowest value of the clip"
+            notes = [f"Share: the sum of the map of {frames} above {level}, as a part of all."]
         else:
             notes = [
                 f"Share of a frame: its {above} above the lowest one of the clip; the map of a frame is scaled to it. "
                 "The model sees each frame alone, so their order does not matter."
             ]
         notes.extend(self.controls)
-        if not self.frames[0].class_specific and self.score.index is not None:
+        first = self.frames[0]
+        if (self.grid < 0).any():
+            below, above = captions.ends(self.score, first.class_specific)
+            notes.append(f"Colours diverge from 0, which is transparent: below 0 {below}, above 0 {above}.")
+        if not first.placement.sees_everything:
+            notes.append("The line in a frame marks the region that the model saw.")
+        notes.append("The grey line in the curve marks equal shares.")
+        if not first.class_specific and self.score.index is not None:
             notes.append("The maps are the same for every class.")
-        notes.append(f"{image_name(self.source)} · {self.span * len(self.frames)} frames · {self.frames[0].model}")
+        method = captions.method_in_words(first.definition, first.options)
+        notes.append(f"{method} · {image_name(self.source)} · {self.span * len(self.frames)} frames · {first.model}")
         return notes
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -205,14 +206,12 @@ def _labelled(maps: Sequence[Saliency], job: Job) -> dict[str, Saliency]:
     """Return the maps of an image, in the order of methods and targets, by label."""
     if not job.ranks:
         return dict(zip(job.labels, maps, strict=True))
-    targets = {(each.score.index, each.facts.get("detection", {}).get("query")) for each in maps if each.class_specific}
-    by_label: dict[str, Saliency] = {}
-    rest = list(maps)
-    for chosen in job.methods:
-        count = len(targets) if rest[0].class_specific else 1
-        by_label |= {rank_label(chosen.label, rank): each for rank, each in enumerate(rest[:count], start=1)}
-        rest = rest[count:]
-    return by_label
+    by_method = groupby(maps, key=lambda saliency: (saliency.method, saliency.options))
+    return {
+        rank_label(chosen.label, rank): saliency
+        for chosen, (_, group) in zip(job.methods, by_method, strict=True)
+        for rank, saliency in enumerate(group, start=1)
+    }
 
 
 def _or_failed(image: InputImage, result: ImageMaps | Exception) -> ImageMaps | Row:
