@@ -13,7 +13,7 @@ import sys
 import torch
 
 import vitflow
-from vitflow.models.languages import load_language_model
+from vitflow.text.languages import load_language_model
 
 # Each with the two words that the pronoun may mean.
 SENTENCES = (

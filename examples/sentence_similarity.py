@@ -15,8 +15,8 @@ from torch import nn
 
 import vitflow
 from vitflow.methods.rollout import for_the_class, relevance
-from vitflow.models.languages import load_language_model
 from vitflow.text.labels import hide, words_of
+from vitflow.text.languages import load_language_model
 from vitflow.text.shaded import ShadedText
 
 SENTENCES = ("A man is playing a guitar on the stage.", "Someone performs music in front of an audience.")

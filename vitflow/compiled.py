@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -10,21 +10,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _guard = threading.RLock()
 
 
-def compiled(function: Function, **options: Any) -> Function:
+def compiled(function: Function) -> Function:
     """Compile on first use without the GIL, and cache the machine code on disk if possible."""
-    return cast(Function, _Later(function, **options))
-
-
-#: As `compiled`, but inlined into callers: for small functions in loops, where passing arrays costs more.
-compiled_within = partial(compiled, forceinline=True)
+    return cast(Function, _Later(function))
 
 
 class _Later:
     """A function that is compiled on its first call."""
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         update_wrapper(self, function)
-        self._function, self._options = function, options
+        self._function = function
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -40,7 +36,7 @@ class _Later:
                     if isinstance(known.get(name), _Later):
                         known[name] = known[name]._compile()
                 try:
-                    self._compiled = njit(cache=True, nogil=True, **self._options)(self._function)
+                    self._compiled = njit(cache=True, nogil=True)(self._function)
                 except RuntimeError:  # no writable cache folder
-                    self._compiled = njit(nogil=True, **self._options)(self._function)
-            return cast(Callable[..., Any], self._compiled)
+                    self._compiled = njit(nogil=True)(self._function)
+            return self._compiled

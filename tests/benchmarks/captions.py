@@ -40,10 +40,11 @@ from vitflow.demo.sentences import COLOURS, SHAPES
 from vitflow.evaluation.measures.localisation import energy_in_region, pointing_game
 from vitflow.evaluation.statistics import Estimate, estimate_means
 from vitflow.methods.ranks import centre_prior
-from vitflow.models.languages import decoder_path, load_language_model, load_processor
+from vitflow.models.languages import decoder_path
 from vitflow.recording.recorder import record_attention
 from vitflow.text import Generation, explain_generation
 from vitflow.text.labels import text_of
+from vitflow.text.languages import load_language_model, load_processor
 from vitflow.text.method_table import for_kind, text_method
 from vitflow.text.read_rows import ReadText, array_of, read_rows
 

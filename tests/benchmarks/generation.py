@@ -24,8 +24,8 @@ import transformers
 
 from tests.benchmarks.overhead import memory
 from vitflow.demo import DEMO_CAPTION, draw_scene
-from vitflow.models.languages import load_processor
 from vitflow.text import explain_generation
+from vitflow.text.languages import load_processor
 from vitflow.text.method_table import TEXT_METHODS
 
 WORK = {

@@ -12,9 +12,9 @@ from vitflow import Explainer, register_method
 from vitflow.demo import draw_image
 from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.metrics import METRICS
-from vitflow.evaluation.page import _best
+from vitflow.evaluation.page import _column
 from vitflow.evaluation.tables import Tables
-from vitflow.explaining.method_table import _METHODS
+from vitflow.explaining.method_table import METHODS
 from vitflow.images import DPI
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -41,7 +41,7 @@ def saved(tmp_path_factory) -> tuple[Evaluation, Path]:
             output=place.parent / "out",
         )
     finally:
-        del _METHODS[METHOD]
+        del METHODS[METHOD]
     return actual, place.parent / "out" / "report.html"
 
 
@@ -124,7 +124,8 @@ def test_the_best_are_all_methods_whose_means_are_equal_and_never_a_baseline():
     methods = ("gae", "gradcam", "rollout", "random", "gae (blurred)")
     images = tuple({"groups": ["localisation"]} for _ in values)
     tables = Tables("data", "model", methods, (METRICS["roc_auc"],), images, values={"roc_auc": values})
-    assert sorted(_best(tables, METRICS["roc_auc"])) == ["gae", "gradcam"]
+    best = [cell["best"] for cell in _column(tables, METRICS["roc_auc"])]
+    assert best == [True, True, False, False, False]
 
 
 def test_all_charts_have_one_size_of_type(open_page, saved):
@@ -175,5 +176,5 @@ def test_differences_open_and_report_their_interval(open_page, saved):
 
 def test_the_json_is_sound_and_names_what_was_left_undefined(saved):
     record = json.loads((saved[1].parent / "summary.json").read_text(), parse_constant=pytest.fail)
-    [row] = [row for row in record["metrics"]["gap"]["table"] if row["method"] == METHOD]
+    [row] = [row for row in record["summary"] if (row["metric"], row["method"]) == ("gap", METHOD)]
     assert (row["mean"], row["undefined"]) == (None, 3)

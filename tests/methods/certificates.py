@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from vitflow.methods.flow import solver
-from vitflow.methods.flow.kernel import solve
+from vitflow.methods.flow.kernel import solve, workspace
 from vitflow.methods.flow.solver import MaxFlow
 
 Array = NDArray[np.float64]
@@ -72,22 +72,21 @@ class Prover:
     def _search(self, demand: Array, bound: float, flows: Array, side: NDArray[np.bool_]) -> tuple[float, Array, Array]:
         """Fill flow and side between; the value, what each lowest node passes on, and what each top one takes in."""
         assert self.window is not None
-        graph, nodes, work = self.window.graph, self.window.nodes, self.window.idle.get()
-        dust = solver.DUST / max(1, len(graph.capacity))
+        graph, nodes = self.window.graph, self.window.nodes
+        work = workspace(graph)
         work.level[:] = -1
         values, crossing = np.zeros(1), np.zeros((1, len(nodes) + 1))
-        solve(graph, demand[None, nodes[0]], np.array([bound]), dust, True, work, values, crossing)
-        self.window.idle.put(work)
-        token = np.full(len(graph.row) - 1, -1)
+        solve(graph, demand[None, nodes[0]], np.array([bound]), True, work, values, crossing)
+        token = np.concatenate(nodes)
         # Nodes that the source does not reach may lie on the sink's side: nothing leads there from the other.
         side[1 : len(nodes) + 1] = True
-        for layer, (begin, tokens) in enumerate(zip(graph.base, nodes, strict=False), start=1):
-            token[begin : begin + len(tokens)] = tokens
-            side[layer, tokens] = work.level[begin : begin + len(tokens)] >= 0
+        for layer, tokens in enumerate(nodes):
+            side[layer + 1, tokens] = work.level[graph.layer == layer] >= 0
         used = slice(int(work.used[0]))
         edges, below = work.log[used], work.below[used]
-        layers = np.searchsorted(graph.base, below, side="right")
-        flows[layers, token[graph.above[edges]], token[below]] = np.minimum(work.carried[used], graph.capacity[edges])
+        flows[graph.layer[below] + 1, token[graph.above[edges]], token[below]] = np.minimum(
+            work.carried[used], graph.capacity[edges]
+        )
         passed, taken = np.zeros(self.tokens), np.zeros(self.tokens)
         passed[nodes[0]] = demand[nodes[0]] - work.demand
         taken[nodes[-1]] = graph.supply - work.supply

@@ -128,7 +128,7 @@ def test_two_layers_have_a_closed_form() -> None:
 def test_any_node_may_be_the_source() -> None:
     layers = random_attention(5, 1, 2, 7)
     matrices = reference_matrices(layers)
-    result = attention_flow(layers, source=(3, 4), start_layer=2)
+    result = attention_flow(layers, source=(3, 4), layers=(2, -1))
     assert result.layers == (2, 3)
     expected = [reference_flow(matrices[1:3], one_hot(4, 7), sink) for sink in range(7)]
     np.testing.assert_allclose(result.values[0], expected, rtol=1e-9)
@@ -306,9 +306,7 @@ def test_the_window_decides_which_layers_are_used() -> None:
         result = attention_flow(layers, layers=window)
         assert result.layers == (3, 5)
         assert torch.equal(result.values, expected)
-    assert torch.equal(attention_flow(layers, start_layer=4).values, attention_flow(layers, layers=3).values)
-    with pytest.raises(OptionError, match="layers or start_layer, got both"):
-        attention_flow(layers, layers=3, start_layer=2)
+    assert torch.equal(attention_flow(layers, layers=(4, 6)).values, attention_flow(layers, layers=3).values)
 
 
 # --- Progress ---------------------------------------------------------------------------------------------------------

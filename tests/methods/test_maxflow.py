@@ -182,19 +182,6 @@ def test_the_shared_upper_layers_change_no_value(sharpness: float, monkeypatch: 
     np.testing.assert_allclose(quick.values, whole.values, rtol=1e-11)
 
 
-@pytest.mark.parametrize("full", [0.0, 2.0])
-@pytest.mark.parametrize("kind", ["discarded", "flat attention", "holes"])
-def test_how_edges_are_stored_changes_no_value(kind: str, full: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    capacities = KINDS[kind](np.random.default_rng(13), 6, 50)
-    plain = max_flow(capacities, 0)
-    monkeypatch.setattr(solver, "FULL", full)
-    other = max_flow(capacities, 0)
-    np.testing.assert_allclose(other.values, plain.values, rtol=1e-11)
-    prover = Prover(capacities, 0)
-    for sink in range(0, 50, 7):
-        prover.prove(other, sink, sink)
-
-
 def test_only_edges_that_the_source_reaches_are_searched() -> None:
     capacities = discarded(np.random.default_rng(15), 4, 40)
     reached = [capacities[3, 0] > 0]  # after layer 3, 2, 1

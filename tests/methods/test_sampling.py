@@ -230,7 +230,7 @@ def test_the_regression_has_the_affinity_as_its_prior(affinity):
     explainer = Explainer(load_model("demo"))
     image = sample_images()[0]
     options = {"estimator": "regression", "masks": 40, "affinity": affinity, "target": 6}
-    weights = explainer.explain(image, method="sampling", refine=0, **options).grid
+    unrefined = explainer.explain(image, method="sampling", refine=0, **options)
     with record_attention(explainer.model, fusions=[("mean", False)], keys=True) as trace, torch.no_grad():
         explainer.model(pixels := explainer.pixels(image))
     keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
@@ -238,11 +238,17 @@ def test_the_regression_has_the_affinity_as_its_prior(affinity):
     prior, kept = Affinity(layers, keys), draw_masks(12, 12, masks=40)
     with torch.no_grad():  # of a sigmoid, the log-odds are the logit
         scores = [by_hand(explainer.model, pixels, np.flatnonzero(mask).tolist(), 1)[0, 6] for mask in kept.numpy()]
-    expected = regress(kept, torch.stack(scores).double(), prior.matrix[0]).mean.reshape(12, 12)
-    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
-    refined = explainer.explain(image, method="sampling", refine=1, **options).grid
+    posterior = regress(kept, torch.stack(scores).double(), prior.matrix[0])
+    expected = posterior.mean.reshape(12, 12)
+    np.testing.assert_allclose(unrefined.grid, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    refined = explainer.explain(image, method="sampling", refine=1, **options)
     spread = refine(expected.clamp_min(0)[None], prior, 1)[0]
-    np.testing.assert_allclose(refined, spread, rtol=0, atol=1e-4 * float(spread.max()))
+    np.testing.assert_allclose(refined.grid, spread, rtol=0, atol=1e-4 * float(spread.max()))
+    above = (posterior.mean / posterior.std).reshape(12, 12).numpy()
+    clear = np.abs(above - 1.96) > 1e-2  # of a patch on the edge, rounding decides
+    for saliency in (unrefined, refined):
+        np.testing.assert_array_equal(saliency.significant[clear], above[clear] > 1.96)
+    assert any("significant at 95 %" in note for note in refined._notes())
     consensus = explainer.explain(image, method="consensus", **options)
     assert consensus.options["estimator"] == "regression" and np.isfinite(consensus.grid).all()
 

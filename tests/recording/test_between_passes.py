@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitflow import record_attention
-from vitflow.models.parts import modules_of, those_that, with_paths
+from vitflow.models.parts import kept_with, modules_of, those_that, with_paths
 from vitflow.recording import recorder
 
 SIZE = {"img_size": 32, "patch_size": 16, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 4}
@@ -148,13 +148,20 @@ def test_modules_come_in_the_order_of_torch():
     assert modules_of(model) == list(model.modules())
 
 
-def test_questions_are_requested_once_for_the_same_parts():
-    requested = []
-    question = those_that(lambda module: requested.append(module) or isinstance(module, nn.Linear))
+def test_the_cache_is_emptied_when_modules_change():
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
-    assert question(model) == question(model) == [model[1]] and len(requested) == 3
-    model[0] = nn.Linear(2, 2)
-    assert question(model) == [model[0], model[1]]
+    kept_with(model)["key"] = "value"
+    assert kept_with(model) == {"key": "value"}
+    for change in (
+        lambda: model.append(nn.ReLU()),
+        lambda: model.__setitem__(0, nn.ReLU()),
+        lambda: model.__delitem__(2),
+        lambda: setattr(model[1], "forward", lambda features: features),
+        lambda: model[0].compile(),
+    ):
+        change()
+        assert kept_with(model) == {}
+        kept_with(model)["key"] = "value"
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ from vitflow.explaining.regions import about_region
 from vitflow.images.figures import save_figure
 from vitflow.models.detection import has_regions, is_segmenting
 from vitflow.models.hub import bundled
-from vitflow.models.languages import load_language_model, load_processor
 from vitflow.models.loading import load_model
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
 from vitflow.recording.isolation import default_device
+from vitflow.text.languages import load_language_model, load_processor
 
 
 class Models:
@@ -60,7 +60,7 @@ class Models:
         """Return an explainer, and the Python call that makes it."""
         model = self._image_model(name)
         outputs: Any = None
-        made = None
+        made: Code | None = None
         if prompts:
             outputs, made = prompt_scores(prompts), python_call("vitflow.prompts", list(prompts))
         elif region or has_regions(model):
@@ -68,7 +68,7 @@ class Models:
             outputs, made = about_region(model, region), python_call(question, *([region] if region else []))
         explainer = Explainer(model, device=default_device(), fit=fit, outputs=outputs)
         changed = None if fit == "crop" else fit
-        return explainer, python_call("vitflow.Explainer", self._in_python(name), outputs=made, fit=changed)
+        return explainer, python_call("vitflow.Explainer", self.in_python(name), outputs=made, fit=changed)
 
     def takes_prompts(self, name: str) -> bool:
         """Return True if an image model is used with prompts."""
@@ -81,7 +81,7 @@ class Models:
     def _image_model(self, name: str) -> Any:
         return self._kept(self._load, name, self.images)
 
-    def _in_python(self, name: str) -> str:
+    def in_python(self, name: str) -> str:
         """Return an image model as an argument of a Python call."""
         given = self._given(name)
         return python_call("vitflow.load_model", name, **given) if given else name

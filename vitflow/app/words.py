@@ -10,9 +10,9 @@ from vitflow.app.actions import Models, connect, drawn, image_field, path_of, re
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.captions import python_call
 from vitflow.explaining.strips import draw_words
-from vitflow.models.hub import default_prompt
 from vitflow.text.generating import explain_generation
-from vitflow.text.labels import labels_of, spoken_words
+from vitflow.text.labels import grouped_words, labels_of
+from vitflow.text.languages import default_prompt
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS
 from vitflow.text.reading import Reading, explain_text
 from vitflow.text.shaded import ShadedText
@@ -59,8 +59,8 @@ class _Answers:
             return self._read(result.text, result.model, result.method, number)
         if result.images is None:
             return _row(result, made, number - result.prompt_tokens.length)
-        spoken = spoken_words(result.generated_tokens)
-        return _caption(result, made, spoken[whole_number("the word", number, 0, len(spoken) - 1)][1])
+        groups = grouped_words(result.generated_tokens)
+        return _caption(result, made, groups[whole_number("the word", number, 0, len(groups) - 1)][1])
 
     def _read(self, text: str, model: str, method: str, token: int | None = None) -> tuple[Any, ...]:
         reading = explain_text(text, method=method, token=token, **self._models.reader(model))
@@ -88,8 +88,8 @@ def _caption(generation: Any, made: str, selected: tuple[int, ...] | None = None
     if (selected or next(iter(maps), None)) not in maps:
         raise OptionError(f"Expected a word that has a map, got one that has none: {', '.join(left_out)}.")
     shares = {places: one.facts["on_image"] for places, one in maps.items()}
-    spoken = spoken_words(generation.generated_tokens)
-    words = [(f" {word}", _shade(shares.get(places, 0.0), places == selected)) for word, places in spoken]
+    groups = grouped_words(generation.generated_tokens)
+    words = [(f" {word}", _shade(shares.get(places, 0.0), places == selected)) for word, places in groups]
     if selected is None:
         return _shown(words, draw_words([*maps.values()], left_out=left_out), generation, made, "words()")
     return _shown(words, maps[selected].figure(), generation, made, f"image({selected}).figure('word.png')")

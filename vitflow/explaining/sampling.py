@@ -27,15 +27,8 @@ from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 MOST_MASKS, MASKS_PER_STEP = 256, 32
 # A map is settled if this share of its strongest patches stays the same in two steps in a row.
 _SETTLED = 0.9
-
-
-def most_masks(masks: int | str) -> int:
-    """Return the number of masks, the largest one for "auto".
-
-    >>> most_masks("auto"), most_masks(96)
-    (256, 96)
-    """
-    return MOST_MASKS if masks == "auto" else int(masks)
+# Standard deviations of a normal distribution on each side of its mean that hold 95 %.
+_NORMAL_95 = 1.96
 
 
 def sampling(
@@ -47,7 +40,7 @@ def sampling(
     the factor of its prior covariance. With masks="auto" each image gets masks until its map is settled.
     """
     check_known("estimator", estimator, OPTIONS["estimator"].choices)
-    targets = trace.wanted.tolist()
+    targets = trace.class_indices.tolist()
 
     @lru_cache
     def affinities(grid: tuple[int, int]) -> Tensor | None:
@@ -61,34 +54,41 @@ def sampling(
                 raise
             return None
 
-    def weights_of(image: int, kept: Tensor, scores: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Return the weight of each patch, [patches]."""
+    def estimate(image: int, kept: Tensor, scores: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+        """Return the weight of each patch, [patches], and its standard deviation, which the regression has."""
         scores = scores[:, targets[image]]
         prior = affinities(grid) if estimator == "regression" else None
-        return mean_differences(kept, scores) if prior is None else regress(kept, scores, prior[image]).mean
+        if prior is None:
+            return mean_differences(kept, scores), None
+        posterior = regress(kept, scores, prior[image])
+        return posterior.mean, posterior.std
 
     strongest: dict[int, list[set[int]]] = {}
 
     def settled(image: int, kept: Tensor, scores: Tensor, grid: tuple[int, int]) -> bool:
         """Return True if the last two steps hardly changed the strongest tenth of the patches."""
-        values, spread = weights_of(image, kept, scores, grid).clamp_min(0.0), affinities(grid)
-        for _ in range(0 if spread is None else refine):
-            values = spread[image] @ values.to(spread)
+        values, spread = estimate(image, kept, scores, grid)[0].clamp_min(0.0), affinities(grid)
+        if spread is not None:
+            for _ in range(refine):
+                values = spread[image] @ values.to(spread)
         top = set(values.topk(max(1, round(0.1 * len(values)))).indices.tolist())
         tops = strongest.setdefault(image, [])
         tops.append(top)
         return len(tops) > 2 and all(len(top & before) >= _SETTLED * len(top) for before, top in pairwise(tops[-3:]))
 
     kept, outputs, grid, hidden = sample(trace, masks=masks, settled=settled if masks == "auto" else None, **drawn)
-    grids, facts = [], []
+    grids, facts, significant = [], [], []
     for image, scores in enumerate(outputs):
         used = kept[: len(scores)]
-        grids.append(weights_of(image, used, scores, grid).reshape(grid))
+        weights, std = estimate(image, used, scores, grid)
+        grids.append(weights.reshape(grid))
+        if std is not None:
+            significant.append((weights > _NORMAL_95 * std).reshape(grid))
         reliability = spearman(*(half.numpy() for half in halves(used, scores[:, targets[image]])))
         facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": hidden})
         if masks == "auto":
             facts[-1]["masks_used"] = len(scores)
-    return Maps(torch.stack(grids), facts)
+    return Maps(torch.stack(grids), facts, significant=torch.stack(significant) if significant else None)
 
 
 def sample(
@@ -117,7 +117,8 @@ def sample(
     """
     batch = whole_number("occlusion_batch", occlusion_batch, 1)
     layout, grid, hidden = _hiding(trace)
-    kept = draw_masks(*grid, masks=MOST_MASKS if masks == "auto" else masks, keep=keep, cells=cells, seed=random_seed)
+    most: Any = MOST_MASKS if masks == "auto" else masks
+    kept = draw_masks(*grid, masks=most, keep=keep, cells=cells, seed=random_seed)
     if layout is not None:
         batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
     assert trace.pixels is not None
@@ -184,14 +185,14 @@ FLOOR = 1e-6
 def consensus(trace: TargetedTrace, **options: Any) -> Maps:
     """Weighted geometric mean of GAE and sampling for the target, each refined and divided by its sum."""
     grids: list[Tensor] = []
-    facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.wanted]
+    facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.class_indices]
     for name in PARTS:
         method = get_method(name)
         accepted = {name: value for name, value in options.items() if method.accepts(name)}
         maps, _ = make_maps(method, method.complete(accepted), trace)
         grids.append(maps.grids)
         facts = [known | further for known, further in zip(facts, maps.facts or [{}] * len(facts), strict=True)]
-    return Maps(geometric_mean(grids, list(PARTS.values())), facts)
+    return Maps(geometric_mean(grids, list(PARTS.values())), facts, significant=maps.significant)
 
 
 def geometric_mean(grids: list[Tensor], weights: list[int]) -> Tensor:

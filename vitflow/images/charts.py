@@ -192,7 +192,9 @@ def draw_clip(
         axes: Any = figure.add_subplot(grid[0, column])
         axes.imshow(image, interpolation="nearest")
         axes.set_axis_off()
-        axes.set_title(f"frame {index * span + 1}", fontsize=BODY, color=GREY)
+        start = index * span + 1
+        label = f"frame {start}" if span == 1 else f"frames {start}–{start + span - 1}"
+        axes.set_title(label, fontsize=BODY, color=GREY)
     curve = figure.add_subplot(grid[1, :])
     style_axes(curve, "")
     places = np.arange(len(shares)) * span + 1

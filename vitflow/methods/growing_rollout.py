@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import ShapeError
-from vitflow.methods.fusion import add_residual, check_fraction, discard_low
+from vitflow.methods.fusion import add_residual, check_fraction, discard_low, residual_shares
 from vitflow.methods.tokens import Causal, check_causal, relative_to, uniform_attention
 
 # How many more tokens to make room for when there are more than were announced.
@@ -90,7 +90,9 @@ class GrowingRollout:
             self._seen[layer][:, start:num_tokens, keys] = visible
         if self._ratio:
             new = discard_low(new, self._ratio, 0, visible)
-        mixed = _add_residual(new, places - keys.start, self._residual)
+        kept, passed = residual_shares(new.sum(dim=-1), self._residual)  # of the residual connection, and of attention
+        mixed = new * passed.unsqueeze(-1)
+        mixed[:, places - start, places - keys.start] += kept
         product = self._products[layer]
         self._lengths[layer] = num_tokens
         if layer > self._first:
@@ -137,14 +139,3 @@ class GrowingRollout:
                 matrix = torch.eye(length, dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
             product = matrix if product is None else matrix @ product
             yield product
-
-
-def _add_residual(rows: Tensor, is_self: Tensor, residual: float) -> Tensor:
-    """`add_residual` for rows [batch, rows, keys] whose own keys are these."""
-    places = torch.arange(len(is_self), device=is_self.device)
-    mixed = (1 - residual) * rows
-    mixed[:, places, is_self] += residual
-    total = mixed.sum(dim=-1, keepdim=True)
-    mixed /= torch.where(total > 0, total, 1.0)
-    mixed[:, places, is_self] += (total <= 0).squeeze(-1).to(mixed)
-    return mixed

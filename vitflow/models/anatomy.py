@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.libraries import library_layout, library_readout
-from vitflow.models.parts import those_that
+from vitflow.models.parts import is_compiled, modules_of, those_that
 
 # Attribute names of the output projection of attention modules.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
@@ -21,6 +21,8 @@ _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", 
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
 #: Name of a readout that is taken from the attention of a pooling head.
 ATTENTION_POOLING = "attention pooling"
+#: Name of a readout that includes the prefix tokens.
+ALL_TOKENS = "average over all tokens"
 _BOTH_TOKENS = "class and distillation token"
 # Names of the logits in outputs with fields, in order of preference.
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
@@ -58,16 +60,7 @@ def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def runs_compiled(model: nn.Module) -> bool:
     """Return True if the model or a part of it is compiled with torch.compile, in any of its forms."""
-    return bool(_is_compiled(model))
-
-
-@those_that
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        "_orig_mod" in module._modules
-        or module._compiled_call_impl is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-    )
+    return any(map(is_compiled, modules_of(model)))
 
 
 def transformer_of(model: nn.Module) -> nn.Module:
@@ -239,7 +232,7 @@ def closed_readouts(model: nn.Module, layout: TokenLayout, pooling_attention: Te
     common = [ClosedReadout(patches, "average over patches")]
     if layout.num_prefix_tokens:
         every = torch.full((1, layout.num_tokens), 1.0 / layout.num_tokens)
-        common += [ClosedReadout(class_token, "class token"), ClosedReadout(every, "average over all tokens")]
+        common += [ClosedReadout(class_token, "class token"), ClosedReadout(every, ALL_TOKENS)]
     return [declared, *(readout for readout in common if readout.name != declared.name)]
 
 

@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import fields
 from difflib import get_close_matches
@@ -145,34 +145,9 @@ def quiet_hub(*, requested: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def hub_for(name: str | Path) -> AbstractContextManager[None]:
-    """Return `quiet_hub` for a model name; a folder does not use the hub."""
-    return quiet_hub(requested=not is_folder(name))
-
-
 def bundled(name: str | Path) -> str | Path:
     """Return the folder of a bundled vision–language model; any other name unchanged."""
     return {"demo-caption": DEMO_CAPTION, "demo-text": DEMO_TEXT}.get(str(name), name)
-
-
-def called(name: str | Path) -> str:
-    """Return the display name of a model id or folder: for a folder, its last component."""
-    return (Path(name).resolve().name or str(name)) if is_folder(name) else str(name)
-
-
-def default_prompt(name: str | Path) -> str | None:
-    """Return the only prompt that a bundled model supports; None for any other model."""
-    return "<image> here is" if str(name) == "demo-caption" else None
-
-
-def offline_hint(name: str | Path) -> str | None:
-    """Return the remedy for a model that is missing from the hub's cache while offline; otherwise None."""
-    if is_folder(name) or not constants.HF_HUB_OFFLINE:
-        return None
-    return (
-        "it is not in the Hugging Face cache, and the hub is unreachable or switched off (HF_HUB_OFFLINE). Fetch it "
-        "with a network connection, or pass its folder."
-    )
 
 
 def hub_answers(seconds: float = _TIMEOUT) -> bool:
@@ -187,19 +162,6 @@ def hub_answers(seconds: float = _TIMEOUT) -> bool:
     thread.start()
     thread.join(seconds)
     return bool(responses)
-
-
-def refuse_images(name: str) -> None:
-    """Raise ModelError if a name is that of an image model: of timm, or a folder with such a config.json."""
-    config: dict[str, Any] = {}
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        config = dict(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
-    of_timm = name == "demo" or name.startswith(("local-dir:", "hf-hub:")) or "architecture" in config
-    if of_timm or {"patch_size", "image_size"} <= config.keys() or timm.is_model(name):
-        raise ModelError(
-            f"Expected a language model of transformers, got the image model {printable(name)}. "
-            f"Use vitflow explain IMAGE --model {printable(name)}."
-        )
 
 
 def is_of_transformers(name: str) -> bool:

@@ -1,28 +1,14 @@
-"""Language models of transformers: loading, tokenizers, and properties of their text inputs and generation."""
+"""Forward passes of language models of transformers: their text, cache, embedding and decoder."""
 
-import copy
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, load_extra, printable
-from vitflow.files import is_file, is_folder
-from vitflow.models.hub import hub_for, offline_hint, quietly
-from vitflow.models.libraries import class_count, library_id
+from vitflow.errors import UnsupportedModelError
 
 # Text arguments of a forward pass, in order of preference.
 _TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
-# Supported generation modes: one token is appended per step.
-_MODES = ("greedy_search", "sample")
-# Tokenizer files in a model's folder.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
-# Auto classes of the parts saved with a model.
-_PARTS = {"tokenizer": "AutoTokenizer", "processor": "AutoProcessor", "image processor": "AutoImageProcessor"}
 
 
 def reads_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -42,6 +28,22 @@ def reads_cache(kwargs: Mapping[str, Any]) -> Any:
     return kwargs.get("past_key_values") if cache is None else cache
 
 
+def refuse_static(cache: Any) -> None:
+    """Check that a key–value cache is not static (preallocated at full length).
+
+    Raises:
+        UnsupportedModelError: the cache is static.
+    """
+    cache = getattr(cache, "self_attention_cache", cache)
+    kinds = [type(cache).__name__, *(type(layer).__name__ for layer in getattr(cache, "layers", ()))]
+    static = next((kind for kind in kinds if kind.startswith("Static")), None)
+    if static is not None:
+        raise UnsupportedModelError(
+            f"Expected a dynamic cache, got {static}, which includes empty keys: omit cache_implementation and "
+            "the cache, or pass a DynamicCache."
+        )
+
+
 def word_embedding(model: nn.Module) -> nn.Module | None:
     """Return the token embedding of a model, or None if it has none."""
     try:
@@ -49,139 +51,6 @@ def word_embedding(model: nn.Module) -> nn.Module | None:
     except (AttributeError, NotImplementedError, TypeError):
         return None
     return embedding if isinstance(embedding, nn.Embedding) else None
-
-
-def check_text(text: object) -> None:
-    """Raise OptionError unless `text` is a string that UTF-8 can encode."""
-    if not isinstance(text, str):
-        raise OptionError(f"Expected one text as a string, got {text!r:.80}.")
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise OptionError(f"Expected a text in UTF-8, got “{printable(text[:80])}” with invalid characters.")
-
-
-def predicts_words(model: nn.Module) -> bool:
-    """Return True if a model has logits over its vocabulary at each token."""
-    try:
-        return model.get_output_embeddings() is not None  # type: ignore[operator]
-    except (AttributeError, NotImplementedError, TypeError):
-        return False
-
-
-def has_head(model: nn.Module) -> bool:
-    """Return True if a model predicts tokens or classes, not features."""
-    return predicts_words(model) or bool(class_count(model))
-
-
-def load_language_model(name: str | Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, Any]:
-    """Load a language model of transformers with its tokenizer, in eval mode, on the CPU.
-
-    Args:
-        name: a hub id or a folder.
-        trust_remote_code: run custom Python code of the model; by default such a model is refused.
-
-    Raises:
-        ModelError: transformers is not installed, or the model or its tokenizer does not exist.
-    """
-    transformers = _transformers()
-    with hub_for(name), quietly(transformers.utils.logging):
-        model = _load_model(transformers, name, trust_remote_code)
-        return model, _load_part("tokenizer", name, trust_remote_code)
-
-
-def _load_model(transformers: Any, name: str | Path, trust_remote_code: bool) -> nn.Module:
-    try:
-        # Always passed: otherwise transformers asks on stdin, and a piped "y" would run the code.
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        architecture = (config.architectures or [""])[0]
-        auto_map = getattr(config, "auto_map", {}).items()
-        loader = next((auto for auto, path in auto_map if str(path).endswith(f".{architecture}")), "AutoModel")
-        kind = getattr(transformers, architecture, getattr(transformers, loader, transformers.AutoModel))
-        model: nn.Module = kind.from_pretrained(name, trust_remote_code=trust_remote_code)
-        model.eval()
-    except pickle.UnpicklingError as error:
-        raise ModelError(
-            f"The weights of {str(name)!r} are damaged, or a pickle that could run code when loaded. Save them as "
-            "safetensors: model.save_pretrained(FOLDER)."
-        ) from error
-    except Exception as error:  # transformers raises many kinds of errors for invalid folders
-        _refuse_remote_code(name, error)
-        raise _no_model(name, error) from error
-    return model
-
-
-def _no_model(name: str | Path, error: Exception) -> ModelError:
-    return ModelError(
-        f"Expected a hub id or a transformers folder as the model, got {str(name)!r}: {_reason(name, error)}"
-    )
-
-
-def _refuse_remote_code(name: str | Path, error: Exception) -> None:
-    """Raise ModelError if transformers refused to run custom code."""
-    if "trust_remote_code" in str(error):
-        raise ModelError(
-            f"{printable(name)} requires custom Python code, which would run on this machine with all your rights. "
-            "Review it, and pass --trust-remote-code (trust_remote_code=True) if you trust it."
-        ) from error
-
-
-def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the processor saved with a model, or else its image processor.
-
-    Raises:
-        ModelError: the model or its processor does not exist.
-    """
-    processor = _load_part("processor", name, trust_remote_code)
-    has_images = hasattr(processor, "image_processor")
-    return processor if has_images else _load_part("image processor", name, trust_remote_code)
-
-
-def _load_part(part: str, name: str | Path, trust_remote_code: bool = False) -> Any:
-    kind = getattr(_transformers(), _PARTS[part])
-    no_tokenizer = is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES)
-    with hub_for(name):
-        try:
-            if part == "tokenizer" and no_tokenizer:  # transformers would create one with an empty vocabulary
-                raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")
-            return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except Exception as error:  # of many kinds, as above
-            _refuse_remote_code(name, error)
-            if isinstance(error, OSError) and offline_hint(name):
-                raise _no_model(name, error) from error
-            raise ModelError(
-                f"Expected a {part} saved with the model {str(name)!r}, got none: save it there with save_pretrained, "
-                f"or pass {part.split()[-1]}= in Python. ({_reason(name, error)})"
-            ) from error
-
-
-def _reason(name: str | Path, error: Exception) -> str:
-    """Return why a model was not loaded, on one line: `offline_hint`, or the message of transformers."""
-    hint = offline_hint(name) if isinstance(error, OSError) else None
-    return hint or " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
-
-
-def _transformers() -> Any:
-    return load_extra("transformers", "Reading texts", "transformers", ModelError)
-
-
-def tokenizer_of(model: nn.Module, tokenizer: Any = None) -> Any:
-    """Return the tokenizer given as argument, by default the one saved with the model.
-
-    Raises:
-        ModelError: no tokenizer is given, and the model was not loaded by name.
-    """
-    if tokenizer is not None:
-        return tokenizer if callable(tokenizer) else _load_part("tokenizer", tokenizer)
-    name = library_id(model)
-    if name is None:
-        raise ModelError(f"{type(model).__name__} was not loaded by name and requires a tokenizer: pass tokenizer=.")
-    return _load_part("tokenizer", name)
-
-
-def saved_tokenizer(model: nn.Module) -> Any:
-    """Return the tokenizer saved with the model, or None."""
-    with suppress(ModelError):
-        return tokenizer_of(model)
-    return None
 
 
 def plain_token_ids(model: nn.Module, count: int) -> list[int]:
@@ -201,59 +70,6 @@ def text_config(model: nn.Module) -> Any:
     return config.gettext_config() if hasattr(config, "gettext_config") else config
 
 
-def positions_of(model: nn.Module) -> int | None:
-    """Return the maximum number of positions in a model's configuration, or None."""
-    limit = getattr(text_config(model), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
-
-
-@contextmanager
-def reading(model: nn.Module, ids: Tensor | None = None) -> Iterator[None]:
-    """Translate errors of a forward pass over token ids [batch, tokens].
-
-    Raises:
-        OptionError: the text is longer than the model's positions, or has token ids outside its vocabulary.
-        UnsupportedModelError: the model also requires a text for its decoder.
-    """
-    try:
-        yield
-    except VitflowError:
-        raise
-    except (IndexError, RuntimeError, ValueError) as error:
-        kind, limit = type(model).__name__, positions_of(model)
-        known = getattr(word_embedding(model), "num_embeddings", None)
-        if isinstance(error, ValueError) and has_encoder(model) and "inputs_embeds" in str(error):
-            raise UnsupportedModelError(
-                f"{kind} has an encoder and a decoder. Pass its encoder, model.get_encoder(), in Python."
-            ) from error
-        if ids is not None and known is not None and int(ids.max()) >= known:
-            raise OptionError(
-                f"Expected token ids of {kind} below {known}, got {int(ids.max())}: the tokenizer is of another model."
-            ) from error
-        # The position ids of some models begin at 2.
-        if ids is not None and limit is not None and ids.shape[1] > limit - 4:
-            raise OptionError(
-                f"Expected at most {limit} tokens, the positions of {kind}, got {ids.shape[1]}: shorten the text."
-            ) from error
-        raise
-
-
-def refuse_static(cache: Any) -> None:
-    """Check that a key–value cache is not static (preallocated at full length).
-
-    Raises:
-        UnsupportedModelError: the cache is static.
-    """
-    cache = getattr(cache, "self_attention_cache", cache)
-    kinds = [type(cache).__name__, *(type(layer).__name__ for layer in getattr(cache, "layers", ()))]
-    static = next((kind for kind in kinds if kind.startswith("Static")), None)
-    if static is not None:
-        raise UnsupportedModelError(
-            f"Expected a dynamic cache, got {static}, which includes empty keys: omit cache_implementation and "
-            "the cache, or pass a DynamicCache."
-        )
-
-
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the decoder of a transformers model."""
     pretrained: Any = model
@@ -267,70 +83,3 @@ def decoder_path(model: nn.Module) -> str:
     """Return the module path of the decoder in a model; empty if it is the model itself."""
     decoder = decoder_of(model)
     return next((path for path, module in model.named_modules() if module is decoder), "")
-
-
-def has_encoder(model: nn.Module) -> bool:
-    """Return True for an encoder–decoder model."""
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
-def generation_setting(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
-    """Return a setting as `generate` does: from its arguments, their generation_config, or the model's."""
-    if name in given:
-        return given[name]
-    configs = given.get("generation_config"), model.generation_config
-    return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
-
-
-def mask_of(model: nn.Module, given: Mapping[str, Any], ids: Tensor) -> Tensor:
-    """Return the default attention mask of `generate` for ids [batch, tokens], 0 at padding.
-
-    As in transformers, there is no padding if its id is also an end token, or for encoder–decoder models.
-    """
-    pad, ends = (generation_setting(model, given, f"{name}_token_id") for name in ("pad", "eos"))
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
-    infer = pad is not None and pad not in ends and not has_encoder(model)
-    return ids.ne(pad).long() if infer else torch.ones_like(ids)
-
-
-def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Check that rollout supports a call of `generate`.
-
-    Args:
-        model: the model that generates.
-        given: the arguments of its `generate`.
-
-    Raises:
-        UnsupportedModelError: the model does not generate text.
-        OptionError: the call uses beam search, an assistant, guidance, a static cache or a filled one.
-    """
-    if not (hasattr(model, "can_generate") and model.can_generate()):  # type: ignore[operator]
-        raise UnsupportedModelError(
-            f"Expected a generative model of transformers, such as from AutoModelForCausalLM, got "
-            f"{type(model).__name__} without generate. Use vitflow.text.explain_text."
-        )
-    scale = generation_setting(model, given, "guidance_scale")
-    if scale not in (None, 1, 1.0):
-        raise OptionError(
-            f"guidance_scale={scale} is not supported, as it mixes in the logits of a second text: omit it."
-        )
-    config: Any = copy.deepcopy(given.get("generation_config") or model.generation_config)
-    config.update(**given)
-    mode = str(config.get_generation_mode(given.get("assistant_model")).value)
-    if mode not in _MODES:
-        raise OptionError(
-            f"Expected the generation mode {' or '.join(_MODES)}, got {mode}: pass num_beams=1, and omit "
-            "assistant_model, prompt_lookup_num_tokens, penalty_alpha and constraints."
-        )
-    implementation = str(getattr(config, "cache_implementation", None) or "")
-    if "static" in implementation:
-        raise OptionError(
-            f"Expected a dynamic cache, got cache_implementation={implementation!r} with empty keys: omit it."
-        )
-    cache = reads_cache(given)
-    refuse_static(cache)
-    if cache is not None and cache.get_seq_length():
-        raise OptionError(
-            f"Expected the whole prompt, got a cache with {cache.get_seq_length()} tokens, whose attention was not "
-            "recorded: omit it."
-        )

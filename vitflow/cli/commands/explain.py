@@ -10,8 +10,17 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_model_note, say_notes, say_record
-from vitflow.cli.outputs import CannotWrite, check_images, check_suffix, names_folder, writing
+from vitflow.cli.output import (
+    CannotWrite,
+    check_images,
+    check_suffix,
+    names_folder,
+    say,
+    say_model_note,
+    say_notes,
+    say_record,
+    writing,
+)
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.files import in_file_name
@@ -45,13 +54,13 @@ from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OP
 )
 @click.option("--controls", is_flag=True, help="Video models: compare with shuffled frames and a repeated first frame.")
 @click.option("--blank", is_flag=True, help="Also report the score of the image replaced by its mean colour.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
+@shared.json_option
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Draw a saliency map over each IMAGE, or over frames of a video."""
     options = shared.method_values(given)
     named = given["method"]
     # before torch is loaded
-    given["method"] = choose_methods(named and [named], options, asks=shared.asks(given))[0].name
+    given["method"] = choose_methods(named and [named], options, has_target=shared.has_target(given))[0].name
     suffixes = FIGURE_FORMATS if given["figure"] or _is_strip(given) else tuple(WRITE_OPTIONS)
     if any(map(_is_video, images)):
         if len(images) > 1 or _is_strip(given) or given["against"] or given["save_map"] or given["blank"]:
@@ -71,7 +80,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     if failed < len(images):
         if named is None:
             shared.say_default(given["method"])
-        say_model_note(explainer)
+        say_model_note(explainer.model_id, explainer.facts.note)
     if failed:
         say(f"{len(images) - failed} explained, {failed} failed")
         sys.exit(1)
@@ -122,7 +131,9 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
             draw(output, **shared.drawing_values(given))
         for saliency, entry in zip(saliencies, record.get("maps", [record]), strict=True):
             if given["save_map"]:
-                files.append(_map_file(output, saliency.score, len(saliencies)))
+                indices = saliency.score.sides or (saliency.score.index,)
+                ending = f"-{'-against-'.join(map(str, indices))}" if len(saliencies) > 1 else ""
+                files.append(output.with_name(f"{output.stem}{ending}.npz"))
                 entry["map"] = str(files[-1])
                 with writing(files[-1]):
                     saliency.save(files[-1])
@@ -140,14 +151,6 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
         for file in files:
             click.echo(printable(file))
     return True
-
-
-def _map_file(output: Path, score: Any, maps: int) -> Path:
-    """Return the path of a map next to its overlay; with its class index if there are several maps."""
-    indices = score.sides or (score.index,)
-    return output.with_name(
-        f"{output.stem}-{'-against-'.join(map(str, indices))}.npz" if maps > 1 else f"{output.stem}.npz"
-    )
 
 
 def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> str:

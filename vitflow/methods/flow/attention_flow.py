@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, whole_number
-from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities, window_below
-from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of, layers_of
+from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities
+from vitflow.methods.flow.solver import Progress, max_flow
+from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of
 from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention, visible_keys
-
-if TYPE_CHECKING:
-    from vitflow.methods.flow.solver import Progress
 
 Floats = NDArray[np.float64]
 # A token of the top layer; a node (layer, token); or capacities of a super-source over the top layer's tokens.
@@ -91,7 +89,6 @@ def attention_flow(
     source: Source = 0,
     sinks: Sequence[int] | None = None,
     layers: LayerRange = "all",
-    start_layer: int | None = None,
     head_fusion: HeadFusion = "mean",
     discard_ratio: float = 0.0,
     residual: float = 0.5,
@@ -100,7 +97,7 @@ def attention_flow(
     causal: Causal | None = None,
     attention_mask: Tensor | None = None,
     visible: Sequence[Tensor] | Tensor | None = None,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
 ) -> FlowResult:
     """Attention flow: for each input token the maximum flow that the layers let through from the source.
 
@@ -116,7 +113,6 @@ def attention_flow(
             readout of a model that averages over patches.
         sinks: the input tokens to solve for; all by default.
         layers: "all" (the paper), N for the last N layers, or (first, last), counted from 1 and both included.
-        start_layer: the window's first layer, as another way to give `layers`.
         head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is used unchanged.
         discard_ratio: share of the smallest values per image and layer to set to 0, 0 <= ratio < 1.
         residual: α, the share of the residual connection; the paper uses 0.5.
@@ -139,11 +135,8 @@ def attention_flow(
     check_head_fusion(head_fusion)
     check_fraction("discard_ratio", discard_ratio)
     check_fraction("residual", residual)
-    attentions = layers_of(attentions)
     node = _as_node(source)
-    if node is not None:  # the window ends at its layer
-        layers, start_layer = window_below(node[0], layers, len(attentions), start_layer), None
-    chosen, first = check_window(attentions, layers, start_layer)
+    chosen, first = check_window(attentions, layers, None if node is None else node[0])
     batch, tokens = chosen[0].shape[0], chosen[0].shape[-1]
     targets = tuple(range(tokens)) if sinks is None else _sinks(sinks, tokens)
     solve = partial(_solve, sinks=targets, progress=progress)
@@ -228,13 +221,11 @@ def _capacities(sources: Sequence[int | Floats], tokens: int) -> Tensor:
 
 
 def _solve(
-    capacities: Floats, source: int | Floats, *, sinks: Sequence[int], progress: "Progress | None"
+    capacities: Floats, source: int | Floats, *, sinks: Sequence[int], progress: Progress | None
 ) -> tuple[Floats, Floats, NDArray[np.intp]]:
     """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one image."""
     if not isinstance(source, int):
         source = _as_token(capacities[-1], source)
-    from vitflow.methods.flow.solver import max_flow
-
     flow = max_flow(capacities, source, sinks, progress=progress)
     given = capacities[-1, source].sum() if isinstance(source, int) else source.sum()
     cuts = np.minimum(given, capacities[0].sum(axis=0)[list(sinks)])

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.compiled import compiled
 from vitflow.errors import OptionError
 from vitflow.methods.fusion import (
     HeadFusion,
@@ -30,27 +29,20 @@ DEFAULT_LAYERS = 4
 TOGETHER = 2**20
 
 
-def parse_window(layers: LayerRange, count: int, start_layer: int | None = None) -> tuple[int, int]:
+def parse_window(layers: LayerRange, count: int) -> tuple[int, int]:
     """Parse a range of layers into the first and the last layer, counted from 1, both included.
 
     Args:
         layers: "all"; N for the last N layers; (first, last), where -1 is the last layer of the model; or the same in
             words, "4", "9:12", "9:" or ":4".
         count: layers of the model.
-        start_layer: the same as layers=(start_layer, -1).
 
     Raises:
-        OptionError: there are no such layers, or both ways are used at once.
+        OptionError: there are no such layers.
 
     >>> parse_window(2, 12), parse_window((1, -2), 12), parse_window("9:", 12), parse_window("all", 12)
     ((11, 12), (1, 11), (9, 12), (1, 12))
     """
-    if start_layer is not None:
-        if layers != "all":
-            raise OptionError(
-                f"Expected layers or start_layer, got both: layers={layers!r}, start_layer={start_layer}."
-            )
-        return parse_window((start_layer, -1), count)
     expected = f'Expected layers="all", a number from 1 to {count}, or (first, last) from 1 to {count}, got {layers!r}.'
     if isinstance(layers, str):  # as the command line gives it
         expected = (
@@ -88,25 +80,21 @@ def default_window(layers: LayerRange, count: int) -> LayerRange:
     return min(DEFAULT_LAYERS, count) if layers == DEFAULT_LAYERS else layers
 
 
-def window_below(layer: int, layers: LayerRange, count: int, start_layer: int | None = None) -> tuple[int, int]:
-    """Return the part of a window below a node of this layer; OptionError if the window does not reach it."""
-    first, last = parse_window(layers, count, start_layer)
-    if not first <= layer <= last:
-        raise OptionError(f"Expected a source node in layers {first} to {last}, got one in layer {layer}.")
-    return first, layer
-
-
 def check_window(
-    attentions: Sequence[Tensor] | Tensor, layers: LayerRange, start_layer: int | None = None
+    attentions: Sequence[Tensor] | Tensor, layers: LayerRange, top: int | None = None
 ) -> tuple[list[Tensor], int]:
-    """Return the checked layers of the window, and the index of the first.
+    """Return the checked layers of the window, up to layer `top` if given, and the number of the first.
 
     Raises:
-        OptionError: there are no such layers.
+        OptionError: there are no such layers, or the window does not contain layer `top`.
         ShapeError: wrong shapes, or values that are not finite or negative, in a layer of the window.
     """
     everything = layers_of(attentions)
-    first, last = parse_window(layers, len(everything), start_layer)
+    first, last = parse_window(layers, len(everything))
+    if top is not None:
+        if not first <= top <= last:
+            raise OptionError(f"Expected a source node in layers {first} to {last}, got one in layer {top}.")
+        last = top
     return check_attentions(everything[first - 1 : last], first), first
 
 
@@ -150,60 +138,10 @@ Ints = NDArray[np.int32]
 
 
 class Graph(NamedTuple):
-    """The layers that all sinks share, m of edges between m + 1 of nodes."""
+    """The layers that all sinks share, m of edges between m + 1 of nodes, numbered from the lowest layer up."""
 
-    base: Ints  # [m + 2]: start of each layer's nodes; the last entry is not a node
+    layer: Ints  # [nodes]: the layer of each node, from 0
     row: Ints  # [nodes + 1]: where the edges above each node begin
     above: Ints  # [edges]: the upper node
     capacity: Floats  # [edges]
-    full: NDArray[np.bool_]  # [m]: whether the layer's edges are all pairs of nodes, some of capacity 0
     supply: Floats  # [top nodes]
-
-
-@compiled
-def count_edges(matrix: Any, lower: Any, upper: Any, least: float) -> int:
-    """Count the edges [keys, queries] with a capacity of more than `least` between these nodes."""
-    count = 0
-    for k in lower:
-        for i in upper:
-            count += matrix[k, i] > least
-    return count
-
-
-@compiled
-def fill_edges(
-    matrix: Any,
-    lower: Any,
-    upper: Any,
-    least: float,
-    full: bool,
-    base: int,
-    first: int,
-    row: Any,
-    above: Any,
-    capacity: Any,
-) -> None:
-    """Write the edges between these nodes.
-
-    Args:
-        matrix: capacities [keys, queries].
-        lower: the tokens of the nodes below, in their order.
-        upper: the tokens of the nodes above.
-        least: leave out edges of at most this capacity.
-        full: write all pairs instead.
-        base: index of the first node above.
-        first: index of the first edge.
-        row: [lower nodes + 1], filled: where the edges above each lower node begin, and where the last ones end.
-        above: filled from `first` on.
-        capacity: likewise.
-    """
-    e = first
-    for x in range(len(lower)):
-        row[x] = e
-        for y in range(len(upper)):
-            value = matrix[lower[x], upper[y]]
-            if full or value > least:
-                above[e] = base + y
-                capacity[e] = value
-                e += 1
-    row[len(lower)] = e

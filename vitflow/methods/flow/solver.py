@@ -13,10 +13,9 @@ What makes all sinks together cheap:
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,48 +23,21 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
 from vitflow.methods.flow.kernel import Workspace, solve, workspace
-from vitflow.methods.flow.layers import Floats, Graph, count_edges, fill_edges
+from vitflow.methods.flow.layers import Floats, Graph
 
 Progress = Callable[[int], object]
 Indices = NDArray[np.intp]
 
 # Relative distance to its bound below which a flow has reached it: the accuracy of float64 sums of thousands of edges.
 EXACT = 1e-12
-# Maximum sum of the residuals that are treated as 0, as a share of the bound.
-DUST = 1e-11
-# Windows of so many lowest layers are tried before the whole graph, each on a sample of the sinks first, and on the
-# others if it serves more than this share of the sample.
-WINDOWS = (3, 4, 6)
-SAMPLE = 8
-ENOUGH = 0.7
+# Numbers of lowest layers to try before the whole graph.
+WINDOWS = (3, 6)
 # Windows leave out edges below this share of their layer's mean: most edges, and little of the capacity.
 SMALL = 0.2
-# Layers with at least this share of all pairs of nodes as edges are stored densely.
-FULL = 0.5
-# Each thread copies the capacities; fewer threads are used where the copies would exceed this.
+# Sinks that a thread solves before it reports.
+PART = 8
+# Each thread copies the capacities; fewer threads are used if the copies would exceed this.
 WORKSPACE_BYTES = 2**29
-
-
-@dataclass(frozen=True, slots=True)
-class _Sinks:
-    """The sinks to solve, and what is found for each.
-
-    Attributes:
-        demands: [sinks, tokens], capacity from each node of the lowest layer to each sink.
-        bounds: [sinks], the smaller trivial cut.
-        values: [sinks], filled.
-        crossing: [sinks, layers + 2], filled for flows below their bound.
-    """
-
-    demands: Floats
-    bounds: Floats
-    values: Floats
-    crossing: Floats
-
-    def reached(self, which: Indices) -> NDArray[np.bool_]:
-        """Return a mask of the sinks whose flow reaches its bound."""
-        done: NDArray[np.bool_] = self.values[which] >= self.bounds[which] * (1 - EXACT)
-        return done
 
 
 class InnerGraph:
@@ -99,88 +71,67 @@ class InnerGraph:
                 supplies.
         """
         report = progress or (lambda count: None)
-        count = len(bounds)
-        sinks = _Sinks(demands, bounds, bounds.copy(), np.zeros((count, self.layers + 2)))
-        still = np.flatnonzero(bounds > 0)
-        report(count - len(still))
-        with ThreadPoolExecutor(self.workers) as pool:
-            for layers in WINDOWS:
-                if layers < self.layers and len(still):
-                    still = self._straight(pool, layers, still, sinks, report)
-            if len(still):
-                self.window(self.layers).run(pool, still, sinks, search=True, report=report)
-        np.copyto(sinks.values, bounds, where=sinks.reached(np.arange(count)))
-        return sinks.values, sinks.crossing
-
-    def _straight(
-        self, pool: ThreadPoolExecutor, layers: int, which: Indices, sinks: _Sinks, report: Progress
-    ) -> Indices:
-        """Try straight paths through the lowest layers; returns the sinks that fall short."""
-        window = self.window(layers, SMALL)
-        for part in _sample_first(which):
-            window.run(pool, part, sinks, search=False)
-            reached = sinks.reached(part)
-            report(int(reached.sum()))
-            which = np.setdiff1d(which, part[reached], assume_unique=True)
-            if reached.mean() <= ENOUGH:
+        values, crossing = bounds.copy(), np.zeros((len(bounds), self.layers + 2))
+        remaining = np.flatnonzero(bounds > 0)
+        report(len(bounds) - len(remaining))
+        for layers in (*(count for count in WINDOWS if count < self.layers), self.layers):
+            if not len(remaining):
                 break
-        return which
+            whole = layers == self.layers
+            window = self.window(layers, 0.0 if whole else SMALL)
+            short = []
+            for part, (flows, cuts) in window.solve(demands, bounds, remaining, search=whole):
+                below = flows < bounds[part] * (1 - EXACT)
+                if whole:
+                    values[part], crossing[part] = np.where(below, flows, bounds[part]), cuts
+                    report(len(part))
+                else:
+                    short.append(part[below])
+                    report(int((~below).sum()))
+            remaining = np.concatenate(short) if short else remaining[:0]
+        return values, crossing
 
-    def window(self, layers: int, small: float = 0.0) -> "_Window":
+    def window(self, layers: int, small: float = 0.0) -> "Window":
         """Return the lowest layers, without edges of at most this share of their layer's mean."""
         nodes = self.nodes[: layers + 1]
-        return _Window(_arranged(self.upward[:layers], nodes, self.supplies[layers], small), nodes, self.workers)
+        return Window(_arranged(self.upward[:layers], nodes, self.supplies[layers], small), nodes, self.workers)
 
 
-class _Window:
-    """The lowest layers, with what reaches them as their supply, and the threads' workspaces.
+@dataclass(slots=True)
+class Window:
+    """The lowest layers, with what reaches them as their supply.
 
-    Args:
+    Attributes:
         graph: the layers.
         nodes: the tokens that its nodes stand for, by layer.
         workers: threads to use at most.
     """
 
-    def __init__(self, graph: Graph, nodes: list[Indices], workers: int) -> None:
-        self.graph, self.nodes = graph, nodes
-        self.workers = max(1, min(workers, WORKSPACE_BYTES // (8 * len(graph.capacity) + 1)))
-        self.idle: SimpleQueue[Workspace] = SimpleQueue()
-        for _ in range(self.workers):
-            self.idle.put(workspace(graph))
+    graph: Graph
+    nodes: list[Indices]
+    workers: int
 
-    def run(
-        self,
-        pool: ThreadPoolExecutor,
-        which: Indices,
-        sinks: _Sinks,
-        *,
-        search: bool,
-        report: Progress | None = None,
-    ) -> None:
-        """Solve some sinks."""
+    def solve(
+        self, demands: Floats, bounds: Floats, which: Indices, *, search: bool
+    ) -> Iterator[tuple[Indices, tuple[Floats, Floats]]]:
+        """Yield the values and crossings of some sinks, part by part."""
+        workers = max(1, min(self.workers, WORKSPACE_BYTES // (8 * len(self.graph.capacity) + 1)))
+        idle: SimpleQueue[Workspace] = SimpleQueue()
+        for _ in range(workers):
+            idle.put(workspace(self.graph))
 
-        def some(part: Indices) -> None:
-            work = self.idle.get()
-            try:
-                self._solve(work, part, sinks, search=search)
-            finally:
-                self.idle.put(work)
+        def some(part: Indices) -> tuple[Floats, Floats]:
+            work = idle.get()
+            values, crossing = np.zeros(len(part)), np.zeros((len(part), len(self.nodes) + 1))
+            solve(self.graph, demands[np.ix_(part, self.nodes[0])], bounds[part], search, work, values, crossing)
+            idle.put(work)
+            return values, crossing
 
         # Neighbouring sinks take similar time, so parts are interleaved.
-        parts = max(self.workers, min(len(which) // SAMPLE, 8 * self.workers))
-        for part in _share_out(pool, self.workers, some, [which[start::parts] for start in range(parts)]):
-            if report:
-                report(len(part))
-
-    def _solve(self, work: Workspace, which: Indices, sinks: _Sinks, *, search: bool) -> None:
-        graph, layers = self.graph, len(self.nodes) - 1
-        values, crossing = np.zeros(len(which)), np.zeros((len(which), layers + 2))
-        demands = sinks.demands[np.ix_(which, self.nodes[0])]
-        dust = DUST / max(1, len(graph.capacity))
-        solve(graph, demands, sinks.bounds[which], dust, search, work, values, crossing)
-        sinks.values[which] = values
-        if search:
-            sinks.crossing[which] = crossing
+        count = max(min(workers, len(which)), len(which) // PART)
+        parts = [which[start::count] for start in range(count)]
+        with ThreadPoolExecutor(workers) as pool:
+            yield from zip(parts, pool.map(some, parts), strict=True)
 
 
 def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indices]]:
@@ -203,53 +154,22 @@ def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indi
 
 def _arranged(upward: Floats, nodes: list[Indices], supply: Floats, small: float) -> Graph:
     """Convert the layers between these nodes for the compiled search, without edges below a share of the mean."""
-    sizes = np.array([len(tokens) for tokens in nodes])
-    base = np.concatenate([[0], np.cumsum(sizes + 1)]).astype(np.int32)
-    least = [small * float(matrix.mean()) if small else 0.0 for matrix in upward]
-    counts = np.array([count_edges(matrix, nodes[q], nodes[q + 1], least[q]) for q, matrix in enumerate(upward)])
-    pairs = sizes[:-1] * sizes[1:]
-    full = counts >= FULL * pairs
-    first = np.concatenate([[0], np.cumsum(np.where(full, pairs, counts))])
-    row = np.full(base[-1] + 1, first[-1], np.int32)
-    above, capacity = np.empty(first[-1], np.int32), np.empty(first[-1])
+    sizes = [len(tokens) for tokens in nodes]
+    counts, above, capacity = [], [], []
     for q, matrix in enumerate(upward):
-        rows = row[base[q] : base[q + 1]]
-        fill_edges(matrix, nodes[q], nodes[q + 1], least[q], full[q], base[q + 1], first[q], rows, above, capacity)
-    return Graph(base, row, above, capacity, full, supply[nodes[-1]])
-
-
-def _sample_first(which: Indices) -> Iterator[Indices]:
-    """Yield a few of the sinks first, then the others; all at once if there are few."""
-    if len(which) <= 2 * SAMPLE:
-        yield which
-        return
-    sample = np.linspace(0, len(which) - 1, SAMPLE, dtype=np.intp)
-    yield which[sample]
-    yield np.delete(which, sample)
-
-
-def _share_out(
-    pool: ThreadPoolExecutor, workers: int, task: Callable[[Indices], None], parts: list[Indices]
-) -> Iterator[Indices]:
-    """Run the task on each part that is not empty, yielding parts as they are done."""
-    parts = [part for part in parts if len(part)]
-    if workers == 1 or len(parts) == 1:
-        for part in parts:
-            task(part)
-            yield part
-        return
-    futures = {pool.submit(task, part): part for part in parts}
-    try:
-        for future in as_completed(futures):
-            future.result()
-            yield futures[future]
-    finally:
-        for future in futures:
-            future.cancel()
-
-
-if TYPE_CHECKING:
-    from vitflow.methods.flow.solver import Progress
+        between = matrix[np.ix_(nodes[q], nodes[q + 1])]
+        edges = between > (small * matrix.mean() if small else 0.0)
+        counts.append(edges.sum(axis=1))
+        above.append(np.nonzero(edges)[1] + sum(sizes[: q + 1]))
+        capacity.append(between[edges])
+    row = np.cumsum(np.concatenate([[0], *counts, np.zeros(sizes[-1], np.intp)]))
+    return Graph(
+        np.repeat(np.arange(len(nodes)), sizes).astype(np.int32),
+        row.astype(np.int32),
+        np.concatenate(above).astype(np.int32),
+        np.concatenate(capacity),
+        supply[nodes[-1]],
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,7 +189,7 @@ class MaxFlow:
 
 
 def max_flow(
-    capacities: Floats, source: int | Floats, sinks: Sequence[int] | None = None, *, progress: "Progress | None" = None
+    capacities: Floats, source: int | Floats, sinks: Sequence[int] | None = None, *, progress: Progress | None = None
 ) -> MaxFlow:
     """Maximum flow from one source to each sink of a dense layered graph, exact to rounding in float64.
 
@@ -305,8 +225,6 @@ def max_flow(
         if progress:
             progress(len(demands))
     else:
-        from vitflow.methods.flow.solver import InnerGraph
-
         values, crossing = InnerGraph(inner, supply, torch.get_num_threads()).solve(demands, bounds, progress=progress)
     reached = values >= bounds
     at_sink, at_source = reached & (arrived <= total), reached & (arrived > total)
