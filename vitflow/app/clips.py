@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from vitflow.app.asking import Models, answer_column, asks, class_field, drawn
+from vitflow.app.actions import Models, class_field, connect, drawn, result_fields
 from vitflow.errors import ImageError, OptionError
 from vitflow.explaining.captions import python_call
 from vitflow.explaining.clips import FRAMES, explain_clip, read_video
@@ -29,7 +29,7 @@ class _Answers:
     def clip(self, video: Any, model: str, method: str, target: str, frames: int) -> tuple[Any, ...]:
         """Explain a video."""
         path = _checked(video)
-        explainer = self._models.explainer(model, "crop")
+        explainer, _ = self._models.explainer(model, "crop")
         of_video = explainer.model if isinstance(explainer.model, StackedFrames) else None
         count = frames if of_video is None else of_video.shape.frames
         images = read_video(path, count, max_frames=_VIDEO_FRAMES, max_pixels=_FRAME_PIXELS)
@@ -74,6 +74,6 @@ def clips_tab(models: Models) -> None:
             frames = gr.Slider(1, _MOST_FRAMES, value=FRAMES, step=1, label="Frames", info=hint)
             go = gr.Button("Explain", variant="primary")
         with gr.Column(scale=3, min_width=320):
-            *answer, notes = answer_column("Upload a video to see which of its frames the output is attributed to.")
+            *answer, notes = result_fields("Upload a video to see which of its frames the output is attributed to.")
     for trigger in (go.click, video.upload):
-        asks(trigger, _Answers(models).clip, [video, model, method, target, frames], [*answer, target, notes])
+        connect(trigger, _Answers(models).clip, [video, model, method, target, frames], [*answer, target, notes])

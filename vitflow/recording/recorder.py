@@ -30,12 +30,11 @@ from vitflow.models.anatomy import (
 from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
 from vitflow.models.parts import with_paths
-from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_words
+from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.heads import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (
     Hook,
-    aside,
     hooked,
     refuse_checkpointing,
     refuse_compiled,
@@ -300,7 +299,7 @@ class record_attention:
         trace = self.trace
         trace.logits, trace.names = logits, self._listening.recorded
         if self._reads:
-            trace.refusal = refusal_of_words(self._model)
+            trace.refusal = refusal_of_text(self._model)
         if trace.pixels is None:
             return
         size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
@@ -316,9 +315,8 @@ class record_attention:
             above = decoder_stacks(layers, len(pixels))
             layers = [layer for layer in layers if stack_of(layer.name) not in above]
             trace.names = [name for name in trace.names if stack_of(name) not in above]
-            with aside():
-                layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
-                refusal = refusal or self._unseen(layers)
+            layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
+            refusal = refusal or self._unseen(layers)
         if not layers or refusal is not None:
             layout = self._layout_without_attention(size)
             trace.lay_out(layers, layout, refusal=refusal)

@@ -18,21 +18,22 @@ from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id, model_note
 from vitflow.models.hub import bundled
 from vitflow.models.languages import decoder_path
+from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text import languages
 from vitflow.text.encoder_decoder import ExplainedText, explain_pairs
 from vitflow.text.generation import Generation
 from vitflow.text.image_tokens import tower_rows
-from vitflow.text.images import Layout, Video, with_images, with_neutral, with_source
+from vitflow.text.images import Layout, Video, with_images, with_source
 from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
 from vitflow.text.layout import Words
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
+from vitflow.text.prompt_images import with_neutral
 from vitflow.text.read_rows import RowsRead, array_of, read_rows
 from vitflow.text.writing import (
     arguments_of,
     extra_inputs,
     generate_tokens,
-    generate_with_rollout,
     refuse_not_causal,
     split,
 )
@@ -167,12 +168,10 @@ def _explained(
     model: nn.Module, arguments: Mapping[str, Any], tokenizer: Any, method: Method, options: dict[str, Any]
 ) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
     """Generate text: return prompts, generated tokens, rows [batch, layers, rows, tokens] and self-shares."""
+    refuse_other_layers(model, method.name)
     with evaluating(model), torch.no_grad():
         if languages.has_encoder(model):
             return _stacked(explain_pairs(model, arguments, tokenizer, method, options))
-        if method.name == "rollout":
-            sequences, rows, self_shares = generate_with_rollout(model, arguments, options)
-            return *split(sequences, arguments, tokenizer, model), rows, self_shares
         prompts, generated = split(generate_tokens(model, arguments), arguments, tokenizer, model)
     return _stacked(_teacher_forced(model, arguments, prompts, generated, method, options))
 
@@ -184,7 +183,7 @@ def _neutral_rows(
     arguments, _ = arguments_of(inputs, processor.tokenizer, model, {})
     ids = arguments["input_ids"][:, arguments["attention_mask"][0].bool()]
     length = ids.shape[1]
-    return array_of(_rows_at(model, arguments, ids, length, [(length - 1, None)], method, options).rows[:, 0].T)
+    return array_of(_rows_at(model, arguments, 0, ids, length, [(length - 1, None)], method, options).rows[:, 0].T)
 
 
 def _teacher_forced(
@@ -196,32 +195,34 @@ def _teacher_forced(
     options: dict[str, Any],
 ) -> Iterator[ExplainedText]:
     """Compute the rows of a method in one pass over each generated text."""
-    for prompt, new in zip(prompts, generated, strict=True):
+    for index, (prompt, new) in enumerate(zip(prompts, generated, strict=True)):
+        source = index * len(arguments["input_ids"]) // len(prompts)  # num_return_sequences may be above 1
         ids = torch.tensor([(prompt + new).ids[:-1]], device=device_of(model))
         targets = list(enumerate(new.ids, start=prompt.length - 1))
-        result = _rows_at(model, arguments, ids, prompt.length, targets, method, options)
+        result = _rows_at(model, arguments, source, ids, prompt.length, targets, method, options)
         yield ExplainedText(prompt, new, result.rows, result.self_share)
 
 
 def _rows_at(
     model: nn.Module,
     arguments: Mapping[str, Any],
+    prompt: int,
     ids: Tensor,
     length: int,
     targets: Sequence[tuple[int, int | None]],
     method: Method,
     options: dict[str, Any],
 ) -> RowsRead:
-    """Compute the rows of a method for targets in a text [1, tokens] whose prompt has `length` tokens."""
+    """Compute the rows of a method for targets in a text [1, tokens], whose prompt (an index) has `length` tokens."""
     readout = torch.eye(ids.shape[1], device=ids.device)[[position for position, _ in targets]]
-    extra = extra_inputs(model, arguments, length, ids.shape[1] - length)
+    extra = extra_inputs(model, arguments, prompt, length, ids.shape[1] - length)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
     within = decoder_path(model)
     return read_rows(model, inputs, readout, method, options, targets=targets, within=within)
 
 
 def _stacked(texts: Iterable[ExplainedText]) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
-    """Stack rows and self-shares, with prompts padded on the left as by `generate_with_rollout`."""
+    """Stack rows and self-shares, with prompts padded on the left."""
     texts = list(texts)
     prompts, generated = [text.prompt for text in texts], [text.generated for text in texts]
     start, n = (max(words.length for words in batch) for batch in (prompts, generated))
