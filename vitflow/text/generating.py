@@ -26,6 +26,7 @@ from vitflow.text.generation import Generation
 from vitflow.text.image_tokens import tower_rows
 from vitflow.text.images import Layout, Video, with_images, with_source
 from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
+from vitflow.text.layer_rows import check_options
 from vitflow.text.layout import Words
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.prompt_images import with_neutral
@@ -104,6 +105,7 @@ def explain_generation(
     method = (PLAIN if image is None else IMAGE_DEFAULT) if method is None else method
     definition, used = text_method(method, given)
     used = for_kind(used, decoder=True)
+    check_options(used)
     if isinstance(model, nn.Module):
         model = unwrap(model)
     else:
