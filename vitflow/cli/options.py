@@ -330,7 +330,7 @@ def targets_of(given: Mapping[str, Any]) -> list[Any]:
     return [target_of(target, given) for target in targets]
 
 
-def asks(given: Mapping[str, Any]) -> bool:
+def has_target(given: Mapping[str, Any]) -> bool:
     """Return True if a target other than the predicted class is given."""
     return _is_about_box(given) or any(given.get(name) for name in ("target", "targets", "prompts", "like", "against"))
 

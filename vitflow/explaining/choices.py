@@ -53,9 +53,9 @@ Chosen = Sequence[ChosenMethod]
 MethodChoice = str | Method | tuple[str, Mapping[str, Any]] | ChosenMethod
 
 
-def default_method(asks: bool) -> str:
+def default_method(has_target: bool) -> str:
     """Return the default method: gae with a target, else rollout, which is not class-specific."""
-    return "gae" if asks else "rollout"
+    return "gae" if has_target else "rollout"
 
 
 def has_targets(targets: Any) -> bool:
@@ -68,25 +68,25 @@ def has_targets(targets: Any) -> bool:
 
 
 def choose_methods(
-    methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, asks: bool = False
+    methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, has_target: bool = False
 ) -> list[ChosenMethod]:
     """Look up methods and complete their options.
 
     Args:
         methods: names, or names with options; None for the default method.
         options: options for every method that accepts them.
-        asks: whether there is a target, which determines the default method.
+        has_target: whether there is a target, which determines the default method.
 
     Raises:
         OptionError: an unknown method or option, or an option that none of the methods accepts.
     """
-    choices = [default_method(asks)] if methods is None else [methods] if isinstance(methods, str) else methods
+    choices = [default_method(has_target)] if methods is None else [methods] if isinstance(methods, str) else methods
     if not choices:
         raise OptionError("Expected at least one method, got none.")
     pairs = [(get_method(name), specific) for name, specific in map(_named, choices)]
     for name in options:
         if not any(method.accepts(name) for method, _ in pairs):
-            _refuse_option(name, pairs[0][0], default=methods is None, asks=asks)
+            _refuse_option(name, pairs[0][0], default=methods is None, has_target=has_target)
     chosen = []
     for method, specific in pairs:
         shared = {name: value for name, value in options.items() if method.accepts(name)}
@@ -109,24 +109,24 @@ def _named(choice: MethodChoice) -> tuple[str, Mapping[str, Any]]:
     return (choice.name, choice.options) if isinstance(choice, ChosenMethod) else choice
 
 
-def _refuse_option(name: str, method: Method, *, default: bool, asks: bool) -> None:
+def _refuse_option(name: str, method: Method, *, default: bool, has_target: bool) -> None:
     """Raise OptionError for an option that none of the methods accepts."""
     if name in _MISNAMED:
         raise OptionError(f"Unknown option {name!r}: use {_MISNAMED[name]}.")
     having = [each.name for each in METHODS.values() if each.accepts(name)]
     if default and having:
         raise OptionError(
-            f"Method {method.name}, the default with{'' if asks else 'out'} a target, has no option {name!r}. Methods "
-            f"with this option (method=…, or --method): {', '.join(having)}."
+            f"Method {method.name}, the default with{'' if has_target else 'out'} a target, has no option {name!r}. "
+            f"Methods with this option (method=…, or --method): {', '.join(having)}."
         )
     method.complete({name: None})  # raises an error that lists the options
 
 
 def check_methods(
-    methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, asks: bool = False
+    methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, has_target: bool = False
 ) -> list[ChosenMethod]:
     """Choose methods like `choose_methods`; OptionError also for duplicates."""
-    chosen = choose_methods(methods, options, asks=asks)
+    chosen = choose_methods(methods, options, has_target=has_target)
     for index, each in enumerate(chosen):
         if any((each.name, each.options) == (other.name, other.options) for other in chosen[:index]):
             raise OptionError(f"Method {each.name} was given twice with the same options.")

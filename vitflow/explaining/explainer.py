@@ -124,7 +124,7 @@ class Explainer(ImageModel):
 
     _weighable = True  # False once value weighting has failed for the model
 
-    def asks(self, targets: Any) -> bool:
+    def has_target(self, targets: Any) -> bool:
         """Return True if there are targets, or outputs other than the model's classes."""
         return has_targets(targets) or self.outputs.function is not None
 
@@ -146,7 +146,7 @@ class Explainer(ImageModel):
         `blank`, facts["blank"] has the score of the image replaced by its mean colour: if it is as high, the score
         does not depend on the image, whatever the map shows.
         """
-        chosen = choose_methods(None if method is None else [method], options, asks=self.asks(target))
+        chosen = choose_methods(None if method is None else [method], options, has_target=self.has_target(target))
         images = self._read([image], None, None if original is None else [original])
         maps = self._explain(images, chosen, target, readout, blank=blank)
         if len(maps) != 1:
@@ -188,7 +188,7 @@ class Explainer(ImageModel):
         Raises:
             VitflowError: an image cannot be read, or an option is invalid.
         """
-        chosen = choose_methods(methods, options, asks=self.asks(targets))
+        chosen = choose_methods(methods, options, has_target=self.has_target(targets))
         return self._explain(self._read(several(images), names, originals), chosen, targets, readout, blank=blank)
 
     def _read(

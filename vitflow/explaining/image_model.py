@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, ShapeError, VitflowWarning, printable, unknown_name
+from vitflow.errors import OptionError, ShapeError, VitflowWarning, check_known, printable, unknown_name
 from vitflow.explaining.regions import Boxes, Masks, Regions, boxes
 from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import FITS
@@ -102,8 +102,8 @@ class ImageModel:
     ) -> None:
         if fit not in FITS:  # before a model is loaded
             raise OptionError(unknown_name("fit", fit, FITS))
-        if dtype is not None and dtype not in DTYPES:
-            raise OptionError(unknown_name("dtype", dtype, DTYPES))
+        if dtype is not None:
+            check_known("dtype", dtype, DTYPES)
         if not isinstance(model, nn.Module):
             model = load_model(model, dynamic_img_size=fit == "native")
             device = device or default_device()

@@ -297,10 +297,10 @@ def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: 
     assert trace.pixels is not None
     options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
     with tracking("occlusion", len(trace.pixels) * rows * cols) as progress:
-        maps = blank_out.occlusion(predict, trace.pixels, trace.wanted, progress=progress, **options)
+        maps = blank_out.occlusion(predict, trace.pixels, trace.class_indices, progress=progress, **options)
     if not bands:
         return Maps(maps)
-    drops = blank_out.channel_occlusion(predict, trace.pixels, trace.wanted, batch_size=occlusion_batch)
+    drops = blank_out.channel_occlusion(predict, trace.pixels, trace.class_indices, batch_size=occlusion_batch)
     return Maps(maps, [{"bands": [round(value, 4) for value in each]} for each in drops.tolist()])
 
 
@@ -357,4 +357,4 @@ def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> 
             tokens = torch.cat([means, tokens[:, prefix:]], dim=1)
         numbers = trace.outputs.numbers(answer_from(trace.model, trace.pixels, last, tokens))
         assert numbers is not None
-        return numbers.gather(1, trace.wanted.to(numbers.device).view(-1, 1))
+        return numbers.gather(1, trace.class_indices.to(numbers.device).view(-1, 1))

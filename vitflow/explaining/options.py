@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from vitflow.errors import OptionError, unknown_name, whole_number
+from vitflow.errors import OptionError, check_known, whole_number
 from vitflow.images import BACKGROUNDS, INTERPOLATIONS
 
 #: method: options of single methods; refinement: of the step shared by all methods except baselines; text: only of
@@ -375,9 +375,7 @@ def shown(value: Any) -> str:
 def check_common(options: Mapping[str, Any]) -> None:
     """Raise OptionError if a refinement option has an invalid value."""
     whole_number("refine", options.get("refine", 0), *(OPTIONS["refine"].limits or ()))
-    affinities = OPTIONS["affinity"].choices
-    if options.get("affinity", affinities[0]) not in affinities:
-        raise OptionError(unknown_name("affinity", options["affinity"], affinities))
+    check_known("affinity", options.get("affinity", COMMON["affinity"]), OPTIONS["affinity"].choices)
     if options.get("shifts", 0) not in (0, 4) or isinstance(options.get("shifts"), bool):
         raise OptionError(f"Expected shifts of 0 or 4, got {options['shifts']!r}.")
 

@@ -40,7 +40,7 @@ def sampling(
     the factor of its prior covariance. With masks="auto" each image gets masks until its map is settled.
     """
     check_known("estimator", estimator, OPTIONS["estimator"].choices)
-    targets = trace.wanted.tolist()
+    targets = trace.class_indices.tolist()
 
     @lru_cache
     def affinities(grid: tuple[int, int]) -> Tensor | None:
@@ -185,7 +185,7 @@ FLOOR = 1e-6
 def consensus(trace: TargetedTrace, **options: Any) -> Maps:
     """Weighted geometric mean of GAE and sampling for the target, each refined and divided by its sum."""
     grids: list[Tensor] = []
-    facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.wanted]
+    facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.class_indices]
     for name in PARTS:
         method = get_method(name)
         accepted = {name: value for name, value in options.items() if method.accepts(name)}

@@ -138,7 +138,7 @@ class BatchExplainer:
             if callable(model):
                 model = model()
             explainer = model if isinstance(model, Explainer) else Explainer(model, **self._made_with)
-            if not self._named and explainer.asks(None):
+            if not self._named and explainer.has_target(None):
                 raise OptionError(
                     "An explainer of prompts, reference images or a function requires methods whose maps depend on "
                     "these outputs, such as methods=['gae']."
@@ -158,29 +158,27 @@ class BatchExplainer:
     def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[InputImage]:
         for image_id, image in zip(ids, images, strict=True):
             name = str(image_id)
-            yield InputImage(Input(name, "", ""), self._read(image, printable(name)))
-
-    def _read(self, image: Any, name: str) -> Decoded:
-        channels = self._loaded().explainer.spec.channels
-        if isinstance(image, Mapping):  # from a dataset without decoding
-            image = image.get("path") if image.get("bytes") is None else image["bytes"]
-        if isinstance(image, str | Path):
-            return decode_file(str(image), self._max_pixels, channels)
-        image = bytes(image) if isinstance(image, bytearray | memoryview) else image
-        return decode_given(image, name, self._max_pixels, channels)
+            channels = self._loaded().explainer.spec.channels
+            decoded = decode_given(image, printable(name), self._max_pixels, channels)
+            yield InputImage(Input(name, "", ""), decoded)
 
 
-def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
-    """Read an image from memory, the bytes of a file or an array; a failure becomes an error in the result.
+def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
+    """Read an image from a column (see `BatchExplainer`); a failure becomes an error in the result.
 
     >>> decode_given(b"no image", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
     ('UnidentifiedImageError', (2, 3, 3))
     """
+    if isinstance(image, Mapping):  # from a dataset without decoding
+        image = image.get("path") if image.get("bytes") is None else image["bytes"]
+    if isinstance(image, str | Path):
+        return decode_file(str(image), max_pixels, channels)
     facts: dict[str, Any] = {}
-    if isinstance(source, bytes):
-        facts = {"size": len(source), "sha256": hashlib.sha256(source).hexdigest()}
+    if isinstance(image, bytes | bytearray | memoryview):
+        image = bytes(image)
+        facts = {"size": len(image), "sha256": hashlib.sha256(image).hexdigest()}
     try:
-        return Decoded(read_channels(source, channels, max_pixels=max_pixels), **facts)
+        return Decoded(read_channels(image, channels, max_pixels=max_pixels), **facts)
     except Exception as error:
         return failed(error, name, facts)
 

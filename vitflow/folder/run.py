@@ -230,10 +230,17 @@ def explain_folder(
     explainer = model if isinstance(model, Explainer) else None
     if methods is None and callable(model) and not isinstance(model, nn.Module):
         explainer = explainer_for(model)  # its outputs determine the default method
-    asks = explainer is not None and explainer.asks(target)
+    has_target = explainer is not None and explainer.has_target(target)
     overlays = overlays and engine == "local"
     job = make_job(
-        methods, options, target=target, drawing=drawing, format=format, save_map=save_map, overlays=overlays, asks=asks
+        methods,
+        options,
+        target=target,
+        drawing=drawing,
+        format=format,
+        save_map=save_map,
+        overlays=overlays,
+        has_target=has_target,
     )
     drawn = {name: value for name, value in job.drawing.items() if name != "interpolation"}
     blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawn)  # raises for invalid options

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,11 @@ def make_job(
     format: str = "jpg",
     save_map: bool = False,
     overlays: bool = True,
-    asks: bool = False,
+    has_target: bool = False,
 ) -> Job:
     """Complete and check the options of a run, before anything is loaded or read.
 
-    `asks` is True if the explained outputs are not the model's classes; it determines the default of `methods`.
+    `has_target` is True if the explained outputs are not the model's classes; it determines the default of `methods`.
 
     Raises:
         OptionError: unknown method, option or format, or a list of targets.
@@ -116,7 +117,7 @@ def make_job(
     one_class = target is None or isinstance(target, int | str)
     if not (contrasting or one_class):
         raise OptionError(f"Expected one class for all images, or 'top3', got {target!r}.")
-    chosen = check_methods(methods, options, asks=asks or has_targets(target))
+    chosen = check_methods(methods, options, has_target=has_target or has_targets(target))
     if contrasting:
         check_class_specific(chosen)
     for position, method in enumerate(chosen):
@@ -205,14 +206,12 @@ def _labelled(maps: Sequence[Saliency], job: Job) -> dict[str, Saliency]:
     """Return the maps of an image, in the order of methods and targets, by label."""
     if not job.ranks:
         return dict(zip(job.labels, maps, strict=True))
-    targets = {(each.score.index, each.facts.get("detection", {}).get("query")) for each in maps if each.class_specific}
-    by_label: dict[str, Saliency] = {}
-    rest = list(maps)
-    for chosen in job.methods:
-        count = len(targets) if rest[0].class_specific else 1
-        by_label |= {rank_label(chosen.label, rank): each for rank, each in enumerate(rest[:count], start=1)}
-        rest = rest[count:]
-    return by_label
+    by_method = groupby(maps, key=lambda saliency: (saliency.method, saliency.options))
+    return {
+        rank_label(chosen.label, rank): saliency
+        for chosen, (_, group) in zip(job.methods, by_method, strict=True)
+        for rank, saliency in enumerate(group, start=1)
+    }
 
 
 def _or_failed(image: InputImage, result: ImageMaps | Exception) -> ImageMaps | Row:

@@ -209,49 +209,40 @@ class _Cuts:
         containers = {last[:i] for i, sign in enumerate(last) if sign == "."}
         for path, module in module_paths(self._model):
             if path in self._blocks:
-                yield Hook(module, self._entering(path), before=True, in_aside=True)
-                yield Hook(module, self._block(path, path == last), before=False, in_aside=True, first=True)
+                yield Hook(module, partial(self._enter, path), before=True, in_aside=True)
+                act: Callable[..., Any] = partial(self._cut, path)
             elif path in containers or (path and is_norm(module)):
-                yield Hook(module, self._after(path, path not in containers), before=False, in_aside=True, first=True)
+                act = partial(self._keep, path, path not in containers)
             elif is_pooling(path, module):
-                yield Hook(module, self._pooled(path), before=False, in_aside=True, first=True)
+                act = partial(self._keep_pooled, path)
+            else:
+                continue
+            yield Hook(module, act, before=False, in_aside=True, first=True)
 
-    def _entering(self, path: str) -> Callable[..., None]:
-        def act(args: Any, kwargs: Any) -> None:
-            self.inputs[path] = tokens_of(args or kwargs.get("hidden_states"))
-            torch.set_grad_enabled(False)
+    def _enter(self, path: str, args: Any, kwargs: Any) -> None:
+        self.inputs[path] = tokens_of(args or kwargs.get("hidden_states"))
+        torch.set_grad_enabled(False)
 
-        return act
+    def _cut(self, path: str, args: Any, output: Any) -> Any:
+        torch.set_grad_enabled(True)
+        last = path == self._blocks[-1]
+        if last:
+            self.cuts.clear()
+        tokens = tokens_of(output)
+        if tokens is None:
+            return None
+        leaf = tokens.detach().requires_grad_()
+        (self.cuts if last else self.earlier).append(Cut(path, leaf, True))
+        return with_tokens(output, leaf)
 
-    def _block(self, path: str, last: bool) -> Callable[..., Any]:
-        def act(args: Any, output: Any) -> Any:
-            torch.set_grad_enabled(True)
-            if last:
-                self.cuts.clear()
-            tokens = tokens_of(output)
-            if tokens is None:
-                return None
-            leaf = tokens.detach().requires_grad_()
-            (self.cuts if last else self.earlier).append(Cut(path, leaf, True))
-            return with_tokens(output, leaf)
+    def _keep(self, path: str, norm: bool, args: Any, output: Any) -> None:
+        tokens, known = tokens_of(output), [cut.tensor for cut in self.cuts]
+        if known and tokens is not None and tokens.requires_grad and all(tokens is not each for each in known):
+            self.cuts.append(Cut(path, tokens, True, norm, not norm and tokens.numel() != known[0].numel()))
 
-        return act
-
-    def _after(self, path: str, norm: bool) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            tokens = tokens_of(output)
-            known = [cut.tensor for cut in self.cuts]
-            if known and tokens is not None and tokens.requires_grad and all(tokens is not each for each in known):
-                self.cuts.append(Cut(path, tokens, True, norm, not norm and tokens.numel() != known[0].numel()))
-
-        return act
-
-    def _pooled(self, path: str) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            if self.cuts and isinstance(output, Tensor) and output.requires_grad:
-                self.cuts.append(Cut(path, output, False))
-
-        return act
+    def _keep_pooled(self, path: str, args: Any, output: Any) -> None:
+        if self.cuts and isinstance(output, Tensor) and output.requires_grad:
+            self.cuts.append(Cut(path, output, False))
 
 
 def _head(

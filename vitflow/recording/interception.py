@@ -56,9 +56,8 @@ class Interception(TorchFunctionMode):
 
     def end_all(self) -> None:
         """Undo every `begin`; some have no `end` if a hook raised an error."""
-        if self._within:
-            self._within = 0
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        while self._within:
+            self.end()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,15 +85,21 @@ class Interception(TorchFunctionMode):
         return output
 
     def _attend_with_many_heads(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute `F.multi_head_attention_forward` with its inner calls intercepted; without dropout for the record."""
+        """Compute `F.multi_head_attention_forward` with its inner calls intercepted, without dropout.
+
+        The original runs as well for the output with dropout, and for the weights, if requested.
+        """
         code, given = F.multi_head_attention_forward, _MANY_HEADS.bind(*args, **kwargs)
         followed = FunctionType(code.__code__, {**vars(F), "has_torch_function": lambda _: False})
         given.apply_defaults()
         dropout = given.arguments["training"] and given.arguments["dropout_p"] > 0.0
-        given.arguments["training"] = False
+        weights = given.arguments["need_weights"]
+        given.arguments |= {"training": False, "need_weights": False}
         with self:
-            output = followed(*given.args)
-        return code(*args, **kwargs) if dropout else output
+            output, _ = followed(*given.args)
+        if dropout:
+            return code(*args, **kwargs)
+        return output, code(*args, **kwargs)[1] if weights else None
 
     def _normalised(self, name: str, output: Tensor, scores: Tensor, dim: int | None) -> None:
         """Keep a softmax over keys: over the last axis, or the one before it if its transpose is applied."""

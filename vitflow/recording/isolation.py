@@ -250,10 +250,9 @@ def refuse_without_weights(model: nn.Module) -> None:
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         lazy = nn.parameter.is_lazy(weight)
         if lazy or weight.is_meta:
-            what = "no shape yet: run it on an input, or load its weights" if lazy else "a shape and no values (meta)"
+            what = "no shape yet: run it on an input" if lazy else "a shape and no values (meta): load its weights"
             raise ModelError(
-                f"Expected a model with weights, got {type(model).__name__}, whose {name} has {what}"
-                f"{', first.' if lazy else ': load its weights first.'}"
+                f"Expected a model with weights, got {type(model).__name__}, whose {name} has {what} first."
             )
 
 
@@ -273,9 +272,8 @@ def refuse_checkpointing(model: nn.Module) -> None:
         of_transformers = getattr(module, "gradient_checkpointing", False) is True and module.training
         if of_timm or of_transformers:
             newer = hasattr(model, "activation_checkpointing_disable")
-            theirs = "activation_checkpointing_disable()" if newer else "gradient_checkpointing_disable()"
-            off = "set_grad_checkpointing(False)" if of_timm else theirs
+            theirs = f"{'activation' if newer else 'gradient'}_checkpointing_disable()"
             raise UnsupportedModelError(
                 f"{type(module).__name__} uses gradient checkpointing, which computes the attention a second time "
-                f"during the backward pass. Call model.{off} first."
+                f"during the backward pass. Call model.{'set_grad_checkpointing(False)' if of_timm else theirs} first."
             )

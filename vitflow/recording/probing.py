@@ -8,7 +8,7 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -54,13 +54,13 @@ def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[st
     pixels = torch.cat([fixed_pixels(model, shape, seed) for seed in (0, 1)])
     sums = dict[str, NDArray[np.float64]]()
 
-    def note(path: str, output: Any) -> None:
+    def note(path: str, args: Any, output: Any) -> None:
         output_sums = _sums(output)
         if output_sums is not None:
             sums[path] = sums.get(path, 0.0) + output_sums
 
     hooks = (
-        Hook(module, lambda _, output, path=path: note(path, output), before=False, in_aside=True)
+        Hook(module, partial(note, path), before=False, in_aside=True)
         for path, module in model.named_modules()
         if path and module._modules
     )
@@ -72,7 +72,7 @@ def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[st
             hooked(hooks),
             np.errstate(all="ignore"),
         ):
-            note("", forward(pixels))
+            note("", (), forward(pixels))
     except Exception:  # the error is reported for each image
         return None
     rounding = max(_ROUNDING.get(weight.dtype, 0.0) for weight in (torch.empty(0), *model.parameters()))
@@ -170,16 +170,15 @@ def _token_outputs(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tens
     outputs: dict[tuple[str, int], Tensor] = {}
     calls: Counter[str] = Counter()
 
-    def keeping(name: str) -> Callable[..., None]:
-        def keep(args: Any, output: Any) -> None:
-            tokens = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
-            if isinstance(tokens, Tensor) and tokens.ndim == 3 and tokens.shape[:2] == text.shape:
-                calls[name] += 1
-                outputs[name, calls[name]] = tokens.clone()  # some are modified in place later
+    def keep(name: str, args: Any, output: Any) -> None:
+        tokens = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
+        if isinstance(tokens, Tensor) and tokens.ndim == 3 and tokens.shape[:2] == text.shape:
+            calls[name] += 1
+            outputs[name, calls[name]] = tokens.clone()  # some are modified in place later
 
-        return keep
-
-    with hooked(Hook(module, keeping(name), before=False, in_aside=True) for name, module in model.named_modules()):
+    with hooked(
+        Hook(module, partial(keep, name), before=False, in_aside=True) for name, module in model.named_modules()
+    ):
         model(input_ids=text)
     return outputs
 

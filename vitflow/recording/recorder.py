@@ -7,6 +7,7 @@ attention does not call, is not needed. Afterwards the model is restored exactly
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -29,12 +30,12 @@ from vitflow.models.anatomy import (
 from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
 from vitflow.models.parts import with_paths
-from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_words
+from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.heads import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (
     Hook,
-    aside,
+    hooked,
     refuse_checkpointing,
     refuse_compiled,
     refuse_meta_default,
@@ -159,7 +160,8 @@ class record_attention:
             stack.callback(self._unhook)
             if self._attention:
                 refuse_unseen(self._model)
-            self._enter_hooks(stack)
+            stack.enter_context(hooked(self._fixed_hooks()))
+            self._watch()
             if runs_compiled(self._called):
                 refuse_compiled()
                 stack.enter_context(uncompiled())
@@ -181,24 +183,24 @@ class record_attention:
 
     # -- the model's modules ------------------------------------------------------------------------------------------
 
-    def _enter_hooks(self, stack: ExitStack) -> None:
-        for hook in self._hooks_of("", self._model):
-            stack.callback(hook.remove)
-        self._watch()
+    def _fixed_hooks(self) -> Iterator[Hook]:
+        """Yield the hooks that stay while the recording is open."""
+        yield from self._hooks_of("", self._model)
         if self._gradients and (embedding := word_embedding(self._model)) is not None:
-            stack.callback(Hook(embedding, _begin_graph, before=False).remove)
+            yield Hook(embedding, _begin_graph, before=False)
         for path, module in self._features.items():
-            stack.callback(Hook(module, self._keeping(path), before=False).remove)
+            yield Hook(module, partial(self._keep, path), before=False)
         if self._head is not None and self._head.taps:
             for path in self._head.blocks:
-                stack.callback(Hook(_submodule(self._model, path), _stop_graph, before=True).remove)
+                yield Hook(_submodule(self._model, path), _stop_graph, before=True)
             for path in {*self._head.blocks, *self._head.taps}:
-                act = self._cutting(path, path in self._head.taps)
-                stack.callback(Hook(_submodule(self._model, path), act, before=False, always=True, first=True).remove)
+                yield Hook(
+                    _submodule(self._model, path), partial(self._cut, path), before=False, always=True, first=True
+                )
         elif self._attention and torch.is_grad_enabled():
             attending = [path for path, _ in with_paths(self._model, may_attend)]
             for path in tap_candidates(self._model, attending):
-                stack.callback(Hook(self._model.get_submodule(path), self._noting(path), before=False).remove)
+                yield Hook(self._model.get_submodule(path), partial(self._note, path), before=False)
 
     def _watch(self) -> None:
         """Watch the modules that may attend; these may have changed since the previous pass."""
@@ -215,65 +217,47 @@ class record_attention:
             self._hooks.pop().remove()
 
     def _hooks_of(self, name: str, module: nn.Module) -> Iterator[Hook]:
-        yield Hook(module, self._entering(name, module), before=True)
-        yield Hook(module, self._leaving(name), before=False, always=True)
+        yield Hook(module, partial(self._enter, name, module), before=True)
+        yield Hook(module, partial(self._leave, name), before=False, always=True)
 
-    def _entering(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        listening, interception = self._listening, self._interception
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not name:
+            args, kwargs = self._begin(args, kwargs)
+        if name in self._watched:
+            self._interception.begin()
+        self._listening.path.append((name, module))
+        return (args, kwargs) if not name else None
 
-        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not name:
-                args, kwargs = self._begin(args, kwargs)
-            if name in self._watched:
-                interception.begin()
-            listening.path.append((name, module))
-            return (args, kwargs) if not name else None
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        path, interception = self._listening.path, self._interception
+        try:
+            if output is not None:  # no exception was raised
+                interception.ended(name)
+        finally:
+            if path and path[-1][0] == name:
+                path.pop()
+                if name in self._watched:
+                    interception.end()
+        if output is not None:
+            self._listening.ended(name)
+        if not name and output is not None and (logits := self._outputs(output)) is not None:
+            self.trace.output = output
+            self._finish(logits)
 
-        return act
+    def _keep(self, path: str, args: Any, output: Any) -> None:
+        self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
 
-    def _leaving(self, name: str) -> Callable[..., None]:
-        listening, interception = self._listening, self._interception
+    def _note(self, path: str, args: Any, output: Any) -> None:
+        if (tokens := tokens_of(output)) is not None and tokens.requires_grad:
+            self.trace.candidates[path] = tokens
 
-        def act(args: Any, output: Any) -> None:
-            entered = bool(listening.path) and listening.path[-1][0] == name
-            try:
-                if output is not None:  # no exception was raised
-                    interception.ended(name)
-            finally:
-                if entered:
-                    listening.path.pop()
-                    if name in self._watched:
-                        interception.end()
-            if output is not None:
-                listening.ended(name)
-            if not name and output is not None and (logits := self._outputs(output)) is not None:
-                self.trace.output = output
-                self._finish(logits)
-
-        return act
-
-    def _keeping(self, path: str) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
-
-        return act
-
-    def _noting(self, path: str) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            if (tokens := tokens_of(output)) is not None and tokens.requires_grad:
-                self.trace.candidates[path] = tokens
-
-        return act
-
-    def _cutting(self, path: str, taps: bool) -> Callable[..., Any]:
-        def act(args: Any, output: Any) -> Any:
-            torch.set_grad_enabled(True)  # as it was before the block
-            if not taps or (tokens := tokens_of(output)) is None:
-                return None
-            self.trace.candidates[path] = tokens.detach().requires_grad_()
-            return with_tokens(output, self.trace.candidates[path])
-
-        return act
+    def _cut(self, path: str, args: Any, output: Any) -> Any:
+        torch.set_grad_enabled(True)  # as it was before the block
+        tokens = tokens_of(output)
+        if self._head is None or path not in self._head.taps or tokens is None:
+            return None
+        self.trace.candidates[path] = tokens.detach().requires_grad_()
+        return with_tokens(output, self.trace.candidates[path])
 
     # -- one forward pass ---------------------------------------------------------------------------------------------
 
@@ -315,7 +299,7 @@ class record_attention:
         trace = self.trace
         trace.logits, trace.names = logits, self._listening.recorded
         if self._reads:
-            trace.refusal = refusal_of_words(self._model)
+            trace.refusal = refusal_of_text(self._model)
         if trace.pixels is None:
             return
         size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
@@ -331,9 +315,8 @@ class record_attention:
             above = decoder_stacks(layers, len(pixels))
             layers = [layer for layer in layers if stack_of(layer.name) not in above]
             trace.names = [name for name in trace.names if stack_of(name) not in above]
-            with aside():
-                layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
-                refusal = refusal or self._unseen(layers)
+            layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
+            refusal = refusal or self._unseen(layers)
         if not layers or refusal is not None:
             layout = self._layout_without_attention(size)
             trace.lay_out(layers, layout, refusal=refusal)

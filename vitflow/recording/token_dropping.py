@@ -4,7 +4,7 @@ A patch under a grey square is still a grey patch for the model. A dropped token
 fewer tokens is faster.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,17 +120,13 @@ class _Shortening:
     ) -> None:
         self.model, self.size, self.kept, self.layout = model, size, kept, layout
 
-    def before(self, index: int) -> Callable[..., Any]:
-        """Return the pre-forward hook of a block."""
-
-        def shorten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if index == 0:
-                args = (self._choose(args[0] if args else None), *args[1:])
-            if self.kept is not None and kwargs.get("rope") is not None:
-                kwargs = kwargs | {"rope": self._rotations(kwargs["rope"], self.kept)}
-            return args, kwargs
-
-        return shorten
+    def enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change the arguments of a block."""
+        if index == 0:
+            args = (self._choose(args[0] if args else None), *args[1:])
+        if self.kept is not None and kwargs.get("rope") is not None:
+            kwargs = kwargs | {"rope": self._rotations(kwargs["rope"], self.kept)}
+        return args, kwargs
 
     def _choose(self, tokens: Any) -> Tensor:
         """Select the tokens of each subset: [1, tokens, channels] → [choices, prefix + kept, channels]."""
@@ -168,7 +164,9 @@ def _run(
     """Return logits [choices, classes] and the token layout at the first block."""
     size = (pixels.shape[-2], pixels.shape[-1])
     shortening = _Shortening(model, size, kept, layout)
-    with hooked(Hook(block, shortening.before(index), before=True) for index, block in enumerate(_blocks(model))):
+    with hooked(
+        Hook(block, partial(shortening.enter, index), before=True) for index, block in enumerate(_blocks(model))
+    ):
         logits = outputs(model(pixels, **forward_options(model, size)))
     if logits is None or shortening.layout is None:
         raise UnsupportedModelError(_NO_LOGITS)

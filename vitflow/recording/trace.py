@@ -281,11 +281,7 @@ class Trace:
             )
         tokens = [self.candidates[path] for path in head.taps if path in self.candidates]
         if not tokens or len(tokens) < len(head.taps) or not all(each.requires_grad for each in tokens):
-            why = (
-                "this pass was recorded without gradients"
-                if head.taps
-                else "it has no gradient for the tokens of any module (the head is zero or the output is detached)"
-            )
+            why = "this pass was recorded without gradients" if head.taps else "it has none for any tokens"
             raise UnsupportedModelError(
                 f"This output of {model} has no known pooling, so its readout is a gradient, but {why}. Record with "
                 "gradients=True, or pass readout= with a weight for each token of the top layer."

@@ -7,8 +7,9 @@ pooling or linear attention inside the block explains that.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,61 +136,55 @@ class _Probe(Listener):
         """Yield the hooks of a forward pass."""
         for path, module in module_paths(self._model):
             if module._modules or not type(module).__module__.startswith("torch.nn.modules."):
-                yield Hook(module, self._entering(path, module), before=True, in_aside=True)
-                yield Hook(module, self._leaving(path), before=False, always=True, in_aside=True, first=True)
+                yield Hook(module, partial(self._enter, path, module), before=True, in_aside=True)
+                yield Hook(module, partial(self._leave, path), before=False, always=True, in_aside=True, first=True)
 
-    def _entering(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if path in self._attending or not path:
-                self.path.append((path, module))
-            call = _Call(path)
-            self._calls.append(call)
-            if other_attention(module) is not None:
-                self.explain()
-            given = next((value for value in (*args, *kwargs.values()) if self._tokens(value) is not None), None)
-            if given is None:
-                return None
-            tokens = self._tokens(given)
-            assert tokens is not None
-            if self._changed:
-                call.tokens = tokens.shape[1] if self._share(tokens) <= _limits(tokens)[0] else 0
-                return None
-            if path in self._explained:
-                return None
-            call.tokens, call.begins, self._changed = tokens.shape[1], True, True
-            with torch._C.DisableTorchFunction():  # not part of the model
-                other = self._change(given, tokens)
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if path in self._attending or not path:
+            self.path.append((path, module))
+        call = _Call(path)
+        self._calls.append(call)
+        if other_attention(module) is not None:
+            self.explain()
+        given = next((value for value in (*args, *kwargs.values()) if self._tokens(value) is not None), None)
+        if given is None:
+            return None
+        tokens = self._tokens(given)
+        assert tokens is not None
+        if self._changed:
+            call.tokens = tokens.shape[1] if self._share(tokens) <= _limits(tokens)[0] else 0
+            return None
+        if path in self._explained:
+            return None
+        call.tokens, call.begins, self._changed = tokens.shape[1], True, True
+        with torch._C.DisableTorchFunction():  # not part of the model
+            other = self._change(given, tokens)
 
-            def replaced(value: Any) -> Any:  # other inputs are those of the first image
-                if value is given or not isinstance(value, Tensor) or value.ndim < 2 or len(value) != 2:
-                    return other if value is given else value
-                return value[:1].expand(value.shape).clone()
+        def replaced(value: Any) -> Any:  # other inputs are those of the first image
+            if value is given or not isinstance(value, Tensor) or value.ndim < 2 or len(value) != 2:
+                return other if value is given else value
+            return value[:1].expand(value.shape).clone()
 
-            return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+        return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
-        return act
-
-    def _leaving(self, path: str) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            if self.path and self.path[-1][0] == path:
-                self.interception.ended(path)
-                self.path.pop()
-            if not self._calls or self._calls[-1].path != path:  # an earlier hook raised an error before it began
-                return
-            call = self._calls.pop()
-            tokens = next((t for tensor in tensors_in(output) if (t := self._tokens(tensor)) is not None), None)
-            checked = tokens is not None and tokens.shape[1] == call.tokens and not call.explained
-            if checked:
-                self.checked.add(path)
-            if checked and tokens is not None and self.mixing is None and self._share(tokens) > _limits(tokens)[1]:
-                self.mixing = path
-            if call.begins:
-                self._changed = False
-                if not checked:
-                    self.missed = True
-                    self._explained.add(path)
-
-        return act
+    def _leave(self, path: str, args: Any, output: Any) -> None:
+        if self.path and self.path[-1][0] == path:
+            self.interception.ended(path)
+            self.path.pop()
+        if not self._calls or self._calls[-1].path != path:  # an earlier hook raised an error before it began
+            return
+        call = self._calls.pop()
+        tokens = next((t for tensor in tensors_in(output) if (t := self._tokens(tensor)) is not None), None)
+        checked = tokens is not None and tokens.shape[1] == call.tokens and not call.explained
+        if checked:
+            self.checked.add(path)
+        if checked and tokens is not None and self.mixing is None and self._share(tokens) > _limits(tokens)[1]:
+            self.mixing = path
+        if call.begins:
+            self._changed = False
+            if not checked:
+                self.missed = True
+                self._explained.add(path)
 
     def explain(self) -> None:
         """Mark all running modules as containing known token mixing."""

@@ -4,7 +4,8 @@ It is independent of the model family: the model runs once on random pixels, and
 by bit with the tokens that they were computed from.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -84,30 +85,24 @@ class _Probe(Listener):
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
         for name, module in module_paths(self._model):
-            yield Hook(module, self._entering(name, module), before=True, in_aside=True)
-            yield Hook(module, self._leaving(name), before=False, always=True, in_aside=True)
+            yield Hook(module, partial(self._enter, name, module), before=True, in_aside=True)
+            yield Hook(module, partial(self._leave, name), before=False, always=True, in_aside=True)
 
-    def _entering(self, name: str, module: nn.Module) -> Callable[..., None]:
-        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[0] if args and isinstance(args[0], Tensor) else None
-            if any(True for _ in module.children()):
-                self.path.append((name, module))
-                self._given.append(given)
-            if given is not None:
-                self.note(given)
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        if any(True for _ in module.children()):
+            self.path.append((name, module))
+            self._given.append(given)
+        if given is not None:
+            self.note(given)
 
-        return act
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            if self.path and self.path[-1][0] == name:
-                self.interception.ended(name)
-                self.path.pop()
-                self._given.pop()
-            if isinstance(output, Tensor):
-                self.note(output)
-
-        return act
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        if self.path and self.path[-1][0] == name:
+            self.interception.ended(name)
+            self.path.pop()
+            self._given.pop()
+        if isinstance(output, Tensor):
+            self.note(output)
 
     def note(self, tensor: Tensor) -> None:
         """Keep a tensor if it has all tokens of the image in raster order."""

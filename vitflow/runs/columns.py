@@ -2,8 +2,7 @@
 
 An input is a path relative to the run's root. JSON stores names that are not valid UTF-8 with lone surrogates (Python's
 surrogateescape): `os.fsencode(row["input"])` returns their bytes. CSV, Parquet and SQL cannot: there, `input` shows
-such bytes as escapes, and `input_hex` contains the bytes of the whole name. In CSV, an apostrophe precedes text that a
-spreadsheet would evaluate (see `plain_cell`).
+such bytes as escapes. In CSV, an apostrophe precedes text that a spreadsheet would evaluate (see `plain_cell`).
 
 A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the smallest power of two that no value exceeds,
 so that maps of any scale keep the precision of float16 (the map is `scale_METHOD` times the stored values).
@@ -56,7 +55,6 @@ _SCORE = "manifest record condition"
 #: The columns of all rows, in table order.
 COLUMNS = {
     "input": Column("text", "folder manifest captions condition results"),
-    "input_hex": Column("text", "manifest"),
     "target_source": Column("text", "measured results"),
     "stem": Column("text", "folder"),
     "status": Column("text", "manifest captions record"),
@@ -307,7 +305,6 @@ def _kind(value: Any) -> str:
 
 def _write_jsonl(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
     for row in rows:
-        row.pop("input_hex", None)  # JSON can represent every name
         file.write(json_line(row))
 
 
@@ -317,7 +314,7 @@ def _write_csv(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -
         writer = csv.DictWriter(text, kinds)
         writer.writeheader()
         for row in rows:
-            writer.writerow({name: plain_cell(value) for name, value in _with_name(row, kinds).items()})
+            writer.writerow({name: plain_cell(value) for name, value in _shown(row, kinds).items()})
     finally:
         text.detach()
 
@@ -327,13 +324,11 @@ def _write_parquet(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str
     types = {"whole": pyarrow.int64(), "number": pyarrow.float64(), "bytes": pyarrow.binary()}
     schema = pyarrow.schema([(name, types.get(kind, pyarrow.string())) for name, kind in kinds.items()])
     with parquet.ParquetWriter(file, schema) as writer:
-        shown = (_with_name(row, kinds) for row in rows)
+        shown = (_shown(row, kinds) for row in rows)
         while group := list(islice(shown, _GROUP)):
             writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
 
 
-def _with_name(row: Row, kinds: Mapping[str, str]) -> Row:
+def _shown(row: Row, kinds: Mapping[str, str]) -> Row:
     """Return a row for formats that are limited to text and numbers."""
-    shown = shown_name(row["input"])
-    name = {"input": shown, "input_hex": os.fsencode(row["input"]).hex()} if shown != row["input"] else {}
-    return as_text(row, kinds) | name
+    return as_text(row, kinds) | {"input": shown_name(row["input"])}

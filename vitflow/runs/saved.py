@@ -135,9 +135,9 @@ class SavedRun:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def rows(self, names: Iterable[str] | None = None) -> Iterator[Row]:
-        """Yield the rows of these inputs, by default those of the latest run in its order; missing ones are skipped."""
-        for ids in _chunks(self._latest() if names is None else self._named(names)):
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of the latest run in the order of its inputs."""
+        for ids in _chunks(self._latest()):
             yield from self._rows(ids).values()
 
     def all_rows(self) -> Iterator[Row]:
@@ -146,10 +146,10 @@ class SavedRun:
             yield from self._rows(ids).values()
 
     def with_maps(self, names: Iterable[str] | None = None, where: str | None = None) -> Iterator[tuple[Row, Maps]]:
-        """Yield rows as `rows` does, each with its maps by label, float32 [rows, cols].
+        """Yield each row with its maps by label, float32 [rows, cols].
 
         Args:
-            names: inputs.
+            names: inputs; by default those of the latest run. Inputs without a row are skipped.
             where: SQL condition that selects rows.
 
         Raises:

@@ -60,7 +60,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     options = shared.method_values(given)
     named = given["method"]
     # before torch is loaded
-    given["method"] = choose_methods(named and [named], options, asks=shared.asks(given))[0].name
+    given["method"] = choose_methods(named and [named], options, has_target=shared.has_target(given))[0].name
     suffixes = FIGURE_FORMATS if given["figure"] or _is_strip(given) else tuple(WRITE_OPTIONS)
     if any(map(_is_video, images)):
         if len(images) > 1 or _is_strip(given) or given["against"] or given["save_map"] or given["blank"]:

@@ -144,7 +144,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     if given.pop("caption"):
         model, run = None, _captions(sources, given, options)
     else:
-        chosen = choose_methods(named or None, options, asks=shared.asks(given))  # before torch is loaded
+        chosen = choose_methods(named or None, options, has_target=shared.has_target(given))  # before torch is loaded
         given["method_names"] = [method.name for method in chosen]
         _check_sources(sources)
         model = _Model(given)

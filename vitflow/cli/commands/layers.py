@@ -24,7 +24,7 @@ def layers(image: Path, **given: Any) -> None:
     """Show each layer's map of IMAGE, the accumulated map, and each head of one layer (--layer)."""
     options = shared.method_values(given)
     layer = options.pop("layer", -1)
-    method = given["method"] or default_method(shared.asks(given))
+    method = given["method"] or default_method(shared.has_target(given))
     choose_methods([method, "attention"], options)  # before torch is loaded
     output = output_file([image], given["output"], "layers")
     explainer = shared.make_explainer(given)
