@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.libraries import library_layout, library_readout
-from vitflow.models.parts import is_compiled, modules_of, those_that
+from vitflow.models.parts import those_that
 
 # Attribute names of the output projection of attention modules.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
@@ -47,18 +47,6 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
-
-
-def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module as `named_modules` does, skipping torch.compile wrappers."""
-    for path, module in model.named_modules():
-        if "_orig_mod" not in module._modules:
-            yield ".".join(part for part in path.split(".") if part != "_orig_mod"), module
-
-
-def runs_compiled(model: nn.Module) -> bool:
-    """Return True if the model or a part of it is compiled with torch.compile, in any of its forms."""
-    return any(map(is_compiled, modules_of(model)))
 
 
 def transformer_of(model: nn.Module) -> nn.Module:

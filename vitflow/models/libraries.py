@@ -23,8 +23,8 @@ from vitflow.models.processors import from_processor
 # Names of the patch embedding and of prefix tokens in transformers.
 _PATCHES = ("patch_embeddings", "patch_embedding")
 _PREFIX = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
-# Names of the first norm of a block.
-_FIRST_NORMS = ("layernorm_before", "layer_norm1", "ln_1", "norm1")
+#: Names of the first norm of a block.
+FIRST_NORMS = ("layernorm_before", "layer_norm1", "ln_1", "norm1")
 # Readouts of classifiers of transformers, by class name; by default the class token.
 _PATCH_MEAN = "average over patches"
 _HALVES = "half class token, half average over patches"
@@ -161,15 +161,6 @@ def library_readout(model: nn.Module, layout: TokenLayout) -> tuple[Tensor, str]
     return weights, readout
 
 
-def library_norms(model: nn.Module) -> list[str]:
-    """Return the path of each block's first norm, first block first; empty for models of timm."""
-    return [
-        f"{path}.{name}.{next(norm for norm in _FIRST_NORMS if hasattr(block, norm))}"
-        for path, blocks in library_blocks(model).items()
-        for name, block in blocks.named_children()
-    ]
-
-
 def library_blocks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
     """Return the stacks of blocks with a first norm, by module path; empty for models of timm."""
     if embedding_of(model) is None:
@@ -179,7 +170,7 @@ def library_blocks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
         and len(module)
-        and all(any(hasattr(block, norm) for norm in _FIRST_NORMS) for block in module)
+        and all(any(hasattr(block, norm) for norm in FIRST_NORMS) for block in module)
     }
 
 

@@ -224,23 +224,8 @@ def _solve(
     capacities: Floats, source: int | Floats, *, sinks: Sequence[int], progress: Progress | None
 ) -> tuple[Floats, Floats, NDArray[np.intp]]:
     """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one image."""
-    if not isinstance(source, int):
-        source = _as_token(capacities[-1], source)
     flow = max_flow(capacities, source, sinks, progress=progress)
-    given = capacities[-1, source].sum() if isinstance(source, int) else source.sum()
-    cuts = np.minimum(given, capacities[0].sum(axis=0)[list(sinks)])
-    return flow.values, cuts, flow.crossing.argmax(axis=1)
-
-
-def _as_token(top: Floats, source: Floats) -> int | Floats:
-    """Replace a source on a single token by that token, if it supplies exactly the outgoing capacity."""
-    [tokens] = np.nonzero(source)
-    if len(tokens) == 1:
-        token = int(tokens[0])
-        taken = top[token].sum()
-        if abs(source[token] - taken) <= 1e-12 * taken:
-            return token
-    return source
+    return flow.values, flow.bounds, flow.crossing.argmax(axis=1)
 
 
 def _all_sources(capacities: Floats, solve: Any) -> tuple[Floats, ...]:
