@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.libraries import library_layout, library_readout
+from vitflow.models.libraries import BOTH_TOKENS, HALVES, PATCH_MEAN, library_layout, library_pooling
 from vitflow.models.parts import those_that
 
 # Attribute names of the output projection of attention modules.
@@ -21,7 +21,8 @@ _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", 
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
 #: Name of a readout that is taken from the attention of a pooling head.
 ATTENTION_POOLING = "attention pooling"
-_BOTH_TOKENS = "class and distillation token"
+_CLASS_TOKEN = "class token"
+_TOKEN_MEAN = "average over all tokens"
 # Names of the logits in outputs with fields, in order of preference.
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
 
@@ -212,38 +213,42 @@ def closed_readouts(model: nn.Module, layout: TokenLayout, pooling_attention: Te
         layout: layout of the top layer's tokens.
         pooling_attention: recorded attention of an attention-pooling head, [batch, heads, queries, tokens], or None.
     """
-    declared = _declared_readout(model, layout, pooling_attention)
-    class_token, patches = torch.zeros(2, 1, layout.num_tokens).unbind()
-    class_token[0, 0], patches[0, layout.patches] = 1.0, 1.0 / layout.num_patches
-    common = [ClosedReadout(patches, "average over patches")]
-    if layout.num_prefix_tokens:
-        every = torch.full((1, layout.num_tokens), 1.0 / layout.num_tokens)
-        common += [ClosedReadout(class_token, "class token"), ClosedReadout(every, "average over all tokens")]
-    return [declared, *(readout for readout in common if readout.name != declared.name)]
-
-
-def _declared_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> ClosedReadout:
-    transformer: Any = transformer_of(model)
-    by_library = library_readout(model, layout)
-    if by_library is not None:
-        return ClosedReadout(*by_library, convention="support" if by_library[1] == _BOTH_TOKENS else "exact")
-    if pooling_attention is not None:
+    pooling = library_pooling(model)
+    if pooling is None and pooling_attention is not None:
         weights = pool_queries(model, layout, pooling_attention.detach().mean(dim=1))
-        return ClosedReadout(weights, ATTENTION_POOLING, "pooling")
+        declared = ClosedReadout(weights, ATTENTION_POOLING, "pooling")
+    else:
+        declared = _closed_readout(pooling or _timm_pooling(model, layout), layout)
+    common = [PATCH_MEAN, *([_CLASS_TOKEN, _TOKEN_MEAN] if layout.num_prefix_tokens else [])]
+    return [declared, *(_closed_readout(name, layout) for name in common if name != declared.name)]
+
+
+def _closed_readout(pooling: str, layout: TokenLayout) -> ClosedReadout:
     weights = torch.zeros(1, layout.num_tokens)
+    if pooling == _CLASS_TOKEN:
+        weights[0, 0] = 1.0
+    elif pooling == BOTH_TOKENS:
+        weights[0, :2] = 0.5
+    elif "all tokens" in pooling:
+        weights[:] = 1.0 / layout.num_tokens
+    else:
+        weights[0, layout.patches] = (0.5 if pooling == HALVES else 1.0) / layout.num_patches
+        weights[0, 0] += 0.5 if pooling == HALVES else 0.0
+    return ClosedReadout(weights, pooling, "support" if pooling == BOTH_TOKENS else "exact")
+
+
+def _timm_pooling(model: nn.Module, layout: TokenLayout) -> str:
+    """Return the name of the pooling that the attributes of a timm model declare."""
+    transformer: Any = transformer_of(model)
     pool = getattr(transformer, "global_pool", None)
     if getattr(transformer, "head_dist", None) is not None and layout.num_prefix_tokens == 2:
-        weights[0, :2] = 0.5
-        return ClosedReadout(weights, _BOTH_TOKENS, "support")
+        return BOTH_TOKENS
     if has_class_token(model, layout) and pool not in ("avg", "avgmax", "max"):
-        weights[0, 0] = 1.0
-        return ClosedReadout(weights, "class token")
-    include_prefix = bool(getattr(transformer, "pool_include_prefix", False))
-    pooled = slice(0, None) if include_prefix else layout.patches
-    weights[0, pooled] = 1.0 / weights[0, pooled].numel()
-    words = {"avg": "average", "max": "maximum", "avgmax": "average and maximum"}.get(str(pool), "average")
-    over = "all tokens" if include_prefix and layout.num_prefix_tokens else "patches"
-    return ClosedReadout(weights, f"{words} over {over}" + ("" if pool else " (the model does not pool)"))
+        return _CLASS_TOKEN
+    include_prefix = layout.num_prefix_tokens and getattr(transformer, "pool_include_prefix", False)
+    words = {"max": "maximum", "avgmax": "average and maximum"}.get(str(pool), "average")
+    over = "all tokens" if include_prefix else "patches"
+    return f"{words} over {over}" + ("" if pool else " (the model does not pool)")
 
 
 def pool_queries(model: nn.Module, layout: TokenLayout, queries: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import logits_of, read_layout, transformer_of, unwrap
-from vitflow.models.libraries import forward_options, library_blocks, library_readout
+from vitflow.models.libraries import forward_options, library_blocks, library_pooling
 from vitflow.recording.isolation import Hook, evaluating
 
 # Maps the return value of a model to the explained outputs.
@@ -117,9 +117,9 @@ def needs_patches(model: nn.Module, prefix: int) -> bool:
     transformer: Any = transformer_of(unwrap(model))
     if prefix == 0:
         return True
-    readout = library_readout(unwrap(model), TokenLayout(prefix, 1, 1))
-    if readout is not None:
-        return bool(readout[0][0, prefix:].any())
+    pooling = library_pooling(unwrap(model))
+    if pooling is not None:
+        return "patches" in pooling
     if hasattr(transformer, "head_dist") or getattr(transformer, "pool_include_prefix", False):
         return False
     pools_patches = getattr(transformer, "global_pool", None) in ("avg", "avgmax", "max", "map")

@@ -2,8 +2,8 @@
 
 What makes all sinks together cheap:
 
-- Sinks share the layers between. What the source cannot reach is left out of them once, and of the others only edges
-  with a capacity are looked at: after `discard_ratio`, a few in a hundred.
+- Sinks share the layers between. Nodes that the source cannot reach and edges without capacity are left out once; after
+  `discard_ratio`, a few in a hundred edges remain.
 - No flow exceeds the source's capacity or the sink's incoming capacity. A flow that reaches either is a maximum: no
   search for a cut is needed.
 - Passing the source's capacity down in proportion to the edges (attention rollout, where rows sum to 1) is a feasible
