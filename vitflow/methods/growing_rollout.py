@@ -90,9 +90,9 @@ class GrowingRollout:
             self._seen[layer][:, start:num_tokens, keys] = visible
         if self._ratio:
             new = discard_low(new, self._ratio, 0, visible)
-        own, passed = residual_shares(new.sum(dim=-1), self._residual)  # of the residual connection, and of attention
+        kept, passed = residual_shares(new.sum(dim=-1), self._residual)
         mixed = new * passed.unsqueeze(-1)
-        mixed[:, places - start, places - keys.start] += own
+        mixed[:, places - start, places - keys.start] += kept
         product = self._products[layer]
         self._lengths[layer] = num_tokens
         if layer > self._first:
