@@ -13,14 +13,15 @@ from torch import Tensor
 
 from vitflow.errors import ShapeError
 from vitflow.methods.fusion import (
+    carry_rows,
     check_fraction,
     check_layer,
     check_readout,
+    discard_low,
     discard_smallest,
     raw_attention,
     residual_shares,
 )
-from vitflow.methods.rollout import attention_rollout, relevance
 from vitflow.methods.tokens import TokenLayout
 
 
@@ -107,19 +108,6 @@ def staged_rollout(
         raise ShapeError(f"Expected {len(matrices)} residuals, one for each layer, got {len(shares)}.")
     checked = [_checked(matrix, layer) for matrix, layer in zip(matrices, tokens, strict=True)]
     layout = tokens[-1].queries
-    if same_tokens(tokens) and len(set(shares)) == 1:  # by whole matrices, which is faster
-        layers = [matrix.squeeze(1) for matrix in checked]
-        if additive:
-            return relevance(layers, start_layer=start_layer, readout=readout), layout
-        row = attention_rollout(
-            layers,
-            discard_ratio=discard_ratio,
-            residual=shares[0],
-            start_layer=start_layer,
-            num_prefix_tokens=layout.num_prefix_tokens,
-            readout=readout,
-        )
-        return row, layout
     first = check_layer("start_layer", start_layer, len(matrices))
     row = check_readout(readout, len(matrices[0]), layout.num_tokens).to(matrices[-1])
     for matrix, layer, share in reversed(list(zip(checked, tokens, shares, strict=True))[first:]):
@@ -191,6 +179,10 @@ def _through(
     additive: bool,
 ) -> tuple[Tensor, TokenLayout]:
     """Carry a row over the tokens of `layout` down through one layer."""
+    if layer.dense and layout == layer.queries and not layout.num_suffix_tokens:  # the whole matrix, which is faster
+        whole, rows = discard_low(matrix.squeeze(1), discard_ratio, layout.num_prefix_tokens), row.unsqueeze(1)
+        rows = rows + torch.bmm(rows, whole) if additive else carry_rows(rows, whole, residual)
+        return rows.squeeze(1), layout
     if layer.queries.num_patches > layout.num_patches or layer.queries.num_prefix_tokens != layout.num_prefix_tokens:
         finer = max(layout, layer.queries, key=lambda one: one.num_patches)
         finer = replace(finer, num_prefix_tokens=layer.queries.num_prefix_tokens)

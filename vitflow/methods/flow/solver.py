@@ -212,21 +212,21 @@ def max_flow(
     array([0.6, 0.8])
     """
     upward = np.ascontiguousarray(capacities.transpose(0, 2, 1), dtype=np.float64)  # [layers, keys, queries]
-    layers, tokens = upward.shape[:2]
     supply = source
     if isinstance(supply, int):
-        supply = np.where(np.arange(tokens) == source, upward[-1, :, source].sum(), 0.0)
+        supply = np.where(np.arange(upward.shape[1]) == source, upward[-1, :, source].sum(), 0.0)
     total = float(supply.sum())
     demands = upward[0] if sinks is None else upward[0][list(sinks)]  # [sinks, tokens]
     arrived = demands.sum(axis=1)
     bounds = np.minimum(total, arrived)
-    if layers == 1:
-        values, crossing = _without_layers(supply, demands)
-        if progress:
-            progress(len(demands))
-    else:
+    closed = _closed_form(upward, supply, demands)
+    if closed is None:
         inner = InnerGraph(upward[1:], supply, torch.get_num_threads())
         values, crossing = inner.solve(demands, bounds, progress=progress)
+    else:
+        values, crossing = closed
+        if progress:
+            progress(len(demands))
     reached = values >= bounds
     at_sink, at_source = reached & (arrived <= total), reached & (arrived > total)
     crossing[reached] = 0.0
@@ -235,10 +235,19 @@ def max_flow(
     return MaxFlow(values, bounds, crossing)
 
 
-def _without_layers(supply: Floats, demands: Floats) -> tuple[Floats, Floats]:
-    """Return the flow through edge-disjoint paths, Σ_k min(supply_k, demand_k): values, and cuts by boundary."""
+def _closed_form(upward: Floats, supply: Floats, demands: Floats) -> tuple[Floats, Floats] | None:
+    """Return the flow through edge-disjoint paths, Σ_k min(supply_k, demand_k): values, and cuts by boundary.
+
+    It requires one layer, or two from a single token with the capacity of its edges; otherwise None is returned.
+    """
+    edges = upward[-1][:, supply > 0]
+    if len(upward) == 2 and edges.shape[1] == 1 and supply.sum() >= edges.sum() * (1 - EXACT):
+        supply = edges[:, 0]
+    elif len(upward) > 1:
+        return None
     scarce = demands > supply  # [sinks, tokens]
     passed = np.minimum(demands, supply)
-    at_source = np.where(scarce, passed, 0.0).sum(axis=1)
-    at_sink = np.where(scarce, 0.0, passed).sum(axis=1)
-    return passed.sum(axis=1), np.stack([at_sink, at_source], axis=1)
+    crossing = np.zeros((len(demands), len(upward) + 1))
+    crossing[:, 0] = np.where(scarce, 0.0, passed).sum(axis=1)
+    crossing[:, 1] = np.where(scarce, passed, 0.0).sum(axis=1)
+    return passed.sum(axis=1), crossing
