@@ -14,7 +14,7 @@ import vitflow
 from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.charts import draw_bars
 from vitflow.evaluation.choices import is_twin, twin_of
-from vitflow.evaluation.statistics import markdown_table
+from vitflow.evaluation.statistics import Table
 from vitflow.images.figures import save_figure
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -28,26 +28,25 @@ REPORTED = [
 def table(actual: Evaluation) -> str:
     """Means ± standard errors, a row per method and baseline."""
     metrics = {metric.name: metric for metric in actual.metrics}
-    head = ["method", *(f"{metrics[name].title} {metrics[name].arrow}" for name in REPORTED)]
+    head = ("method", *(f"{metrics[name].title} {metrics[name].arrow}" for name in REPORTED))
     rows = zip(*map(actual.table, REPORTED), strict=True)
-    return markdown_table(
-        [head, *([row[0].method, *(str(one.estimate) for one in row)] for row in rows if not is_twin(row[0].method))]
-    )
+    cells = [(row[0].method, *(str(one.estimate) for one in row)) for row in rows if not is_twin(row[0].method)]
+    return Table(head, cells).to_markdown()
 
 
 def blur_table(actual: Evaluation) -> str:
     """Effect of blurring: the blurred copy's mean minus the method's, with its interval."""
-    head = ["map", "ROC-AUC, blurred − own", "deletion AUC, blurred − own"]
+    head = ("method", "ROC-AUC, blurred − original", "deletion AUC, blurred − original")
     rows = [
-        [name, *(_change(actual, metric, name) for metric in ("roc_auc", "deletion_auc"))] for name in actual.requested
+        (name, *(_change(actual, metric, name) for metric in ("roc_auc", "deletion_auc")))
+        for name in actual.main_methods
     ]
-    return markdown_table([head, *rows])
+    return Table(head, rows).to_markdown()
 
 
 def _change(actual: Evaluation, metric: str, method: str) -> str:
-    pair = next(one for one in actual.differences(metric) if (one.first, one.second) == (method, twin_of(method)))
-    mean, low, high = (-value for value in (pair.estimate.mean, pair.estimate.high, pair.estimate.low))
-    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]".replace("-", "−")
+    change = actual.difference(metric, twin_of(method), method).estimate
+    return f"{change.mean:+.3f} [{change.low:+.3f}, {change.high:+.3f}]".replace("-", "−")
 
 
 def main() -> None:

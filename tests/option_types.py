@@ -7,6 +7,7 @@ from that file, so that they flag a misspelt option.
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -28,26 +29,31 @@ from typing import Any, Literal, TypedDict
 
 def generated() -> str:
     """Return the source of the file."""
+    rows = options_of("method", "refinement").values()
+    of_texts = {name for method in TEXT_METHODS.values() for name in method.defaults}
     classes = (
-        ("MethodOptions", "Options of the methods for images.", options_of("method", "refinement")),
-        ("LayerMapOptions", "Options of `layer_maps`, which selects layers and heads itself.", _without_layers()),
-        ("TextOptions", "Options of the methods for texts.", {name: OPTIONS[name] for name in _text_options()}),
+        (
+            "LayerMapOptions(TypedDict, total=False)",
+            "Options of `layer_maps`, which selects layers and heads itself.",
+            [option for option in rows if not option.selects_layers],
+        ),
+        (
+            "MethodOptions(LayerMapOptions, total=False)",
+            "Options of the methods for images.",
+            [option for option in rows if option.selects_layers],
+        ),
+        (
+            "TextOptions(TypedDict, total=False)",
+            "Options of the methods for texts.",
+            [option for option in OPTIONS.values() if option.name in of_texts],
+        ),
     )
     return "\n\n".join([_HEAD, *(_class(*each) for each in classes)])
 
 
-def _without_layers() -> dict[str, Option]:
-    return {name: each for name, each in options_of("method", "refinement").items() if not each.selects_layers}
-
-
-def _text_options() -> list[str]:
-    accepted = {name for method in TEXT_METHODS.values() for name in method.defaults}
-    return [name for name in OPTIONS if name in accepted]
-
-
-def _class(name: str, title: str, options: dict[str, Option]) -> str:
-    fields = (f"    {option.name}: {_source(option.annotation)}" for option in options.values())
-    return "\n".join([f"class {name}(TypedDict, total=False):", f'    """{title}"""', "", *fields, ""])
+def _class(head: str, title: str, options: Sequence[Option]) -> str:
+    fields = (f"    {option.name}: {_source(option.annotation)}" for option in options)
+    return "\n".join([f"class {head}:", f'    """{title}"""', "", *fields, ""])
 
 
 def _source(annotation: Any) -> str:

@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 import timm
 import torch
@@ -107,6 +109,10 @@ def desk(tmp_path, monkeypatch) -> Path:
     (tmp_path / "photographs").mkdir()
     for name, image in zip(("cat.jpg", "photo.jpg", "photographs/1.jpg", "photographs/2.jpg"), images, strict=False):
         Image.open(image).convert("RGB").save(name)
+    writer = cv2.VideoWriter("clip.mp4", cv2.VideoWriter.fourcc(*"mp4v"), 8.0, (64, 48))
+    for shade in range(16):
+        writer.write(np.full((48, 64, 3), 10 * shade, np.uint8))
+    writer.release()
     (tmp_path / "names.txt").write_text("tabby\ntiger cat\nPersian cat\n")
     return tmp_path
 
@@ -145,9 +151,15 @@ def hub(monkeypatch) -> None:
         return transformers.BertForMaskedLM(transformers.BertConfig(**size)).eval(), tokenizer
 
     monkeypatch.setattr(importlib.import_module("vitflow.text.reading"), "load_language_model", language_model)
-    seeing, generating = family("llava"), importlib.import_module("vitflow.text.generating")
-    monkeypatch.setattr(generating, "load_language_model", lambda name, **_: (seeing.model, seeing.processor.tokenizer))
-    monkeypatch.setattr(generating, "load_processor", lambda name, **_: seeing.processor)
+    generating = importlib.import_module("vitflow.text.generating")
+
+    def seeing(name: str):
+        return family("qwen2_vl" if "Qwen" in str(name) else "llava")
+
+    monkeypatch.setattr(
+        generating, "load_language_model", lambda name, **_: (seeing(name).model, seeing(name).processor.tokenizer)
+    )
+    monkeypatch.setattr(generating, "load_processor", lambda name, **_: seeing(name).processor)
     monkeypatch.setattr(
         transformers.AutoImageProcessor,
         "from_pretrained",
@@ -160,7 +172,7 @@ def known_methods() -> Iterator[None]:
     """Methods that a page registers are forgotten after it."""
     before = [method.name for method in vitflow.list_methods()]
     yield
-    table = importlib.import_module(vitflow.register_method.__module__)._METHODS
+    table = importlib.import_module(vitflow.register_method.__module__).METHODS
     for name in set(table) - set(before):
         del table[name]
 

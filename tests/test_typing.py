@@ -6,11 +6,11 @@ import pytest
 
 ACCEPTED = """
 import vitflow
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 
 vitflow.explain("cat.jpg", model="demo", method="rollout", head_fusion="max", discard_ratio=0.9, patch=(3, 7))
 mine: Method = vitflow.register_method("mine", lambda trace: trace)
-vitflow.explain("cat.jpg", model="demo", method=mine, strength=3)
+vitflow.explain("cat.jpg", model="demo", method=("mine", {"strength": 3}))
 vitflow.Explainer("demo").explain_batch(["cat.jpg"], methods=["gae", ("rollout", {"residual": 0.3})], refine=1)
 vitflow.layer_maps("cat.jpg", model="demo", layer=2, residual=0.3)
 vitflow.text.explain_text("a text", model="bert-base-uncased", causal="raw")

@@ -39,4 +39,4 @@ class _Later:
                     self._compiled = njit(cache=True, nogil=True)(self._function)
                 except RuntimeError:  # no writable cache folder
                     self._compiled = njit(nogil=True)(self._function)
-            return cast(Callable[..., Any], self._compiled)
+            return self._compiled

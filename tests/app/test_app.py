@@ -18,10 +18,13 @@ from PIL import Image
 
 import vitflow
 from tests.app.served import serving
+from tests.explaining.test_clips import video
+from tests.explaining.test_regions import yolos
 from tests.pairs import pair
 from vitflow.app import serve
 from vitflow.cli import cli
-from vitflow.demo import sample_images
+from vitflow.demo import draw_image, sample_images
+from vitflow.demo.drawing import draw_ground
 from vitflow.errors import OptionError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,10 +47,19 @@ def siglip(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory, siglip):
-    """The page as a process of its own serves it, with the bundled models and one that is asked by prompts."""
+def detector(tmp_path_factory) -> str:
+    """A small YOLOS with random weights, in a folder with its processor."""
+    path = tmp_path_factory.mktemp("yolos")
+    yolos().save_pretrained(path)
+    transformers.YolosImageProcessor(size={"height": 64, "width": 64}).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, siglip, detector):
+    """The page as a process of its own serves it, with the bundled model, one with prompts and a detector."""
     pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
-    with serving(tmp_path_factory.mktemp("gradio"), "demo", siglip) as served:
+    with serving(tmp_path_factory.mktemp("gradio"), "demo", siglip, detector) as served:
         yield served
 
 
@@ -62,6 +74,15 @@ def ask(page, tmp_path):
         return client.predict(*first, given, *fields, api_name=f"/{function}")
 
     return call
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    """A video of drawn frames, of which some have a star."""
+    path = tmp_path_factory.mktemp("clip") / "star.mp4"
+    frames = [draw_ground(7)] * 6 + [draw_image(7).image] * 6
+    video(path, np.stack(frames))
+    return path
 
 
 def reported(answer: tuple) -> str:
@@ -138,6 +159,43 @@ def test_prompts_are_requested_of_a_model_of_images_and_texts(ask, siglip):
     assert (
         "outputs=vitflow.prompts(['a dog', 'a cat'])" in code and ["a cat", "a cat"] in classes["choices"] and not notes
     )
+
+
+def test_a_region_of_a_detector_is_explained_as_in_the_library(ask, detector, tmp_path, monkeypatch):
+    from vitflow.app.images import _NAMES
+
+    def given(model: str, region: str) -> list:
+        values = dict.fromkeys(_NAMES, "") | {"model": model, "method": "gae", "fit": "crop", "background": "grey"}
+        values |= {"interpolation": "smooth", "contours": False, "region": region}
+        return [values[name] for name in _NAMES[1:]]
+
+    *_, files, code, _, classes, _, notes = ask("explain", SAMPLE, *given(detector, "0,0,90,80"))
+    explainer = vitflow.Explainer(detector, outputs=vitflow.boxes((0, 0, 90, 80)))
+    np.testing.assert_array_equal(grid_of(files), explainer.explain(SAMPLE, method="gae").grid)
+    assert "outputs=vitflow.boxes((0.0, 0.0, 90.0, 80.0))" in code and not notes
+    assert ["no object", "no object"] in classes["choices"]
+    shutil.copy(SAMPLE, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    *_, code, _, _, view, _ = ask("explain", SAMPLE, detector, "gae", "top3")
+    exec(code, names)
+    assert len(names["found"].saliencies) > 1 and view == "map" and "outputs=vitflow.boxes()" in code
+    for region, expected in {"10,5": "Expected box=", "1,2,3": "region: expected left", "a": "region: exp"}.items():
+        assert reported(ask("explain", SAMPLE, *given(detector, region))).startswith(f"error: {expected}"), region
+    assert "Expected the output of a detector" in reported(ask("explain", SAMPLE, *given("demo", "1,2,30,40")))
+    assert "at most 'top10'" in reported(ask("explain", SAMPLE, "demo", "gae", "top500"))
+
+
+def test_a_clip_is_explained_as_in_the_library(ask, clip):
+    figure, files, code, classes, notes = ask("clip", clip, "demo", "gae", "yellow star", 4)
+    expected = vitflow.explain_clip(clip, model="demo", target="yellow star", frames=4)
+    with np.load(next(file for file in files if file.endswith(".npz"))) as saved:
+        np.testing.assert_array_equal(saved["shares"], expected.shares)
+    assert sorted(Path(file).suffix for file in files) == [".mp4", ".npz", ".pdf", ".png"]
+    assert "vitflow.explain_clip('star.mp4', model='demo', method='gae', target='yellow star', frames=4)" in code
+    assert ["yellow star", "yellow star"] in classes["choices"] and not notes
+    with Image.open(figure) as drawn:
+        assert drawn.width > drawn.height
 
 
 @pytest.mark.parametrize(
@@ -221,7 +279,7 @@ def tabs():
     """Return the actions of the buttons of both tabs."""
     pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
     from vitflow.app import images, words
-    from vitflow.app.asking import Models
+    from vitflow.app.actions import Models
 
     models = Models(["demo"], ["demo-caption"])
     return SimpleNamespace(images=images._Answers(models), words=words._Answers(models), names=images._NAMES)
@@ -277,6 +335,21 @@ def test_a_page_computes_a_result_only_if_its_address_names_one(tabs, tmp_path, 
         assert "map" not in tabs.images._open(*nothing)
 
 
+def test_a_clip_is_explained_with_a_video_model(clip, tmp_path, monkeypatch):
+    from tests.explaining.test_videos import CONFIG, built
+    from vitflow.app import clips
+    from vitflow.app.actions import Models
+
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+    models = Models(["video"], [])
+    explainer = vitflow.Explainer(built("VideoMAE", num_labels=5), data_config=CONFIG)
+    monkeypatch.setattr(models, "explainer", lambda name, fit: (explainer, ""))
+    *_, files, code, _, notes = clips._Answers(models).clip({"path": str(clip)}, "video", "gae", "2", 4)
+    with np.load(files[-1]) as saved:
+        assert len(saved["shares"]) == 4 and saved["grid"].ndim == 3
+    assert "frames=" not in code and "target='2'" in code and notes == []
+
+
 def test_a_click_on_a_word_is_that_word(tabs, tmp_path, monkeypatch):
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
 
@@ -310,7 +383,7 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tmp_path,
     from safetensors.torch import save_file
 
     from vitflow.app import images
-    from vitflow.app.asking import Models
+    from vitflow.app.actions import Models
 
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "gradio"))
     monkeypatch.chdir(tmp_path)
@@ -326,7 +399,7 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tmp_path,
     exec(code, names)
     np.testing.assert_array_equal(grid_of(files), names["saliency"].grid)
     assert names["explainer"].class_names == ["ash", "birch", "cedar"] and "birch" in classes["choices"]
-    assert models.explainer("demo", "crop", ()).class_names[0] == "red heart"  # the others have their own
+    assert models.explainer("demo", "crop")[0].class_names[0] == "red heart"  # the others have their own
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------
@@ -449,6 +522,46 @@ def test_an_address_with_wrong_values_opens_the_page_as_it_is(visit, page, query
     tab.wait_for_timeout(500)
     assert tab.locator("img[src*='.png'][src*='/gradio_api/file']").count() == len(sample_images())
     assert tab.locator(".error").count() == 0 and tab.complaints == []
+
+
+def test_two_clicks_make_a_region_in_a_browser(visit, page):
+    tab = visit(1280, 800)
+    tab.get_by_label("Model").first.click()
+    tab.get_by_role("option", name="yolos").click()
+    region = tab.get_by_label("Region")
+    region.wait_for()
+    with tab.expect_file_chooser() as chooser:
+        tab.get_by_text("Click to Upload").first.click()
+    chooser.value.set_files(str(SAMPLE))
+    figure = tab.locator("img[src*='-gae.png']")
+    figure.wait_for()
+    photograph = tab.locator(".image-frame img").first
+    box, before = photograph.bounding_box(), figure.get_attribute("src")
+    photograph.click(position={"x": box["width"] * 0.8, "y": box["height"] * 0.25})
+    tab.wait_for_function("document.querySelector('[placeholder^=left]').value.split(',').length === 2")
+    photograph.click(position={"x": box["width"] * 0.25, "y": box["height"] * 0.9})
+    tab.wait_for_function("document.querySelector('[placeholder^=left]').value.split(',').length === 4")
+    with Image.open(SAMPLE) as image:
+        expected = np.array([0.25, 0.25, 0.8, 0.9]) * [*image.size, *image.size]
+    assert np.abs(np.array(region.input_value().split(","), float) - expected).max() <= 4
+    tab.get_by_role("button", name="Explain").first.click()
+    tab.locator(f"img[src*='-gae.png']:not([src='{before}'])").wait_for()
+    assert tab.evaluate("document.documentElement.scrollHeight") <= 800
+    tab.wait_for_url("**region=*")
+    assert tab.complaints == [] and other_hosts(tab, page) == []
+
+
+def test_a_clip_in_a_browser(visit, page, clip):
+    tab = visit(1280, 800)
+    tab.get_by_role("tab", name="Clips").click()
+    with tab.expect_file_chooser() as chooser:
+        tab.locator("button:visible", has_text="Click to Upload").click()
+    chooser.value.set_files(str(clip))
+    tab.locator("img[src*='-clip.png']").wait_for()
+    assert tab.evaluate("document.documentElement.scrollHeight") <= 800
+    tab.locator("button:visible", has_text="Download").click()
+    tab.locator("a[href*='star-clip.mp4']").first.wait_for()
+    assert tab.complaints == [] and other_hosts(tab, page) == []
 
 
 def test_words_in_a_browser(visit, page):

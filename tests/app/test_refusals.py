@@ -2,13 +2,17 @@
 
 import json
 import time
+from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.app.served import serving
+from tests.explaining.test_clips import video
 from vitflow.demo import sample_images
-from vitflow.errors import OptionError
+from vitflow.errors import ImageError, OptionError
+from vitflow.explaining.clips import read_video
 
 pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
 SAMPLE = sample_images()[0]
@@ -63,6 +67,18 @@ def worded(**given: object) -> list:
     return list((usual | {"method": "", "count": 8} | given).values())
 
 
+def clip_fields(video: object, **given: object) -> list:
+    """The fields of the tab for clips."""
+    usual = {"video": video, "model": "demo", "method": "gae", "target": "", "frames": 4}
+    return list((usual | given).values())
+
+
+def upload(web, path: Path) -> dict:
+    with path.open("rb") as file:
+        [uploaded] = web.post("/gradio_api/upload", files={"files": (path.name, file)}).json()
+    return {"path": uploaded, "meta": META}
+
+
 def said(text: str) -> str:
     """Return the error that the page shows."""
     data = json.loads(text.rpartition("data: ")[2])
@@ -111,9 +127,11 @@ def foreign(tmp_path_factory, page, uploaded) -> dict:
     return files
 
 
-@pytest.mark.parametrize("function", ["explain", "compare", "words"])
+@pytest.mark.parametrize("function", ["explain", "compare", "words", "clip"])
 def test_a_file_that_nobody_uploaded_is_refused_whether_it_is_there_or_not(web, page, foreign, function):
-    made = (lambda file: worded(question="What is in an image", image=file)) if function == "words" else image_fields
+    made = {"words": lambda file: worded(question="What is in an image", image=file), "clip": clip_fields}.get(
+        function, image_fields
+    )
     answers = {name: answer(web, function, made(file)) for name, file in foreign.items()}
     [(status, text)] = set(answers.values())  # one and the same, to the letter
     assert status == 200 and "that was uploaded to this page" in said(text)
@@ -244,6 +262,47 @@ def test_what_is_requested_of_words_has_bounds(web, given, expected):
     assert expected in said(answer(web, "words", worded(**given))[1])
 
 
+def test_a_video_has_bounds(web, tmp_path):
+    video(tmp_path / "short.mp4", np.zeros((3, 16, 16, 3), np.uint8))
+    video(tmp_path / "long.mp4", np.zeros((3001, 16, 16, 3), np.uint8))
+    video(tmp_path / "wide.mp4", np.zeros((2, 1200, 2000, 3), np.uint8))
+    (tmp_path / "list.mp4").write_text("#EXTM3U\n#EXTINF:1,\n/etc/hostname\n")
+    (tmp_path / "cut.mp4").write_bytes((tmp_path / "short.mp4").read_bytes()[:200])
+    expected = {
+        "long.mp4": "to have at most 3,000 frames, got more",
+        "wide.mp4": "at most 2,088,960 pixels a frame in ",
+        "list.mp4": "Expected a video (.mp4, .mov, .avi, .mkv, .webm), got ",
+        "cut.mp4": "as a video: 0 of 0 frames were decoded",
+    }
+    for name, words in expected.items():
+        assert words in said(answer(web, "clip", clip_fields(upload(web, tmp_path / name)))[1]), name
+    assert "Expected a video, got none" in said(answer(web, "clip", clip_fields(None))[1])
+    short = upload(web, tmp_path / "short.mp4")
+    for given, words in (
+        ({"frames": 17}, "from 1 to 16, got 17"),
+        ({"frames": 1e9}, "from 1 to 16"),
+        ({"method": "rolout"}, "Unknown method of this page"),
+        ({"model": "/etc"}, "Unknown model of this page"),
+        ({"target": "x" * 300}, "class: expected at most 200 characters"),
+        ({"method": "occlusion", "target": "top3"}, "top3"),
+    ):
+        assert words in said(answer(web, "clip", clip_fields(short, **given))[1]), given
+    assert "-clip.npz" in answer(web, "clip", clip_fields(short))[1]
+
+
+def test_a_large_video_is_refused_and_reading_one_has_a_time_limit(tmp_path, monkeypatch):
+    from vitflow.app import clips
+    from vitflow.app.actions import TimeLimitError, limited
+
+    path = tmp_path / "short.mp4"
+    video(path, np.zeros((30, 16, 16, 3), np.uint8))
+    with pytest.raises(TimeLimitError, match="a shorter video"), limited(1e-9):
+        read_video(path, 4)
+    monkeypatch.setattr(clips, "_BYTES", 100)
+    with pytest.raises(ImageError, match="at most 100 bytes"):
+        clips._checked({"path": str(path)})
+
+
 def test_a_prompt_that_cannot_be_joined_with_an_image_is_an_error_in_words(web, uploaded):
     requested = worded(question="What is in an image", image=uploaded, text="<image><image>")
     assert "cannot join the prompt" in said(answer(web, "words", requested)[1])
@@ -317,7 +376,7 @@ def test_no_bad_request_leaves_a_traceback_in_the_console(page, web):
 
 
 def test_time_counts_from_the_first_step_and_what_is_hopeless_is_stopped_early():
-    from vitflow.app.asking import TimeLimitError, limited
+    from vitflow.app.actions import TimeLimitError, limited
     from vitflow.explaining.progress import tracking
 
     clock = [0.0]

@@ -103,7 +103,7 @@ def candidate(trace: TargetedTrace, *, of: str, masks: int, entry: tuple, **_: o
     gae = gae_of(trace) if of == "consensus" else torch.zeros(len(outputs), *grid)
     matrices = affinity.matrix
     grids = []
-    for image, (scores, target) in enumerate(zip(outputs, trace.wanted.tolist(), strict=True)):
+    for image, (scores, target) in enumerate(zip(outputs, trace.class_indices.tolist(), strict=True)):
         weights = estimate(kept, scores[:, target], matrices[image], gae[image], options).reshape(1, *grid)
         grids.append(refine(weights.clamp_min(0.0), of_image(affinity, image), 1))
     maps = torch.cat(grids)
@@ -287,7 +287,7 @@ def coverage(explainer: vitflow.Explainer, images: list[np.ndarray], masks: int 
 
     def measure(trace: TargetedTrace, **_: object) -> Maps:
         matrices = affinity_of(trace, "both", (trace.layout.rows, trace.layout.cols)).matrix
-        target = int(trace.wanted[0])
+        target = int(trace.class_indices[0])
         posteriors = []
         for seed, count in ((0, masks), (1, many)):
             kept, outputs, grid, _ = sample(trace, masks=count, **{**SAMPLED, "random_seed": seed})

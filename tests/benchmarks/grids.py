@@ -24,6 +24,7 @@ from vitflow.explaining.targets import Score
 from vitflow.files import write_inside
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.draw import draw_run, read_grids
+from vitflow.folder.plan import Input
 from vitflow.folder.work import Decoded, ImageMaps, InputImage, Job, describe, encode_overlay, make_job
 from vitflow.images.geometry import place
 from vitflow.runs.saved import FILE
@@ -49,9 +50,9 @@ def made_up(source: Path, number: int, count: int, drawn: int, dice: np.random.G
     placement = place(pixels.shape[:2], (224, 224), crop_pct=0.875)
     grid = dice.random((14, 14), np.float32)
     answer = Score("class 1", number / count, index=1, named=False)
-    maps = [Saliency(grid, placement, pixels, name, "m", "rollout", {}, score=answer)]
-    row = describe(InputImage(name, name[:-4], decoded or Decoded(size=1, mtime_ns=1)), ImageMaps(maps), job)
-    return row | {"outputs": {}, "maps": None, "written": {}}, {"rollout": grid}
+    saliency = Saliency(grid, placement, pixels, name, "m", "rollout", {}, score=answer)
+    image = InputImage(Input(name, "", name[:-4]), decoded or Decoded(size=1, mtime_ns=1))
+    return describe(image, ImageMaps({"rollout": saliency}), job)
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:

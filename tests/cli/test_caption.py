@@ -2,6 +2,7 @@
 
 import json
 
+import cv2
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -105,3 +106,33 @@ def test_the_bundled_captioner_says_what_it_knows_and_others_say_nothing(run, tm
     assert done.exit_code == 0, done.output
     assert done.stderr.count("model: mine knows eight drawn shapes only") == 1
     assert "knows eight drawn shapes" not in run().stderr
+
+
+def test_the_words_of_a_video_have_a_row_and_its_frames_a_column(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = family("qwen2_vl")
+    one.model.save_pretrained("captioner")
+    one.processor.save_pretrained("captioner")
+    writer = cv2.VideoWriter("clip.avi", cv2.VideoWriter.fourcc(*"MJPG"), 4.0, (64, 40))
+    for frame in np.random.default_rng(0).integers(0, 255, (8, 40, 64, 3), np.uint8):
+        writer.write(frame)
+    writer.release()
+    numbers = one.processor.tokenizer.convert_tokens_to_ids(ANSWER)
+    from transformers import Qwen2VLForConditionalGeneration
+
+    def written(self, input_ids, **options):
+        start, entry = input_ids.shape[1], super(Qwen2VLForConditionalGeneration, self).generate
+        say = lambda _batch, ids: [numbers[len(ids) - start]]  # noqa: E731
+        return entry(input_ids=input_ids, prefix_allowed_tokens_fn=say, **options)
+
+    monkeypatch.setattr(Qwen2VLForConditionalGeneration, "generate", written, raising=False)
+    line = ["caption", "clip.avi", "--model", "captioner", "--prompt", f"{one.video_prompt} what", "--frames", "4"]
+    line += ["--method", "rollout", "--generate", "7"]
+    done = CliRunner().invoke(cli, line)
+    assert done.exit_code == 0, done.output
+    shares = [row for row in done.stdout.splitlines() if "on the video; of its map" in row]
+    assert [row.split("  ")[0] for row in shares] == ["red", "heart", "left", "heart (2)"]
+    record = json.loads(CliRunner().invoke(cli, [*line, "--json"]).stdout)
+    assert all(np.shape(word["map"])[0] == 2 and len(word["frame_shares"]) == 2 for word in record["words"])
+    with Image.open(record["output"]) as strip:
+        assert strip.height > strip.width  # an image and four words in two frames

@@ -121,6 +121,16 @@ def test_json_is_data_on_stdout(run, images, tmp_path):
     assert {"class_index", "class_name", "probability", "method"} <= record.keys()
 
 
+def test_blank_reports_the_score_of_the_mean_colour(run, images, tmp_path):
+    arguments = ["explain", images[0], "--model", "demo", "--blank", "-o", tmp_path / "map.png"]
+    reported = run(*arguments, "--json")
+    assert "for a blank image" in reported.stderr
+    assert 0.0 <= json.loads(reported.stdout)["facts"]["blank"]["value"] < 0.5
+    refused = run(*arguments, "--class", "0", "--class", "1")
+    assert refused.returncode == 2
+    assert "--blank requires a single class" in refused.stderr
+
+
 def test_a_class_that_was_requested_is_reported(run, images, tmp_path):
     done = run("explain", "--model", "demo", images[0], "--class", "0", "-o", tmp_path, "--json")
     assert json.loads(done.stdout)["class_index"] == 0

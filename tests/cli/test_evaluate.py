@@ -1,4 +1,4 @@
-"""`vitflow evaluate` as people type it: both spellings of DATA, tables and JSON, exit codes, Ctrl-C, faults."""
+"""`vitflow evaluate` as people type it: tables and JSON, exit codes, Ctrl-C, faults."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.exceptions import MissingParameter
 from click.testing import CliRunner
 from PIL import Image
 
@@ -36,21 +37,18 @@ def folder(tmp_path) -> Path:
     return place
 
 
-def test_data_may_be_an_argument_or_an_option():
-    first, second = (invoke(*data, *SHORT, "--refine", "0") for data in (["demo:3"], ["--data", "demo:3"]))
-    assert (first.return_value, second.return_value) == (None, None)
-    assert first.stdout == second.stdout
+def test_the_tables_have_a_row_for_each_method():
+    first = invoke("demo:3", *SHORT, "--refine", "0")
+    assert first.return_value is None
     assert "| method | pointing game ↑ | energy in object ↑ | ROC-AUC ↑ |" in first.stdout
     assert "| gae | 1.000 ± 0.000 |" in first.stdout
     assert "| random |" in first.stdout
     assert "Class-specific methods explain the labelled class." in first.stdout
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo:3", "--data", "demo:3"]])
-def test_data_is_given_once(arguments):
-    result = invoke(*arguments, *SHORT)
-    assert result.exception is not None
-    assert "Give DATA once" in str(result.exception)
+def test_data_is_required():
+    error = invoke(*SHORT).exception
+    assert isinstance(error, MissingParameter) and error.param.name == "data"
 
 
 def test_json_is_one_object():

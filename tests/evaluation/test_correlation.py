@@ -128,7 +128,7 @@ def test_a_folder_is_taken_whole(explainer, tmp_path):
         rank_correlation(tmp_path, **options).values, rank_correlation(IMAGES, **options).values
     )
     (tmp_path / "empty").mkdir()
-    with pytest.raises(OptionError, match="without any"):
+    with pytest.raises(OptionError, match="at least one image"):
         rank_correlation(tmp_path / "empty", **options)
 
 

@@ -160,7 +160,6 @@ def curves(deletion, least, most_right=None, least_right=None) -> Curves:
     return Curves(
         np.linspace(0, 1, points),
         np.array(deletion, float),
-        np.array(least, float)[::-1],
         np.array(least, float),
         right if most_right is None else np.array(most_right, bool),
         right if least_right is None else np.array(least_right, bool),
@@ -170,7 +169,7 @@ def curves(deletion, least, most_right=None, least_right=None) -> Curves:
 def test_areas_are_those_of_trapezoids():
     actual = curves([1.0, 0.4, 0.0], [1.0, 0.8, 0.2])
     assert actual.deletion_auc == pytest.approx(0.5 * (1.4 / 2 + 0.4 / 2))
-    assert actual.least_auc == actual.insertion_auc == pytest.approx(0.5 * (1.8 / 2 + 1.0 / 2))
+    assert actual.insertion_auc == pytest.approx(0.5 * (1.8 / 2 + 1.0 / 2))
     assert actual.gap == pytest.approx(0.7 - 0.45)
 
 

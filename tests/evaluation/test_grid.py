@@ -13,8 +13,7 @@ from vitflow.evaluation import evaluate, open_dataset
 from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.gridding import make_grids, score_cell, score_object, tile
-from vitflow.evaluation.run import _questions
-from vitflow.evaluation.verdict import verdict
+from vitflow.evaluation.page import verdict
 from vitflow.images.reading import write_image
 
 DICE = np.random.default_rng(0)
@@ -83,7 +82,7 @@ def test_cells_of_odd_sizes_fill_the_whole_input():
 
 def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
     dataset = open_dataset("demo:16:3000")
-    grids = make_grids(dataset.samples, demo, _questions(demo), 0)
+    grids = make_grids(dataset.samples, demo, 0)
     assert grids == {} or len(grids) % 4 == 0
     assert len(grids) >= 4
     for name, grid in grids.items():
@@ -96,9 +95,9 @@ def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
             assert shown & set(grid.classes) == {entry}
         image = grid.image(demo)
         assert image.shape == (*demo.spec.size, 3) and image.dtype == np.uint8
-    again = make_grids(dataset.samples[::-1], demo, _questions(demo), 0)
+    again = make_grids(dataset.samples[::-1], demo, 0)
     assert {name: grid.names for name, grid in again.items()} == {name: grid.names for name, grid in grids.items()}
-    other = make_grids(dataset.samples, demo, _questions(demo), 1)
+    other = make_grids(dataset.samples, demo, 1)
     assert {name: grid.names for name, grid in other.items()} != {name: grid.names for name, grid in grids.items()}
 
 
@@ -141,7 +140,7 @@ def test_without_labels_there_is_no_grid_and_that_is_said(demo, tmp_path):
     for number in range(3):
         write_image(tmp_path / f"{number}.png", draw_image(number).image)
     actual = evaluate(tmp_path, model=demo, methods=["gae"], metrics=["grid"])
-    assert "No grid was made" in " ".join(actual.notes)
+    assert "has no grid of four images" in " ".join(actual.notes)
     assert all(row.estimate.mean is None for row in actual.table("grid_auc"))
 
 

@@ -30,7 +30,7 @@ from vitflow.evaluation import (
     scoring,
 )
 from vitflow.evaluation.datasets import Dataset
-from vitflow.explaining.method_table import _METHODS
+from vitflow.explaining.method_table import METHODS
 from vitflow.runs.saved import SavedRun
 
 QUICK = ["rollout", "gae"]
@@ -57,7 +57,7 @@ def folder(tmp_path) -> Path:
 def constant_method():
     register_method("nothing", lambda trace: torch.zeros(len(trace.pixels), *trace.grid()))
     yield "nothing"
-    del _METHODS["nothing"]
+    del METHODS["nothing"]
 
 
 # --- The numbers -----------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_the_values_are_those_of_the_parts(explainer):
         largest = image.labels[int(image.masks.sum(axis=(1, 2)).argmax())]
         maps = explainer.explain_batch([image.image], methods=list(actual.methods), targets=largest)
         curves = faithfulness_curves(explainer, maps)
-        flips = flip_stability(explainer, image.image, list(actual.methods), maps=maps)
+        flips = flip_stability(explainer, maps)
         for place, (one, curve, flip) in enumerate(zip(maps, curves, flips, strict=True)):
             truth = localise(one.heatmap, image.mask_of(largest))
             for name in ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou"):
@@ -209,7 +209,8 @@ def test_images_without_objects_are_left_out_and_counted(folder, explainer):
     (folder / "3_mask.png").unlink()
     actual = evaluate(folder, model=explainer, methods=["gae"], metrics=["localisation"])
     assert (actual.table("roc_auc")[0].estimate.count, actual.table("energy")[0].estimate.undefined) == (1, 3)
-    assert any("Localisation is not defined on 3 images" in note for note in actual.notes)
+    assert any(note.startswith("Undefined values in localisation") for note in actual.notes)
+    assert any(note.endswith("all methods on 3 images.") for note in actual.notes)
     assert actual.accumulated_mean_iou()["gae"] == pytest.approx(actual.values["mean_iou"][0, 0])
 
 
@@ -229,8 +230,9 @@ def test_constant_maps_are_counted_and_reported(explainer, constant_method):
         estimate = actual.table(name)[0].estimate
         assert (estimate.mean, estimate.undefined) == (None, 3)
     assert actual.table("roc_auc")[0].estimate.mean == 0.5
-    assert any("Constant maps rank no patches: nothing on 3 images." in note for note in actual.notes)
-    assert any("No value for flip stability" in note and "nothing on 1 image." in note for note in actual.notes)
+    notes = {note.split(",")[0]: note for note in actual.notes}
+    assert notes["Undefined values in faithfulness"].endswith("does not rank patches: nothing on 3 images.")
+    assert "nothing on 1 image" in notes["Undefined values in sanity"]
     assert "| nothing | – |" in actual.to_markdown("faithfulness")
     json.dumps(actual.to_dict(), allow_nan=False)
 
@@ -315,7 +317,7 @@ def test_methods_that_do_not_apply_are_left_out_of_all_and_refused_by_name(expla
         with pytest.raises(VitflowError, match="wants another model"):
             evaluate("demo:1", model=explainer, methods=["picky"], metrics=["roc_auc"])
     finally:
-        del _METHODS["picky"], _METHODS["choosy"]
+        del METHODS["picky"], METHODS["choosy"]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +326,7 @@ def test_methods_that_do_not_apply_are_left_out_of_all_and_refused_by_name(expla
         ({"points": 1}, "points of at least 2"),
         ({"batch_size": 0}, "batch_size of at least 1"),
         ({"sanity_images": -1}, "sanity_images of at least 0"),
-        ({"replace_by": "grey"}, "replace_by of drop, blank, blur, got 'grey'"),
+        ({"replace_by": "grey"}, "Unknown replacement 'grey'"),
         ({"metrics": ["auc"]}, "Unknown metric 'auc'"),
         ({"metrics": []}, "at least one metric"),
         ({"methods": ["rolout"]}, "Did you mean 'rollout'"),
@@ -502,8 +504,8 @@ def test_a_saved_evaluation_holds_every_number(saved):
             assert float(summary[metric.name, row.method]["mean"]) == row.estimate.mean
     record = json.loads((place / "summary.json").read_text())
     assert record == json.loads(json.dumps(actual.to_dict()))
-    assert record["metrics"]["roc_auc"]["does_not_show"]
-    assert len(record["metrics"]["gap"]["differences"]) == 6
+    assert record["metrics"]["roc_auc"]["limitations"]
+    assert len([row for row in record["differences"] if row["metric"] == "gap"]) == 6
     assert len(read_csv(place / "differences.csv")) == 6 * len(actual.metrics)
     names = {path.name for path in (place / "figures").iterdir()}
     assert names == {
@@ -557,12 +559,12 @@ def test_the_order_of_the_table_is_that_of_the_metrics():
     assert [metric.group for metric in METRICS.values()] == sorted(
         (metric.group for metric in METRICS.values()), key=("localisation", "faithfulness", "sanity", "grid").index
     )
-    assert all(metric.says.endswith(".") and metric.silent.endswith(".") for metric in METRICS.values())
+    assert all(metric.description.endswith(".") and metric.limitations.endswith(".") for metric in METRICS.values())
     assert all(metric.better in ("higher", "lower") and metric.name == name for name, metric in METRICS.items())
 
 
 def test_default_baselines_are_added_once():
-    assert run.choose_all(["random", "gae"]) == ["gae", "random", "centre"]
+    assert [method.label for method in run.choose(["random", "gae"], {})] == ["gae", "random", "centre"]
     assert len(open_dataset("demo:5")) == 5
 
 

@@ -17,14 +17,12 @@ from vitflow import Explainer
 from vitflow.errors import OptionError
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.perturbation import can_drop_tokens
-from vitflow.evaluation.measures.randomisation import randomised_copies
+from vitflow.evaluation.measures.randomisation import cascading_randomisation, randomised_copies, stage_names
 from vitflow.evaluation.measures.sanity import (
     _wide_window,
-    cascading_randomisation,
     class_sensitivity,
     flip_stability,
     shift_stability,
-    stage_names,
 )
 from vitflow.explaining import method_table
 from vitflow.methods.cells import sum_cells
@@ -37,6 +35,11 @@ STAGES = ["head", "block 3", "block 2", "block 1", "embedding"]
 @pytest.fixture
 def explainer() -> Explainer:
     return Explainer(literal_vit.timm_model("class token and registers").float(), data_config=DATA)
+
+
+def maps_of(explainer: Explainer, *methods, image=IMAGE, **options):
+    """One map per method."""
+    return explainer.explain_batch([image], methods=methods, **options)
 
 
 def brightness(trace) -> Tensor:
@@ -58,7 +61,7 @@ def flat(trace) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def methods(monkeypatch) -> None:
-    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
+    monkeypatch.setattr(method_table, "METHODS", dict(method_table.METHODS))
     for function in (brightness, place, flat):
         vitflow.register_method(function.__name__, function)
 
@@ -141,7 +144,7 @@ def test_a_model_without_blocks_is_cut_at_its_top_level_modules():
     names = stage_names(model)
     assert names == ["fc", "layer4", "layer3", "layer2", "layer1", "bn1", "conv1"]
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
-    actual = cascading_randomisation(explainer, IMAGE, ["input_gradient"], stages=["conv1"])
+    actual = cascading_randomisation(explainer, maps_of(explainer, "input_gradient"), stages=["conv1"])
     assert actual[0][0] == "conv1" and abs(actual[0][1][0]) < 0.6
 
 
@@ -155,8 +158,8 @@ def test_models_of_torchvision_are_checked_too():
     drawn = {name for name, value in new.items() if not torch.equal(value, trained[name])}
     assert {name.split(".")[0] for name in drawn} == {"encoder", "heads"}
     assert all("encoder_layer_2" in name or "encoder.ln" in name for name in drawn if name.startswith("encoder"))
-    assert len(cascading_randomisation(explainer, IMAGE, ["rollout"])) == 5
-    assert class_sensitivity(explainer, IMAGE, ["input_gradient"])[0] > 0
+    assert len(cascading_randomisation(explainer, maps_of(explainer, "rollout"))) == 5
+    assert class_sensitivity(explainer, maps_of(explainer, "input_gradient"))[0] > 0
     assert can_drop_tokens(explainer)
     (actual,) = faithfulness_curves(explainer, [explainer.explain(IMAGE)], replace="drop")
     assert actual.deletion.std() > 0
@@ -183,8 +186,8 @@ def test_a_wrapped_model_keeps_its_layers_in_the_right_order():
 
 def test_each_value_is_spearman_of_the_map_of_the_randomised_model_for_the_trained_class(explainer):
     methods = ["rollout", ("gae", {"head_fusion": "mean"}), "random", "centre", "flat"]
-    actual = cascading_randomisation(explainer, IMAGE, methods, stages=STAGES, discard_ratio=0.5, seed=3)
-    original = explainer.explain_batch([IMAGE], methods=methods, discard_ratio=0.5)
+    original = maps_of(explainer, *methods, discard_ratio=0.5)
+    actual = cascading_randomisation(explainer, original, stages=STAGES, seed=3)
     assert [stage for stage, _ in actual] == STAGES
     for (stage, values), (same, randomised) in zip(actual, randomised_copies(explainer, STAGES, seed=3), strict=True):
         assert stage == same
@@ -204,7 +207,8 @@ def test_trained_maps_do_not_survive_the_weights(shared_data):
     trained = Explainer(vitflow.load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
     methods, values = ["rollout", "gae", "centre"], []
     for path in sorted((shared_data / "photos").glob("*.png"))[:6]:
-        stages = cascading_randomisation(trained, path, methods, stages=["head", "block 7", "embedding"])
+        maps = maps_of(trained, *methods, image=path)
+        stages = cascading_randomisation(trained, maps, stages=["head", "block 7", "embedding"])
         values.append([rho for _, rho in stages])
     head, middle, everything = np.mean(values, axis=0)
     assert head[0] > 0.999 > head[1] > middle[1]
@@ -213,24 +217,27 @@ def test_trained_maps_do_not_survive_the_weights(shared_data):
 
 def test_stages_can_be_counted_named_and_left_out(explainer):
     def stages(wanted):
-        return [stage for stage, _ in cascading_randomisation(explainer, IMAGE, ["rollout"], stages=wanted)]
+        return [stage for stage, _ in cascading_randomisation(explainer, rollout, stages=wanted)]
+
+    rollout, gae = maps_of(explainer, "rollout"), maps_of(explainer, "gae")
 
     assert stages(None) == STAGES
     assert stages(2) == ["head", "embedding"] and stages(1) == ["embedding"]
     assert stages(3) == ["head", "block 2", "embedding"]
     assert stages(["embedding", "block 2"]) == ["block 2", "embedding"]
-    everything = dict(cascading_randomisation(explainer, IMAGE, ["gae"], stages=5))
-    some = dict(cascading_randomisation(explainer, IMAGE, ["gae"], stages=["block 1"]))
+    everything = dict(cascading_randomisation(explainer, gae, stages=5))
+    some = dict(cascading_randomisation(explainer, gae, stages=["block 1"]))
     assert some["block 1"] == everything["block 1"]  # the same weights, whichever stages are chosen
-    deep = vitflow.load_model("demo")
-    names = [stage for stage, _ in cascading_randomisation(Explainer(deep), IMAGE, ["centre"])]
+    deep = Explainer(vitflow.load_model("demo"))
+    names = [stage for stage, _ in cascading_randomisation(deep, maps_of(deep, "centre"))]
     assert names == ["head", "block 5", "block 3", "block 2", "embedding"]
 
 
 def test_seeds_decide_and_global_random_numbers_stay(explainer):
     def run(seed):
-        return cascading_randomisation(explainer, IMAGE, ["gae"], stages=2, seed=seed)
+        return cascading_randomisation(explainer, maps, stages=2, seed=seed)
 
+    maps = maps_of(explainer, "gae")
     torch.manual_seed(5)
     expected = torch.randn(3)
     torch.manual_seed(5)
@@ -239,10 +246,8 @@ def test_seeds_decide_and_global_random_numbers_stay(explainer):
     assert run(0) == first and run(1) != first
 
 
-def test_the_class_can_be_chosen_and_maps_that_are_there_are_used(explainer, monkeypatch):
-    methods = ["gae", "rollout"]
-    maps = explainer.explain_batch([IMAGE], methods=methods, targets=2)
-    by_target = cascading_randomisation(explainer, IMAGE, methods, stages=2, target=2)
+def test_the_class_is_that_of_the_maps_which_are_not_made_again(explainer, monkeypatch):
+    maps = maps_of(explainer, "gae", "rollout", targets=2)
     requested = []
     run = Explainer.explain_batch
 
@@ -251,21 +256,20 @@ def test_the_class_can_be_chosen_and_maps_that_are_there_are_used(explainer, mon
         return run(self, *args, **options)
 
     monkeypatch.setattr(Explainer, "explain_batch", watched)
-    assert cascading_randomisation(explainer, IMAGE, methods, stages=2, maps=maps) == by_target
+    cascading_randomisation(explainer, maps, stages=2)
     assert [entry for entry, _ in requested] == [False, False] and all(list(t) == [2] for _, t in requested)
-    with pytest.raises(OptionError, match="one map by each of gae, rollout"):
-        cascading_randomisation(explainer, IMAGE, methods, maps=maps[::-1])
-    with pytest.raises(OptionError, match="all of one class"):
-        flip_stability(
-            explainer, IMAGE, methods, maps=[maps[0], changed(maps[1], score=changed(maps[1].score, index=1))]
-        )
-    with pytest.raises(OptionError, match="stands for several"):
-        shift_stability(explainer, IMAGE, methods, target="top2")
+    another = changed(maps[1], score=changed(maps[1].score, index=1))
+    for check in (cascading_randomisation, flip_stability, shift_stability):
+        with pytest.raises(OptionError, match="one image for one target"):
+            check(explainer, [maps[0], another])
+        with pytest.raises(OptionError, match="one image for one target"):
+            check(explainer, [maps[0], changed(maps[1], image=IMAGE[::-1])])
 
 
 def test_a_model_without_classes_has_a_cascade_too():
     model = literal_vit.timm_model(num_classes=0).float()
-    actual = cascading_randomisation(Explainer(model, data_config=DATA), IMAGE, ["rollout"], stages=2)
+    explainer = Explainer(model, data_config=DATA)
+    actual = cascading_randomisation(explainer, maps_of(explainer, "rollout"), stages=2)
     assert len(actual) == 2 and actual[1][1][0] < 0.999
 
 
@@ -274,13 +278,13 @@ def test_the_model_is_left_as_it_was(explainer, check):
     model = explainer.model.train()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     explain, spec, fit = explainer.model, explainer.spec, explainer.fit
-    check(explainer, IMAGE, ["gae", "rollout"])
+    check(explainer, maps_of(explainer, "gae", "rollout"))
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(module.training for module in model.modules())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert (explainer.model, explainer.spec, explainer.fit) == (explain, spec, fit)
     with torch.inference_mode():
-        check(explainer, IMAGE, ["gae"])
+        check(explainer, maps_of(explainer, "gae"))
 
 
 def test_wrong_stages_are_named(explainer):
@@ -292,7 +296,7 @@ def test_wrong_stages_are_named(explainer):
         ("list of stages", []),
     ]:
         with pytest.raises(OptionError, match=message):
-            cascading_randomisation(explainer, IMAGE, ["rollout"], stages=stages)
+            cascading_randomisation(explainer, maps_of(explainer, "rollout"), stages=stages)
 
 
 # --- Shifts and flips -----------------------------------------------------------------------------------------------
@@ -328,14 +332,15 @@ def test_a_map_of_the_content_moves_and_mirrors_exactly_and_one_of_the_place_doe
     model = literal_vit.timm_model(dynamic_img_size=fit == "native").float()
     explainer = Explainer(model, data_config=DATA, fit=fit)
     rows, cols = explainer.explain(IMAGE, method="place").grid.shape
-    moved = shift_stability(explainer, IMAGE, ["brightness", "flat", "place"])
+    maps = maps_of(explainer, "brightness", "flat", "place")
+    moved = shift_stability(explainer, maps)
     assert moved == [pytest.approx(1.0), None, pytest.approx(1.0)]  # ranks of the place are the same in every part
-    mirrored = flip_stability(explainer, IMAGE, ["brightness", "flat", "place"])
+    mirrored = flip_stability(explainer, maps)
     grid = np.arange(rows)[:, None] ** 2 + 10.0 * np.arange(cols)
     rho = spearmanr(grid.ravel(), grid[:, ::-1].ravel()).statistic
     assert mirrored == [pytest.approx(1.0), None, pytest.approx(rho)]
     assert rho < 0
-    both = flip_stability(explainer, IMAGE, ["brightness"]), shift_stability(explainer, IMAGE, ["brightness"])
+    both = flip_stability(explainer, maps[:1]), shift_stability(explainer, maps[:1])
     assert both == ([pytest.approx(1.0)], [pytest.approx(1.0)])
 
 
@@ -355,29 +360,30 @@ def test_stability_is_spearman_of_the_common_patches():
         along = [(grid[r, c], down[r + 2, c]) for r in range(2) for c in range(4)]
         turned = [(grid[r, c], flipped[r, 3 - c]) for r in range(4) for c in range(4)]
         rho = [spearmanr(*np.transpose(pairs)).statistic for pairs in (across, along, turned)]
-        actual = shift_stability(explainer, IMAGE, methods, pixels=16, target=target)[number]
+        actual = shift_stability(explainer, original, pixels=16)[number]
         assert actual == pytest.approx((rho[0] + rho[1]) / 2, abs=1e-6)
-        mirrored = flip_stability(explainer, IMAGE, methods, target=target)[number]
+        mirrored = flip_stability(explainer, original)[number]
         assert mirrored == pytest.approx(rho[2], abs=1e-6)
 
 
 def test_cells_that_the_shift_cuts_are_not_compared(explainer):
     methods = [("input_gradient", {"patch_size": size}) for size in (4, 8, 16)]
-    actual = shift_stability(explainer, IMAGE, methods)
+    actual = shift_stability(explainer, maps_of(explainer, *methods))
     assert actual[0] is not None and actual[1] is not None and actual[2] is None
 
 
 @pytest.mark.parametrize("pixels", [0, -8, 4, 12, 32, 40])
 def test_a_shift_is_by_whole_patches(explainer, pixels):
     with pytest.raises(OptionError, match=r"whole patches of 8 × 8 pixels.*got -?\d+"):
-        shift_stability(explainer, IMAGE, ["rollout"], pixels=pixels)
+        shift_stability(explainer, maps_of(explainer, "rollout"), pixels=pixels)
 
 
 def test_models_without_patches_and_grey_ones_are_shifted_by_cells():
     model = timm.create_model("test_convnext", num_classes=5, in_chans=1).eval()
     explainer = Explainer(model, data_config={**DATA, "input_size": (1, 56, 56), "mean": (0.5,), "std": (0.5,)} | {})
-    assert shift_stability(explainer, IMAGE, ["input_gradient"])[0] is not None
-    assert flip_stability(explainer, IMAGE, ["input_gradient"])[0] is not None
+    maps = maps_of(explainer, "input_gradient")
+    assert shift_stability(explainer, maps)[0] is not None
+    assert flip_stability(explainer, maps)[0] is not None
 
 
 # --- Classes --------------------------------------------------------------------------------------------------------
@@ -388,7 +394,7 @@ def test_class_sensitivity_is_one_minus_spearman_between_two_classes(explainer, 
     with torch.no_grad():
         ranked = explainer.model(explainer.pixels(IMAGE))[0].argsort(descending=True).tolist()
     classes = ranked[0], ranked[1] if other == "second" else ranked[-1]
-    actual = class_sensitivity(explainer, IMAGE, ["rollout", "gae", "random", "gradcam"], other=other)
+    actual = class_sensitivity(explainer, maps_of(explainer, "rollout", "gae", "random", "gradcam"), other=other)
     for method, value in zip(["gae", "gradcam"], [actual[1], actual[3]], strict=True):
         first, second = (explainer.explain(IMAGE, method=method, target=target).grid for target in classes)
         assert value == pytest.approx(1 - spearmanr(first.ravel(), second.ravel()).statistic, abs=1e-6)
@@ -396,18 +402,19 @@ def test_class_sensitivity_is_one_minus_spearman_between_two_classes(explainer, 
 
 
 def test_what_is_not_class_specific_is_not_run(explainer, monkeypatch):
+    maps = maps_of(explainer, "rollout", "centre")
     monkeypatch.setattr(Explainer, "explain_batch", lambda *args, **options: pytest.fail("was run"))
-    assert class_sensitivity(explainer, IMAGE, ["rollout", "centre"]) == [0.0, 0.0]
+    assert class_sensitivity(explainer, maps) == [0.0, 0.0]
 
 
 def test_a_constant_map_has_no_class_sensitivity(explainer):
     vitflow.register_method("flat_by_class", flat, class_specific=True)
-    assert class_sensitivity(explainer, IMAGE, ["flat_by_class", "rollout"]) == [None, 0.0]
+    assert class_sensitivity(explainer, maps_of(explainer, "flat_by_class", "rollout")) == [None, 0.0]
 
 
 def test_faults_of_class_sensitivity_are_named(explainer):
     with pytest.raises(OptionError, match="Unknown other class 'third'"):
-        class_sensitivity(explainer, IMAGE, ["gae"], other="third")
+        class_sensitivity(explainer, maps_of(explainer, "gae"), other="third")
     single = Explainer(literal_vit.timm_model(num_classes=1), data_config=DATA)
     with pytest.raises(OptionError, match="at least two classes"):
-        class_sensitivity(single, IMAGE, ["gae"])
+        class_sensitivity(single, maps_of(single, "gae"))

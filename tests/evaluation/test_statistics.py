@@ -7,9 +7,9 @@ from scipy import stats
 from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation.statistics import (
     Estimate,
+    Table,
     estimate_means,
     paired_differences,
-    resampled_counts,
 )
 
 
@@ -26,8 +26,9 @@ def test_mean_and_standard_error_leave_undefined_values_out():
 
 def test_the_interval_is_that_of_a_literal_bootstrap():
     values = np.random.default_rng(1).normal(size=(30, 2))
-    counts = np.concatenate(list(resampled_counts(30, resamples=500, seed=3)))
-    literal = [[np.repeat(column, row.astype(int)).mean() for row in counts] for column in values.T]
+    random = np.random.default_rng((3, 30))
+    drawn = [random.integers(30, size=30) for _ in range(500)]  # the same images for both columns
+    literal = [[column[indices].mean() for indices in drawn] for column in values.T]
     for means, estimate in zip(literal, estimate_means(values, resamples=500, seed=3), strict=True):
         assert (estimate.low, estimate.high) == pytest.approx(tuple(np.percentile(means, (2.5, 97.5))))
 
@@ -47,19 +48,13 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say():
     assert 0.89 < held < 0.98
 
 
-def test_the_same_seed_gives_the_same_interval_and_blocks_change_nothing(monkeypatch):
+def test_the_same_seed_gives_the_same_interval_and_the_chunk_changes_nothing(monkeypatch):
     values = np.random.default_rng(4).random((40, 2))
     first = estimate_means(values, seed=1)
     assert first == estimate_means(values, seed=1)
     assert first != estimate_means(values, seed=2)
-    monkeypatch.setattr("vitflow.evaluation.statistics._BLOCK", 40 * 7)
+    monkeypatch.setattr("vitflow.evaluation.statistics._CHUNK", 7)
     assert [one.low for one in estimate_means(values, seed=1)] == pytest.approx([one.low for one in first])
-
-
-def test_every_resample_draws_as_many_images():
-    blocks = list(resampled_counts(9, resamples=100))
-    assert sum(len(block) for block in blocks) == 100
-    assert all((block.sum(axis=1) == 9).all() and (block >= 0).all() for block in blocks)
 
 
 def test_few_images_give_no_interval():
@@ -95,6 +90,22 @@ def test_pairs_use_the_images_where_both_are_defined():
     assert (bc.estimate.mean, bc.estimate.count, bc.is_clear) == (3.0, 1, False)
 
 
+def test_a_difference_reversed_is_that_of_the_exchanged_methods():
+    values = np.array([[0.9, 0.5], [0.4, 0.1], [0.7, 0.9], [0.3, 0.3]])
+    [forward], [backward] = paired_differences(["a", "b"], values), paired_differences(["b", "a"], values[:, ::-1])
+    actual = forward.reversed()
+    assert (actual.first, actual.second, actual.above) == ("b", "a", pytest.approx(backward.above))
+    for name in ("mean", "low", "high", "standard_error", "count"):
+        assert getattr(actual.estimate, name) == pytest.approx(getattr(backward.estimate, name))
+
+
+def test_a_table_has_a_dash_or_nothing_for_undefined_values():
+    table = Table(("method", "mean"), [("gae", float("nan")), ("=1", 0.5)])
+    assert table.to_dicts() == [{"method": "gae", "mean": None}, {"method": "=1", "mean": 0.5}]
+    assert table.to_csv() == "method,mean\ngae,\n'=1,0.5\n"
+    assert "| gae | – |" in table.to_markdown()
+
+
 def test_equal_methods_differ_clearly_about_as_often_as_chance():
     random = np.random.default_rng(6)
     clear = [paired_differences(["a", "b"], random.random((40, 2)), resamples=400)[0].is_clear for _ in range(200)]
@@ -108,5 +119,5 @@ def test_wrong_arguments_are_refused():
         paired_differences(["a", "b"], np.zeros((3, 3)))
     with pytest.raises(OptionError, match="0 < confidence < 1"):
         estimate_means(np.zeros((3, 1)), confidence=95)
-    with pytest.raises(OptionError, match="at least 1 image"):
-        next(resampled_counts(0))
+    with pytest.raises(OptionError, match="at least 1 resample"):
+        estimate_means(np.zeros((3, 1)), resamples=0)

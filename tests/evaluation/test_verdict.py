@@ -3,8 +3,8 @@
 import numpy as np
 
 from vitflow.evaluation.metrics import METRICS
+from vitflow.evaluation.page import verdict
 from vitflow.evaluation.tables import Tables
-from vitflow.evaluation.verdict import verdict
 
 DICE = np.random.default_rng(0)
 

@@ -94,45 +94,6 @@ def test_windows_that_are_said_to_be_untraced_are_refused_by_the_recorder(name):
         trace.layout  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vit_relpos_small_patch16_224",
-        "beit_base_patch16_224",
-        "vit_tiny_r_s16_p8_224",
-        "cait_xxs24_224",
-        "twins_svt_small",
-    ],
-)
-def test_two_blocks_report_as_much_as_all(name, monkeypatch):
-    short = support_of(name)
-    monkeypatch.setattr(support, "_UNIFORM", ())
-    monkeypatch.setattr(support, "_STAGED", ())
-    monkeypatch.setattr(support, "_cache", {})
-    depths: list[dict[str, object]] = []
-    genuine = support._draft
-    monkeypatch.setattr(support, "_draft", lambda name, **options: depths.append(options) or genuine(name, **options))
-    assert support_of(name) == short
-    assert depths == [{}]
-
-
-def test_a_model_that_cannot_be_built_short_is_built_whole(monkeypatch):
-    monkeypatch.setattr(support, "_cache", {})
-    monkeypatch.setattr(support, "_UNIFORM", ("levit",))  # whose constructor takes no depth
-    assert support_of("levit_128s").grid == (14, 14)
-
-
-def test_drafts_hold_no_values_and_only_they_stay_uninitialised():
-    model = support._draft("vit_giant_patch14_clip_224")
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    with support._Uninitialised():
-        entry = nn.Linear(64, 64)
-        started = entry.weight.detach().clone()
-        entry.weight.data.add_(1.0)
-    assert not torch.equal(entry.weight, started)  # tensors with values are initialised and changed as ever
-    assert started.std() > 0.01
-
-
 def test_what_cannot_run_on_shapes_runs_on_values_where_it_is_small(monkeypatch):
     monkeypatch.setattr(support, "_cache", {})
     genuine = support._support_in

@@ -253,7 +253,7 @@ def test_the_papers_definition_is_one_option_away():
 
 
 def test_a_method_is_given_gradients_and_features(monkeypatch):
-    monkeypatch.setattr("vitflow.explaining.method_table._METHODS", {})  # undone after the test
+    monkeypatch.setattr("vitflow.explaining.method_table.METHODS", {})  # undone after the test
 
     def gradient_times_feature(trace, *, layer):
         path = trace.block_norms[layer - 1]

@@ -57,6 +57,19 @@ def test_the_maps_are_scaled_to_the_shares_and_follow_shuffled_frames(explainer,
     np.testing.assert_allclose(shuffled.grid, clip.grid[order], atol=1e-5)
 
 
+def test_several_classes_and_large_videos_are_refused(explainer, drawn, tmp_path):
+    with pytest.raises(OptionError, match="one class for a clip, got 'top3'"):
+        explain_clip(drawn[0], model=explainer, target="top3")
+    video(tmp_path / "clip.mp4", drawn[0])
+    assert len(read_video(tmp_path / "clip.mp4", 4, max_frames=8)) == 4
+    for limit, words in (
+        ({"max_frames": 7}, "at most 7 frames"),
+        ({"max_pixels": 96 * 95}, "at most 9,120 pixels a frame"),
+    ):
+        with pytest.raises(ImageError, match=words):
+            read_video(tmp_path / "clip.mp4", 4, **limit)
+
+
 def test_equal_frames_have_equal_shares(explainer, drawn):
     clip = explain_clip(drawn[0][:1].repeat(3, axis=0), model=explainer, target=drawn[1])
     np.testing.assert_allclose(clip.shares, [1 / 3] * 3)

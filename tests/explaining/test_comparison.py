@@ -318,7 +318,7 @@ def test_a_map_lies_in_the_strip_where_it_lies_on_the_image(fit, size):
 
 
 def test_a_constant_map_is_drawn_and_agrees_with_nothing(explainer, monkeypatch, tmp_path):
-    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
+    monkeypatch.setattr(method_table, "METHODS", dict(method_table.METHODS))
     vitflow.register_method("flat", lambda trace: torch.full((len(trace.pixels), 4, 4), 0.25))
     compared = compare(IMAGES[0], model=explainer, methods=["rollout", "flat"])
     compared.save(tmp_path / "strip.png")
@@ -551,7 +551,7 @@ def test_the_command_writes_numbers(run, tmp_path):
 
 
 def test_options_of_a_registered_method_are_read_as_their_defaults_are(monkeypatch, run):
-    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
+    monkeypatch.setattr(method_table, "METHODS", dict(method_table.METHODS))
     vitflow.register_method("mine", lambda trace, steps: torch.rand(1, 4, 4) * steps, defaults={"steps": 2})
     code, out, err = run(sample_images()[0], "--method", "mine:steps=3", "--json")
     assert code == 0, err

@@ -15,6 +15,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.method_table import list_methods
 from vitflow.explaining.saliency import contrasted
 from vitflow.folder.decoders import Decoded
+from vitflow.folder.plan import Input
 from vitflow.folder.work import ImageMaps, InputImage, draw_files, make_job
 from vitflow.images.reading import write_image
 
@@ -53,11 +54,10 @@ def test_its_number_is_the_difference_of_the_logits_and_it_has_a_name(demo):
     actual = demo.explain(IMAGE.image, method="gae", target=Contrast(FIRST, against=SECOND))
     with torch.no_grad():
         logits = demo.logits(demo.pixels(IMAGE.image))[0]
-    assert actual.score.value == actual.contrast.value
     assert actual.score.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
     names = demo.class_names
-    assert actual.label == actual.score.name == actual.contrast.name == f"{names[FIRST]} against {names[SECOND]}"
-    assert (actual.contrast.target, actual.contrast.against) == (FIRST, SECOND)
+    assert actual.label == actual.score.name == f"{names[FIRST]} against {names[SECOND]}"
+    assert actual.score.sides == (FIRST, SECOND)
     record = json.loads(json.dumps(actual.to_dict()))
     assert (record["class_index"], record["class_name"], record["probability"]) == (None, None, None)
     assert (record["target"], record["value"]) == (actual.score.name, actual.score.value)
@@ -71,7 +71,7 @@ def test_of_a_multi_label_model_the_number_is_the_difference_of_the_logits_too(d
     actual = sigmoid.explain(IMAGE.image, method="gradcam", target=Contrast(FIRST, against=SECOND))
     with torch.no_grad():
         logits = demo.logits(demo.pixels(IMAGE.image))[0]
-    assert actual.contrast.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
+    assert actual.score.value == pytest.approx(float(logits[FIRST] - logits[SECOND]), abs=1e-4)
 
 
 def test_names_several_contrasts_and_the_predicted_class(demo):
@@ -80,10 +80,7 @@ def test_names_several_contrasts_and_the_predicted_class(demo):
     contrasts = [Contrast(None, against=other), Contrast(demo.class_names[other].upper(), against="top1")]
     actual = demo.explain_batch([IMAGE.image] * 2, methods=["gae", "gradcam"], targets=contrasts)
     assert [one.method for one in actual] == ["gae", "gae", "gradcam", "gradcam"] * 2
-    assert [(one.contrast.target, one.contrast.against) for one in actual] == [
-        (predicted, other),
-        (other, predicted),
-    ] * 4
+    assert [one.score.sides for one in actual] == [(predicted, other), (other, predicted)] * 4
 
 
 @pytest.mark.parametrize(
@@ -138,8 +135,8 @@ def test_a_folder_and_its_report_show_contrasts(tmp_path, demo):
     row = json.loads((tmp_path / "out" / "manifest.jsonl").read_text())
     assert row["target"] == f"{demo.class_names[FIRST]} against {demo.class_names[SECOND]}"
     assert (row["class_index"], row["probability"]) == (None, None)
-    contrast = demo.explain(IMAGE.image, method="gae", target=Contrast(FIRST, against=SECOND)).contrast
-    assert row["value"] == pytest.approx(contrast.value, abs=1e-3)
+    actual = demo.explain(IMAGE.image, method="gae", target=Contrast(FIRST, against=SECOND))
+    assert row["value"] == pytest.approx(actual.score.value, abs=1e-3)
     assert row["target"] in (tmp_path / "out" / "report.html").read_text()
     result = CliRunner().invoke(
         cli, ["folder", "--model", "demo", *entry, "--method", "gae", "--overwrite", "--against", "nothing"]
@@ -152,7 +149,7 @@ def test_a_folder_and_its_report_show_contrasts(tmp_path, demo):
 def test_a_probability_that_was_rounded_to_0_gives_no_number(demo):
     first, second = demo.explain_batch([IMAGE.image], methods=["gae"], targets=[0, 1])
     reported = contrasted(first, replace(second, score=replace(second.score, value=0.0)))
-    assert reported.contrast.value is None and reported.score.display == ""
+    assert reported.score.value is None and reported.score.display == ""
     assert json.loads(json.dumps(reported.to_dict(), allow_nan=False))["value"] is None
 
 
@@ -160,8 +157,8 @@ def test_the_row_of_such_a_contrast_has_no_number_rather_than_0(demo):
     first, second = demo.explain_batch([IMAGE.image], methods=["gae"], targets=[0, 1])
     reported = contrasted(first, replace(second, score=replace(second.score, value=0.0)))
     job = make_job(["gae"], {}, target=Contrast(0, 1))
-    image = InputImage("one.png", "one", Decoded(image=IMAGE.image))
-    row, *_ = draw_files(image, ImageMaps([reported]), job)
-    assert row["target"] == reported.contrast.name and row["value"] is None
+    image = InputImage(Input("one.png", "", "one"), Decoded(image=IMAGE.image))
+    row, *_ = draw_files(image, ImageMaps({"gae": reported}), job)
+    assert row["target"] == reported.score.name and row["value"] is None
     reported = replace(reported, score=replace(reported.score, value=0.0))
-    assert draw_files(image, ImageMaps([reported]), job)[0]["value"] == 0.0
+    assert draw_files(image, ImageMaps({"gae": reported}), job)[0]["value"] == 0.0

@@ -9,8 +9,7 @@ import vitflow
 from vitflow import Explainer
 from vitflow.demo import sample_images
 from vitflow.explaining.captions import changed_options, departures, departures_from_paper
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import BUILT_IN, get_method
+from vitflow.explaining.method_table import BUILT_IN, Method, get_method
 from vitflow.explaining.strips import draw_comparison
 from vitflow.images.pen import Pen
 from vitflow.text.labels import caption

@@ -18,7 +18,7 @@ from vitflow import Explainer, explain_folder, prompts, similarity_to
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError
 from vitflow.evaluation import Labelled, Sample, evaluate, results
-from vitflow.evaluation.choices import label_methods
+from vitflow.evaluation.choices import choose
 from vitflow.evaluation.datasets import Dataset, open_dataset
 from vitflow.evaluation.run import _settings
 from vitflow.evaluation.scoring import Protocol
@@ -137,7 +137,7 @@ def other_value(option, method):
         return next(choice for choice in option.choices if choice != default)
     if option.name == "shifts":
         return 4
-    return (0, 1) if option.kind == "patch" else 2 if default != 2 else 1
+    return (0, 1) if option.kind == tuple[int, int] else 2 if default != 2 else 1
 
 
 @pytest.mark.parametrize("name", METHOD_OPTIONS)
@@ -149,7 +149,7 @@ def test_every_option_of_a_method_changes_both_fingerprints(name):
         folders = [_fingerprint(root, make_job([(method.name, given)], {}), known) for given in options]
         assert folders[0] != folders[1], method.name
         dataset = open_dataset("demo:2")
-        protocols = [Protocol(tuple(label_methods([(method.name, given)], {})), ("faithfulness",)) for given in options]
+        protocols = [Protocol(tuple(choose([(method.name, given)], {})[:1]), ("faithfulness",)) for given in options]
         settings = [_settings(dataset, entry, protocol, 1) for protocol in protocols]
         assert settings[0]["options"] != settings[1]["options"]
 
@@ -447,8 +447,8 @@ def test_a_run_with_other_methods_is_reported_in_few_words():
     entry, root = explainer().fingerprint(), Path("/images")
     many = _fingerprint(root, make_job(["rollout", "gae"], {}), entry)
     one = _fingerprint(root, make_job(["rollout"], {}), entry)
-    assert fingerprint_difference(many, one) == ["that run also had gae"]
-    assert fingerprint_difference(one, many) == ["that run did not have gae"]
+    assert fingerprint_difference(many, one) == ["methods was [rollout, gae] and is [rollout]"]
+    assert fingerprint_difference(one, many) == ["methods was [rollout] and is [rollout, gae]"]
     turned = _fingerprint(root, make_job(["gae", "rollout"], {}), entry)
-    assert fingerprint_difference(many, turned) == ["that run had its methods in the order rollout, gae"]
+    assert fingerprint_difference(many, turned) == ["methods was [rollout, gae] and is [gae, rollout]"]
     assert fingerprint_difference(many, many) == []

@@ -14,7 +14,7 @@ from vitflow.explaining.method_table import register_method
 
 @pytest.fixture(autouse=True)
 def _custom_table(monkeypatch):
-    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
+    monkeypatch.setattr(method_table, "METHODS", dict(method_table.METHODS))
 
 
 def test_needs_may_come_from_any_iterable():

@@ -14,7 +14,7 @@ from tests.folder.test_run import fill, tiny_model
 from tests.folder.test_run import run as run_folder
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.cli.messages import images_bar, reporting, resumable
+from vitflow.cli.output import images_bar, reporting, resumable
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
 from vitflow.explaining.method_table import is_slow, list_methods

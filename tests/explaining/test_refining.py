@@ -134,7 +134,7 @@ def test_every_map_keeps_its_sum_and_a_batch_gives_what_its_images_give_alone(de
 
 @pytest.fixture
 def table(monkeypatch):
-    monkeypatch.setattr(method_table, "_METHODS", dict(method_table._METHODS))
+    monkeypatch.setattr(method_table, "METHODS", dict(method_table.METHODS))
 
 
 def test_a_method_of_the_user_is_refined_and_signs_are_kept(demo, table):

@@ -1,6 +1,7 @@
 """Questions about detections and regions: selection, following, place of the maps, errors."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError, OutsideImageError, ShapeError, UnsupportedModelError
 from vitflow.explaining.regions import _input_shares, _weights, iou
+from vitflow.explaining.strips import _block, _note, columns_of
 from vitflow.folder.draw import draw_run
 from vitflow.images.geometry import place
+from vitflow.images.pen import Pen
 from vitflow.images.reading import write_image
 from vitflow.runs.columns import grid_columns, unpack_half
 
@@ -209,25 +212,6 @@ def test_weights_of_a_region_against_a_literal_reference():
     np.testing.assert_allclose(_weights(outline, placement, (8, 8)).numpy(), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["Segformer", "DPT", "Beit"])
-def test_models_of_transformers_for_segmentation(name):
-    transformers = pytest.importorskip("transformers")
-    options = {
-        "Segformer": {"hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4, "decoder_hidden_size": 16},
-        "DPT": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
-        | {"image_size": SIZE, "patch_size": 16, "backbone_out_indices": [0, 1, 2, 3], "fusion_hidden_size": 16}
-        | {"neck_hidden_sizes": [16, 16, 16, 16], "use_auxiliary_head": False},
-        "Beit": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
-        | {"image_size": SIZE, "patch_size": 16, "out_indices": [1, 2, 3, 4], "use_auxiliary_head": False},
-    }[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**options, num_labels=5)
-    model = getattr(transformers, f"{name}ForSemanticSegmentation")(config).eval()
-    explainer = Explainer(model, data_config=CONFIG, outputs=vitflow.masks((8, 8, 40, 40)), fit="squash")
-    saliency = explainer.explain(photo(), method="occlusion", target=2, patch_size=16)
-    assert np.isfinite(saliency.grid).all() and np.ptp(saliency.grid) > 0
-
-
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
@@ -297,6 +281,23 @@ def test_the_command_line_names_a_detection_by_its_box(tmp_path, monkeypatch):
     record = json.loads(line)
     assert record["facts"]["detection"]["requested"] == [10, 10, 60, 50] and record["class_name"] == "thing 2"
     assert record["method"] == "gae" and (tmp_path / "map.png").exists()
+    several = ["compare", str(tmp_path / "photo.png"), "--model", "any", "--method", "gae", "--class", "top3"]
+    done = CliRunner().invoke(cli, [*several, "--fit", "squash", "--json", "-o", str(tmp_path / "strip.png")])
+    assert done.exit_code == 0, done.output
+    maps = json.loads(done.stdout)["maps"]
+    assert len({each["facts"]["detection"]["query"] for each in maps}) == len(maps) > 1
+
+
+def test_the_command_line_compares_detections(tmp_path, monkeypatch):
+    model = yolos()
+    monkeypatch.setattr("vitflow.models.loading.load_model", lambda *args, **options: model)
+    monkeypatch.setattr("vitflow.models.facts.library_data_config", lambda model: CONFIG)
+    write_image(tmp_path / "photo.png", photo())
+    words = ["compare", str(tmp_path / "photo.png"), "--model", "any", "--class", "top3", "--method", "gae"]
+    done = CliRunner().invoke(cli, [*words, "--fit", "squash", "--json", "-o", str(tmp_path / "strip.png")])
+    assert done.exit_code == 0, done.output
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len({each["facts"]["detection"]["query"] for each in json.loads(line)["maps"]}) == 3
 
 
 def test_overlays_and_figures_mark_the_detection_and_the_region(tmp_path):
@@ -317,6 +318,27 @@ def test_rows_of_a_comparison_are_the_detections():
     comparison = vitflow.compare(photo(), model=explainer, methods=["gae", "occlusion"], targets="top2")
     queries = [each.facts["detection"]["query"] for each in comparison.saliencies]
     assert len(queries) == 4 and queries[:2] == queries[2:]
+    rows = columns_of(comparison.images[0])
+    assert [len(column) for column in rows] == [2, 2]
+    first = rows[0][0]
+    twin = replace(first, facts=first.facts | {"detection": first.facts["detection"] | {"query": 99}})
+    assert len(columns_of([first, twin, first])[0]) == 2  # equal scores of two detections
+    pen = Pen.of(1.5, {})
+    block = _block(rows, {id(each): (0.0, 1.0) for column in rows for each in column}, pen, False, False)
+    images = [cell.image for cell in block[0]]
+    assert not np.array_equal(*images) and all((image == 255).all(axis=2).any() for image in images)
+
+
+def test_a_comparison_says_what_its_frames_mark():
+    for explainer, words in (
+        (Explainer(Cells(), data_config=CONFIG, outputs=vitflow.boxes(), fit="squash"), "The frames mark"),
+        (
+            Explainer(Dense(), data_config=CONFIG, outputs=vitflow.masks((8, 8, 40, 40)), fit="squash"),
+            "The outline marks",
+        ),
+    ):
+        maps = explainer.explain_batch([bright(3)], methods=["input_gradient"], patch_size=16)
+        assert words in _note([maps], Pen.of(1.5, {}), False, [])
 
 
 def test_a_folder_has_a_row_and_a_map_for_each_detection(tmp_path):
@@ -354,7 +376,7 @@ def test_an_image_without_the_class_fails_alone(tmp_path):
     for quarter in range(2):
         write_image(tmp_path / "in" / f"{quarter}.png", bright(quarter))
     explainer = Explainer(Cells(), data_config=CONFIG, outputs=vitflow.boxes((200, 0, 220, 20)), fit="squash")
-    write_image(tmp_path / "in" / "wide.png", photo(0, 64, 400))
+    write_image(tmp_path / "in" / "wide.png", np.full((64, 400, 3), 230, np.uint8))
     summary = vitflow.explain_folder(tmp_path / "in", tmp_path / "out", model=explainer, methods=["input_gradient"])
     assert (summary.explained, summary.failed) == (1, 2)
     assert all("overlaps the box" in row["message"] for row in summary.failures())

@@ -120,6 +120,15 @@ def test_controls_report_shuffled_and_repeated_frames(model):
         clip.notes()[0] == "Share: the sum of the map of 2 frames above the lowest value of the clip, as a part of all."
     )
     assert clip.to_dict()["frames"] == 8
+    assert any(note.startswith("The line in a frame marks the region") for note in clip.notes())
+
+
+def test_notes_explain_maps_with_negative_values(model):
+    clip = explain_clip(FRAMES, model=Explainer(model, data_config=CONFIG), method="occlusion", target=1)
+    assert (clip.grid < 0).any() and clip.notes()[0].startswith("Share: the sum of the map of 2 frames above 0, ")
+    [colours] = [note for note in clip.notes() if note.startswith("Colours diverge")]
+    assert "above 0" in colours
+    assert "The grey line in the curve marks equal shares." in clip.notes()
 
 
 def test_wrong_input_is_refused(model):

@@ -1,6 +1,5 @@
-"""A folder run on Ray: the rows and maps of the local run, whatever is killed on the way."""
+"""A folder run on Ray: the rows and maps of the local run, whatever is killed during the run."""
 
-import json
 import pickle
 import time
 
@@ -14,7 +13,7 @@ from tests.conftest import ROOT
 from tests.folder.small_models import broken, deadly, drive, plain, tiny_model
 from tests.folder.test_batch_explainer import BAD as DAMAGED
 from tests.folder.test_batch_explainer import is_the_map_of
-from tests.folder.test_run import fill, run
+from tests.folder.test_run import count_rows, fill, run
 from tests.typed import forked
 from vitflow import Explainer
 from vitflow.cli import cli
@@ -22,11 +21,9 @@ from vitflow.cli.commands.folder import _Model
 from vitflow.errors import OptionError
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.plan import list_inputs
-from vitflow.folder.ray_engine import Request, Worker, as_columns, explain_inputs, take_parts
+from vitflow.folder.ray_engine import Request, Worker, explain_inputs
 from vitflow.folder.work import make_job
-from vitflow.runs.columns import load_pyarrow, map_of
-from vitflow.runs.saved import SavedRun
-from vitflow.runs.store import Run
+from vitflow.runs.columns import map_of
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +70,16 @@ def test_an_image_that_kills_its_process_is_a_row_and_the_others_go_on(tmp_path)
     source = fill(tmp_path / "in", 3)
     Image.new("RGB", (40, 40), "white").save(source / "white.png")
     inputs, requested = requested_for(source, tmp_path / "out", model=deadly)
-    worker = Worker(requested, ["rollout"])
+    worker = Worker(requested)
     try:
         actual = worker({"input": [pickle.dumps(one) for one in inputs]})
     finally:
         worker._child.close()
-    rows = [json.loads(row) for row in actual["row"]]
+    rows, maps = zip(*map(pickle.loads, actual["result"]), strict=True)
     assert [row["status"] for row in rows] == ["explained"] * 3 + ["failed"]
     assert (rows[3]["input"], rows[3]["error"]) == ("white.png", "WorkerDied")
     assert "exit status -9" in rows[3]["message"]
-    assert [len(grid) > 0 for grid in actual["grid_rollout"]] == [True] * 3 + [False]
+    assert [list(grids) for grids in maps] == [["rollout"]] * 3 + [[]]
 
 
 @pytest.mark.parametrize(
@@ -95,77 +92,48 @@ def test_an_image_that_kills_its_process_is_a_row_and_the_others_go_on(tmp_path)
     ],
 )
 def test_a_worker_reports_what_concerns_all_images(tmp_path, options, message):
-    rows = [row for row, _ in explained(fill(tmp_path / "in", 2), tmp_path / "out", **options)]
-    assert [row["status"] for row in rows] == (["stopped"] if message else ["explained"] * 2)
-    assert message is None or message in rows[0]["message"]
-
-
-FINGERPRINT = {"kind": "folder", "methods": {"rollout": "rollout"}}
-
-
-def write_parts(out, actual, *names):
-    """Return the rows and maps of a batch that Ray writes."""
-    pyarrow, parquet = load_pyarrow()
-    (out / ".vitflow-parts").mkdir()
-    table = pyarrow.table({name: list(values) for name, values in as_columns(actual, ["rollout"]).items()})
-    for name in names:
-        parquet.write_table(table, out / ".vitflow-parts" / f"{name}.parquet")
-
-
-def test_parts_are_taken_once_and_a_damaged_one_is_left_out(tmp_path):
-    source = fill(tmp_path / "in", 3)
-    (source / "bad.jpg").write_bytes(DAMAGED)
-    actual = explained(source, tmp_path / "out")
-    write_parts(tmp_path / "out", actual, "a", "b")  # a task that was done twice
-    (tmp_path / "out/.vitflow-parts/c.parquet").write_bytes(b"PAR1 half")
-    with Run(tmp_path / "out", FINGERPRINT) as run:
-        take_parts(run)
-        names = [row["input"] for row, _ in actual]
-        assert run.missing(names, lambda row: row["status"] == "explained") == ["bad.jpg"]
-        assert [row["input"] for row, maps in run.with_maps() if maps] == [name for name in names if name != "bad.jpg"]
-    assert not (tmp_path / "out/.vitflow-parts").exists()
-
-
-def test_a_stopped_run_ends_in_the_words_of_its_worker(tmp_path):
-    write_parts(tmp_path / "out", explained(fill(tmp_path / "in", 1), tmp_path / "out", patch=(0, 9)), "a")
-    with Run(tmp_path / "out", FINGERPRINT) as run, pytest.raises(OptionError, match="outside the grid"):
-        take_parts(run)
+    results = explained(fill(tmp_path / "in", 2), tmp_path / "out", **options)
+    if message is None:
+        assert [row["status"] for row, _ in results] == ["explained"] * 2
+    else:
+        assert [message in str(error) for error in results] == [True]
 
 
 ON_RAY = {"engine": "ray", "workers": None, "actors": 1, "model": plain}
 
 
-def is_whole(part) -> bool:
-    """Return True if Ray has finished writing a file, which has its final name from the beginning."""
-    pyarrow, parquet = load_pyarrow()
-    try:
-        parquet.read_metadata(part)
-    except (pyarrow.ArrowInvalid, OSError):
-        return False
-    return True
+def same_maps(actual, local) -> bool:
+    """Return True if two runs have the same inputs in the same order, with the same maps."""
+    ours, its = ({row["input"]: maps["rollout"] for row, maps in read_grids(run.output)} for run in (actual, local))
+    assert list(ours) == list(its) and [row["input"] for row in actual] == [row["input"] for row in local]
+    return all(np.abs(grid - its[name]).max() <= 2**-10 * its[name].max() for name, grid in ours.items())
 
 
-@pytest.mark.slow  # nearly a minute; what becomes of parts is tested above
+def test_a_run_on_ray_has_the_rows_and_maps_of_a_local_run(ray_cluster, tmp_path):
+    source, seen = fill(tmp_path / "in", 6), []
+    (source / "bad.jpg").write_bytes(DAMAGED)
+    actual = run(source, tmp_path / "ray", **ON_RAY, progress=seen.append)
+    assert (actual.total, actual.explained) == (7, 6) and [state.done for state in seen] == list(range(8))
+    assert [row["error"] for row in actual.failures()] == ["OSError"]
+    assert same_maps(actual, run(source, tmp_path / "local", overlays=False))
+    with pytest.raises(OptionError, match="outside the grid"):  # reported by a worker, for all images
+        run(source, tmp_path / "stopped", **ON_RAY, patch=(0, 9))
+
+
+@pytest.mark.slow  # nearly a minute
 def test_a_run_whose_driver_was_killed_goes_on_and_has_each_input_once(ray_cluster, tmp_path):
     source = fill(tmp_path / "in", 80)
     (source / "bad.jpg").write_bytes(DAMAGED)
     driver = forked(drive, ray_cluster.get_runtime_context().gcs_address, source, tmp_path / "ray")
-    parts = tmp_path / "ray/.vitflow-parts"
-    while not any(map(is_whole, parts.glob("*.parquet"))):
+    while count_rows(tmp_path / "ray") < 1:
         assert driver.is_alive()
         time.sleep(0.01)
     driver.kill()
     driver.join()
-    with SavedRun(tmp_path / "ray") as killed:
-        assert not list(killed.rows()), "the run was not killed in the middle"
     actual = run(source, tmp_path / "ray", **ON_RAY)
     assert (actual.total, actual.explained) == (81, 80) and 0 < actual.kept < 80
-    local = run(source, tmp_path / "local", overlays=False)
-    its = {row["input"]: maps["rollout"] for row, maps in read_grids(local.output)}
-    rows = {row["input"]: maps["rollout"] for row, maps in read_grids(actual.output)}
-    assert list(rows) == list(its) and [row["input"] for row in actual] == [row["input"] for row in local]
+    assert same_maps(actual, run(source, tmp_path / "local", overlays=False))
     assert [row["error"] for row in actual.failures()] == ["OSError"]
-    assert all(np.abs(grid - its[name]).max() <= 2**-10 * its[name].max() for name, grid in rows.items())
     assert [one.error for one in draw_run(actual.output, tmp_path / "drawn", limit=2)] == [None, None]
     with pytest.raises(OptionError, match="other options"):
         run(source, tmp_path / "ray", **ON_RAY, residual=0.3)

@@ -245,7 +245,7 @@ def test_a_url_of_this_machine_is_a_path(tmp_path):
     (source / "out").mkdir()
     fill(source / "out", 1)
     files = list_inputs(f"file://{source}", source / "out", recursive=True).files
-    assert [path for path, _ in files.values()] == [str(source / "0.jpg"), str(source / "1.jpg")]
+    assert list(files.values()) == [str(source / "0.jpg"), str(source / "1.jpg")]
     with pytest.raises(OptionError, match="is also a source"):
         list_inputs(f"file://{source}", source)
 

@@ -31,7 +31,7 @@ from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.draw import draw_run, report_run
-from vitflow.folder.plan import list_inputs
+from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.work import InputImage, compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.runs.batches import Batches
@@ -129,10 +129,7 @@ def test_the_results_are_those_of_the_explainer(tmp_path):
 def test_one_plain_function_does_the_work_of_a_batch(tmp_path):
     source = fill(tmp_path / "in", 3)
     summary = run(source, tmp_path / "out")
-    images = [
-        InputImage(f"{n}.jpg", str(n), decode_file(str(source / name)))
-        for n, name in enumerate(["0.jpg", "1.jpg", "2.jpg", "3.jpg"])
-    ]
+    images = [InputImage(Input(f"{n}.jpg", "", str(n)), decode_file(str(source / f"{n}.jpg"))) for n in range(4)]
     job = make_job(["rollout"], {})
     maps = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(images)), images, job)
     *explained, failed = [draw_files(image, actual, job) for image, actual in zip(images, maps, strict=True)]
@@ -369,10 +366,9 @@ def test_the_command_reports_counts_and_exit_codes(tmp_path):
     assert code == 2 and errors.startswith("error: The folder")
 
 
-def listed(source, **options):
-    """The inputs below a folder, in order, and what is wrong with those of which something is."""
-    files = list_inputs([source], source.parent / "elsewhere", recursive=True, **options).files
-    return list(files), {key: problem for key, (_, problem) in files.items() if problem}
+def listed(source):
+    """The inputs below a folder, in order."""
+    return list(list_inputs([source], source.parent / "elsewhere", recursive=True).files)
 
 
 def test_inputs_are_detected_below_links_once_and_hidden_ones_not(tmp_path):
@@ -395,10 +391,10 @@ def test_inputs_are_detected_below_links_once_and_hidden_ones_not(tmp_path):
     (source / "link").symlink_to(tmp_path / "away", target_is_directory=True)
     (source / "file.png").symlink_to(tmp_path / "away/3.png")
     shown = ["7.tif", "9/8.gif", "10/1.png", "album.png", "album.png/1.jpg", "file.png", "link/3.png", "sub/y.png"]
-    assert listed(source) == (shown, {})
+    assert listed(source) == shown
 
 
-def test_a_folder_below_that_may_not_be_read_is_an_input_with_a_problem(tmp_path, monkeypatch):
+def test_a_folder_below_that_may_not_be_read_is_an_input_with_an_error(tmp_path, monkeypatch):
     (tmp_path / "in/sub").mkdir(parents=True)
     (tmp_path / "in/1.png").touch()
     scandir = os.scandir
@@ -409,7 +405,9 @@ def test_a_folder_below_that_may_not_be_read_is_an_input_with_a_problem(tmp_path
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert listed(tmp_path / "in") == (["1.png", "sub"], {"sub": "Could not read this folder: Permission denied."})
+    assert listed(tmp_path / "in") == ["1.png", "sub"]
+    unreadable = decode_file(str(tmp_path / "in/sub"))
+    assert unreadable.error == "PermissionError" and unreadable.message.endswith("Permission denied.")
 
 
 # -- faults
@@ -869,7 +867,7 @@ def test_the_tree_of_inputs_is_walked_once_and_each_file_read_once(tmp_path, mon
         builtins, "open", lambda file, *rest, **more: (opened.append(file), opener(file, *rest, **more))[1]
     )
     monkeypatch.setattr(io, "open", builtins.open)
-    assert run(source, tmp_path / "out", recursive=True, report=True).explained == 4
+    assert run(source, tmp_path / "out", recursive=True).explained == 4
     assert walked.count(str(source)) == 1
     assert [str(file) for file in opened if str(file).startswith(str(source))] == [
         *(str(source / f"{n}.jpg") for n in range(3)),
@@ -920,21 +918,3 @@ def test_a_photograph_that_was_replaced_is_never_shown_under_the_old_map(tmp_pat
     assert "has changed since the run" in shown["1.jpg"][1] and "Could not read" in shown["2.jpg"][1]
     drawn = {one.input: one.error for one in draw_run(out, tmp_path / "drawn")}
     assert drawn == {name: reported for name, (_, reported) in shown.items()}
-
-
-def test_a_report_needs_no_photograph_that_the_run_had_in_hand(tmp_path, monkeypatch):
-    source, out = fill(tmp_path / "in", 4), tmp_path / "out"
-    run(source, out, limit=2)
-    decoded = []
-    monkeypatch.setattr(
-        "vitflow.folder.draw.decode_file",
-        lambda path, bound: (decoded.append(Path(path).name), decode_file(path))[1],
-    )
-    page = run(source, out, report=True, batch_size=2).report.read_bytes()
-    assert decoded == ["0.jpg", "1.jpg"]  # those of the run before
-    assert report_run(out).read_bytes() == page
-    shutil.rmtree(out)
-    assert run(source, out, report=True, batch_size=2).report.read_bytes() == page
-    assert {path.name for path in out.iterdir() if path.suffix != ".jpg"} == {
-        *("manifest.jsonl", "report.html", "run.json", "run.sqlite")
-    }

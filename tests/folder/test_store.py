@@ -63,7 +63,7 @@ def test_rows_are_detected_again_and_later_ones_replace_earlier_ones(tmp_path):
     with SavedRun(tmp_path) as again:
         assert (again.fingerprint, again.max_pixels) == (FINGERPRINT, 7)
         assert [(row["input"], row["value"]) for row in again.rows()] == [("a", 3.0), (ODD, 2.0)]
-        assert [row["input"] for row in again.rows([ODD, "missing", "a"])] == [ODD, "a"]
+        assert [row["input"] for row, _ in again.with_maps([ODD, "missing", "a"])] == [ODD, "a"]
         assert [maps["rollout"].tolist() for _, maps in again.with_maps(["a"])] == [[[3.0] * 3] * 2]
     with closing(sqlite3.connect(tmp_path / FILE)) as db:
         assert db.execute("SELECT count(*) FROM maps").fetchone() == (2,)
@@ -97,7 +97,7 @@ def test_a_run_killed_at_random_moments_has_whole_batches(tmp_path):
         process = forked(write_many, place, 10_000)
         while not (place / FILE).exists():
             time.sleep(0.001)
-        process.join(chance.uniform(0.005, 0.3))
+        process.join(chance.uniform(0.005, 1.0))
         process.kill()
         process.join()
         with Run(place, FINGERPRINT) as run:
@@ -346,15 +346,6 @@ def test_no_image_outside_of_its_root_is_read(tmp_path, explainer, name):
     change(out, "UPDATE rows SET name = ? WHERE position = 0", os.fsencode(name.format(secret=secret)))
     assert "secret" not in report_run(out).read_text()
     assert [one.input for one in draw_run(out, tmp_path / "drawn")] == ["1.jpg"]
-
-
-def test_the_report_writes_nothing_outside(tmp_path, precious, explainer):
-    source, out = fill(tmp_path / "in", 2), tmp_path / "out"
-    run(source, out, model=explainer)
-    (out / "report-files").symlink_to(precious.parent)
-    with pytest.raises(OptionError, match="A link leads out"):
-        report_run(out, embed_bytes=0)
-    assert len(list(precious.parent.iterdir())) == 1
 
 
 def test_a_folder_that_links_out_is_a_row_and_not_written_through(tmp_path, precious, explainer):

@@ -7,9 +7,8 @@ import vitflow
 from tests.images.test_overlay import place, random_grid
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
-from vitflow.images.guided import EDGE, _filter
 from vitflow.images.pen import GUIDED
-from vitflow.images.upsampling import upsample
+from vitflow.images.upsampling import EDGE, _filter, upsample
 
 
 def two_halves(height: int, width: int, edge: int, seed: int = 0) -> np.ndarray:

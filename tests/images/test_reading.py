@@ -367,9 +367,9 @@ def test_arrays_that_are_no_images(array, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (b"", r"Expected the given bytes to be an image .*, got an empty file \(0 bytes\): .* Get it anew\.$"),
-        (b"hello", "got something that Pillow cannot read"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "got something that Pillow cannot read"),
+        (b"", r"Expected the given bytes to be an image .*, got an empty or another file\."),
+        (b"hello", "got an empty or another file"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "got an empty or another file"),
         (None, "got NoneType"),
         (bytearray(b"x"), "got bytearray"),
         (io.BytesIO(b"x"), r"got BytesIO\. Of an open file, pass file\.read\(\)"),
@@ -395,9 +395,7 @@ def test_files_that_are_no_images(tmp_path):
     empty, text, pipe = tmp_path / "empty.jpg", tmp_path / "notes.jpg", tmp_path / "pipe.jpg"
     empty.touch()
     text.write_text("not an image")
-    with pytest.raises(
-        ImageError, match=r"Expected 'empty\.jpg' to be an image .*, got an empty file .* Get it anew\.$"
-    ):
+    with pytest.raises(ImageError, match=r"Expected 'empty\.jpg' to be an image .*, got an empty or another file"):
         read_image(empty)
     with pytest.raises(ImageError, match=r"Expected 'notes.jpg' to be an image .*Convert it to PNG or JPEG"):
         read_image(text)
@@ -431,7 +429,7 @@ ENCODED = {
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.5, 0.9, 0.99])
 def test_truncated_files(fmt, share):
     data = ENCODED[fmt]
-    with pytest.raises(ImageError, match=r"truncated or damaged|cannot read as one of them"):
+    with pytest.raises(ImageError, match=r"truncated or damaged|got an empty or another file"):
         read_image(data[: int(len(data) * share)])
 
 
@@ -439,9 +437,9 @@ def test_a_format_that_this_pillow_does_not_read_is_not_promised(monkeypatch):
     monkeypatch.setattr(
         Image, "OPEN", {name: opener for name, opener in Image.OPEN.items() if name not in ("AVIF", "HEIF")}
     )
-    with pytest.raises(ImageError, match=r"to be an image \(BMP.*AVIF is read with Pillow 11\.3 or newer") as reported:
+    with pytest.raises(ImageError, match=r"to be an image \(BMP") as reported:
         read_image(b"\0\0\0\x1cftypavif")
-    assert "HEIF" not in str(reported.value)
+    assert "HEIF" not in str(reported.value) and "AVIF" not in str(reported.value)
 
 
 def test_a_truncated_pil_image(tmp_path):
@@ -609,7 +607,7 @@ def test_places_that_cannot_be_written_to(tmp_path):
         write_image(tmp_path / "file" / "map.png", RGB)
     with pytest.raises(ImageError, match=r"Could not write 'folder\.png'"):
         write_image(tmp_path / "folder.png", RGB)
-    with pytest.raises(ImageError, match="an image of 1 × 17000 pixels .*Choose another format"):
+    with pytest.raises(ImageError, match="1 × 17000 pixels.*WebP limit"):
         write_image(tmp_path / "long.webp", np.zeros((17_000, 1, 3), np.uint8))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder.png"]
 

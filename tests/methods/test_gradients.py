@@ -108,7 +108,7 @@ def test_what_is_requested_is_not_written_onto_the_record():
     one, other = (TargetedTrace.of(trace, torch.full((BATCH,), target)) for target in (1, 2))
     assert not hasattr(trace, "targets")
     for requested in (one, other):
-        actual, expected = requested.backward().attentions, trace.backward(requested.wanted).attentions
+        actual, expected = requested.backward().attentions, trace.backward(requested.class_indices).attentions
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
     assert not torch.equal(one.backward().attentions[0], other.backward().attentions[0])
     with pytest.raises(OptionError, match="this model has none"):

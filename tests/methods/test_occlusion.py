@@ -116,7 +116,7 @@ def test_one_class_against_another_by_blank_out(score):
     expected = sides[0] / np.abs(sides[0]).sum() - sides[1] / np.abs(sides[1]).sum()
     np.testing.assert_allclose(actual.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
     logits = explainer.logits(explainer.pixels(IMAGES[0]))[0].detach()
-    assert actual.contrast.value == pytest.approx(float(logits[1] - logits[3]))
+    assert actual.score.value == pytest.approx(float(logits[1] - logits[3]))
 
 
 def test_the_batch_size_changes_no_map():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests import literal_vit, references
 from tests.recording.test_token_dropping import by_hand
 from vitflow import Contrast, Explainer, load_model
-from vitflow.demo import sample_images
+from vitflow.demo import draw_image, sample_images
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
 from vitflow.explaining.saliency import contrasted
 from vitflow.methods.cells import draw_masks, halves, mean_differences
@@ -230,7 +230,7 @@ def test_the_regression_has_the_affinity_as_its_prior(affinity):
     explainer = Explainer(load_model("demo"))
     image = sample_images()[0]
     options = {"estimator": "regression", "masks": 40, "affinity": affinity, "target": 6}
-    weights = explainer.explain(image, method="sampling", refine=0, **options).grid
+    unrefined = explainer.explain(image, method="sampling", refine=0, **options)
     with record_attention(explainer.model, fusions=[("mean", False)], keys=True) as trace, torch.no_grad():
         explainer.model(pixels := explainer.pixels(image))
     keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
@@ -238,11 +238,17 @@ def test_the_regression_has_the_affinity_as_its_prior(affinity):
     prior, kept = Affinity(layers, keys), draw_masks(12, 12, masks=40)
     with torch.no_grad():  # of a sigmoid, the log-odds are the logit
         scores = [by_hand(explainer.model, pixels, np.flatnonzero(mask).tolist(), 1)[0, 6] for mask in kept.numpy()]
-    expected = regress(kept, torch.stack(scores).double(), prior.matrix[0]).mean.reshape(12, 12)
-    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
-    refined = explainer.explain(image, method="sampling", refine=1, **options).grid
+    posterior = regress(kept, torch.stack(scores).double(), prior.matrix[0])
+    expected = posterior.mean.reshape(12, 12)
+    np.testing.assert_allclose(unrefined.grid, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    refined = explainer.explain(image, method="sampling", refine=1, **options)
     spread = refine(expected.clamp_min(0)[None], prior, 1)[0]
-    np.testing.assert_allclose(refined, spread, rtol=0, atol=1e-4 * float(spread.max()))
+    np.testing.assert_allclose(refined.grid, spread, rtol=0, atol=1e-4 * float(spread.max()))
+    above = (posterior.mean / posterior.std).reshape(12, 12).numpy()
+    clear = np.abs(above - 1.96) > 1e-2  # of a patch on the edge, rounding decides
+    for saliency in (unrefined, refined):
+        np.testing.assert_array_equal(saliency.significant[clear], above[clear] > 1.96)
+    assert any("significant at 95 %" in note for note in refined._notes())
     consensus = explainer.explain(image, method="consensus", **options)
     assert consensus.options["estimator"] == "regression" and np.isfinite(consensus.grid).all()
 
@@ -294,3 +300,35 @@ def test_consensus_says_what_it_is_made_of():
     model = timm.create_model("test_vit_relpos", num_classes=5, img_size=64).eval()
     other = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
     assert "patches blanked" in other.explain(IMAGES[0], method="consensus", masks=8).facts["hidden"]
+
+
+# --- as many masks as a map needs ------------------------------------------------------------------------------------
+
+
+def test_auto_stops_when_the_strongest_patches_are_settled():
+    explainer, image = Explainer("demo"), draw_image(12).image
+    saliency = explainer.explain(image, method="sampling", target="top1", masks="auto")
+    used = saliency.facts["masks_used"]
+    assert used % 32 == 0
+    assert 96 <= used < 256
+    # The map is the one of that many masks, and the strongest tenth hardly changed in the last two steps.
+    maps = [explainer.explain(image, method="sampling", target="top1", masks=used - more) for more in (0, 32, 64)]
+    np.testing.assert_array_equal(saliency.grid, maps[0].grid)
+    tops = [set(np.argsort(-each.grid.ravel())[: round(0.1 * each.grid.size)].tolist()) for each in maps]
+    assert all(len(a & b) >= 0.9 * len(a) for a, b in itertools.pairwise(tops))
+    assert any(f"{used} masks" in note for note in saliency._notes())
+
+
+def test_auto_counts_masks_for_each_image_of_a_batch():
+    explainer = Explainer("demo")
+    images = [draw_image(seed).image for seed in (12, 13, 14, 15)]
+    together = explainer.explain_batch(images, methods=["consensus"], targets="top1", masks="auto")
+    alone = [explainer.explain(image, method="consensus", target="top1", masks="auto") for image in images]
+    assert [each.facts["masks_used"] for each in together] == [each.facts["masks_used"] for each in alone]
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_allclose(one.grid, other.grid, rtol=1e-4, atol=1e-7 * other.grid.max())
+
+
+def test_another_value_of_masks_is_refused():
+    with pytest.raises(OptionError, match="masks"):
+        Explainer("demo").explain(draw_image(12).image, method="sampling", masks="many")

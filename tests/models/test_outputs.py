@@ -351,4 +351,4 @@ def test_numbers_are_read_as_they_are_said_to_be(dense, image):
 def test_two_of_them_are_set_against_each_other(requested, image):
     numbers = requested.logits(requested.pixels(image))[0].detach().double()
     actual = requested.explain(image, method="gae", target=Contrast("sky", against="road"))
-    assert actual.contrast.value == pytest.approx(float(numbers[1] - numbers[0]), rel=1e-5)
+    assert actual.score.value == pytest.approx(float(numbers[1] - numbers[0]), rel=1e-5)

@@ -37,11 +37,12 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 
 
 @dataclass(frozen=True)
 class Family:
-    """A family: its model, its processor, and what stands before a question."""
+    """A family: its model, its processor, and what stands before a question about an image or a video."""
 
     model: nn.Module
     processor: Any
     prompt: str
+    video_prompt: str = ""
 
 
 def tokenizer(**named: str) -> Any:
@@ -136,12 +137,34 @@ def llava_onevision() -> Family:
     processor = transformers.LlavaOnevisionProcessor(
         images,
         words,
-        transformers.LlavaOnevisionVideoProcessor(),
+        transformers.LlavaOnevisionVideoProcessor(size={"height": 26, "width": 26}),
         num_image_tokens=36,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_4",
     )
-    return Family(_made("LlavaOnevisionForConditionalGeneration", config), processor, "user <image>")
+    return Family(_made("LlavaOnevisionForConditionalGeneration", config), processor, "user <image>", "user <video>")
+
+
+def llava_next_video() -> Family:
+    words = tokenizer(image_token="<image>", video_token="<video>")
+    pinpoints = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]]
+    config = transformers.LlavaNextVideoConfig(
+        vision_config=transformers.CLIPVisionConfig(**_SEES, image_size=24),
+        text_config=_text(),
+        image_token_index=4,
+        video_token_index=5,
+        image_grid_pinpoints=pinpoints,
+    )
+    size = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
+    processor = transformers.LlavaNextVideoProcessor(
+        transformers.LlavaNextVideoVideoProcessor(**size),
+        transformers.LlavaNextImageProcessor(**size, image_grid_pinpoints=pinpoints),
+        words,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    return Family(_made("LlavaNextVideoForConditionalGeneration", config), processor, "user <image>", "user <video>")
 
 
 def _qwen(name: str, sees: dict[str, Any], reads: str, images: Any) -> Family:
@@ -156,11 +179,17 @@ def _qwen(name: str, sees: dict[str, Any], reads: str, images: Any) -> Family:
         vision_end_token_id=7,
     )
     kind = getattr(transformers, f"{reads}Processor")
-    videos = getattr(transformers, f"{'Qwen3VL' if reads == 'Qwen3VL' else 'Qwen2VL'}VideoProcessor")()
+    videos = getattr(transformers, f"{'Qwen3VL' if reads == 'Qwen3VL' else 'Qwen2VL'}VideoProcessor")(
+        patch_size=4,
+        merge_size=2,
+        size={"shortest_edge": 8 * 8, "longest_edge": 48 * 64 * 4},
+        cap_pixels_per_frame=False,
+    )
     return Family(
         _made(f"{name}ForConditionalGeneration", config),
         kind(images, words, videos),
         "user <|vision_start|><|image_pad|><|vision_end|>",
+        "user <|vision_start|><|video_pad|><|vision_end|>",
     )
 
 
@@ -287,6 +316,7 @@ _FAMILIES: dict[str, Callable[[], Family]] = {
         llava_squashed,
         llava_next,
         llava_onevision,
+        llava_next_video,
         qwen2_vl,
         qwen2_5_vl,
         qwen3_vl,

@@ -42,8 +42,8 @@ def dpt() -> nn.Module:
     return transformers.DPTForSemanticSegmentation(config)
 
 
-def beit() -> nn.Module:
-    head = {"out_indices": [0, 1, 2, 3], "pool_scales": [1, 2], "use_auxiliary_head": False}
+def beit(states: tuple[int, ...] = (0, 2, 3, 4)) -> nn.Module:
+    head = {"out_indices": list(states), "pool_scales": [1, 2], "use_auxiliary_head": False}
     return transformers.BeitForSemanticSegmentation(transformers.BeitConfig(**VIT, **head, image_size=64, num_labels=5))
 
 
@@ -103,7 +103,7 @@ def scores(output) -> Tensor | None:
 MODELS = {
     "yolos": (yolos, 64, 1),
     "dpt": (dpt, 64, 4),
-    "beit": (beit, 64, 3),
+    "beit": (beit, 64, 4),
     "upernet": (upernet, 64, 4),
     "detr": (detr, 320, 1),  # 100 queries on 10 × 10 patches
     "conditional_detr": (conditional_detr, 256, 1),
@@ -116,11 +116,14 @@ STAGED = ["sam", "segformer"]  # windows or stages, to which attention flow does
 def built(name: str) -> tuple[nn.Module, int]:
     torch.manual_seed(0)
     build, size, _ = MODELS[name]
-    model = build().eval()
+    return varied(build()), size
+
+
+def varied(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.15)
-    return model, size
+    return model.eval()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -189,6 +192,13 @@ def test_boxes_and_masks_explain_the_models_of_transformers(name):
         middle, half = output.pred_boxes[0, detection["query"], :2], output.pred_boxes[0, detection["query"], 2:] / 2
         expected = size * torch.cat([middle - half, middle + half])
         np.testing.assert_allclose(detection["box"], expected.numpy(), atol=0.1)
+
+
+def test_a_head_that_reads_the_embeddings_as_well_is_refused():
+    data = {"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    explainer = Explainer(varied(beit((0, 1, 2, 3))), outputs=scores, data_config=data)
+    with pytest.raises(UnsupportedModelError, match="from the image directly"):
+        explainer.explain(torch.zeros(1, 3, 64, 64), method="rollout", target=0)
 
 
 def test_mask2former_is_refused_by_the_name_of_its_attention():

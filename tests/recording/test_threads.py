@@ -134,7 +134,7 @@ def test_overlapping_recordings_of_two_models_leave_the_flags_as_they_were(first
             thread.start()
         entered.wait(timeout=60)
         for which in (first_to_leave, 1 - first_to_leave):
-            assert flags()[:2] == (False, "force_eager")
+            assert flags()[:2] == (enabled, "force_eager")
             leave[which].set()
             threads[which].join(timeout=60)
         assert flags() == at_first

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.offsetbox import DrawingArea
+from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError, printable
-from vitflow.images.typesetting import without_glyph_warnings
+from vitflow.images.typesetting import GREY, without_glyph_warnings
 from vitflow.text.graph import GraphView, Panel
 from vitflow.text.labels import ENGLISH_STOP_WORDS, hide, labels_of
 from vitflow.text.layout import Words
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
-from vitflow.text.view import Trust
+from vitflow.text.view import POSITIVE, Trust
 
 STRINGS = ("[CLS]", "the", " key", " to", " the", " cab", "inet", "s", " is", " lost", ".", "[SEP]")
 HOSTILE = (
@@ -82,24 +84,37 @@ def test_uniform_weights_have_the_most_entropy_and_unseen_tokens_do_not_count():
 # --- shaded text -----------------------------------------------------------------------------------------------------
 
 
-def shades_in(html: str) -> dict[str, float]:
-    actual = re.findall(r'class="token[^"]*" style="--w:([\d.]+)" title="[^"]*"><bdi>([^<]*)</bdi>', html)
-    return {text: float(shade) for shade, text in actual}
+def texts_of(figure) -> list[str]:
+    """The texts of a figure."""
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text().strip()]
+
+
+def shades_of(view: ShadedText) -> dict[str, float]:
+    """The shade of each drawn token by its fill: the distance of red from white, as a share of the darkest."""
+    shades = {}
+    for line in view.figure().findobj(DrawingArea):
+        boxes = [box for box in line.get_children() if isinstance(box, Rectangle) and box.get_height() == 10]
+        labels = [text for text in line.get_children() if isinstance(text, Text) and text.get_position()[1] > 1]
+        for box, text in zip(boxes, labels, strict=False):  # the legend has shades without texts
+            shades[text.get_text()] = (1 - box.get_facecolor()[0]) / (1 - POSITIVE[0])
+    return shades
 
 
 def test_shades_are_shares_of_the_largest_that_is_shown():
-    html = ShadedText(WORDS, WEIGHTS).html()
-    assert shades_in(html)["[CLS]"] == 1.0
-    assert shades_in(html)["key"] == pytest.approx(0.25 / 0.3, abs=1e-3)
-    hidden = ShadedText(WORDS, WEIGHTS, hidden=hide(WORDS)).html()
-    assert shades_in(hidden)["key"] == 1.0 and "[CLS]" not in shades_in(hidden)  # a sink flattens nothing
-    assert "Not shown: special tokens (35 % of the weight)." in hidden
+    view = ShadedText(WORDS, WEIGHTS)
+    assert shades_of(view)["[CLS]"] == 1.0
+    assert view.shades[2] == pytest.approx(0.25 / 0.3)
+    assert shades_of(view)["key"] == pytest.approx(0.25 / 0.3, abs=5e-3)  # of 256 levels
+    hidden = ShadedText(WORDS, WEIGHTS, hidden=hide(WORDS))
+    assert shades_of(hidden)["key"] == 1.0 and "[CLS]" not in texts_of(hidden.figure())  # a sink flattens nothing
+    assert "Not shown: special tokens (35 % of the weight)." in hidden.text()
 
 
 def test_stop_words_stay_readable_and_lose_their_shade():
-    html = ShadedText(WORDS, WEIGHTS, hidden=hide(WORDS, special=False, stop_words=ENGLISH_STOP_WORDS)).html()
-    assert shades_in(html)["is"] == 0.0 and shades_in(html)["[CLS]"] == 1.0
-    assert re.search(r'class="token plain"[^>]*><bdi>is<', html)
+    view = ShadedText(WORDS, WEIGHTS, hidden=hide(WORDS, special=False, stop_words=ENGLISH_STOP_WORDS))
+    assert shades_of(view)["is"] == 0.0 and shades_of(view)["[CLS]"] == 1.0
+    [plain] = [text for text in view.figure().findobj(Text) if text.get_text() == "is"]
+    assert plain.get_color() == GREY
 
 
 def test_a_part_of_a_word_is_no_stop_word():
@@ -109,8 +124,10 @@ def test_a_part_of_a_word_is_no_stop_word():
 
 def test_the_requested_token_is_outlined_and_sets_no_scale():
     view = ShadedText(WORDS, WEIGHTS, selected=(0,))
-    assert shades_in(view.html())["key"] == 1.0
-    assert 'class="token selected plain"' in view.html() and "outlined" in view.html()
+    assert shades_of(view)["key"] == 1.0
+    figure = view.figure()
+    outlined = [box for box in figure.findobj(Rectangle) if box.get_linewidth() == 0.8]
+    assert len(outlined) == 1 and any("outlined" in text for text in texts_of(figure))
     assert view.trust.self_share == pytest.approx(0.3)
     assert ShadedText(WORDS, WEIGHTS, selected=(0,), self_share=0.9).trust.self_share == 0.9
 
@@ -124,7 +141,7 @@ def test_a_terminal_gets_a_plain_list_of_the_strongest_tokens():
 
 def test_negative_weights_count_against():
     view = ShadedText(words_of(("no", " yes")), [-0.2, 0.4])
-    assert "negative" in view.html() and "dashed: negative" in view.html()
+    assert any("hatched: negative" in text for text in texts_of(view.figure()))
     assert [line.split() for line in view.text().splitlines()[:2]] == [
         ["yes", "66.7", "%", "(1)"],
         ["no", "-33.3", "%", "(0)"],
@@ -141,7 +158,7 @@ def test_weights_that_fit_no_token_are_refused():
 
 def test_weights_of_nothing_draw_as_nothing():
     view = ShadedText(WORDS, np.zeros(12))
-    assert set(shades_in(view.html()).values()) == {0.0}
+    assert set(shades_of(view).values()) == {0.0}
     assert "entropy 0.00" in view.text()
     view.figure()
 
@@ -149,19 +166,24 @@ def test_weights_of_nothing_draw_as_nothing():
 # --- sheets ----------------------------------------------------------------------------------------------------------
 
 
+def shades_of_cells(sheet: Sheet) -> np.ndarray:
+    """The shades of a drawn sheet, from top to bottom; NaN for unseen tokens."""
+    return np.ma.filled(sheet.figure().axes[0].images[0].get_array(), np.nan)
+
+
 def test_a_sheet_has_a_row_for_each_layer_the_last_on_top():
     weights = [[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]]
     sheet = Sheet(words_of("abc"), weights, ["layer 1", "layer 2"], upwards=True)
-    cells = re.findall(r'<th scope="row"><bdi>([^<]*)|<td class="[^"]*" style="--w:([\d.]+)">([^<]*)', sheet.html())
-    assert [name for name, _, _ in cells if name] == ["layer 2", "layer 1"]
-    assert [text for _, _, text in cells if text] == ["10", "20", "70", "50", "50", "0"]
-    assert [float(shade) for _, shade, _ in cells if shade][2] == 1.0
+    axes = sheet.figure().axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 2", "layer 1"]
+    assert [text.get_text() for text in axes.texts] == ["10", "20", "70", "50", "50", "0"]
+    assert shades_of_cells(sheet)[0, 2] == 1.0
     assert sheet.trust.first == pytest.approx(0.1)  # of the last layer
 
 
 def test_a_sheet_of_generated_words_reports_the_rest_of_each_row():
     sheet = Sheet(words_of("abc"), [[0.5, 0.3, 0.2], [0.2, 0.2, 0.2]], ["x", "y"], rest=[0.0, 0.4], rest_name="written")
-    assert re.findall(r'<td class="rest">([^<]*)', sheet.html()) == ["0", "40"]
+    assert [text.get_text() for text in sheet.figure().axes[0].texts][-3:] == ["written", "0", "40"]
     assert sheet.text().splitlines()[:2] == [
         "  x: a 50 %, b 30 %, c 20 %; written 0 %",
         "  y: a 20 %, b 20 %, c 20 %; written 40 %",
@@ -170,23 +192,25 @@ def test_a_sheet_of_generated_words_reports_the_rest_of_each_row():
 
 def test_rows_that_do_not_sum_to_1_are_reported_as_shares_and_their_token_sets_no_scale():
     sheet = Sheet(words_of("abc"), [[0.2, 0.1, 1.5], [0.2, 1.0, 0.4]], ["x", "y"], rest=[0.2, 0.0], self_tokens=[2, 1])
-    html = sheet.html()
-    assert re.findall(r'--w:[\d.]+">([^<]+)', html) == ["10", "5", "75", "12", "62", "25"]
-    assert re.findall(r'<td class="selected" style="--w:([\d.]+)">', html) == ["0.000", "0.000"]
-    assert float(re.findall(r'--w:([\d.]+)">25<', html)[0]) == 1.0
-    assert re.findall(r'<td class="rest">([^<]*)', html) == ["10", "0"]
+    texts = [text.get_text() for text in sheet.figure().axes[0].texts]
+    assert texts == ["10", "5", "75", "12", "62", "25", "elsewhere", "10", "0"]
+    shades = shades_of_cells(sheet)
+    assert shades[0, 2] == shades[1, 1] == 0.0 and shades[1, 2] == 1.0
+    assert "x: a 10 %, b 5 %; elsewhere 10 %" in sheet.text()
 
 
-def test_a_large_sheet_is_an_image(monkeypatch):
+def test_a_large_sheet_has_no_numbers(monkeypatch):
     sheet = Sheet(WORDS, [WEIGHTS, WEIGHTS], ["a", "b"])
-    assert "<table" in sheet.html()
-    monkeypatch.setattr("vitflow.text.sheet.MOST_CELLS", 20)
-    assert "<table" not in sheet.html() and "data:image/png;base64," in sheet.html()
+    assert len(sheet.figure().axes[0].texts) == 24
+    monkeypatch.setattr("vitflow.text.sheet.MOST_NUMBERS", 20)
+    assert not sheet.figure().axes[0].texts
 
 
 def test_unseen_cells_are_no_zeros():
-    html = Sheet(words_of("ab"), [[1.0, np.nan], [0.5, 0.5]], ["x", "y"]).html()
-    assert html.count('class="unseen"') == 1
+    sheet = Sheet(words_of("ab"), [[1.0, np.nan], [0.5, 0.5]], ["x", "y"])
+    np.testing.assert_array_equal(np.isnan(shades_of_cells(sheet)), [[False, True], [False, False]])
+    drawn = sheet.figure().axes[0].images[0]
+    assert drawn.cmap(drawn.norm(drawn.get_array()))[0, 1, :3] == pytest.approx((236 / 255,) * 3)
 
 
 # --- graphs ----------------------------------------------------------------------------------------------------------
@@ -232,10 +256,10 @@ class _Tags(HTMLParser):
 @pytest.mark.parametrize("number", range(3), ids=["shaded", "sheet", "graph"])
 def test_hostile_words_are_drawn_and_do_nothing(number, tmp_path):
     view = all_views(words_of(HOSTILE))[number]
-    html = view.html()
+    html = view.html_image()
     parser = _Tags()
     parser.feed(html)
-    assert "script" not in parser.tags and "onload" not in parser.attributes
+    assert parser.tags == {"img"} and "onload" not in parser.attributes
     for text in (html, view.text()):
         assert "\u202e" not in text and "\x1b[31m" not in text and "\x00" not in text
     with Image.open(view.save(tmp_path / "view.png")) as image:
@@ -251,7 +275,7 @@ def test_titles_and_captions_are_shown_as_text(number):
         Sheet(WORDS, [WEIGHTS], [evil], rest=[0.1], rest_name=evil, **framed),
         GraphView(WORDS, [Panel(evil, graph, note=evil)], selected=(1,), **framed),
     ][number]
-    for text in (view.text(), view.html(), str(view)):
+    for text in (view.text(), str(view)):
         assert printable(text, lines=True) == text and r"\x1b]0;owned\x07\x9b31m\u202e\u200b" in text
     assert view.figure() is not None
 
@@ -264,12 +288,11 @@ def test_every_token_leaves_a_mark():
 
 
 @pytest.mark.parametrize("number", range(3), ids=["shaded", "sheet", "graph"])
-def test_a_notebook_shows_html_and_any_program_text(number):
+def test_a_notebook_shows_the_figure_and_any_program_text(number):
     view = all_views(WORDS)[number]
     bundle = view._repr_mimebundle_()
-    assert bundle == {"text/html": view.html(), "text/plain": str(view)}
-    assert set(view._repr_mimebundle_(include={"text/plain"})) == {"text/plain"}
-    assert "http" not in bundle["text/html"]  # nothing is fetched
+    assert set(bundle) == {"image/png", "text/plain"} and bundle["text/plain"] == str(view)
+    assert bundle["image/png"] in view.html_image()
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
@@ -302,9 +325,8 @@ def drawn_texts(figure) -> list:
         ]
 
 
-@pytest.mark.parametrize("framed", [True, False])
 @pytest.mark.parametrize("words", [words_of("ab"), WORDS, WIDE], ids=["short", "plain", "wide"])
-def test_no_word_of_a_figure_is_cut_or_lies_on_another(words, framed):
+def test_no_word_of_a_figure_is_cut_or_lies_on_another(words):
     tokens = words.length
     frame = {"title": f"Title {LONG}", "caption": LONG}
     graph = matrices(tokens)
@@ -318,7 +340,7 @@ def test_no_word_of_a_figure_is_cut_or_lies_on_another(words, framed):
         ),
     ]
     for view in views:
-        figure = view.figure(framed=framed)
+        figure = view.figure()
         width, height = figure.get_size_inches() * figure.dpi
         actual = drawn_texts(figure)
         assert len(actual) >= tokens

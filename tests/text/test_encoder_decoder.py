@@ -342,12 +342,14 @@ def test_a_beginning_in_words_and_images_of_any_size():
 
 
 def test_what_an_encoder_cannot_be_shown_is_reported():
+    with pytest.raises(OptionError, match="omit video, neutral"):
+        written(seeing(), None, processor=prepares(), video=[photograph()])
     with pytest.raises(OptionError, match="Expected one image for VisionEncoderDecoderModel, got 2"):
         adjacent([photograph(), photograph()])
     with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
         adjacent([])
     for options in ({"neutral": "the"}, {"through_tower": True}):
-        with pytest.raises(OptionError, match="has no prompt alongside the image.*omit neutral"):
+        with pytest.raises(OptionError, match="reads one image without a prompt.*omit video, neutral"):
             adjacent(**options)
     with pytest.raises(
         OptionError, match=r"Expected pixel_values \[1, channels, height, width\] .* got \(2, 3, 32, 32\)"

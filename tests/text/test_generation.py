@@ -335,3 +335,16 @@ def test_other_mistakes_are_reported_before_anything_is_written():
         model(prompt(), **cached(model, cache))
     with pytest.raises(OptionError, match="cache with 9 tokens"):
         written(model, **cached(model, cache))
+
+
+def test_arguments_of_tokens_are_those_of_each_prompt_of_a_batch():
+    model = built("GPT2LMHeadModel")
+    ids, types = prompt().expand(2, -1).clone(), torch.zeros(2, 9, dtype=torch.long)
+    types[1] = 7  # GPT-2 adds the embeddings of these ids
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": types}
+    options = {"min_new_tokens": 2, "max_new_tokens": 2, "do_sample": False, "method": "attention"}
+    both = explain_generation(model, inputs, **options)
+    for row in range(2):
+        alone = {name: value[row : row + 1] for name, value in inputs.items()}
+        np.testing.assert_allclose(both[row].values, explain_generation(model, alone, **options).values, atol=1e-6)
+    assert np.abs(both[0].values - both[1].values).max() > 1e-4

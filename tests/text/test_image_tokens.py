@@ -204,13 +204,20 @@ def test_what_is_not_known_is_reported_with_the_way_out():
         image_tokens(config, one.processor, {**inputs, "input_ids": torch.ones(2, 9, dtype=torch.long)}, sizes)
 
 
-def test_a_video_is_refused():
+def test_images_and_a_video_in_one_prompt_are_refused():
     one, inputs = prepared("qwen2_vl")
-    with pytest.raises(OptionError, match="Expected images, got a video"):
-        image_tokens(one.model.config, one.processor, {**inputs, "video_grid_thw": torch.ones(1, 3)}, [(30, 30)])
-    frame = torch.cat([inputs["input_ids"], torch.tensor([[one.model.config.video_token_id]])], dim=1)
-    with pytest.raises(OptionError, match="Expected images, got a video"):
-        image_tokens(one.model.config, one.processor, {**inputs, "input_ids": frame}, [(30, 30)])
+    config, size = one.model.config, [(30, 30)]
+    pixels = {**inputs, "pixel_values_videos": torch.ones(4, 96)}
+    both = {**inputs, "input_ids": torch.cat([inputs["input_ids"], torch.tensor([[config.video_token_id]])], dim=1)}
+    for given in (pixels, both):
+        with pytest.raises(
+            OptionError, match="Expected images, got a video: pass video=, and omit the tokens of images"
+        ):
+            image_tokens(config, one.processor, given, size)
+        with pytest.raises(
+            OptionError, match="Expected a video, got images: pass image=, and omit the tokens of a video"
+        ):
+            image_tokens(config, one.processor, given, size, video=True)
 
 
 def test_parts_are_checked():

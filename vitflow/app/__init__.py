@@ -23,13 +23,13 @@ def serve(
     browser: bool = False,
     wait: bool = True,
 ) -> Any:
-    """Serve a page that explains images, texts and captions with the given models only.
+    """Serve a page that explains images, clips, texts and captions with the given models only.
 
     Each model is loaded at its first use, once for all visitors, whose requests are queued. The page loads nothing from
     other hosts, and Gradio's analytics and sharing are off. Only uploaded files and the samples can be explained.
 
     Args:
-        models: image models as for `load_model`; the first is selected.
+        models: models for images and clips as for `load_model`; the first is selected.
         language_models: models for texts, as for `explain_text` and `explain_generation`.
         checkpoint: weights of the first of `models`, as for `load_model`.
         class_names: a file with the names of its classes.
@@ -51,8 +51,9 @@ def serve(
     if not time_limit > 0:
         raise OptionError(f"Expected a time limit above 0 seconds, got {time_limit}.")
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # read when Gradio is loaded
+    os.environ["OPENCV_FFMPEG_LOGLEVEL"] = "-8"  # quiet: the page shows what is wrong with a video
     try:
-        from vitflow.app.asking import Models
+        from vitflow.app.actions import Models
         from vitflow.app.page import launch
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("gradio"):

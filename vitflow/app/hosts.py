@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vitflow.errors import OptionError, check_known, whole_number
 
-# What stands for every address of a machine.
+# Hosts that mean every address of a machine.
 _EVERY_ADDRESS = ("0.0.0.0", "::", "")
 _LOCAL = ("localhost", "127.0.0.1", "::1")
-# Gradio fetches a URL that stands in this path for whoever asks.
+# Gradio would fetch a URL in this path for any visitor.
 _FETCHES = re.compile(r"/file=[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
@@ -122,7 +122,7 @@ def received(fields: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 def _received(field: Any, value: Any) -> Any:
     if field.stateful or value is None:
         return value
-    if isinstance(field, gr.Image):
+    if isinstance(field, gr.Image | gr.File):
         return _uploaded(value)
     if isinstance(field, gr.Dataset) and (type(value) is not int or not 0 <= value < len(field.samples)):
         raise refusal(f"Expected one of the {len(field.samples)} samples, got another.")
@@ -136,8 +136,8 @@ def _uploaded(file: Any) -> dict[str, Any]:
     path = file.get("path") if isinstance(file, dict) else None
     if not isinstance(path, str) or not _is_uploaded(path):
         raise refusal(
-            "Expected a photograph that was uploaded to this page, or one of its samples, got another file. Uploads "
-            "are removed after a while: drop the photograph again."
+            "Expected a file that was uploaded to this page, or one of its samples, got another one. Uploads are "
+            "removed after a while: upload it again."
         )
     return {"path": path, "meta": {"_type": "gradio.FileData"}}
 
@@ -159,10 +159,10 @@ def is_click(event: Any) -> bool:
 
 
 def checked(field: Any, value: Any) -> Any:
-    """Return True for a plain value of a field.
+    """Return the value of a field, with an empty text for None.
 
     Raises:
-        OptionError: the field declares that it takes no such value.
+        OptionError: the value is not one that the field declares.
     """
     name = _name_of(field)
     if isinstance(field, gr.Slider):

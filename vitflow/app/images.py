@@ -8,30 +8,31 @@ from typing import Any
 
 import gradio as gr
 
-from vitflow.app.asking import Models, answer_column, asks, drawn, path_of, photograph, shared
+from vitflow.app.actions import Models, class_field, connect, drawn, image_field, path_of, result_fields, shared
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.comparison import compare
 from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.options import METHOD_OPTIONS, Option, shown
-from vitflow.explaining.targets import Contrast
+from vitflow.explaining.targets import Contrast, is_several, top_count
 from vitflow.images import BACKGROUNDS, FITS, INTERPOLATIONS
 from vitflow.images.map_figure import image_bounds
 
-# The method that is chosen first, and what answers for a patch where the chosen one does not.
+# The default method, and the method for a clicked patch if the selected one does not support patches.
 _METHOD, _OF_PATCHES = "gae", "rollout"
-# The options of methods that have a field. A patch is clicked; the last two change the time of an answer alone.
+# Method options with a field: a patch is clicked, and the last two change the duration only.
 _OPTIONS = [
     option for option in METHOD_OPTIONS.values() if option.name not in ("patch", "occlusion_batch", "peer_options")
 ]
-# What a visitor may ask for at most, where the table of options has no limit.
+# Maximum values for visitors of options without a limit in the table.
 _MOST = {"masks": 4096, "cells": 64, "random_seed": 2**31 - 1}
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
-_LARGEST, _MOST_PROMPTS, _PROMPT_CHARACTERS = 10_000, 16, 2000
+_REGION = "left, top, right and bottom in pixels, such as 40,20,300,260"
+_LARGEST, _MOST_PROMPTS, _PROMPT_CHARACTERS, _MOST_TARGETS = 10_000, 16, 2000, 10
 _DRAWING, _USUAL = ("background", "interpolation", "contours"), ("grey", "smooth", False)
 _NAMES = ["image", "model", "method", "target", "prompts", "against", "fit", *_DRAWING]
-_NAMES += [one.name for one in _OPTIONS]
+_NAMES += [*(one.name for one in _OPTIONS), "region"]
 # Result shown, as in the address: a map, the map of a patch as "ROW,COL", or the comparison.
 _COMPARISON = "compare"
 # The address of the page holds the fields that differ from their defaults, and the name of the image if it is a sample.
@@ -54,16 +55,16 @@ class _Request:
         prompts = tuple(filter(None, map(str.strip, given["prompts"].splitlines())))
         if len(prompts) > _MOST_PROMPTS:
             raise OptionError(f"Expected at most {_MOST_PROMPTS} prompts, got {len(prompts)}.")
-        self.explainer = models.explainer(given["model"], given["fit"], prompts)
+        region = _read_region(given["region"])
+        self.explainer, made = models.explainer(given["model"], given["fit"], prompts, region)
         target, against = given["target"] or None, given["against"]
+        if (top_count(target) or 1) > _MOST_TARGETS:
+            raise OptionError(f"Expected at most 'top{_MOST_TARGETS}' on this page, got {target!r}.")
         self.target = Contrast(target, against=against) if against else target
         self.targets = [self.target] if self.target else list(prompts) or None
         self.drawing = {name: given[name] for name in _DRAWING if given[name] not in _USUAL}
         options = [option for option in _OPTIONS if given[option.name] and self.method.accepts(option.name)]
         self.options = {option.name: _read(option, given[option.name]) for option in options}
-        fit = None if given["fit"] == "crop" else given["fit"]
-        outputs = python_call("vitflow.prompts", list(prompts)) if prompts else None
-        made = python_call("vitflow.Explainer", models.in_python(given["model"]), outputs=outputs, fit=fit)
         self.code = f"import vitflow\n\nexplainer = {made}"
 
 
@@ -75,6 +76,19 @@ def _read(option: Option, text: str) -> Any:
     if option.kind is float and not math.isfinite(value):
         raise OptionError(f"{option.name}: expected {option.values}, got {text!r}.")
     return value
+
+
+def _read_region(text: str) -> tuple[float, ...] | None:
+    """Return the numbers of a region, a box or a point; None for an empty text."""
+    if not text.strip():
+        return None
+    try:
+        numbers = tuple(float(number) for number in text.split(","))
+    except ValueError:
+        numbers = ()
+    if len(numbers) not in (2, 4) or not all(map(math.isfinite, numbers)):
+        raise OptionError(f"region: expected {_REGION}, got {text!r:.80}.")
+    return numbers
 
 
 class _Answers:
@@ -101,7 +115,20 @@ class _Answers:
             request.method, request.options = get_method(_OF_PATCHES), {}
         return self._map(request, patch=patch)
 
+    def _corner(self, event: gr.SelectData, model: str, region: str) -> tuple[Any, ...]:
+        """Add a corner that was clicked on the photograph: the first click begins a region, the second ends it."""
+        if not self._models.takes_region(model) or not isinstance(event.index, list | tuple):
+            return gr.skip(), []
+        corners = [round(place) for place in event.index]
+        before = _read_region(region)
+        if before is not None and len(before) == 2:
+            (left, right), (top, bottom) = (sorted(map(round, pair)) for pair in zip(before, corners, strict=True))
+            corners = [left, top, right, bottom]
+        return ",".join(map(str, corners)), []
+
     def _map(self, request: _Request, **more: Any) -> tuple[Any, ...]:
+        if is_several(request.target):
+            return self._strip(request, [request.method.name], request.options, view="map")
         arguments = {"method": request.method.name, "target": request.target, **request.options, **more}
         saliency = request.explainer.explain(request.path, **arguments)
         figure, name = saliency.figure(**request.drawing), f"{request.path.stem}-{request.method.name}"
@@ -111,22 +138,24 @@ class _Answers:
             python_call("explainer.explain", request.path.name, **arguments),
             _written("saliency.figure", name, request),
         )
-        classes = gr.update(choices=["", *(request.explainer.class_names or [])])
+        classes = _choices(request.explainer)
         notes = [saliency.facts["note"]] if "note" in saliency.facts else []
         code, view = f"{request.code}\nsaliency = {made}\n{written}", ",".join(map(str, more.get("patch", ())))
         return image, click, files, code, request.method.name, classes, view, notes
 
     def compare(self, *fields: Any) -> tuple[Any, ...]:
-        request = _Request(self._models, fields)
-        comparison, name = (
-            compare(request.path, model=request.explainer, targets=request.targets),
-            f"{request.path.stem}-compare",
-        )
+        return self._strip(_Request(self._models, fields), None, {}, view=_COMPARISON)
+
+    def _strip(self, request: _Request, methods: Any, options: dict[str, Any], *, view: str) -> tuple[Any, ...]:
+        """Draw the maps of several methods or of several classes."""
+        arguments = {"methods": methods, "targets": request.targets, **options}
+        comparison = compare(request.path, model=request.explainer, **arguments)
+        name = f"{request.path.stem}-{methods[0] if methods else _COMPARISON}"
         image, files = drawn(comparison.figure(**request.drawing), name)
-        made = python_call("vitflow.compare", request.path.name, targets=request.targets, model=Code("explainer"))
+        made = python_call("vitflow.compare", request.path.name, model=Code("explainer"), **arguments)
         code = f"{request.code}\nfound = {made}\n{_written('found.figure', name, request)}"
-        agreement = [" ".join(str(comparison.agreement()).splitlines()[:2])]
-        return image, None, files, code, request.method.name, gr.skip(), _COMPARISON, agreement
+        agreement = [" ".join(str(comparison.agreement()).splitlines()[:2])] if methods is None else []
+        return image, None, files, code, request.method.name, _choices(request.explainer), view, agreement
 
     def _open(self, *fields: Any) -> tuple[Any, ...]:
         """Compute the result given by the address of the page."""
@@ -144,9 +173,15 @@ class _Answers:
         return *(_field(option, name, gr.update) for option in _OPTIONS), []
 
     def _model(self, name: str) -> tuple[Any, ...]:
-        takes = self._models.takes_prompts(name)
-        kept = {} if takes else {"value": ""}
-        return gr.update(visible=takes, **kept), gr.update(choices=[""], value=""), []
+        shown = [
+            gr.update(visible=takes, **({} if takes else {"value": ""}))
+            for takes in (self._models.takes_region(name), self._models.takes_prompts(name))
+        ]
+        return *shown, gr.update(choices=[""], value=""), []
+
+
+def _choices(explainer: Any) -> Any:
+    return gr.update(choices=["", *(explainer.class_names or [])])
 
 
 def _written(function: str, name: str, request: _Request) -> str:
@@ -176,7 +211,7 @@ def _restored(models: Models, samples: Sequence[str | Path], fields: Sequence[An
             values.append("map" if name == "view" and query.get("image") in known else gr.skip())
         elif name == "image":
             values.append(shared(known[query[name]]) if query[name] in known else gr.skip())
-        elif name == "prompts":
+        elif name in ("prompts", "region"):
             values.append(gr.update(value=query[name], visible=True))
         elif isinstance(field, gr.Checkbox):
             values.append(query[name] == "true")
@@ -200,12 +235,20 @@ def images_tab(models: Models, samples: Sequence[str | Path], first_prompts: Seq
     answers = _Answers(models)
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
-            image, examples = photograph(samples)
+            image, examples = image_field(samples)
             model = gr.Dropdown(models.images, label="Model")
             methods = [(f"{one.title}: {one.question}", one.name) for one in list_methods()]
             method = gr.Dropdown(methods, value=_METHOD, label="Method")
-            hint = "Name or number; empty: the likeliest."
-            target = gr.Dropdown([""], value="", label="Class", info=hint, allow_custom_value=True)
+            with gr.Row():
+                region = gr.Textbox(
+                    "",
+                    label="Region",
+                    info="Pixels, or click two corners.",
+                    placeholder="left,top,right,bottom",
+                    min_width=160,
+                    visible=False,
+                )
+                target = class_field("Name, number, or top3.")
             hint = f"What to ask, one per line, at most {_MOST_PROMPTS}."
             longest: dict[str, Any] = {"lines": 3, "max_length": _PROMPT_CHARACTERS}
             prompts = gr.Textbox(
@@ -221,27 +264,32 @@ def images_tab(models: Models, samples: Sequence[str | Path], first_prompts: Seq
                 contours = gr.Checkbox(label="Contours")
                 options = [_field(option, _METHOD) for option in _OPTIONS]
         with gr.Column(scale=3, min_width=320):
-            *answer, notes = answer_column("Click the photograph below to see what that patch of it looks at.")
+            *answer, notes = result_fields("Click the photograph below to see what that patch of it looks at.")
     view = gr.Textbox("", visible="hidden", max_length=_PROMPT_CHARACTERS)
     fields = [image, model, method, target, prompts, against, fit, background, interpolation, contours, *options]
+    fields.append(region)
     drawing = [*answer, method, target, view, notes]
     usual = {"model": models.images[0], "method": _METHOD, "fit": "crop", "prompts": "\n".join(first_prompts)}
     usual |= dict(zip(_DRAWING, map(str, _USUAL), strict=True))
     address: dict[str, Any] = {"js": _ADDRESS % (json.dumps([*_NAMES, "view"]), json.dumps(usual))}
-    chosen = examples.load_input_event
+    uploaded, chosen = (
+        trigger(lambda: "", None, region, **_PRIVATE) for trigger in (image.upload, examples.load_input_event.then)
+    )
     if not samples and "demo" in models.images:  # which alone knows the drawn ones
-        chosen = chosen.then(lambda: ("demo", gr.update(value="", visible=False)), None, [model, prompts], **_PRIVATE)
-    results = [asks(trigger, answers.explain, fields, drawing) for trigger in (go.click, image.upload, chosen.then)]
+        hidden = gr.update(value="", visible=False)
+        chosen = chosen.then(lambda: ("demo", hidden, hidden), None, [model, region, prompts], **_PRIVATE)
+    results = [connect(trigger, answers.explain, fields, drawing) for trigger in (go.click, uploaded.then, chosen.then)]
     results += [
-        asks(answer[0].select, answers._patch, [answer[1], *fields], drawing),
-        asks(compare_button.click, answers.compare, fields, drawing),
+        connect(answer[0].select, answers._patch, [answer[1], *fields], drawing),
+        connect(compare_button.click, answers.compare, fields, drawing),
     ]
     for result in results:
         result.then(None, [*fields, view], None, **address)
-    asks(method.change, answers._method, [method], [*options, notes])
-    asks(model.input, answers._model, [model], [prompts, target, notes])
+    connect(method.change, answers._method, [method], [*options, notes])
+    connect(model.input, answers._model, [model], [region, prompts, target, notes])
+    connect(image.select, answers._corner, [model, region], [region, notes])
 
     def restored(request: gr.Request) -> list[Any]:
         return _restored(models, samples, [*fields, view], request)
 
-    asks(loaded(restored, None, [*fields, view], **_PRIVATE).then, answers._open, [*fields, view], drawing)
+    connect(loaded(restored, None, [*fields, view], **_PRIVATE).then, answers._open, [*fields, view], drawing)

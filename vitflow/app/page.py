@@ -10,7 +10,8 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from vitflow.app.asking import Models, limited
+from vitflow.app.actions import Models, limited
+from vitflow.app.clips import clips_tab
 from vitflow.app.hosts import HostCheck, is_click, received, refusal
 from vitflow.app.images import images_tab
 from vitflow.app.words import words_tab
@@ -71,6 +72,8 @@ def launch(
         gr.Markdown("### vitflow: see what a Vision Transformer looks at")
         with gr.Tab("Photographs"):
             images_tab(models, samples, prompts, page.load)
+        with gr.Tab("Clips"):
+            clips_tab(models)
         if models.words:
             with gr.Tab("Texts and captions"):
                 words_tab(models, samples)

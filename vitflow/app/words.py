@@ -6,12 +6,12 @@ from typing import Any
 
 import gradio as gr
 
-from vitflow.app.asking import Models, answer_column, asks, drawn, path_of, photograph
+from vitflow.app.actions import Models, connect, drawn, image_field, path_of, result_fields
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.captions import python_call
 from vitflow.explaining.strips import draw_words
 from vitflow.text.generating import explain_generation
-from vitflow.text.labels import labels_of, spoken_words
+from vitflow.text.labels import grouped_words, labels_of
 from vitflow.text.languages import default_prompt
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS
 from vitflow.text.reading import Reading, explain_text
@@ -59,8 +59,8 @@ class _Answers:
             return self._read(result.text, result.model, result.method, number)
         if result.images is None:
             return _row(result, made, number - result.prompt_tokens.length)
-        spoken = spoken_words(result.generated_tokens)
-        return _caption(result, made, spoken[whole_number("the word", number, 0, len(spoken) - 1)][1])
+        groups = grouped_words(result.generated_tokens)
+        return _caption(result, made, groups[whole_number("the word", number, 0, len(groups) - 1)][1])
 
     def _read(self, text: str, model: str, method: str, token: int | None = None) -> tuple[Any, ...]:
         reading = explain_text(text, method=method, token=token, **self._models.reader(model))
@@ -88,8 +88,8 @@ def _caption(generation: Any, made: str, selected: tuple[int, ...] | None = None
     if (selected or next(iter(maps), None)) not in maps:
         raise OptionError(f"Expected a word that has a map, got one that has none: {', '.join(left_out)}.")
     shares = {places: one.facts["on_image"] for places, one in maps.items()}
-    spoken = spoken_words(generation.generated_tokens)
-    words = [(f" {word}", _shade(shares.get(places, 0.0), places == selected)) for word, places in spoken]
+    groups = grouped_words(generation.generated_tokens)
+    words = [(f" {word}", _shade(shares.get(places, 0.0), places == selected)) for word, places in groups]
     if selected is None:
         return _shown(words, draw_words([*maps.values()], left_out=left_out), generation, made, "words()")
     return _shown(words, maps[selected].figure(), generation, made, f"image({selected}).figure('word.png')")
@@ -111,7 +111,7 @@ def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
         with gr.Column(scale=2, min_width=320):
             question = gr.Radio([_CAPTION, _READ, _WRITE], value=_CAPTION, label="Question")
             with gr.Column() as seeing:
-                image, examples = photograph(samples)
+                image, examples = image_field(samples)
             longest: dict[str, Any] = {"lines": 2, "max_length": _CHARACTERS}
             text = gr.Textbox("", label="Text", info="The text, or what to ask about the image.", **longest)
             model = gr.Dropdown(models.words, label="Model")
@@ -122,8 +122,8 @@ def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
             go = gr.Button("Explain", variant="primary")
         with gr.Column(scale=3, min_width=320):
             words = gr.HighlightedText(show_label=False, color_map=_SHADES, show_inline_category=False, render=False)
-            answer = answer_column("Click a word below to see what it rests on.", words)
+            answer = result_fields("Click a word below to see what it rests on.", words)
     for trigger in (go.click, image.upload, examples.load_input_event.then):
-        asks(trigger, answers.words, [question, model, image, text, method, count], [words, *answer])
-    asks(words.select, answers._word, [answer[1]], [words, *answer])
+        connect(trigger, answers.words, [question, model, image, text, method, count], [words, *answer])
+    connect(words.select, answers._word, [answer[1]], [words, *answer])
     question.change(lambda kind: gr.update(visible=kind == _CAPTION), question, seeing, api_visibility="private")

@@ -13,7 +13,7 @@ import rich_click as click
 from click.exceptions import Abort, ClickException, Exit
 
 from vitflow.cli import commands
-from vitflow.cli.messages import reporting
+from vitflow.cli.output import reporting
 from vitflow.errors import printable
 
 

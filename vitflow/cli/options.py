@@ -8,13 +8,12 @@ from typing import Any
 
 import rich_click as click
 
-from vitflow.cli.messages import say
+from vitflow.cli.output import say
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import list_methods
+from vitflow.explaining.method_table import Method, list_methods
 from vitflow.explaining.options import OPTIONS, Option, Scope, options_of, shown
 from vitflow.files import is_remote
-from vitflow.images import FITS
+from vitflow.images import FIGURE_FORMATS, FITS
 from vitflow.models import DTYPES
 from vitflow.text.method_table import TEXT_METHODS
 
@@ -98,10 +97,9 @@ def table_option(option: Option, panel: str, default: str) -> Callable[[_Command
         kind = click.Choice(option.choices)
     elif option.limits and option.kind is float:
         kind = click.FloatRange(*option.limits)
-    elif option.kind not in (int, float, str):  # click's own help and errors suit these
+    elif option.choices or option.kind not in (int, float, str):  # click's own help and errors suit these
         kind = _Value(option)
-    metavar = option.values if option.kind is bool else option.metavar
-    shape: dict[str, Any] = {"type": kind, "metavar": metavar}
+    shape: dict[str, Any] = {"type": kind, "metavar": None if option.kind == "choice" else option.values}
     if option.kind is bool and option.scope == "drawing":
         shape = {"is_flag": True}
     return click.option(
@@ -193,7 +191,8 @@ model_options = _together(
         "--channels",
         panel="Images",
         metavar="R,G,B",
-        help="Channels displayed as red, green and blue, from 0, for a model with other inputs than RGB (.npy files).",
+        help="Channels displayed as red, green and blue, from 0, for a model with other inputs than RGB (TIFF "
+        "and .npy files).",
     ),
     click.option(
         "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device to run on.  [default: a GPU if available]"
@@ -220,7 +219,7 @@ question_options = _together(
         metavar="TEXT",
         multiple=True,
         help="Explain the similarity to this text instead of a class; repeatable. For CLIP, SigLIP, SigLIP 2, "
-        "open_clip and the bundled demo-text.",
+        "open_clip and the bundled demo-text; for OWL-ViT and OWLv2, detect what it names.",
     ),
     click.option(
         "--template",
@@ -263,8 +262,17 @@ resume_option = click.option(
 )
 
 images_argument = click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 #: Called with its help: an output file or folder.
 output_option = partial(click.option, "-o", "--output", type=click.Path(path_type=str))
+
+
+def figure_option(what: str, kind: str) -> Callable[[_Command], _Command]:
+    """Option for the only output file of a command, a figure or its numbers."""
+    return output_option(
+        help=f"File for the {what}: {', '.join(FIGURE_FORMATS)}; or .json for the numbers; or a folder, with / at its "
+        f"end.  [default: IMAGE-{kind}.png here; of several, IMAGE-and-N-more-{kind}.png]"
+    )
 
 
 def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> str | None:
@@ -322,7 +330,7 @@ def targets_of(given: Mapping[str, Any]) -> list[Any]:
     return [target_of(target, given) for target in targets]
 
 
-def asks(given: Mapping[str, Any]) -> bool:
+def has_target(given: Mapping[str, Any]) -> bool:
     """Return True if a target other than the predicted class is given."""
     return _is_about_box(given) or any(given.get(name) for name in ("target", "targets", "prompts", "like", "against"))
 
@@ -401,18 +409,20 @@ def _channels(text: str | None) -> tuple[int, ...] | None:
 def _outputs(given: Mapping[str, Any], model: Any) -> Any:
     """Return the outputs that the options request; None for the model's classes."""
     from vitflow.explaining.image_model import similarity_to
-    from vitflow.explaining.regions import boxes, masks
-    from vitflow.models.detection import is_segmenting
+    from vitflow.explaining.regions import about_region
+    from vitflow.models.detection import has_regions, is_segmenting
     from vitflow.models.pairs import prompts
 
     if given.get("prompts") and given.get("like"):
         raise OptionError("--prompt and --like cannot be used together.")
-    if _is_about_box(given):
-        if given.get("prompts") or given.get("like"):
-            raise OptionError("--box cannot be used with --prompt or --like.")
-        return masks(given["box"]) if is_segmenting(model) else boxes(given["box"])
+    named = None
     if given.get("prompts"):
-        return prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
-    if given.get("templates") or given.get("raw"):
+        named = prompts(given["prompts"], templates=given["templates"] or None, raw=given["raw"])
+    elif given.get("templates") or given.get("raw"):
         raise OptionError("--template and --raw require --prompt.")
-    return similarity_to(given["like"]) if given.get("like") else None
+    box = given["box"] if _is_about_box(given) else None
+    if box is not None or (has_regions(model) and not given.get("like")):
+        if given.get("like") or (named and is_segmenting(model)):
+            raise OptionError("--box cannot be used with --like, and with --prompt for detectors only.")
+        return about_region(model, box, prompts=named)
+    return similarity_to(given["like"]) if given.get("like") else named

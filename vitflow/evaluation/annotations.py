@@ -71,7 +71,10 @@ class Region:
             check_mask_size(shape.shape, mask.shape)
             mask |= shape != 0
         elif isinstance(shape, Mapping):
-            _check_runs_size(shape.get("size"), mask.shape)
+            if (size := shape.get("size")) not in (None, list(mask.shape)):
+                raise ShapeError(
+                    f"Expected run lengths of {mask.shape[0]} × {mask.shape[1]} pixels, got {reprlib.repr(size)}."
+                )
             _paint_runs(_read_runs(shape.get("counts"), mask.size), mask)
         elif isinstance(shape, list | tuple) and shape and isinstance(shape[0], list | tuple | np.ndarray):
             _paint_polygons(shape, mask)
@@ -158,11 +161,6 @@ def _outline(polygon: Any) -> list[float]:
     if max(outline, np.abs(corners).max()) > _LONGEST_OUTLINE:
         raise ShapeError(f"Expected a polygon in pixels of its image, got {reprlib.repr(polygon)}.")
     return numbers
-
-
-def _check_runs_size(given: Any, size: tuple[int, ...]) -> None:
-    if given is not None and given != list(size):
-        raise ShapeError(f"Expected run lengths of {size[0]} × {size[1]} pixels, got {reprlib.repr(given)}.")
 
 
 def _paint_runs(runs: Sequence[int], mask: Mask) -> None:
@@ -279,12 +277,9 @@ def _parse_boxes(entry: Mapping[str, Any], size: Size) -> tuple[tuple[Region, ..
         width, height = entry["size"]
         _check_size(width, height, size)
     label = _label_of(entry)
-    boxes = [box if isinstance(box, dict) else {"box": box, "label": label} for box in _list(_boxes_of(entry))]
+    boxes = _list(entry["boxes"] if "boxes" in entry else entry["boxes_xyxy"])
+    boxes = [box if isinstance(box, dict) else {"box": box, "label": label} for box in boxes]
     return tuple(Region(_label_of(box), _read_box(box["box"])) for box in boxes), label
-
-
-def _boxes_of(entry: Mapping[str, Any]) -> Any:
-    return entry["boxes"] if "boxes" in entry else entry["boxes_xyxy"]
 
 
 def _label_of(entry: Mapping[str, Any]) -> Label:

@@ -1,6 +1,6 @@
 """Charts of an evaluation: bars with intervals for each group of metrics, curves, stages of randomisation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.evaluation.choices import is_twin
 from vitflow.evaluation.metrics import Metric
 from vitflow.evaluation.statistics import defined_means
-from vitflow.evaluation.tables import Tables
+from vitflow.evaluation.tables import TableRow, Tables
 from vitflow.files import write_atomically
 from vitflow.images.charts import (
-    LIGHT,
-    MOST_CHARACTERS,
+    AXIS,
+    BAR,
+    BASELINE,
+    MOST_WIDTH,
     Series,
     draw_lines,
     label_width,
@@ -27,15 +29,16 @@ from vitflow.images.charts import (
     style_axes,
 )
 from vitflow.images.figures import figure_bytes, save_figure
+from vitflow.images.typesetting import BODY, GREY, INK, wrap
 
-# Lengths in inches.
-_ROW, _PANEL, _AROUND = 0.19, 1.65, 0.55
+# Lengths in inches; browsers may draw labels a little wider than matplotlib, so they need the padding.
+_ROW, _PANEL, _AROUND, _PAD = 0.19, 1.45, 0.55, 0.08
 
 
 def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
-    """Draw a panel per metric: each method's mean with its bootstrap interval; baselines and controls are grey.
+    """Draw a panel per metric: the mean of each measured method with its bootstrap interval.
 
-    A thin line marks the random map's mean in every panel.
+    Baselines and controls are grey. A thin line marks the random map's mean in every panel.
 
     Args:
         evaluation: the results to draw.
@@ -48,36 +51,35 @@ def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
     if not metrics:
         known = [name for metric in evaluation.metrics for name in (metric.group, metric.name)]
         raise OptionError(unknown_name("metric of this evaluation", ", ".join(names), set(known)))
-    labels = [printable(name) for name in evaluation.methods]
+    methods = [name for name in evaluation.methods if any(evaluation.is_measured(name, metric) for metric in metrics)]
+    labels = [printable(name) for name in methods]
     size = (label_width(labels) + _PANEL * len(metrics), _AROUND + _ROW * len(labels))
     figure = new_chart(size)
+    if (layout := figure.get_layout_engine()) is not None:
+        layout.set(w_pad=_PAD)  # type: ignore[call-arg]
     plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
     for axes, metric in zip(plots, metrics, strict=True):
-        _draw_panel(axes, evaluation, metric)
+        _draw_panel(axes, metric, [row for row in evaluation.table(metric.name) if row.method in methods])
     first: Axes = plots[0]
-    short = [name if len(name) <= MOST_CHARACTERS else f"{name[: MOST_CHARACTERS - 1]}…" for name in labels]
-    first.set_yticks(range(len(labels)), short)
+    first.set_yticks(range(len(labels)), ["".join(wrap(name, MOST_WIDTH, BODY, lines=1)) for name in labels])
     for text in first.get_yticklabels():
         text.set_parse_math(False)
     first.set_ylim(len(labels) - 0.4, -0.6)
     return settled(figure)
 
 
-def _draw_panel(axes: Axes, evaluation: Tables, metric: Metric) -> None:
-    rows = evaluation.table(metric.name)
-    means = np.array([np.nan if row.estimate.mean is None else row.estimate.mean for row in rows])
-    colors = [LIGHT.baseline if row.baseline or is_twin(row.method) else LIGHT.bar for row in rows]
+def _draw_panel(axes: Axes, metric: Metric, rows: Sequence[TableRow]) -> None:
+    means, lows, highs = (  # None becomes NaN
+        np.array([getattr(row.estimate, name) for row in rows], dtype=np.float64) for name in ("mean", "low", "high")
+    )
+    colors = [BASELINE if row.baseline or is_twin(row.method) else BAR for row in rows]
     positions = np.arange(len(rows))
     axes.barh(positions, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
-    for position, row in zip(positions, rows, strict=True):
-        if row.estimate.low is not None and row.estimate.high is not None:
-            axes.plot(
-                [row.estimate.low, row.estimate.high], [position, position], color=LIGHT.ink, linewidth=0.9, zorder=3
-            )
+    axes.hlines(positions, lows, highs, color=INK, linewidth=0.9, zorder=3)
     chance = next((row.estimate.mean for row in rows if row.method == "random"), None)
     if chance is not None:
-        axes.axvline(chance, color=LIGHT.soft, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
-    axes.axvline(0, color=LIGHT.rule, linewidth=0.6, zorder=1)
+        axes.axvline(chance, color=GREY, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
+    axes.axvline(0, color=AXIS, linewidth=0.6, zorder=1)
     style_axes(axes, f"{metric.title} {metric.arrow}")
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
     axes.tick_params(axis="y", length=0)
@@ -122,24 +124,18 @@ def _series(evaluation: Tables, x: NDArray[Any], lines: NDArray[np.float64]) -> 
     ]
 
 
-def draw_all(evaluation: Tables) -> Iterator[tuple[str, Figure]]:
-    """Yield the name and figure of each chart."""
-    for group in evaluation.groups:
-        yield group, draw_bars(evaluation, [group])
-        if group == "faithfulness" and evaluation.fractions is not None:
-            yield "curves", draw_curves(evaluation)
-        if group == "sanity" and evaluation.randomisation is not None:
-            yield "randomisation", draw_stages(evaluation)
-    if evaluation.correlation is not None:
-        yield "correlation", evaluation.correlation.figure()
-
-
 def save_charts(evaluation: Tables, folder: Path) -> dict[str, bytes]:
     """Write every chart as PNG and SVG; return the SVG data by name."""
-    charts = {}
-    for name, figure in draw_all(evaluation):
+    figures = {group: draw_bars(evaluation, [group]) for group in evaluation.groups}
+    if evaluation.fractions is not None:
+        figures["curves"] = draw_curves(evaluation)
+    if evaluation.randomisation is not None:
+        figures["randomisation"] = draw_stages(evaluation)
+    if evaluation.correlation is not None:
+        figures["correlation"] = evaluation.correlation.figure()
+    charts = {name: figure_bytes(figure, ".svg") for name, figure in figures.items()}
+    for name, figure in figures.items():
         save_figure(figure, folder / f"{name}.png")
-        charts[name] = figure_bytes(figure, ".svg")
         with write_atomically(folder / f"{name}.svg") as file:
             file.write(charts[name])
     return charts

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 from scipy.ndimage import gaussian_filter
 
-from vitflow.errors import OptionError, VitflowError, VitflowWarning
+from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, whole_number
 from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, check_count, union
 from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.explaining.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import BASELINES, list_methods
+from vitflow.explaining.method_table import BASELINES, Method, list_methods
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import class_index
 
@@ -27,19 +26,16 @@ _IMAGENET_CLASSES = 1000
 
 def check_options(points: int, sanity_images: int, batch_size: int | None, replace_by: str | None) -> None:
     """Raise OptionError for invalid options, before anything is loaded."""
-    for name, value, least in (
-        ("points", points, 2),
-        ("sanity_images", sanity_images, 0),
-        ("batch_size", batch_size, 1),
-    ):
-        if value is not None and value < least:
-            raise OptionError(f"Expected {name} of at least {least}, got {value}.")
-    if replace_by is not None and replace_by not in REPLACEMENTS:
-        raise OptionError(f"Expected replace_by of {', '.join(REPLACEMENTS)}, got {replace_by!r}.")
+    whole_number("points", points, 2)
+    whole_number("sanity_images", sanity_images, 0)
+    if batch_size is not None:
+        whole_number("batch_size", batch_size, 1)
+    if replace_by is not None:
+        check_known("replacement", replace_by, REPLACEMENTS)
 
 
-def choose_all(methods: str | Sequence[MethodChoice] | None) -> list[MethodChoice]:
-    """Return the requested methods, followed by the baselines."""
+def choose(methods: str | Sequence[MethodChoice] | None, options: Mapping[str, Any]) -> list[ChosenMethod]:
+    """Return the methods to measure, then the baselines, labelled with the options given with their names."""
     if methods is None:
         choices: list[MethodChoice] = [m.name for m in list_methods() if not m.needs & {"predict", "tokens"}]
     elif methods == "all":
@@ -47,21 +43,15 @@ def choose_all(methods: str | Sequence[MethodChoice] | None) -> list[MethodChoic
     else:
         choices = [methods] if isinstance(methods, str) else list(methods)
     names = [method.name for method in choose_methods(choices, {})] if choices else []
-    first = [choice for choice, name in zip(choices, names, strict=True) if name not in BASELINES]
-    last = [choice for choice, name in zip(choices, names, strict=True) if name in BASELINES]
-    return [*first, *last, *(name for name in BASELINES if name not in names)]
-
-
-def label_methods(choices: Sequence[MethodChoice], options: Mapping[str, Any]) -> list[ChosenMethod]:
-    """Return the methods to measure, labelled with the options given with their names."""
-    methods: list[ChosenMethod] = []
+    choices += [name for name in BASELINES if name not in names]
+    chosen: list[ChosenMethod] = []
     for choice, method in zip(choices, check_methods(choices, options), strict=True):
         given = {} if isinstance(choice, str | Method | ChosenMethod) else choice[1]
         label = method.name + (":" + ",".join(f"{key}={value}" for key, value in given.items()) if given else "")
-        if any(label == other.label for other in methods):
+        if any(label == other.label for other in chosen):
             raise OptionError(f"Expected different methods or options, got {label} twice.")
-        methods.append(replace(method, label=label))
-    return methods
+        chosen.append(replace(method, label=label))
+    return sorted(chosen, key=lambda method: method.name in BASELINES)
 
 
 def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explainer) -> tuple[list[str], list[str]]:

@@ -144,6 +144,8 @@ def open_dataset(
         dataset = _open_path(data, None if images is None else Path(images))
     else:
         dataset = _open_iterable(data)
+    if not len(dataset):
+        raise OptionError("Expected at least one image, got none.")
     if limit is None or limit >= len(dataset):
         return dataset
     kind = re.sub(r"^\d+", str(limit), dataset.kind)
@@ -195,10 +197,8 @@ def _open_iterable(data: Any) -> Dataset:
     """Open an iterable of image files, images, or pairs of an image and its truth."""
     items = data if hasattr(data, "__getitem__") and hasattr(data, "__len__") else list(data)
     count = len(items)
-    if not count:
-        raise OptionError("Expected at least one image, got none.")
     name = f"{count} images"
-    if isinstance(items, list | tuple) and all(isinstance(item, str | os.PathLike) for item in items):
+    if count and isinstance(items, list | tuple) and all(isinstance(item, str | os.PathLike) for item in items):
         return _images(name, [Path(item) for item in items])
     samples = [Sample(f"image {index + 1}", partial(_read_item, items, index)) for index in range(count)]
     has_regions = False

@@ -1,7 +1,7 @@
 """Grid pointing game: choose images of a grid, and score how well maps separate their classes."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, VitflowError
 from vitflow.evaluation.annotations import Labelled
-from vitflow.evaluation.choices import Question
+from vitflow.evaluation.choices import ask
 from vitflow.evaluation.datasets import Sample
 from vitflow.evaluation.measures.localisation import Heatmap, Mask, roc_auc
 from vitflow.evaluation.measures.sanity import as_it_is
@@ -61,15 +61,12 @@ def tile(windows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     >>> tile([np.full((4, 6, 3), 60 * i, np.uint8) for i in range(4)])[[0, 0, 3, 3], [0, 5, 0, 5], 0].tolist()
     [0, 60, 120, 180]
     """
-    height, width = windows[0].shape[:2]
-    grid = np.empty_like(windows[0])
-    rows, cols = cell_edges(height, 2), cell_edges(width, 2)
-    for index, window in enumerate(windows):
-        row, col = divmod(index, 2)
-        size = cols[col + 1] - cols[col], rows[row + 1] - rows[row]
-        shrunk = cv2.resize(window, size, interpolation=cv2.INTER_AREA)
-        grid[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] = shrunk
-    return grid
+    heights, widths = (np.diff(cell_edges(length, 2)).tolist() for length in windows[0].shape[:2])
+    cells = [
+        cv2.resize(window, (widths[index % 2], heights[index // 2]), interpolation=cv2.INTER_AREA)
+        for index, window in enumerate(windows)
+    ]
+    return np.vstack([np.hstack(cells[:2]), np.hstack(cells[2:])]).astype(np.uint8, copy=False)
 
 
 def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
@@ -91,21 +88,17 @@ def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
     values = grid.astype(np.float64)
     if is_constant(values):
         values[:] = values.flat[0]  # without rounding
-    rows, cols = (np.arange(count) // (count / 2) for count in values.shape)
-    owner = 2 * rows[:, None] + cols[None, :]
-    for axis, count in enumerate(values.shape):
-        if count % 2:
-            values = np.delete(values, count // 2, axis)
-            owner = np.delete(owner, count // 2, axis)
-    cells = [values[owner == index] for index in range(CELLS)]
-    mass = np.array([np.clip(cell_values, 0.0, None).sum() for cell_values in cells])
+    # Rows and columns of each half, without the middle one of an odd number.
+    rows, cols = ([range(count // 2), range(-(-count // 2), count)] for count in values.shape)
+    cells = np.stack([values[np.ix_(rows[index // 2], cols[index % 2])] for index in range(CELLS)])
+    mass = np.clip(cells, 0.0, None).sum(axis=(1, 2))
     whole = float(mass.sum())
-    auc = roc_auc(values, owner == cell)
+    inside = np.zeros(cells.shape, dtype=np.bool_)
+    inside[cell] = True
+    auc = roc_auc(cells.reshape(CELLS, -1), inside.reshape(CELLS, -1))
     assert auc is not None
     return CellScore(
-        float(mass[cell]) / whole if whole > 0 else 1 / CELLS,
-        auc,
-        _wins([cell_values.mean() for cell_values in cells], cell),
+        float(mass[cell]) / whole if whole > 0 else 1 / CELLS, auc, _wins(cells.mean(axis=(1, 2)).tolist(), cell)
     )
 
 
@@ -159,7 +152,7 @@ class Grid:
 
     samples: tuple[Sample, ...]
     classes: tuple[int, ...]
-    _scores: dict[str, list[CellScore]] = field(default_factory=dict)
+    _scores: dict[str, list[CellScore]] = field(default_factory=dict)  # by method, computed once for all images
 
     @property
     def names(self) -> list[str]:
@@ -179,17 +172,13 @@ class Grid:
     def maps(self, explainer: Explainer, methods: Sequence[ChosenMethod]) -> dict[str, list[Saliency]]:
         """Return the maps of each method, by label, for each class of the grid."""
         image = self.image(explainer)
+        names = [" + ".join(self.names)]
         flat = as_it_is(explainer, image.shape[:2]).explain_batch(
-            [image],
-            methods=methods,
-            targets=list(self.classes),
-            names=[" + ".join(self.names)],
+            [image], methods=methods, targets=list(self.classes), names=names
         )
-        columns = columns_of(flat)
-        labels = [method.label for method in methods]
         return {
-            label: list(maps) * (1 if len(maps) == CELLS else CELLS)
-            for label, maps in zip(labels, columns, strict=True)
+            method.label: list(maps) * (CELLS // len(maps))  # one map for all classes, or one for each
+            for method, maps in zip(methods, columns_of(flat), strict=True)
         }
 
     def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, CellScore]:
@@ -201,22 +190,20 @@ class Grid:
         return {label: scores[cell] for label, scores in self._scores.items()}
 
 
-def make_grids(
-    samples: Sequence[Sample], explainer: Explainer, question_of: Callable[[Labelled], Question], seed: int
-) -> dict[str, Grid]:
+def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> dict[str, Grid]:
     """Return the grid of each image, by name, without the images that are in no grid.
 
     Candidates are images whose labelled class is predicted with a probability above ½, in an order drawn with the seed.
     Each grid takes the next four images of which none shows another's class.
     """
     candidates: list[tuple[Sample, int, frozenset[int]]] = []
-    for sample in sorted(samples, key=lambda sample: lot(sample.name, seed)):
+    for sample in sorted(samples, key=lambda sample: random_order(sample.name, seed)):
         try:
             image = sample.read()
-            question = question_of(image)
+            question = ask(image, explainer.num_classes, explainer.class_names)
         except (VitflowError, OSError):
             continue  # reported in the row of the image
-        if question.target is not None and _knows(explainer, image, question.target):
+        if question.target is not None and _is_predicted(explainer, image, question.target):
             candidates.append((sample, question.target, frozenset(question.objects) | {question.target}))
     grids: dict[str, Grid] = {}
     while members := _first_grid(candidates):
@@ -238,13 +225,13 @@ def _first_grid(candidates: Sequence[tuple[Sample, int, frozenset[int]]]) -> lis
     return []
 
 
-def _knows(explainer: Explainer, image: Labelled, target: int) -> bool:
+def _is_predicted(explainer: Explainer, image: Labelled, target: int) -> bool:
     with torch.no_grad():
         probabilities = explainer.outputs.scores(explainer.logits(explainer.pixels(image.image)))[0]
     return int(probabilities.argmax()) == target and float(probabilities[target]) > _MIN_PROBABILITY
 
 
-def lot(name: str, seed: int) -> bytes:
+def random_order(name: str, seed: int) -> bytes:
     """Return the sort key of a random order of images, stable when images are added to the data."""
     return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
 

@@ -14,25 +14,20 @@ class Metric:
     """One number per image and method.
 
     Attributes:
+        group: "localisation", "faithfulness", "sanity" or "grid"; metrics of a group are computed together.
         name: name in arguments and table columns.
         title: name for display.
-        group: "localisation", "faithfulness", "sanity" or "grid"; metrics of a group are computed together.
+        description: one sentence.
+        limitations: what the metric does not show.
         better: "higher" or "lower".
-        says: description.
-        silent: limitations.
     """
 
+    group: str
     name: str
     title: str
-    group: str
-    better: str
-    says: str
-    silent: str
-
-    @property
-    def needs_regions(self) -> bool:
-        """True if the metric requires regions in the data."""
-        return self.group == "localisation"
+    description: str
+    limitations: str
+    better: str = "higher"
 
     @property
     def arrow(self) -> str:
@@ -40,172 +35,145 @@ class Metric:
         return "↑" if self.better == "higher" else "↓"
 
 
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        Metric(
+# Name, title, description, limitations and, unless higher values are better, the direction.
+_ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "localisation": (
+        (
             "pointing_game",
             "pointing game",
-            "localisation",
-            "higher",
             "Share of images whose highest pixel is in the object.",
             "Depends on one pixel only, and the centre of the image often hits the object, too.",
         ),
-        Metric(
+        (
             "energy",
             "energy in object",
-            "localisation",
-            "higher",
             "Share of the map's mass above its minimum that is in the object.",
             "A model may rightly use the context of the object; sparse maps score higher.",
         ),
-        Metric(
+        (
             "roc_auc",
             "ROC-AUC",
-            "localisation",
-            "higher",
             "Probability that a pixel of the object is higher than one of the background.",
             "Depends on the order of values only, and large objects are easier.",
         ),
-        Metric(
+        (
             "average_precision",
             "average precision",
-            "localisation",
-            "higher",
             "Precision of the highest pixels for the object, averaged over all thresholds.",
             "Chance is the object's share of the area, so data sets with different object sizes are not comparable.",
         ),
-        Metric(
+        (
             "mean_iou",
             "mean IoU",
-            "localisation",
-            "higher",
             "IoU of the map, thresholded at its mean, with object and background.",
             "The threshold is arbitrary: a sharp map inside the object scores lower than one that fills it.",
         ),
-        Metric(
+    ),
+    "faithfulness": (
+        (
             "deletion_auc",
             "deletion AUC",
-            "faithfulness",
-            "lower",
             "Probability of the class while the highest patches are removed first.",
             "Images with removed patches differ from the training data, so the model may fail for other reasons.",
+            "lower",
         ),
-        Metric(
+        (
             "insertion_auc",
             "insertion AUC",
-            "faithfulness",
-            "higher",
             "Probability of the class while the highest patches are inserted first.",
             "A few sufficient patches need not be those that the model uses in the whole image.",
         ),
-        Metric(
+        (
             "gap",
             "insertion − deletion",
-            "faithfulness",
-            "higher",
             "Area between the curves with the lowest and with the highest patches removed first.",
             "Depends on the order of patches only, and ignores interactions between patches.",
         ),
-        Metric(
+        (
             "positive_perturbation",
             "positive perturbation",
-            "faithfulness",
-            "lower",
             "Accuracy for the class while the highest 0 to 90 % of patches are removed, as an area.",
             "A class that is never predicted counts as removed, so the value includes the model's accuracy.",
+            "lower",
         ),
-        Metric(
+        (
             "negative_perturbation",
             "negative perturbation",
-            "faithfulness",
-            "higher",
             "Accuracy for the class while the lowest 0 to 90 % of patches are removed, as an area.",
             "Rewards every map that ranks the whole object first, even if the model uses only a part of it.",
         ),
-        Metric(
+    ),
+    "sanity": (
+        (
             "randomisation",
             "after randomisation",
-            "sanity",
-            "lower",
             "Similarity to the map of a model with random weights: |Spearman|.",
             "A map that changes with the weights may still be wrong; one that does not change is wrong.",
+            "lower",
         ),
-        Metric(
+        (
             "shift_stability",
             "shift stability",
-            "sanity",
-            "higher",
             "Similarity of the maps of the image and of the shifted image: Spearman.",
             "A map that ignores the image is stable, and the map should change if the model reacts to the shift.",
         ),
-        Metric(
+        (
             "flip_stability",
             "flip stability",
-            "sanity",
-            "higher",
             "Similarity of the maps of the image and of its mirror image: Spearman.",
             "A symmetric map that ignores the image is perfectly stable.",
         ),
-        Metric(
+        (
             "class_sensitivity",
             "class sensitivity",
-            "sanity",
-            "higher",
             "Difference of the maps for two classes: 1 − Spearman; 0 for methods that are not class-specific.",
             "Both maps may be wrong, and similar classes may rightly share a map.",
         ),
-        Metric(
+    ),
+    "grid": (
+        (
             "grid_energy",
             "energy in cell",
-            "grid",
-            "higher",
             "In a grid of four images: share of the map in the cell of the target class.",
             "Sparse maps score higher. Chance, and every map that is the same for all classes, is 0.25.",
         ),
-        Metric(
+        (
             "grid_auc",
             "ROC-AUC of cell",
-            "grid",
-            "higher",
             "Probability that a patch of the target cell is higher than one of the other three cells.",
             "The background of the target cell counts as correct, so a map of the object alone does not reach 1.",
         ),
-        Metric(
+        (
             "grid_wins",
             "cell wins",
-            "grid",
-            "higher",
             "Share of targets whose cell has the largest mean of the four.",
             "Ignores positions within the cell, and grids differ from the images that a model was trained on.",
         ),
-        Metric(
+        (
             "separation",
             "energy in target object",
-            "grid",
-            "higher",
             "In images with labelled objects of several classes: share of the map's mass in all objects that is in the "
             "target object.",
             "Ignores the background. Chance is the target object's share of the area of all objects.",
         ),
-        Metric(
+        (
             "separation_wins",
             "target object wins",
-            "grid",
-            "higher",
             "Share of targets with the largest mean among the labelled objects.",
             "With two objects, chance is 0.5.",
         ),
-    )
+    ),
 }
 
+METRICS: dict[str, Metric] = {row[0]: Metric(group, *row) for group, rows in _ROWS.items() for row in rows}
+
 #: Groups of metrics; "correlation" is measured by layer and has separate tables.
-GROUPS = ("localisation", "faithfulness", "sanity", "grid", "correlation")
+GROUPS = (*_ROWS, "correlation")
 
 #: Groups measured by default.
 DEFAULT_GROUPS = ("localisation", "faithfulness", "sanity")
 
-CORRELATION_SILENT = (
+CORRELATION_LIMITATIONS = (
     "Occlusion and input gradients are not ground truth: a high correlation shows agreement, not correctness."
 )
 

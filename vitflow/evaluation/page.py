@@ -1,4 +1,4 @@
-"""Write the report of an evaluation: tables, differences and charts in one self-contained HTML file."""
+"""Report of an evaluation in one self-contained HTML file: verdict, tables, differences and charts."""
 
 import base64
 import re
@@ -6,104 +6,160 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitflow.evaluation.metrics import CORRELATION_SILENT, Metric
+from vitflow.evaluation.metrics import CORRELATION_LIMITATIONS, Metric
 from vitflow.evaluation.statistics import CONFIDENCE, Difference
 from vitflow.evaluation.tables import Tables
-from vitflow.images.charts import darkened
+from vitflow.explaining.method_table import get_method, is_slow, split_label
 from vitflow.images.figures import figure_bytes
 from vitflow.images.typesetting import decimal
 from vitflow.viewer.pages import write_html
 
-_TITLES = {
-    "localisation": "Localisation",
-    "faithfulness": "Faithfulness",
-    "sanity": "Sanity",
-    "grid": "One class against another",
-    "correlation": "Rank correlation by layer",
-}
-_DESCRIPTIONS = {
-    "localisation": "Does the map highlight the object?",
-    "faithfulness": "Does the prediction depend on the patches that the map ranks highest?",
-    "sanity": "Does the map depend on the weights, follow the image and differ between classes?",
-    "grid": "Among several objects, does the map highlight the target?",
-    "correlation": "Do attention, rollout and flow of each layer rank patches as the references do?",
+# Title and question of each group, and its additional chart after the bars.
+_GROUPS = {
+    "localisation": ("Localisation", "Does the map highlight the object?", ""),
+    "faithfulness": (
+        "Faithfulness",
+        "Does the prediction depend on the patches that the map ranks highest?",
+        "curves",
+    ),
+    "sanity": (
+        "Sanity",
+        "Does the map depend on the weights, follow the image and differ between classes?",
+        "randomisation",
+    ),
+    "grid": ("One class against another", "Among several objects, does the map highlight the target?", ""),
+    "correlation": (
+        "Rank correlation by layer",
+        "Do attention, rollout and flow of each layer rank patches as the references do?",
+        "",
+    ),
 }
 # CSS pixels per inch of every figure, so that their text has the same size.
-_PIXELS = 116
-# Additional charts of a group, after its bars.
-_EXTRA = {"faithfulness": "curves", "sanity": "randomisation"}
+_PIXELS = 108
+
+# Questions of the verdict, and the metrics that answer them; the first measured metric counts.
+_QUESTIONS = {
+    "where the object is": ("roc_auc", "mean_iou", "average_precision", "energy", "pointing_game"),
+    "what the prediction depends on": ("gap", "deletion_auc", "insertion_auc"),
+    "one class against another": ("grid_auc", "separation", "grid_energy", "class_sensitivity"),
+}
 
 
-def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes], *, verdict: str = "") -> Path:
+def verdict(evaluation: Tables) -> str:
+    """Return a sentence with the best method for each question, the best fast method, and ties.
+
+    Only measured metrics count; the sentence is empty if none of them answers a question.
+
+    >>> from vitflow.evaluation import evaluate
+    >>> verdict(evaluate("demo:8", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
+    'On your 8 images: GAE for where the object is.'
+    """
+    measured = {metric.name for metric in evaluation.metrics}
+    answered = {question: [name for name in names if name in measured] for question, names in _QUESTIONS.items()}
+    questions = {question: names[0] for question, names in answered.items() if names}
+    winners: dict[str, list[str]] = {}
+    unclear: list[str] = []
+    for question, metric in questions.items():
+        if not (ranking := evaluation.ranking(metric)):
+            continue
+        best = ranking[0][0]
+        if _is_tie(evaluation, metric, best, "random"):
+            unclear.append(question)
+        else:
+            winners.setdefault(best, []).append(question)
+    parts = [f"{_title(method)} for {_listed(names)}" for method, names in winners.items()]
+    named = list(winners)
+    if named and not unclear and any(_is_slow(name) for name in named):
+        ranking = evaluation.ranking(next(iter(questions.values())))
+        fast = next((name for name, _ in ranking if not _is_slow(name)), None)
+        if fast is not None and fast not in named:
+            parts.append(f"{_title(fast)} if speed matters")
+            named.append(fast)
+    if unclear:
+        parts.append(f"no map is clearly better than a random one for {_listed(unclear)}")
+    if not parts:
+        return ""
+    sentences = [", ".join(parts)]
+    for index, method in enumerate(named):
+        ties = [
+            _title(other)
+            for other in evaluation.main_methods
+            if other not in named[: index + 1]
+            and all(_is_tie(evaluation, metric, method, other) for metric in questions.values())
+        ]
+        if ties:
+            sentences.append(f"no clear difference between {_title(method)} and {_listed(ties)}")
+    count = len(evaluation.images)
+    return f"On your {count} image{'' if count == 1 else 's'}: {'; '.join(sentences)}."
+
+
+def _is_tie(evaluation: Tables, metric: str, first: str, second: str) -> bool:
+    pair = evaluation.difference(metric, first, second)
+    return pair is None or not pair.is_clear
+
+
+def _is_slow(label: str) -> bool:
+    return is_slow(split_label(label)[0])
+
+
+def _title(label: str) -> str:
+    name, options = split_label(label)
+    return f"{get_method(name).title} ({options})" if options else get_method(name).title
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def write_page(evaluation: Tables, path: Path, charts: Mapping[str, bytes]) -> Path:
     """Write the page.
 
     Args:
         evaluation: the results to show.
         path: the HTML file.
         charts: SVG by name, as returned by `save_charts`.
-        verdict: one sentence at the top of the page; see `vitflow.evaluation.verdict`.
     """
+    groups = [*evaluation.groups, *(["correlation"] if evaluation.correlation is not None else [])]
     return write_html(
         path,
         "evaluation",
         evaluation=evaluation,
-        verdict=verdict,
-        groups=_groups(evaluation, charts),
+        verdict=verdict(evaluation),
+        groups=[_group(evaluation, group, charts) for group in groups],
+        correlation_limitations=CORRELATION_LIMITATIONS,
         confidence=round(100 * CONFIDENCE),
         baselines=sum(map(evaluation.is_baseline, evaluation.methods)),
     )
 
 
-def _groups(evaluation: Tables, drawn: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    """Return the template values of each group of metrics."""
-    charts = {name: _chart(name, svg) for name, svg in drawn.items()}
-    sections = []
-    for group in evaluation.groups:
-        metrics = [metric for metric in evaluation.metrics if metric.group == group]
-        names = [group, _EXTRA.get(group, "")]
-        sections.append(
-            {
-                "name": group,
-                "title": _TITLES[group],
-                "description": _DESCRIPTIONS[group],
-                "metrics": metrics,
-                "rows": _rows(evaluation, metrics),
-                "charts": [charts[name] for name in names if name in charts],
-                "images": [
-                    {
-                        "data": _data_uri(figure_bytes(grid, ".png"), "png"),
-                        "width": round(_PIXELS * grid.get_figwidth()),
-                    }
-                    for grid in evaluation.grids
-                ]
-                if group == "grid"
-                else [],
-                "matrices": [_matrix(evaluation, metric) for metric in metrics],
-                "accumulated": evaluation.accumulated_mean_iou() if group == "localisation" else {},
-            }
-        )
-    if evaluation.correlation is not None:
-        extra: dict[str, Any] = {
-            "name": "correlation",
-            "title": _TITLES["correlation"],
-            "description": _DESCRIPTIONS["correlation"],
-            "charts": [charts["correlation"]] if "correlation" in charts else [],
-            "tables": evaluation.correlation.tables(),
-            "images": evaluation.correlation.images,
-            "silent": CORRELATION_SILENT,
-        }
-        sections.append(extra)
-    return sections
+def _group(evaluation: Tables, group: str, charts: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the template values of a group of metrics."""
+    title, description, extra = _GROUPS[group]
+    metrics = [metric for metric in evaluation.metrics if metric.group == group]
+    columns = [_column(evaluation, metric) for metric in metrics]
+    return {
+        "name": group,
+        "title": title,
+        "description": description,
+        "metrics": metrics,
+        "rows": list(zip(evaluation.methods, zip(*columns, strict=True), strict=True)) if metrics else [],
+        "charts": [_chart(name, charts[name]) for name in (group, extra) if name in charts],
+        "images": [
+            {"data": _data_uri(figure_bytes(grid, ".png"), "png"), "width": round(_PIXELS * grid.get_figwidth())}
+            for grid in (evaluation.grids if group == "grid" else ())
+        ],
+        "matrices": [(metric, _matrix(evaluation, metric)) for metric in metrics],
+        "accumulated": evaluation.accumulated_mean_iou() if group == "localisation" else {},
+    }
 
 
 def _chart(name: str, svg: bytes) -> dict[str, Any]:
-    """Return a chart for the light and the dark theme as data URIs, and its width on the page."""
+    """Return a chart as a data URI, and its width on the page."""
     points = re.search(rb'<svg[^>]* width="([\d.]+)pt"', svg)
     assert points is not None
     return {
         "name": name,
-        "light": _data_uri(svg),
-        "dark": _data_uri(darkened(svg)),
+        "image": _data_uri(svg),
         "width": round(_PIXELS * float(points[1]) / 72),
     }
 
@@ -112,75 +168,44 @@ def _data_uri(content: bytes, kind: str = "svg+xml") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _rows(evaluation: Tables, metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-    """Return a row per method: its estimates, flagged if best or not clearly better than the random map."""
-    tables = {metric.name: evaluation.table(metric.name) for metric in metrics}
-    best = {metric.name: _best(evaluation, metric) for metric in metrics}
-    level = {metric.name: _level_with_random(evaluation, metric) for metric in metrics}
+def _column(evaluation: Tables, metric: Metric) -> list[dict[str, Any]]:
+    """Return a cell per method: its estimate, flagged if best or not clearly better than the random map."""
+    ranking = evaluation.ranking(metric.name)
+    best = [method for method, mean in ranking if decimal(mean) == decimal(ranking[0][1])]  # as displayed
+    cells = []
+    for row in evaluation.table(metric.name):
+        pair = evaluation.difference(metric.name, row.method, "random")
+        cells.append(
+            {
+                "estimate": row.estimate,
+                "measured": evaluation.is_measured(row.method, metric),
+                "best": row.method in best,
+                "level": pair is not None and _state(pair, metric) != "better",
+            }
+        )
+    return cells
+
+
+def _matrix(evaluation: Tables, metric: Metric) -> list[tuple[str, list[dict[str, str]]]]:
+    """Return row minus column for all pairs, by row."""
     return [
-        {
-            "method": method,
-            "departures": evaluation.departures.get(method),
-            "baseline": evaluation.is_baseline(method),
-            "cells": [
-                {
-                    "estimate": tables[metric.name][index].estimate,
-                    "best": method in best[metric.name],
-                    "measured": evaluation.is_measured(method, metric),
-                    "level": method in level[metric.name],
-                }
-                for metric in metrics
-            ],
-        }
-        for index, method in enumerate(evaluation.methods)
+        (row, [_cell(evaluation.difference(metric.name, row, column), metric) for column in evaluation.methods])
+        for row in evaluation.methods
     ]
 
 
-def _best(evaluation: Tables, metric: Metric) -> list[str]:
-    """Return the methods with the best mean as displayed, without baselines and blurred twins."""
-    ranking = evaluation.ranking(metric.name)
-    return [name for name, mean in ranking if decimal(mean) == decimal(ranking[0][1])]
-
-
-def _level_with_random(evaluation: Tables, metric: Metric) -> set[str]:
-    """Return the methods that are not clearly better than the random map on the same images."""
-    sign = 1.0 if metric.better == "higher" else -1.0
-    level = set()
-    for difference in evaluation.differences(metric.name):
-        first, second, mean = difference.first, difference.second, difference.estimate.mean
-        if "random" not in (first, second):
-            continue
-        direction = sign if second == "random" else -sign
-        if not (difference.is_clear and mean is not None and direction * mean > 0):
-            level.add(first if second == "random" else second)
-    return level
-
-
-def _matrix(evaluation: Tables, metric: Metric) -> dict[str, Any]:
-    """Return row minus column for all pairs; each cell is better, worse or unclear."""
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    for difference in evaluation.differences(metric.name):
-        first, second = difference.first, difference.second
-        cells[first, second] = _cell(difference, metric, 1.0)
-        cells[second, first] = _cell(difference, metric, -1.0)
-    empty = {"text": "", "state": "self", "title": ""}
-    return {
-        "metric": metric,
-        "rows": [
-            {"method": row, "cells": [cells.get((row, column), empty) for column in evaluation.methods]}
-            for row in evaluation.methods
-        ],
-    }
-
-
-def _cell(difference: Difference, metric: Metric, sign: float) -> dict[str, str]:
-    estimate = difference.estimate
-    mean, low, high = estimate.mean, estimate.low, estimate.high
-    if mean is None or low is None or high is None or difference.above is None:
+def _cell(pair: Difference | None, metric: Metric) -> dict[str, str]:
+    if pair is None:
+        return {"text": "", "state": "self", "title": ""}
+    mean, low, high, above = pair.estimate.mean, pair.estimate.low, pair.estimate.high, pair.above
+    if mean is None or low is None or high is None or above is None:
         return {"text": "–", "state": "unclear", "title": "not defined"}
-    better = (mean * sign > 0) == (metric.better == "higher")
-    state = ("better" if better else "worse") if difference.is_clear else "unclear"
-    ends = sorted((low * sign, high * sign))
-    above = difference.above if sign > 0 else 1.0 - difference.above
-    title = f"{decimal(ends[0])} … {decimal(ends[1])}; higher on {above:.0%} of {estimate.count} images"
-    return {"text": decimal(mean * sign, signed=True), "state": state, "title": title}
+    title = f"{decimal(low)} … {decimal(high)}; higher on {above:.0%} of {pair.estimate.count} images"
+    return {"text": decimal(mean, signed=True), "state": _state(pair, metric), "title": title}
+
+
+def _state(pair: Difference, metric: Metric) -> str:
+    """Return "better" or "worse" if the first method clearly is, otherwise "unclear"."""
+    if not pair.is_clear or pair.estimate.mean is None:
+        return "unclear"
+    return "better" if (pair.estimate.mean > 0) == (metric.better == "higher") else "worse"

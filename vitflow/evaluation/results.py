@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,9 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
 from vitflow.evaluation.charts import draw_bars, save_charts
-from vitflow.evaluation.metrics import Metric
-from vitflow.evaluation.page import write_page
-from vitflow.evaluation.statistics import defined_means, markdown_table
+from vitflow.evaluation.page import verdict, write_page
+from vitflow.evaluation.statistics import defined_means
 from vitflow.evaluation.tables import Tables
-from vitflow.evaluation.verdict import verdict
 from vitflow.files import write_atomically
 from vitflow.images.figures import bundle, html_table, save_figure
 
@@ -36,13 +35,12 @@ class Evaluation(Tables):
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """Return the notebook display: a table per group of metrics, and a bar chart of the first group."""
-        tables = [html_table(rows, head) for head, *rows in map(self._group_rows, self.groups)]
+        tables = [html_table(table.rows, table.columns) for table in map(self.overview, self.groups)]
         bars = draw_bars(self, [self.groups[0]]) if self.groups else None
         return bundle(repr(self), bars, tables)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all tables, pairs and mean curves as JSON data, without the values of each image."""
-        tables = {metric.name: self._metric_record(metric) for metric in self.metrics}
         record: dict[str, Any] = {
             "data": self.data,
             "model": self.model,
@@ -54,7 +52,9 @@ class Evaluation(Tables):
             "settings": dict(self.settings),
             "notes": list(self.notes),
             "verdict": verdict(self),
-            "metrics": tables,
+            "metrics": {metric.name: asdict(metric) for metric in self.metrics},
+            "summary": self.summary().to_dicts(),
+            "differences": self.pairs().to_dicts(),
         }
         if self.overlaps is not None:
             record["accumulated_mean_iou"] = self.accumulated_mean_iou()
@@ -69,32 +69,13 @@ class Evaluation(Tables):
             record["correlation"] = self.correlation.to_dict()
         return record
 
-    def _metric_record(self, metric: Metric) -> dict[str, Any]:
-        tables = {"table": self.summary(), "differences": self.pairs()}
-        rows = {
-            name: [
-                {key: value for key, value in row.items() if key not in ("metric", "better")}
-                for row in table.to_dicts()
-                if row["metric"] == metric.name
-            ]
-            for name, table in tables.items()
-        }
-        return {
-            "title": metric.title,
-            "group": metric.group,
-            "better": metric.better,
-            "says": metric.says,
-            "does_not_show": metric.silent,
-            **rows,
-        }
-
     def to_markdown(self, group: str | None = None) -> str:
         """Return tables of means ± standard errors, one per group of metrics, baselines last.
 
         Args:
             group: return only this group, without notes.
         """
-        blocks = [markdown_table(self._group_rows(name)) for name in self.groups if group in (None, name)]
+        blocks = [self.overview(name).to_markdown() for name in self.groups if group in (None, name)]
         if group is None and self.correlation is not None:
             blocks.append(self.correlation.to_markdown().rstrip())
         if group is None:
@@ -102,16 +83,6 @@ class Evaluation(Tables):
             blocks += [f"Differences from publications: {departures}."] if departures else []
             blocks += [f"{self.data}; {self.model}.", *self.notes]
         return "\n\n".join(blocks) + "\n"
-
-    def _group_rows(self, group: str) -> list[list[str]]:
-        metrics = [metric for metric in self.metrics if metric.group == group]
-        head = ["method", *(f"{metric.title} {metric.arrow}" for metric in metrics)]
-        columns = [
-            [str(row.estimate) if self.is_measured(row.method, metric) else "not measured" for row in rows]
-            for metric in metrics
-            for rows in [self.table(metric.name)]
-        ]
-        return [head, *([method, *cells] for method, *cells in zip(self.methods, *columns, strict=True))]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write everything to a folder, or only the tables to a file (.json, .md or .csv).
@@ -127,25 +98,22 @@ class Evaluation(Tables):
         """
         path = Path(path)
         suffix = path.suffix.lower()
-        writers: dict[str, Callable[[], str]] = {
-            ".json": self._summary_json,
+        texts: dict[str, Callable[[], str]] = {
+            ".json": lambda: json.dumps(self.to_dict(), indent=1) + "\n",
             ".md": self.to_markdown,
             ".csv": lambda: self.summary().to_csv(),
         }
-        if suffix in writers:
-            return _write(path, writers[suffix]())
+        if suffix in texts:
+            return _write(path, texts[suffix]())
         if suffix and not path.is_dir() and suffix in (".html", ".txt", ".png", ".pdf", ".svg", ".jsonl", ".parquet"):
-            raise OptionError(unknown_name("file type", suffix, writers) + " A name without a suffix is a folder.")
+            raise OptionError(unknown_name("file type", suffix, texts) + " A name without a suffix is a folder.")
         for name, table in {"results": self.results(), "summary": self.summary(), "differences": self.pairs()}.items():
             _write(path / f"{name}.csv", table.to_csv())
-        _write(path / "summary.json", self._summary_json())
+        _write(path / "summary.json", texts[".json"]())
         for index, figure in enumerate(self.grids, start=1):
             save_figure(figure, path / "figures" / f"grid-{index}.png")
         charts = save_charts(self, path / "figures")
-        return write_page(self, path / "report.html", charts, verdict=verdict(self))
-
-    def _summary_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1) + "\n"
+        return write_page(self, path / "report.html", charts)
 
 
 def _mean_curves(values: NDArray[np.float64]) -> list[list[float | None]]:

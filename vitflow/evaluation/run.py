@@ -10,19 +10,16 @@ from typing import Any, Unpack
 from torch import nn
 
 from vitflow.errors import VitflowError
-from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.choices import (
-    Question,
     applicable_methods,
     ask,
     check_options,
-    choose_all,
-    label_methods,
+    choose,
     possible_groups,
 )
 from vitflow.evaluation.collecting import collect
 from vitflow.evaluation.datasets import Dataset, Sample, open_dataset
-from vitflow.evaluation.gridding import Grid, draw_grids, lot, make_grids
+from vitflow.evaluation.gridding import Grid, draw_grids, make_grids, random_order
 from vitflow.evaluation.measures.perturbation import can_drop_tokens
 from vitflow.evaluation.metrics import choose_metrics
 from vitflow.evaluation.results import Evaluation
@@ -113,7 +110,7 @@ def evaluate(
     """
     shown, groups = choose_metrics(metrics)
     check_options(points, sanity_images, batch_size, replace_by)
-    chosen = label_methods(choose_all(methods), options)
+    chosen = choose(methods, options)
     dataset = open_dataset(data, images=images, limit=limit)
     explainer = explainer_for(model)
     groups, notes = possible_groups(groups, dataset, explainer)
@@ -134,11 +131,11 @@ def evaluate(
         blurred_twin=twins,
     )
     settings = _settings(dataset, explainer, protocol, sanity_images)
+    grids = make_grids(dataset.samples, explainer, seed) if "grid" in groups else {}
     image_groups = _groups_of(dataset, protocol, sanity_images)
-    grids = make_grids(dataset.samples, explainer, _questions(explainer), seed) if "grid" in groups else {}
-    run = _Run(dataset, explainer, protocol, image_groups, batch_size, progress, grids)
+    run = _Run(dataset, explainer, protocol, image_groups, grids, batch_size, progress)
     evaluation = collect(
-        list(run.rows()) if output is None else run.kept_rows(Path(output), settings, overwrite),
+        list(run.rows(dataset.samples)) if output is None else run.kept_rows(Path(output), settings, overwrite),
         dataset=dataset,
         model=explainer.model_id,
         protocol=protocol,
@@ -147,7 +144,11 @@ def evaluate(
         notes=notes,
     )
     if not evaluation.images:
-        raise VitflowError(_nothing_measured(evaluation.failures))
+        first = evaluation.failures[0]
+        raise VitflowError(
+            f"None of the {len(dataset)} images could be measured. First error: {first['input']!r}: {first['error']}: "
+            f"{first['message']}"
+        )
     if output is not None:
         with finishing(output):
             if grids:
@@ -159,93 +160,72 @@ def evaluate(
 
 def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity_images: int) -> dict[str, Any]:
     """Return everything that the rows depend on; runs with equal settings may share a folder."""
-    costly = {"sanity_images": sanity_images} if set(_COSTLY) & set(protocol.groups) else {}
-    removal = {"replace_by": protocol.replace, "points": protocol.points} if "faithfulness" in protocol.groups else {}
-    data = {"data": dict(dataset.identity) or {"own": dataset.name}}
-    measured = {
+    data = {"data": dict(dataset.identity) or {"name": dataset.name}}
+    measured: dict[str, Any] = {
         "groups": list(protocol.groups),
         "seed": protocol.seed,
         "blurred_twin": protocol.blurred_twin,
-        **costly,
-        **removal,
     }
+    if set(_COSTLY) & set(protocol.groups):
+        measured["sanity_images"] = sanity_images
+    if "faithfulness" in protocol.groups:
+        measured |= {"replace_by": protocol.replace, "points": protocol.points}
     return run_fingerprint("evaluation", data, explainer.fingerprint(), protocol.methods, measured)
-
-
-def _questions(explainer: Explainer) -> Callable[[Labelled], Question]:
-    return partial(ask, num_classes=explainer.num_classes, class_names=explainer.class_names)
-
-
-def _nothing_measured(failures: Sequence[Mapping[str, Any]]) -> str:
-    if not failures:
-        return "The data has no images."
-    first = failures[0]
-    return (
-        f"None of the {len(failures)} images could be measured. First error: {first['input']!r}: "
-        f"{first['error']}: {first['message']}"
-    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Measures the images of a data set in batches; `groups` lists the groups of metrics by image."""
+    """Measures the images of a data set in batches; `groups` and `grids` are by image."""
 
     dataset: Dataset
     explainer: Explainer
     protocol: Protocol
     groups: Mapping[str, tuple[str, ...]]
+    grids: Mapping[str, Grid]
     batch_size: int | None
     progress: Callable[[RunProgress], None] | None
-    grids: Mapping[str, Grid]
-
-    def grid_names(self, name: str) -> list[str] | None:
-        """Return the names of the images in the image's grid."""
-        return self.grids[name].names if name in self.grids else None
 
     def kept_rows(self, folder: Path, settings: Mapping[str, Any], overwrite: bool) -> list[dict[str, Any]]:
         """Measure the images without a row in the folder, and return all rows in the order of the data."""
         samples = {sample.name: sample for sample in self.dataset.samples}
 
         def is_done(row: Mapping[str, Any]) -> bool:
+            """Return True if an earlier run measured these groups on this image, unchanged and in the same grid."""
             name = row["input"]
-            return _is_done(row, samples[name], self.groups[name], self.grid_names(name))
+            grid = self.grids[name].names if name in self.grids else None
+            groups = list(self.groups[name])
+            unchanged = row["stamp"] == samples[name].stamp() and row.get("grid") == grid
+            return unchanged and row["status"] == "measured" and row["groups"] == groups
 
         with Run(folder, settings, overwrite=overwrite) as run:
-            for row in self.rows(run.missing(list(samples), is_done)):
+            for row in self.rows([samples[name] for name in run.missing(list(samples), is_done)]):
                 run.put([(row, {})])
             run.finish()
-            # Drop groups that only an earlier run measured.
-            return [_only(row, self.groups[row["input"]]) for row in run.rows()]
+            return list(run.rows())
 
-    def rows(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-        """Measure these images, by default all, and yield a row for each."""
-        wanted = {sample.name for sample in self.dataset.samples} if names is None else set(names)
-        missing = [sample for sample in self.dataset.samples if sample.name in wanted]
-        tally = Tally(self.progress, len(self.dataset), len(self.dataset) - len(missing))
+    def rows(self, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+        """Measure these images of the data set, and yield a row for each."""
+        tally = Tally(self.progress, len(self.dataset), len(self.dataset) - len(samples))
         size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
         batches = Batches(self.explainer, size)
-        get_question = _questions(self.explainer)
-        for start in range(0, len(missing), size):
-            samples = missing[start : start + size]
-            with watched(partial(_report_share, tally, tally.done, len(samples)), self._rounds(samples)):
-                for row in self._measure(batches, samples, get_question):
+        for start in range(0, len(samples), size):
+            batch = samples[start : start + size]
+            with watched(partial(_report_share, tally, tally.done, len(batch)), self._rounds(batch)):
+                for row in self._measure(batches, batch):
                     tally.row(row)
                     yield row
 
-    def _measure(
-        self, batches: Batches, samples: Sequence[Sample], get_question: Callable[[Labelled], Question]
-    ) -> Iterator[dict[str, Any]]:
+    def _measure(self, batches: Batches, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
         cases: list[Case] = []
-        stamps = {}
+        stamps = {sample.name: {"stamp": sample.stamp()} for sample in samples}
         for sample in samples:
-            stamps[sample.name] = {"stamp": sample.stamp()}
+            name = sample.name
             try:
                 image = sample.read()
-                question = get_question(image)
+                question = ask(image, self.explainer.num_classes, self.explainer.class_names)
+                cases.append(Case(name, image, question, self.groups[name], self.grids.get(name)))
             except (VitflowError, OSError) as error:
-                yield failed_row({"input": sample.name}, error) | stamps[sample.name]
-            else:
-                cases.append(Case(sample.name, image, question, self.groups[sample.name], self.grids.get(sample.name)))
+                yield failed_row({"input": name}, error) | stamps[name]
         for row in measure(batches, cases, self.protocol):
             yield row | stamps[row["input"]]
 
@@ -261,24 +241,10 @@ def _groups_of(dataset: Dataset, protocol: Protocol, sanity_images: int) -> dict
     """Return the groups of each image; the costly groups are measured on a random subset."""
     quick = tuple(group for group in protocol.groups if group not in _COSTLY)
     names = [sample.name for sample in dataset.samples]
-    drawn = set(sorted(names, key=lambda name: lot(name, protocol.seed))[:sanity_images])
+    drawn = set(sorted(names, key=lambda name: random_order(name, protocol.seed))[:sanity_images])
     return {name: protocol.groups if name in drawn else quick for name in names}
 
 
 def _report_share(tally: Tally, before: int, images: int, share: float) -> None:
     """Report the progress of a batch, minus its images that already have a row."""
     tally.share(max(before + share * images - tally.done, 0.0))
-
-
-def _is_done(row: Mapping[str, Any], sample: Sample, groups: Sequence[str], grid: list[str] | None) -> bool:
-    """Return True if an earlier run measured this image, unchanged and in the same grid, with all groups."""
-    valid = row["status"] == "measured" and row["stamp"] == sample.stamp() and set(groups) <= set(row["groups"])
-    return valid and ("grid" not in groups or row.get("grid") == grid)
-
-
-def _only(row: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
-    """Return a row without groups that this run does not measure on the image."""
-    if row["status"] != "measured" or set(row["groups"]) <= set(groups):
-        return row
-    kept = {name: value for name, value in row.items() if name not in ("stages", "correlation")}
-    return kept | {"groups": list(groups)}

@@ -1,7 +1,7 @@
 """Measure images: all values of one image as a row."""
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from vitflow.errors import stops_all
 from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.choices import Question, blurred, twin_of
-from vitflow.evaluation.gridding import Grid, score_object
-from vitflow.evaluation.measures import sanity
+from vitflow.evaluation.gridding import Grid, ObjectScore, score_object
+from vitflow.evaluation.measures import randomisation, sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
-from vitflow.evaluation.measures.faithfulness import faithfulness_curves
-from vitflow.evaluation.measures.localisation import localise
+from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves
+from vitflow.evaluation.measures.localisation import Localisation, localise
 from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import BASELINES
@@ -27,9 +27,14 @@ from vitflow.runs.columns import failed_row
 
 Item = TypeVar("Item")
 
-_LOCALISATION = ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")
-_FAITHFULNESS = ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")
-CURVES = ("deletion", "insertion", "least_first", "correct_most", "correct_least")
+# The attribute of each metric in the scores of its measure.
+_LOCALISATION = {name: name for name in ("pointing_game", "energy", "roc_auc", "average_precision", "mean_iou")}
+_FAITHFULNESS = {
+    name: name for name in ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation")
+}
+_GRID = {"grid_energy": "energy", "grid_auc": "auc", "grid_wins": "wins"}
+_SEPARATION = {"separation": "energy", "separation_wins": "wins"}
+CURVES = ("deletion", "insertion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,6 @@ class Protocol:
         groups: groups of metrics.
         replace: replacement of removed patches: "drop", "blank" or "blur".
         points: number of points of the deletion and insertion curves.
-        batch_size: perturbed images or shortened sequences per forward pass.
         seed: seed of the random weights.
         unchecked: labels of the methods without sanity checks.
         blurred_twin: also measure each map blurred, as a control, except for baselines and in sanity checks.
@@ -51,7 +55,6 @@ class Protocol:
     groups: tuple[str, ...]
     replace: str = "drop"
     points: int = 11
-    batch_size: int = 32
     seed: int = 0
     unchecked: tuple[str, ...] = ()
     blurred_twin: bool = False
@@ -108,25 +111,24 @@ def measure(batches: Batches, cases: Sequence[Case], protocol: Protocol) -> Iter
 
 def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) -> list[list[Saliency]]:
     """Return the maps of each image for its target, in the order of the methods."""
-    by_case: list[list[Saliency]] = [[] for _ in cases]
-    labelled = [index for index, case in enumerate(cases) if case.question.target is not None]
-    unlabelled = [index for index, case in enumerate(cases) if case.question.target is None]
-    for indices, targets in (
-        (labelled, np.array([cases[index].question.target for index in labelled], dtype=np.int64)),
-        (unlabelled, None),
-    ):
-        if indices:
-            images = [cases[index].image.image for index in indices]
-            flat = explainer.explain_batch(images, methods=protocol.methods, targets=targets)
-            count = len(protocol.methods)
-            for position, index in enumerate(indices):
-                by_case[index] = protocol.with_controls(flat[position * count : (position + 1) * count])
-    return by_case
+    maps: dict[str, list[Saliency]] = {}
+    count = len(protocol.methods)
+    for has_target in (True, False):
+        batch = [case for case in cases if (case.question.target is not None) == has_target]
+        if not batch:
+            continue
+        targets = np.array([case.question.target for case in batch]) if has_target else None
+        images = [case.image.image for case in batch]
+        flat = explainer.explain_batch(images, methods=protocol.methods, targets=targets)
+        for index, case in enumerate(batch):
+            maps[case.name] = protocol.with_controls(flat[index * count : (index + 1) * count])
+    return [maps[case.name] for case in cases]
 
 
 def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol) -> dict[str, Any]:
-    first = maps[0]
-    region = case.question.region
+    """Return the row of an image; everything that is measured by map is a dict by label."""
+    first, region = maps[0], case.question.region
+    by_label = dict(zip(protocol.labels, maps, strict=True))
     row: dict[str, Any] = {
         "input": case.name,
         "status": "measured",
@@ -134,41 +136,54 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
         "target_source": "prediction" if case.question.target is None else "label",
         "class_index": first.target,
         "class_name": first.class_name,
-        "probability": _rounded(first.probability),
+        "probability": first.probability,
         "predicted_index": first.predicted,
         "width": first.image.shape[1],
         "height": first.image.shape[0],
-        "region_share": None if region is None else _rounded(float(region.mean())),
-        "constant": [label for label, m in zip(protocol.labels, maps, strict=True) if is_constant(m.grid)],
-        "seconds": {label: _rounded(m.seconds) for label, m in zip(protocol.labels, maps, strict=True)},
-        "values": {label: {} for label in protocol.labels},
+        "region_share": None if region is None else float(region.mean()),
+        "constant": [label for label, saliency in by_label.items() if is_constant(saliency.grid)],
+        "seconds": {label: saliency.seconds for label, saliency in by_label.items()},
+        "values": {},
     }
     if "localisation" in case.groups:
-        _add_localisation(row, case.question, maps, protocol)
+        _add_localisation(row, case.question, by_label)
     if "faithfulness" in case.groups and first.target is not None:
-        _add_faithfulness(row, explainer, maps, protocol)
+        _add_faithfulness(row, explainer, by_label, protocol)
     if "sanity" in case.groups:
-        _add_sanity(row, explainer, case, maps, protocol)
+        _add_sanity(row, explainer, case, by_label, protocol)
     if "grid" in case.groups:
         _add_grid(row, explainer, case, protocol)
     if "correlation" in case.groups:
-        _add_correlation(row, explainer, case)
-    return row
+        result = rank_correlation([case.image.image], model=explainer, target=case.question.target)
+        values = result.values[..., 0]  # [references, methods, layers]
+        row["correlation"] = {
+            "methods": result.methods,
+            "references": result.references,
+            "layers": result.layers,
+            "values": values.tolist(),
+        }
+    plain: dict[str, Any] = _rounded(row)
+    return plain
 
 
-def _add_localisation(row: dict[str, Any], question: Question, maps: Sequence[Saliency], protocol: Protocol) -> None:
-    row["overlap"] = {}
-    for label, saliency in zip(protocol.labels, maps, strict=True):
-        scores = None
-        if question.region is not None:
+def _by_metric(scores: Mapping[str, Any], attributes: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the attribute of each metric of each label's scores, by metric and label; None without scores."""
+    return {
+        metric: {label: getattr(score, attribute, None) for label, score in scores.items()}
+        for metric, attribute in attributes.items()
+    }
+
+
+def _add_localisation(row: dict[str, Any], question: Question, maps: Mapping[str, Saliency]) -> None:
+    scores: dict[str, Localisation | None] = dict.fromkeys(maps)
+    if question.region is not None:
+        for label, saliency in maps.items():
             heatmap = _heatmap(saliency)
             if question.unknown is not None:
                 heatmap[question.unknown] = np.nan
-            scores = localise(heatmap, question.region)
-        row["values"][label] |= {
-            name: None if scores is None else _rounded(getattr(scores, name)) for name in _LOCALISATION
-        }
-        row["overlap"][label] = None if scores is None else list(scores.overlap)
+            scores[label] = localise(heatmap, question.region)
+    row["values"] |= _by_metric(scores, _LOCALISATION)
+    row["overlap"] = {label: score.overlap for label, score in scores.items() if score is not None}
 
 
 def _heatmap(saliency: Saliency) -> NDArray[np.float32]:
@@ -179,83 +194,64 @@ def _heatmap(saliency: Saliency) -> NDArray[np.float32]:
     return heatmap
 
 
-def _add_faithfulness(row: dict[str, Any], explainer: Explainer, maps: Sequence[Saliency], protocol: Protocol) -> None:
+def _add_faithfulness(
+    row: dict[str, Any], explainer: Explainer, maps: Mapping[str, Saliency], protocol: Protocol
+) -> None:
     """Add the curves of all maps that are not constant."""
-    ranking = [(label, m) for label, m in zip(protocol.labels, maps, strict=True) if not is_constant(m.grid)]
-    curves = (
-        faithfulness_curves(
-            explainer,
-            [saliency for _, saliency in ranking],
-            replace=protocol.replace,
-            points=protocol.points,
-            batch_size=protocol.batch_size,
-        )
-        if ranking
-        else []
-    )
-    row["curves"] = {}
-    for (label, _), curve in zip(ranking, curves, strict=True):
-        row["values"][label] |= {name: _rounded(getattr(curve, name)) for name in _FAITHFULNESS}
-        row["curves"][label] = {name: [_rounded(float(value)) for value in getattr(curve, name)] for name in CURVES}
-    row["fractions"] = [_rounded(float(value)) for value in curves[0].fractions] if curves else None
+    ranking = {label: saliency for label, saliency in maps.items() if label not in row["constant"]}
+    by_label: dict[str, Curves] = {}
+    if ranking:
+        curves = faithfulness_curves(explainer, [*ranking.values()], replace=protocol.replace, points=protocol.points)
+        by_label = dict(zip(ranking, curves, strict=True))
+    row["values"] |= _by_metric(by_label, _FAITHFULNESS)
+    row["curves"] = {
+        name: {label: getattr(curve, name).tolist() for label, curve in by_label.items()} for name in CURVES
+    }
 
 
 def _add_sanity(
-    row: dict[str, Any], explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol
+    row: dict[str, Any], explainer: Explainer, case: Case, maps: Mapping[str, Saliency], protocol: Protocol
 ) -> None:
-    methods = [method for method in protocol.methods if method.label not in protocol.unchecked]
-    labels, image = [method.label for method in methods], case.image.image
-    by_label = dict(zip(protocol.labels, maps, strict=True))
-    maps = [by_label[label] for label in labels]
+    labels = [method.label for method in protocol.methods if method.label not in protocol.unchecked]
+    checked = [maps[label] for label in labels]
     # Different random weights for every image, reproducible across runs.
     seed = (protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
-    stages = sanity.cascading_randomisation(explainer, image, methods, seed=seed, maps=maps)
+    stages = randomisation.cascading_randomisation(explainer, checked, seed=seed)
     checks = {
         "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
-        "shift_stability": sanity.shift_stability(explainer, image, methods, maps=maps),
-        "flip_stability": sanity.flip_stability(explainer, image, methods, maps=maps),
+        "shift_stability": sanity.shift_stability(explainer, checked),
+        "flip_stability": sanity.flip_stability(explainer, checked),
     }
-    if maps[0].target is not None:
-        checks["class_sensitivity"] = sanity.class_sensitivity(explainer, image, methods)
-    row["stages"] = [
-        [name, {label: _rounded(value) for label, value in zip(labels, values, strict=True)}] for name, values in stages
-    ]
-    for name, values in checks.items():
-        for label, value in zip(labels, values, strict=True):
-            row["values"][label][name] = _rounded(value)
+    if row["class_index"] is not None:
+        checks["class_sensitivity"] = sanity.class_sensitivity(explainer, checked)
+    row["values"] |= {name: dict(zip(labels, values, strict=True)) for name, values in checks.items()}
+    row["stages"] = {name: dict(zip(labels, values, strict=True)) for name, values in stages}
 
 
 def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: Protocol) -> None:
     """Add the scores of the image's cell in its grid, and of its objects against each other."""
     row["grid"] = None if case.grid is None else case.grid.names
     if case.grid is not None:
-        for label, score in case.grid.scores(explainer, protocol.methods, case.name).items():
-            row["values"][label] |= {f"grid_{name}": _rounded(value) for name, value in score._asdict().items()}
+        row["values"] |= _by_metric(case.grid.scores(explainer, protocol.methods, case.name), _GRID)
     objects = case.question.objects
     if len(objects) < 2:
         return
     flat = explainer.explain_batch([case.image.image], methods=protocol.methods, targets=list(objects))
+    means = {}
     for method, maps in zip(protocol.methods, columns_of(flat), strict=True):
         by_class = list(maps) * (len(objects) if len(maps) == 1 else 1)
         scores = [score_object(_heatmap(m), list(objects.values()), index) for index, m in enumerate(by_class)]
         defined = [score for score in scores if score is not None]
-        if defined:
-            energy, wins = np.mean(defined, axis=0)
-            row["values"][method.label] |= {"separation": _rounded(energy), "separation_wins": _rounded(wins)}
+        means[method.label] = ObjectScore(*np.mean(defined, axis=0)) if defined else None
+    row["values"] |= _by_metric(means, _SEPARATION)
 
 
-def _add_correlation(row: dict[str, Any], explainer: Explainer, case: Case) -> None:
-    """Add Spearman of each layer's attention, rollout and flow with the references: [references][methods][layers]."""
-    result = rank_correlation([case.image.image], model=explainer, target=case.question.target)
-    values = result.values[..., 0]
-    row["correlation"] = {
-        "methods": list(result.methods),
-        "references": list(result.references),
-        "layers": list(result.layers),
-        "values": [[[_rounded(v) for v in layers] for layers in methods] for methods in values.tolist()],
-    }
-
-
-def _rounded(value: float | None) -> float | None:
-    """Round to seven digits, the precision of float32; None for undefined values."""
-    return None if value is None or not np.isfinite(value) else float(f"{value:.7g}")
+def _rounded(value: Any) -> Any:
+    """Return JSON data with numbers rounded to seven digits, the precision of float32; None for undefined numbers."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    if isinstance(value, float | np.floating):
+        return float(f"{value:.7g}") if np.isfinite(value) else None
+    return value

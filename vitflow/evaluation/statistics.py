@@ -1,14 +1,17 @@
-"""Statistics over images: standard errors, bootstrap intervals, paired differences between methods."""
+"""Statistics over images: standard errors, bootstrap intervals, paired differences between methods; tables of them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import csv
+import io
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError
 from vitflow.images.typesetting import decimal
+from vitflow.runs.columns import plain_cell
 
 #: Bootstrap resamples of each interval.
 RESAMPLES = 2000
@@ -16,8 +19,8 @@ RESAMPLES = 2000
 #: Confidence level of the intervals.
 CONFIDENCE = 0.95
 
-# Largest number of values per block of resamples, to limit memory on large data sets.
-_BLOCK = 2**22
+# Resamples per matrix product, to limit memory on large data sets.
+_CHUNK = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +67,13 @@ class Difference:
         low, high = self.estimate.low, self.estimate.high
         return low is not None and high is not None and (low > 0.0 or high < 0.0)
 
-
-def resampled_counts(images: int, *, resamples: int = RESAMPLES, seed: int = 0) -> Iterator[NDArray[np.float64]]:
-    """Yield the count of each image in each bootstrap resample, in blocks [some resamples, images].
-
-    Args:
-        images: number of images; each resample draws as many with replacement.
-        resamples: number of resamples in all blocks together.
-        seed: seed of the resampling.
-
-    Raises:
-        OptionError: images or resamples is below 1.
-
-    Source: Efron, "Bootstrap Methods: Another Look at the Jackknife", Annals of Statistics, 1979.
-
-    >>> [block.sum(axis=1).tolist() for block in resampled_counts(5, resamples=3)]
-    [[5.0, 5.0, 5.0]]
-    """
-    if images < 1 or resamples < 1:
-        raise OptionError(f"Expected at least 1 image and 1 resample, got {images} and {resamples}.")
-    random = np.random.default_rng((seed, images))
-    block = max(_BLOCK // images, 1)
-    for start in range(0, resamples, block):
-        size = min(block, resamples - start)
-        drawn = random.integers(images, size=(size, images))
-        indices = drawn + images * np.arange(size)[:, None]
-        counts = np.bincount(indices.ravel(), minlength=size * images)
-        yield counts.reshape(size, images).astype(np.float64)
+    def reversed(self) -> "Difference":
+        """Return second − first."""
+        mean, low, high = (
+            None if value is None else -value for value in (self.estimate.mean, self.estimate.low, self.estimate.high)
+        )
+        estimate = replace(self.estimate, mean=mean, low=high, high=low)
+        return Difference(self.second, self.first, estimate, None if self.above is None else 1.0 - self.above)
 
 
 def estimate_means(
@@ -109,7 +92,7 @@ def estimate_means(
 
     Raises:
         ShapeError: values is not two-dimensional.
-        OptionError: confidence is not between 0 and 1.
+        OptionError: resamples is below 1, or confidence is not between 0 and 1.
 
     Source: Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13 (the percentile interval).
 
@@ -119,14 +102,15 @@ def estimate_means(
     """
     if values.ndim != 2:
         raise ShapeError(f"Expected values [images, columns], got shape {values.shape}.")
-    if not 0.0 < confidence < 1.0:
-        raise OptionError(f"Expected 0 < confidence < 1, got {confidence}.")
+    if not 0.0 < confidence < 1.0 or resamples < 1:
+        raise OptionError(
+            f"Expected 0 < confidence < 1 and at least 1 resample, got confidence={confidence}, resamples={resamples}."
+        )
     images, columns = values.shape
-    defined = ~np.isnan(values)
-    counts = defined.sum(axis=0)
+    defined = np.ma.masked_invalid(values)
+    counts = defined.count(axis=0)
     means = defined_means(values)
-    spread = np.where(defined, values - means, 0.0)
-    errors = np.sqrt(_ratio((spread**2).sum(axis=0), counts - 1) / np.maximum(counts, 1))
+    errors = defined.std(axis=0, ddof=1).filled(np.nan) / np.sqrt(np.maximum(counts, 1))
     lows, highs = np.full((2, columns), np.nan)
     several = counts > 1
     if several.any():
@@ -187,36 +171,87 @@ def defined_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
     >>> defined_means(np.array([[1.0, np.nan], [2.0, np.nan]])).tolist()
     [1.5, nan]
     """
-    defined = ~np.isnan(values)
-    return _ratio(np.where(defined, values, 0.0).sum(axis=0), defined.sum(axis=0))
+    means: NDArray[np.float64] = np.ma.masked_invalid(values).mean(axis=0).filled(np.nan)
+    return means
 
 
 def _resampled_means(values: NDArray[np.float64], resamples: int, seed: int) -> NDArray[np.float64]:
-    """Return the mean of each column in each resample, [resamples, columns]; NaN if a resample has no value."""
+    """Return the mean of each column in each resample, [resamples, columns]; NaN if a resample has no value.
+
+    Each resample draws as many images as there are, with replacement.
+
+    Source: Efron, "Bootstrap Methods: Another Look at the Jackknife", Annals of Statistics, 1979.
+    """
+    images, columns = values.shape
     defined = ~np.isnan(values)
     filled, present = np.where(defined, values, 0.0), defined.astype(np.float64)
-    blocks = resampled_counts(len(values), resamples=resamples, seed=seed)
-    return np.concatenate([_ratio(counts @ filled, counts @ present) for counts in blocks])
-
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; the first row is the header, and all columns but the first are right-aligned.
-
-    >>> print(markdown_table([["method", "energy"], ["rollout", "0.500"]]))
-    | method | energy |
-    | --- | ---: |
-    | rollout | 0.500 |
-    """
-    ruled = [rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
-
-
-def _ratio(above: NDArray[np.float64], below: NDArray[np.floating] | NDArray[np.integer]) -> NDArray[np.float64]:
-    """Return above / below, or NaN if below is not positive."""
-    ratio: NDArray[np.float64] = np.full(above.shape, np.nan)
-    np.divide(above, below, out=ratio, where=below > 0)
-    return ratio
+    random = np.random.default_rng((seed, images))
+    means = np.full((resamples, columns), np.nan)
+    for start in range(0, resamples, _CHUNK):
+        chunk = means[start : start + _CHUNK]
+        # How often each image is in each resample, [resamples, images].
+        counts = np.array([np.bincount(random.integers(images, size=images), minlength=images) for _ in chunk], float)
+        total = counts @ present
+        np.divide(counts @ filled, total, out=chunk, where=total > 0)
+    return means
 
 
 def _optional(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows with named columns, for export.
+
+    Attributes:
+        columns: their names.
+        rows: the values of each row; None or NaN if a value is undefined.
+
+    >>> table = Table(("method", "mean"), [("rollout", 0.5), ("random", None)])
+    >>> print(table.to_csv(), end="")
+    method,mean
+    rollout,0.5
+    random,
+    >>> print(table.to_markdown())
+    | method | mean |
+    | --- | ---: |
+    | rollout | 0.5 |
+    | random | – |
+    """
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the rows as dicts for JSON, with None for undefined values."""
+        return [dict(zip(self.columns, map(_defined, row), strict=True)) for row in self.rows]
+
+    def to_csv(self) -> str:
+        """Return the rows as CSV; undefined values are empty, and cells that look like formulas are escaped."""
+        text = io.StringIO(newline="")
+        rows = [map(_defined, row) for row in self.rows]
+        csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in [self.columns, *rows])
+        return text.getvalue()
+
+    def to_markdown(self) -> str:
+        """Return a Markdown table, with all columns but the first aligned to the right."""
+        rule = ["---", *["---:"] * (len(self.columns) - 1)]
+        rows = [["–" if _defined(value) is None else str(value) for value in row] for row in self.rows]
+        return "\n".join(f"| {' | '.join(row)} |" for row in [self.columns, rule, *rows])
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas DataFrame.
+
+        Raises:
+            OptionError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise OptionError("to_pandas() requires pandas: pip install pandas, or use to_csv().") from error
+        return pandas.DataFrame(self.to_dicts(), columns=list(self.columns))
+
+
+def _defined(value: Any) -> Any:
+    return None if isinstance(value, float) and np.isnan(value) else value

@@ -1,9 +1,8 @@
 """Tables of an evaluation: values of all images, and estimates, differences and rankings for each metric."""
 
-import csv
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -11,65 +10,19 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, check_known
+from vitflow.errors import check_known
 from vitflow.evaluation.choices import is_twin, twin_of
 from vitflow.evaluation.measures.correlation import RankCorrelation
 from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.metrics import METRICS, Metric
-from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, estimate_means, paired_differences
+from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, Table, estimate_means, paired_differences
 from vitflow.explaining.captions import departures_from_paper
-from vitflow.explaining.method import METHODS
-from vitflow.explaining.method_table import BASELINES, split_label
-from vitflow.runs.columns import kinds_in, plain_cell
+from vitflow.explaining.method_table import BASELINES, METHODS, split_label
+from vitflow.runs.columns import kinds_in
 
 # Table columns of an image and of an estimate.
 _IMAGE = tuple(kinds_in("results"))
 _ESTIMATE = tuple(field.name for field in fields(Estimate))
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows with named columns, for export.
-
-    Attributes:
-        columns: their names.
-        rows: the values of each row; None or NaN if a value is undefined.
-
-    >>> print(Table(("method", "mean"), [("rollout", 0.5), ("random", None)]).to_csv(), end="")
-    method,mean
-    rollout,0.5
-    random,
-    """
-
-    columns: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the rows as dicts for JSON, with None for undefined values."""
-        return [dict(zip(self.columns, map(_defined, row), strict=True)) for row in self.rows]
-
-    def to_csv(self) -> str:
-        """Return the rows as CSV; undefined values are empty, and cells that look like formulas are escaped."""
-        text = io.StringIO(newline="")
-        rows = [["" if _defined(value) is None else value for value in row] for row in self.rows]
-        csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in [self.columns, *rows])
-        return text.getvalue()
-
-    def to_pandas(self) -> Any:
-        """Return the rows as a pandas DataFrame.
-
-        Raises:
-            OptionError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise OptionError("to_pandas() requires pandas: pip install pandas, or use to_csv().") from error
-        return pandas.DataFrame(self.to_dicts(), columns=list(self.columns))
-
-
-def _defined(value: Any) -> Any:
-    return None if isinstance(value, float) and np.isnan(value) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +53,8 @@ class Tables:
         failures: rows of the images that could not be measured.
         values: for each metric float64 [images, methods], NaN if undefined or not measured.
         overlaps: `Localisation.overlap` of each image and method, [images, methods, 4]; None without regions.
-        fractions: shares of removed patches, [points]; None without faithfulness.
-        curves: "deletion", "insertion" and "least_first": probabilities, [images, methods, points].
+        curves: "deletion" and "insertion": the target's probability, [images, methods, points]; empty without
+            faithfulness.
         stages: names of the stages of randomisation, from the top of the network down.
         randomisation: Spearman with the original map at each stage, [images, stages, methods].
         correlation: rank correlation by layer, if requested.
@@ -119,7 +72,6 @@ class Tables:
     failures: tuple[Mapping[str, Any], ...] = ()
     values: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     overlaps: NDArray[np.float64] | None = None
-    fractions: NDArray[np.float64] | None = None
     curves: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     stages: tuple[str, ...] = ()
     randomisation: NDArray[np.float64] | None = None
@@ -128,7 +80,6 @@ class Tables:
     notes: tuple[str, ...] = ()
     grids: tuple[Figure, ...] = ()
     unchecked: tuple[str, ...] = ()
-    _cache: dict[tuple[str, str], Any] = field(default_factory=dict, init=False)
 
     @property
     def groups(self) -> list[str]:
@@ -157,23 +108,34 @@ class Tables:
         known = [label for label in self.methods if names.get(label) in METHODS]
         return {label: departures_from_paper(METHODS[names[label]], options[label]) for label in known}
 
+    @property
+    def fractions(self) -> NDArray[np.float64] | None:
+        """Shares of removed patches at each point of the curves; None without faithfulness."""
+        return np.linspace(0.0, 1.0, self.curves["deletion"].shape[-1]) if self.curves else None
+
     def table(self, metric: str) -> list[TableRow]:
         """Return the table of a metric: a row per method, in the requested order.
 
         Raises:
             OptionError: the metric was not measured.
         """
-        if ("table", metric) not in self._cache:
-            estimates = estimate_means(self._values_of(metric), resamples=self._resamples, seed=self._seed)
-            self._cache["table", metric] = [
+        check_known("metric of this evaluation", metric, self.values)
+        return list(self._tables[metric])
+
+    @cached_property
+    def _tables(self) -> dict[str, list[TableRow]]:
+        tables = {}
+        for metric in self.metrics:
+            estimates = estimate_means(self.measured_values(metric), **self._resampling)
+            tables[metric.name] = [
                 TableRow(
                     method,
                     self.is_baseline(method),
-                    estimate if self.is_measured(method, METRICS[metric]) else replace(estimate, undefined=0),
+                    estimate if self.is_measured(method, metric) else replace(estimate, undefined=0),
                 )
                 for method, estimate in zip(self.methods, estimates, strict=True)
             ]
-        return list(self._cache["table", metric])
+        return tables
 
     def differences(self, metric: str) -> list[Difference]:
         """Return the paired differences of all methods, and of each method and its blurred twin.
@@ -181,17 +143,56 @@ class Tables:
         Raises:
             OptionError: the metric was not measured.
         """
-        if ("differences", metric) not in self._cache:
-            self._cache["differences", metric] = paired_differences(
-                list(self.methods), self._values_of(metric), self._pairs, resamples=self._resamples, seed=self._seed
-            )
-        return list(self._cache["differences", metric])
+        check_known("metric of this evaluation", metric, self.values)
+        return list(self._differences[metric])
 
-    def ranking(self, metric: str, methods: Sequence[str] | None = None) -> list[tuple[str, float]]:
-        """Return methods and their means, best first; by default without baselines and blurred twins."""
+    @cached_property
+    def _differences(self) -> dict[str, list[Difference]]:
+        pairs = [
+            (i, j)
+            for (i, first), (j, second) in combinations(enumerate(self.methods), 2)
+            if second == twin_of(first) or not (is_twin(first) or is_twin(second))
+        ]
+        labels = list(self.methods)
+        return {
+            metric.name: paired_differences(labels, self.measured_values(metric), pairs, **self._resampling)
+            for metric in self.metrics
+        }
+
+    def measured_values(self, metric: Metric) -> NDArray[np.float64]:
+        """Return the values of the metric on the images that it was measured on."""
+        measured = np.array([metric.group in image["groups"] for image in self.images], dtype=np.bool_)
+        return self.values[metric.name][measured]
+
+    @property
+    def _resampling(self) -> dict[str, int]:
+        return {"resamples": self.settings.get("resamples", RESAMPLES), "seed": self.settings.get("seed", 0)}
+
+    def difference(self, metric: str, first: str, second: str) -> Difference | None:
+        """Return first minus second; None for a method and itself, or another method's blurred twin."""
+        for pair in self.differences(metric):
+            if (pair.first, pair.second) == (first, second):
+                return pair
+            if (pair.second, pair.first) == (first, second):
+                return pair.reversed()
+        return None
+
+    def ranking(self, metric: str) -> list[tuple[str, float]]:
+        """Return methods and their means, best first, without baselines and blurred twins."""
         means = {row.method: row.estimate.mean for row in self.table(metric)}
-        known = [(name, mean) for name in methods or self.main_methods if (mean := means.get(name)) is not None]
+        known = [(name, mean) for name in self.main_methods if (mean := means.get(name)) is not None]
         return sorted(known, key=lambda pair: pair[1], reverse=METRICS[metric].better == "higher")
+
+    def overview(self, group: str) -> Table:
+        """Return the means ± standard errors of a group as text: a row per method, a column per metric."""
+        metrics = [metric for metric in self.metrics if metric.group == group]
+        columns = [
+            [str(row.estimate) if self.is_measured(row.method, metric) else "not measured" for row in rows]
+            for metric in metrics
+            for rows in [self.table(metric.name)]
+        ]
+        heads = [f"{metric.title} {metric.arrow}" for metric in metrics]
+        return Table(("method", *heads), list(zip(self.methods, *columns, strict=True)))
 
     def results(self) -> Table:
         """Return a row per image, method and metric."""
@@ -222,15 +223,6 @@ class Tables:
         ]
         return Table(("metric", "first", "second", *_ESTIMATE, "above", "clear"), rows)
 
-    @property
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Indices of the methods to compare: a blurred twin is compared only with its method."""
-        return [
-            (i, j)
-            for (i, first), (j, second) in combinations(enumerate(self.methods), 2)
-            if second == twin_of(first) or not (is_twin(first) or is_twin(second))
-        ]
-
     def accumulated_mean_iou(self) -> dict[str, float | None]:
         """Return the mean IoU accumulated over all images for each method, as reported by Chefer et al."""
         if self.overlaps is None:
@@ -241,18 +233,3 @@ class Tables:
             overlaps = overlaps[~np.isnan(overlaps).any(axis=1)]
             ious[method] = accumulated_iou(overlaps) if len(overlaps) else None
         return ious
-
-    def _values_of(self, metric: str) -> NDArray[np.float64]:
-        """Return the values of the metric on the images that it was measured on."""
-        check_known("metric of this evaluation", metric, self.values)
-        values = self.values[metric]
-        measured = np.array([METRICS[metric].group in image["groups"] for image in self.images], dtype=np.bool_)
-        return values[measured]
-
-    @property
-    def _resamples(self) -> int:
-        return int(self.settings.get("resamples", RESAMPLES))
-
-    @property
-    def _seed(self) -> int:
-        return int(self.settings.get("seed", 0))

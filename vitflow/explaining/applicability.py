@@ -12,8 +12,6 @@ from typing import Any, Literal
 import timm
 import torch
 from timm.models import get_arch_name, model_entrypoint
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from vitflow.errors import ModelError, NoAttentionError, UnsupportedModelError
 from vitflow.explaining.progress import tracking
@@ -24,15 +22,6 @@ from vitflow.recording.recorder import record_attention
 # "windows": through windows and stages, from the top layer to the finest patch grid.
 Extent = Literal["yes", "windows", "no", "unknown"]
 
-# timm's model files for which two blocks, or two in each of four stages, are representative.
-_UNIFORM = (
-    *("beit", "cait", "deepseek_vit", "deit", "eva", "gemma4_vit", "naflexvit", "qwen3_vit", "tnt", "vitamin"),
-    *("vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos", "vision_transformer_sam"),
-)
-_STAGED = (
-    *("davit", "efficientformer", "efficientformer_v2", "maxxvit", "pvt_v2", "tiny_vit", "twins"),
-    *("swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr"),
-)
 # Maximum number of parameters of models that are run with values if they do not run without.
 _SMALL = 50_000_000
 
@@ -80,27 +69,17 @@ _cache: dict[tuple[str, tuple[int, ...] | None], Support] = {}
 
 
 def _find(name: str) -> Support:
-    family, model = _family(get_arch_name(name)), None
-    if family in (*_UNIFORM, *_STAGED):
-        short: dict[str, Any] = {"depth": 2} if family in _UNIFORM else {"depths": (2, 2, 2, 2)}
-        with suppress(Exception):  # some cannot be built with that depth
-            return _support_in(_draft(name, **short), "meta")
+    model = None
     try:
-        model = _draft(name)
-        return _support_in(model, "meta")
+        with without_values():
+            model = timm.create_model(name)
+        return _support_in(model.eval(), "meta")
     except Exception as error:  # some operations require values
         reason = f"unknown without running it ({type(error).__name__})"
     if model is not None and sum(parameter.numel() for parameter in model.parameters()) <= _SMALL:
         with suppress(Exception):
             return _support_in(timm.create_model(name).eval(), "cpu")
     return Support("unknown", "unknown", "unknown", reason)
-
-
-def _draft(name: str, **options: Any) -> nn.Module:
-    """Build the model on the meta device."""
-    with without_values(), _Uninitialised():
-        model: nn.Module = timm.create_model(name, **options)
-    return model.eval()
 
 
 def _support_in(model: Any, device: str) -> Support:
@@ -126,28 +105,6 @@ def _support_in(model: Any, device: str) -> Support:
 
 def _none(reason: str) -> Support:
     return Support("no", "no", "no", reason)
-
-
-# In-place initialisation, which has no effect on the meta device and takes most of the time.
-_IN_PLACE = ("add", "clamp", "copy", "div", "erfinv", "fill", "mul", "normal", "sub", "uniform", "zero")
-_SCHEMES = ("constant", "normal", "ones", "trunc_normal", "uniform", "zeros")
-_SCALED = ("kaiming_normal", "kaiming_uniform", "xavier_normal", "xavier_uniform")
-_INITIALISING = {
-    *(getattr(Tensor, f"{name}_") for name in _IN_PLACE),
-    *(getattr(nn.init, f"{name}_") for name in (*_SCHEMES, *_SCALED)),
-}
-
-
-class _Uninitialised(TorchFunctionMode):
-    """Skips the initialisation of tensors on the meta device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _INITIALISING:
-            tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                return tensor
-        return func(*args, **kwargs)
 
 
 def list_models(names: Sequence[str]) -> Iterator[dict[str, Any]]:

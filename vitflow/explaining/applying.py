@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, ShapeError
 from vitflow.explaining.choices import Chosen, ChosenMethod
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import ROLLOUT
+from vitflow.explaining.method_table import ROLLOUT, Method
 from vitflow.explaining.refining import make_maps
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import TargetedTrace
-from vitflow.explaining.targets import Score, improbable
+from vitflow.explaining.targets import Score
 from vitflow.models.blocks import block_norm, block_paths, layer_output
 from vitflow.models.facts import ModelFacts
 from vitflow.models.outputs import Outputs
+
+# Probability below which a map of a class gets a note.
+_IMPROBABLE = 0.0005
 
 
 def needs_gradients(chosen: Chosen) -> bool:
@@ -134,9 +136,13 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
     """Compute one method's map for each image; `seconds` is the time that the batch has taken before."""
     started = time.perf_counter()
     method, batch = chosen.method, len(trace.images)
-    trace.refinement_requested = "refine" in chosen.given
+    trace.refinement_requested = "refine" in chosen.requested
     maps, used = make_maps(method, chosen.options, trace)
-    grids = _check_grids(maps.grids, method, batch)
+    grids: NDArray[np.float32] = maps.grids.detach().float().cpu().numpy()
+    if grids.ndim != 3 or len(grids) != batch:
+        raise ShapeError(f"Expected maps [{batch}, rows, cols] from method {method.name}, got {grids.shape}.")
+    if not np.isfinite(grids).all():
+        raise ShapeError(f"Method {method.name} gave a map with NaN or infinite values.")
     seconds = (seconds + time.perf_counter() - started) / batch
     assert trace.facts is not None
     outputs, saliencies = trace.facts.outputs, []
@@ -148,13 +154,10 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
         facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
         if trace.facts.note:
             facts["model_note"] = trace.facts.note
-        by_attention = bool(method.needs & {"attention", "heads"})
-        if (
-            by_attention
-            and used[index].get("patch") is not None
-            and (trace.top.rows, trace.top.cols) != grids[index].shape
-        ):
-            facts["patch_grid"] = [trace.top.rows, trace.top.cols]  # the grid of the query patch
+        if method.needs & {"attention", "heads"} and used[index].get("patch") is not None:
+            grid_of_patch = trace.top.rows, trace.top.cols
+            if grid_of_patch != grids[index].shape:
+                facts["patch_grid"] = [*grid_of_patch]
         saliency = Saliency(
             grid=grids[index],
             placement=image.placement,
@@ -170,6 +173,7 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
             | _score_facts(score, method, trace, outputs, index),
             seconds=seconds,
             pixels=None if maps.pixels is None else maps.pixels[index].cpu().numpy(),
+            significant=None if maps.significant is None else maps.significant[index].cpu().numpy(),
             reference=outputs.images[score.index] if outputs.images and score.index is not None else None,
         )
         saliencies.append(saliency)
@@ -180,20 +184,15 @@ def _score_facts(score: Score, method: Method, trace: TargetedTrace, outputs: Ou
     """Return facts about a score: a note if the class is improbable, the cosine behind a softmax, and the contrast."""
     facts: dict[str, Any] = {}
     if method.class_specific and trace.probabilities is not None and not score.is_predicted:
-        note = None if score.probability is None else improbable(score.probability, trace.probabilities.shape[1])
-        facts |= {} if note is None else {"note": note}
+        # Displayed as 0.0 %; or, with more than 1000 classes, half of chance.
+        limit = min(_IMPROBABLE, 0.5 / trace.probabilities.shape[1])
+        if (share := score.probability) is not None and share < limit:
+            facts["note"] = (
+                f"the model gives this class {100 * share:.2g} %: the map shows what would raise it, not what it saw"
+            )
     cosines = outputs.activation == "softmax" and outputs.scale != 1.0
     if cosines and trace.numbers is not None and score.index is not None:
         facts["cosine"] = round(float(trace.numbers[index, score.index]) / outputs.scale, 4)
     if method.class_specific and trace.outputs is not outputs:
         facts["against"] = outputs.against
     return facts
-
-
-def _check_grids(grids: Tensor, method: Method, batch: int) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = grids.detach().float().cpu().numpy()
-    if array.ndim != 3 or len(array) != batch:
-        raise ShapeError(f"Expected maps [{batch}, rows, cols] from method {method.name}, got {array.shape}.")
-    if not np.isfinite(array).all():
-        raise ShapeError(f"Method {method.name} gave a map with NaN or infinite values.")
-    return array

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.options import OPTIONS, REFINING
-from vitflow.explaining.options import in_words as option_in_words
+from vitflow.explaining.method_table import Method, get_method
+from vitflow.explaining.options import REFINING, option_in_words
 from vitflow.explaining.targets import Contrast, Score
 
 # Split-half Spearman correlation below which another seed may well give another map.
 _LOW_RELIABILITY = 0.2
+# Channels listed in a note.
+_SHOWN_BANDS = 6
 
 
 def class_lines(score: Score) -> Iterator[str]:
@@ -120,11 +120,7 @@ def in_words(options: Mapping[str, Any]) -> str:
     >>> in_words({"head_fusion": "max", "refine": 2, "affinity": "keys", "value_weighted": "output", "patch": (3, 7)})
     'max over heads, value-weighted, patch (3, 7), refined 2 times by keys'
     """
-    phrases = [
-        OPTIONS[name].in_words(value) if name in OPTIONS else option_in_words(name, value)
-        for name, value in options.items()
-        if name not in REFINING
-    ]
+    phrases = [option_in_words(name, value) for name, value in options.items() if name not in REFINING]
     steps, affinity = options.get("refine"), options.get("affinity")
     if steps == 0:
         phrases.append("not refined")
@@ -174,11 +170,24 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
 
     >>> list(notes_of({"against": "the mean of the other prompts"}))
     ['The map explains the score minus the mean of the other prompts.']
+    >>> list(notes_of({"blank": {"value": 0.31, "display": "31.0%"}}))
+    ['Score of the image replaced by its mean colour: 31.0%.']
     """
     if (cosine := facts.get("cosine")) is not None:
         yield f"Cosine {cosine:.3f}; the percentage is its share among the prompts.".replace("-", "−")
+    if masks := facts.get("masks_used"):
+        reliability = facts.get("reliability")
+        yield f"{masks} masks{'' if reliability is None else f', reliability {reliability:.2f}'}.".replace("-", "−")
+    if blank := facts.get("blank"):
+        cosine = f" (cosine {blank['cosine']:.3f})".replace("-", "−") if "cosine" in blank else ""
+        yield f"Score of the image replaced by its mean colour: {blank['display']}{cosine}."
     if against := facts.get("against"):
         yield f"The map explains the score minus {against}."
+    if bands := facts.get("bands"):
+        highest = sorted(range(len(bands)), key=lambda channel: -bands[channel])[:_SHOWN_BANDS]
+        listed = ", ".join(f"{channel}: {bands[channel]:.3g}" for channel in highest).replace("-", "−")
+        several = "" if len(highest) == len(bands) else f" (highest {len(highest)} of {len(bands)})"
+        yield f"Drop in the score without a channel{several}: {listed}."
 
 
 def top_share(grid: NDArray[np.floating[Any]], top: float = 0.1) -> str:

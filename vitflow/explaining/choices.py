@@ -2,22 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from vitflow.errors import OptionError
-from vitflow.explaining.method import METHODS, Method
-from vitflow.explaining.method_table import get_method
+from vitflow.explaining.method_table import METHODS, Method, get_method
 from vitflow.explaining.options import OPTIONS, check_common
 
-# Names that other libraries use for `target`.
-_TARGET_ALIASES = ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label")
-# Arguments that are singular in some functions and plural in others: the right name, and its values.
+# Arguments that other functions or other libraries have, and the name of the right one.
 _MISNAMED = {
-    "method": ("methods", "which takes several methods"),
-    "methods": ("method", "a single name; explain_batch takes several"),
-    "target": ("targets", "which takes one class or a list of classes"),
-    "targets": ("target", "a single class index or name; explain_batch takes several"),
-}
+    "method": "methods=, which takes a list",
+    "methods": "method=; explain_batch takes several methods",
+    "target": "targets=, which takes one class or a list",
+    "targets": "target=; explain_batch takes several classes",
+} | dict.fromkeys(
+    ("class_", "class_id", "class_idx", "class_index", "class_name", "category", "cls", "label"),
+    "target= (targets= for several images or classes)",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +28,21 @@ class ChosenMethod:
         name: the method's name in the table.
         options: all options with their values.
         label: unique label within a run.
-        given: explicitly requested options among those that can be dropped (value_weighted, refine): a requested
+        requested: options given as arguments among those that can be dropped (value_weighted, refine): a requested
             option that does not apply is refused, a default that does not apply is dropped.
     """
 
     name: str
     options: dict[str, Any]
     label: str = ""
-    given: frozenset[str] = frozenset()
+    requested: frozenset[str] = frozenset()
 
     @property
     def method(self) -> Method:
         """Entry of the method table."""
         return get_method(self.name)
 
-    def but(self, **options: Any) -> "ChosenMethod":
+    def with_options(self, **options: Any) -> "ChosenMethod":
         """Return a copy with other values of these options, if the method has them."""
         return replace(self, options={name: options.get(name, value) for name, value in self.options.items()})
 
@@ -53,22 +53,9 @@ Chosen = Sequence[ChosenMethod]
 MethodChoice = str | Method | tuple[str, Mapping[str, Any]] | ChosenMethod
 
 
-def _respelt(name: str, value: Any) -> str:
-    """Return a value for `methods` as a value for `method`, or vice versa; "…" if impossible.
-
-    >>> _respelt("methods", "gae"), _respelt("method", ["gae"]), _respelt("target", [0, 1])
-    ("['gae']", "'gae'", '…')
-    """
-    if isinstance(value, list | tuple) and len(value) == 1 and not name.endswith("s"):
-        value = value[0]
-    if isinstance(value, list | tuple) and not name.endswith("s"):
-        return "…"
-    return f"{[value] if name == 'methods' and isinstance(value, str) else value!r:.80}"
-
-
-def default_method(asks: bool) -> str:
+def default_method(has_target: bool) -> str:
     """Return the default method: gae with a target, else rollout, which is not class-specific."""
-    return "gae" if asks else "rollout"
+    return "gae" if has_target else "rollout"
 
 
 def has_targets(targets: Any) -> bool:
@@ -81,41 +68,25 @@ def has_targets(targets: Any) -> bool:
 
 
 def choose_methods(
-    methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, asks: bool = False
+    methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, has_target: bool = False
 ) -> list[ChosenMethod]:
     """Look up methods and complete their options.
 
     Args:
         methods: names, or names with options; None for the default method.
         options: options for every method that accepts them.
-        asks: whether there is a target, which determines the default method.
+        has_target: whether there is a target, which determines the default method.
 
     Raises:
         OptionError: an unknown method or option, or an option that none of the methods accepts.
     """
-    if methods is None:
-        methods = [default := default_method(asks)]
-        for name in options:
-            if not get_method(default).accepts(name) and any(method.accepts(name) for method in METHODS.values()):
-                _refuse_option_of_default(name, asks)
-    if isinstance(methods, str):
-        methods = [methods]
-    if not methods:
+    choices = [default_method(has_target)] if methods is None else [methods] if isinstance(methods, str) else methods
+    if not choices:
         raise OptionError("Expected at least one method, got none.")
-    named = [_named(choice) for choice in methods]
-    pairs = [(get_method(name), specific) for name, specific in named]
+    pairs = [(get_method(name), specific) for name, specific in map(_named, choices)]
     for name in options:
-        if any(method.accepts(name) for method, _ in pairs):
-            continue
-        if name in _MISNAMED:
-            right, what = _MISNAMED[name]
-            value = options[name]
-            raise OptionError(f"Expected {right}={_respelt(right, value)}, {what}, got {name}={value!r:.80}.")
-        if name in _TARGET_ALIASES:
-            raise OptionError(
-                f"Unknown option {name!r}: use target={options[name]!r} (targets= for several images or classes)."
-            )
-        pairs[0][0].complete({name: None})  # raises an error that lists the options
+        if not any(method.accepts(name) for method, _ in pairs):
+            _refuse_option(name, pairs[0][0], default=methods is None, has_target=has_target)
     chosen = []
     for method, specific in pairs:
         shared = {name: value for name, value in options.items() if method.accepts(name)}
@@ -138,21 +109,24 @@ def _named(choice: MethodChoice) -> tuple[str, Mapping[str, Any]]:
     return (choice.name, choice.options) if isinstance(choice, ChosenMethod) else choice
 
 
-def _refuse_option_of_default(name: str, asks: bool) -> NoReturn:
-    """Raise OptionError for an option of other methods than the default one."""
-    default = default_method(asks)
-    having = ", ".join(method.name for method in METHODS.values() if method.accepts(name))
-    raise OptionError(
-        f"Method {default}, the default with{'' if asks else 'out'} a target, has no option {name!r}. Methods with "
-        f"this option (method=…, or --method): {having}."
-    )
+def _refuse_option(name: str, method: Method, *, default: bool, has_target: bool) -> None:
+    """Raise OptionError for an option that none of the methods accepts."""
+    if name in _MISNAMED:
+        raise OptionError(f"Unknown option {name!r}: use {_MISNAMED[name]}.")
+    having = [each.name for each in METHODS.values() if each.accepts(name)]
+    if default and having:
+        raise OptionError(
+            f"Method {method.name}, the default with{'' if has_target else 'out'} a target, has no option {name!r}. "
+            f"Methods with this option (method=…, or --method): {', '.join(having)}."
+        )
+    method.complete({name: None})  # raises an error that lists the options
 
 
 def check_methods(
-    methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, asks: bool = False
+    methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, has_target: bool = False
 ) -> list[ChosenMethod]:
     """Choose methods like `choose_methods`; OptionError also for duplicates."""
-    chosen = choose_methods(methods, options, asks=asks)
+    chosen = choose_methods(methods, options, has_target=has_target)
     for index, each in enumerate(chosen):
         if any((each.name, each.options) == (other.name, other.options) for other in chosen[:index]):
             raise OptionError(f"Method {each.name} was given twice with the same options.")

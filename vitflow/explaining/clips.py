@@ -20,13 +20,14 @@ from vitflow.explaining import captions
 from vitflow.explaining.applying import probabilities_of
 from vitflow.explaining.choices import ChosenMethod, choose_methods
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.progress import tracking
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import PlacedImage
-from vitflow.explaining.targets import Score, Target, resolve_targets
+from vitflow.explaining.targets import Score, Target, is_several, resolve_targets
 from vitflow.files import write_atomically
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, overlay
 from vitflow.images.geometry import Placement
-from vitflow.images.reading import ImageSource, image_name, read_image
+from vitflow.images.reading import MAX_PIXELS, ImageSource, image_name, read_image
 from vitflow.methods.ranks import spearman
 from vitflow.models.videos import StackedFrames
 
@@ -49,13 +50,13 @@ class Clip:
 
     Attributes:
         frames: the map of each frame. With an image model, its score is the score of this frame alone; with a video
-            model, there is one for each row of tubelets along time, drawn on its first frame.
+            model or a vision–language model, there is one for each position along time, drawn on its first frame.
         score: score of the explained output, with an image model from the mean of the frames' logits.
-        shares: share of each frame, [frames]: with an image model in the explained output, see `frame_shares`; with a
-            video model in the sum of the map above its lowest value (above 0 for maps with negative values).
+        shares: share of each frame, [frames]: with an image model in the explained output, see `frame_shares`; else in
+            the map, see `joint_shares`.
         source: name of the clip.
         span: number of frames that each map covers.
-        joint: whether the model sees all frames together (video models).
+        joint: whether the model sees all frames together.
         controls: results of the controls, one sentence each.
 
     >>> from vitflow.demo import draw_image
@@ -87,6 +88,12 @@ class Clip:
         scaled = maps * (self.shares / np.where(sums > 0, sums, 1.0))[:, None, None]
         return scaled.astype(np.float32)
 
+    @property
+    def key_frames(self) -> list[int]:
+        """Indices of the maps that figures show, at equal distances."""
+        indices: list[int] = np.unique(np.linspace(0, len(self.frames) - 1, _SHOWN).round().astype(int)).tolist()
+        return indices
+
     def overlays(self, **options: Any) -> list[NDArray[np.uint8]]:
         """Draw `grid` over the frames with the same colours for the same values: uint8 RGB per frame."""
         low, high = overlay.scale_range(self.grid)
@@ -102,10 +109,9 @@ class Clip:
             path: also write the figure here: .png, .pdf or .svg.
             options: options of `Saliency.overlay`.
         """
-        from vitflow.images.clip_figure import draw_clip
+        from vitflow.images.charts import draw_clip
         from vitflow.images.figures import file_too
 
-        shown = np.unique(np.linspace(0, len(self.frames) - 1, _SHOWN).round().astype(int)).tolist()
         images = self.overlays(**options)
         first = self.frames[0]
         lines = [line for line in captions.class_lines(self.score) if line]
@@ -113,7 +119,7 @@ class Clip:
         return file_too(
             path,
             lambda: draw_clip(
-                {number: images[number] for number in shown},
+                {number: images[number] for number in self.key_frames},
                 self.shares,
                 title=title,
                 notes=list(self.notes()),
@@ -126,16 +132,25 @@ class Clip:
         above = f"logit of {self.score.name}" if self.score.name else "output"
         if self.joint:
             frames = "a frame" if self.span == 1 else f"{self.span} frames"
-            notes = [f"Share: the sum of the map of {frames} above the lowest value of the clip, as a part of all."]
+            level = "0" if (self.grid < 0).any() else "the lowest value of the clip"
+            notes = [f"Share: the sum of the map of {frames} above {level}, as a part of all."]
         else:
             notes = [
                 f"Share of a frame: its {above} above the lowest one of the clip; the map of a frame is scaled to it. "
                 "The model sees each frame alone, so their order does not matter."
             ]
         notes.extend(self.controls)
-        if not self.frames[0].class_specific:
+        first = self.frames[0]
+        if (self.grid < 0).any():
+            below, above = captions.ends(self.score, first.class_specific)
+            notes.append(f"Colours diverge from 0, which is transparent: below 0 {below}, above 0 {above}.")
+        if not first.placement.sees_everything:
+            notes.append("The line in a frame marks the region that the model saw.")
+        notes.append("The grey line in the curve marks equal shares.")
+        if not first.class_specific and self.score.index is not None:
             notes.append("The maps are the same for every class.")
-        notes.append(f"{image_name(self.source)} · {self.span * len(self.frames)} frames · {self.frames[0].model}")
+        method = captions.method_in_words(first.definition, first.options)
+        notes.append(f"{method} · {image_name(self.source)} · {self.span * len(self.frames)} frames · {first.model}")
         return notes
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
@@ -200,6 +215,19 @@ def frame_shares(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     return above / above.sum() if above.sum() > 0 else np.full(len(logits), 1 / len(logits))
 
 
+def joint_shares(maps: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Return the share of each map of a clip: its sum above the lowest value of all maps, or above 0 if that is lower.
+
+    Args:
+        maps: maps with a common scale, [frames, rows, cols].
+
+    >>> joint_shares(np.array([[[1.0, 2.0]], [[1.0, 4.0]]]))
+    array([0.25, 0.75])
+    """
+    above = np.maximum(maps.astype(np.float64) - max(maps.min(), 0.0), 0.0).sum(axis=(1, 2))
+    return above / above.sum() if above.sum() > 0 else np.full(len(maps), 1 / len(maps))
+
+
 def explain_clip(
     clip: ClipSource,
     *,
@@ -231,9 +259,11 @@ def explain_clip(
         OptionError: an option is invalid.
     """
     explainer = model if isinstance(model, Explainer) else Explainer(model)
+    if is_several(target):
+        raise OptionError(f"Expected one class for a clip, got {target!r}.")
     stacked = explainer.model if isinstance(explainer.model, StackedFrames) else None
     count = FRAMES if stacked is None else stacked.shape.frames
-    images = _frames_of(clip, count if frames is None else frames)
+    images = frames_of(clip, count if frames is None else frames)
     [chosen] = choose_methods(["gae" if method is None else method], options)
     source = str(clip) if isinstance(clip, str | os.PathLike) else "clip"
     if stacked is not None:
@@ -282,13 +312,9 @@ def _explain_joint(
         [saliency] = explainer.explain_batch([image], methods=[chosen], targets=[target], names=[source])
         return saliency
 
-    def shares_of(saliency: Saliency) -> NDArray[np.float64]:
-        grid = saliency.grid.astype(np.float64)
-        sums = np.maximum(grid - max(grid.min(), 0.0), 0.0).reshape(times, -1).sum(axis=1)
-        return sums / sums.sum() if sums.sum() > 0 else np.full(times, 1 / times)
-
     whole = explained(pixels, target)
-    shares, lines = shares_of(whole), []
+    maps = whole.grid.reshape(times, rows, -1)
+    shares, lines = joint_shares(maps), []
     if controls:
         order = np.random.default_rng(0).permutation(times)  # of whole tubelets
         indices = (order[:, None] * span + np.arange(span)).ravel()
@@ -297,11 +323,10 @@ def _explain_joint(
             ("First frame repeated", pixels[:1].expand_as(pixels), np.arange(times)),
         ):
             control = explained(frames.contiguous(), whole.target)
-            agreement = spearman(shares_of(control)[places], shares)
+            agreement = spearman(joint_shares(control.grid.reshape(maps.shape))[places], shares)
             rank = "equal shares" if agreement is None else f"rank correlation {agreement:.2f}".replace("-", "−")
             score = f", {control.score.display} instead of {whole.score.display}" if whole.score.display else ""
             lines.append(f"{name}: {rank} with the shares of the clip{score}.")
-    maps = whole.grid.reshape(times, rows, -1)
     parts = tuple(
         replace(
             whole,
@@ -321,8 +346,17 @@ def _logits(explainer: Explainer, pixels: Tensor) -> Tensor:
         return explainer.logits(pixels.to(explainer.device)).detach().cpu()
 
 
-def _frames_of(clip: ClipSource, count: int) -> list[Any]:
-    """Return the frames of a clip: RGB arrays or model inputs [1, channels, height, width], all of one size."""
+def frames_of(clip: ClipSource, count: int) -> list[Any]:
+    """Return the frames of a clip: RGB arrays or model inputs [1, channels, height, width], all of one size.
+
+    Args:
+        clip: as for `explain_clip`.
+        count: the number of frames of a video file.
+
+    Raises:
+        ImageError: the video cannot be read.
+        ShapeError: there are no frames, or they differ in size.
+    """
     if isinstance(clip, str | os.PathLike):
         return list(read_video(clip, count))
     if isinstance(clip, Tensor):
@@ -339,15 +373,19 @@ def _frames_of(clip: ClipSource, count: int) -> list[Any]:
     return images
 
 
-def read_video(path: str | os.PathLike[str], count: int) -> NDArray[np.uint8]:
+def read_video(
+    path: str | os.PathLike[str], count: int, *, max_frames: int | None = None, max_pixels: int = MAX_PIXELS
+) -> NDArray[np.uint8]:
     """Read frames of a video file at equal distances, uint8 RGB [frames, height, width, 3].
 
     Args:
         path: the file, in a format that OpenCV reads.
         count: the number of frames; a shorter video has as many as there are.
+        max_frames: refuse files with more frames than this.
+        max_pixels: refuse files whose frames have more pixels than this.
 
     Raises:
-        ImageError: the file does not exist, or has no frames that can be read.
+        ImageError: the file does not exist, is too large, or has no frames that can be read.
         OptionError: count is below 1.
     """
     if count < 1:
@@ -357,9 +395,17 @@ def read_video(path: str | os.PathLike[str], count: int) -> NDArray[np.uint8]:
         raise ImageError(f"Expected a video at {name!r}, but there is no such file.")
     video = cv2.VideoCapture(os.fspath(path))
     try:
+        width, height = (int(video.get(each)) for each in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT))
+        if width * height > max_pixels:
+            raise ImageError(f"Expected at most {max_pixels:,} pixels a frame in {name!r}, got {width} × {height}.")
         decoded = 0
-        while video.grab():  # the count in the header is often an estimate
-            decoded += 1
+        # The count in the header is often an estimate.
+        with tracking("reading", max(int(video.get(cv2.CAP_PROP_FRAME_COUNT)), 1)) as progress:
+            while video.grab():
+                decoded += 1
+                progress(1)
+                if max_frames is not None and decoded > max_frames:
+                    raise ImageError(f"Expected {name!r} to have at most {max_frames:,} frames, got more.")
         chosen = set(
             ((np.arange(min(count, decoded)) + 0.5) * decoded / max(min(count, decoded), 1)).astype(int).tolist()
         )
@@ -378,6 +424,16 @@ def read_video(path: str | os.PathLike[str], count: int) -> NDArray[np.uint8]:
     if not images or len(images) < len(chosen):
         raise ImageError(f"Could not read {name!r} as a video: {len(images)} of {len(chosen)} frames were decoded.")
     return np.stack(images).astype(np.uint8)
+
+
+def seconds_of(path: str | os.PathLike[str]) -> float | None:
+    """Return the duration of a video file by its header, or None."""
+    video = cv2.VideoCapture(os.fspath(path))
+    try:
+        count, rate = video.get(cv2.CAP_PROP_FRAME_COUNT), video.get(cv2.CAP_PROP_FPS)
+    finally:
+        video.release()
+    return count / rate if count > 0 and rate > 0 else None
 
 
 def _write_video(path: Path, images: Sequence[NDArray[np.uint8]]) -> None:

@@ -1,7 +1,6 @@
 """Compare methods on the same images: a figure of all maps, and their agreement."""
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -13,9 +12,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, printable
+from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import changed_options
-from vitflow.explaining.choices import MethodChoice, check_methods, left_out
+from vitflow.explaining.choices import MethodChoice, check_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
@@ -191,7 +190,7 @@ def compare(
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
     has_classes = explainer.num_classes > 0
     contrasting = bool(contrasts_among(targets))  # only for class-specific methods
-    chosen = methods or [
+    chosen: list[MethodChoice] = [
         name
         for name in DEFAULT_METHODS
         if (has_classes or not get_method(name).class_specific) and (get_method(name).class_specific or not contrasting)
@@ -199,18 +198,12 @@ def compare(
     per_image = []
     for index, source in enumerate(sources):
         # One at a time, for memory and for the time of each image.
-        image_targets = targets[index : index + 1] if given_targets else targets  # type: ignore[index]
-        names = [name_of(source, index + 1)]
-        try:
-            maps = explainer.explain_batch([source], methods=chosen, targets=image_targets, names=names, **options)
-        except UnsupportedModelError:
-            if methods is not None:
-                raise
-            refused = explainer.refusals(chosen)
-            for note in left_out(refused):
-                warnings.warn(note, VitflowWarning, stacklevel=2)
-            chosen = [name for name in chosen if name not in refused]
-            maps = explainer.explain_batch([source], methods=chosen, targets=image_targets, names=names, **options)
+        arguments: dict[str, Any] = {"names": [name_of(source, index + 1)], **options}
+        arguments["targets"] = targets[index : index + 1] if given_targets else targets  # type: ignore[index]
+        if methods is None:
+            maps, chosen = explainer.explain_supported(source, chosen, **arguments)
+        else:
+            maps = explainer.explain_batch([source], methods=methods, **arguments)
         per_image.append(tuple(saliency for column in columns_of(maps) for saliency in column))
     return Comparison(tuple(per_image))
 

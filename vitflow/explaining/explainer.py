@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
 import torch
 from numpy.typing import NDArray
@@ -20,9 +20,8 @@ from vitflow.explaining.applying import (
     recorded_for,
     starts_at_readout,
 )
-from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has_targets
+from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out
 from vitflow.explaining.image_model import ImageInput, ImageModel, name_of, several
-from vitflow.explaining.method import Method
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.refining import explain_shifted
@@ -30,6 +29,7 @@ from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
 from vitflow.explaining.targets import (
     Contrast,
+    Score,
     Target,
     Targets,
     check_class_specific,
@@ -43,45 +43,21 @@ from vitflow.models.outputs import Outputs
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 
+_NOT_BLANK = "blank requires the score of a class, prompt or function: leave it out."
 
-@overload
+
+@takes_method_options
 def explain(
     image: ImageSource | Tensor,
     *,
     model: str | Path | nn.Module,
-    method: str | None = None,
+    method: MethodChoice | None = None,
     target: Target | Contrast = None,
     fit: str = "crop",
     device: str | torch.device | None = None,
     data_config: Any = None,
     readout: Tensor | NDArray[Any] | None = None,
     **options: Unpack[MethodOptions],
-) -> Saliency: ...
-@overload
-def explain(
-    image: ImageSource | Tensor,
-    *,
-    model: str | Path | nn.Module,
-    method: Method,
-    target: Target | Contrast = None,
-    fit: str = "crop",
-    device: str | torch.device | None = None,
-    data_config: Any = None,
-    readout: Tensor | NDArray[Any] | None = None,
-    **options: Any,
-) -> Saliency: ...
-@takes_method_options
-def explain(
-    image: ImageSource | Tensor,
-    *,
-    model: str | Path | nn.Module,
-    method: str | Method | None = None,
-    target: Target | Contrast = None,
-    fit: str = "crop",
-    device: str | torch.device | None = None,
-    data_config: Any = None,
-    readout: Tensor | NDArray[Any] | None = None,
-    **options: Any,
 ) -> Saliency:
     """Explain one image with one method. Use an `Explainer` for several images.
 
@@ -89,8 +65,8 @@ def explain(
         image: a path, bytes, a PIL image, an RGB array, or the input of the model: a normalised float tensor
             [3, height, width] or [1, 3, height, width], on which the map is drawn.
         model: a model id (see `load_model`), or a module.
-        method: a name from `list_methods()`, or a registered `Method`; by default gae with a target, and rollout
-            without one.
+        method: a name from `list_methods()`, a registered `Method`, or a (name, options) pair; by default gae with a
+            target, and rollout without one.
         target: class index or name, or `Contrast(one, against=another)`; by default the predicted class.
         fit: "crop" (the model's preprocessing), "squash", "pad" or "native".
         device: device to run on; by default the module's device, or a GPU for a model id if available.
@@ -148,56 +124,31 @@ class Explainer(ImageModel):
 
     _weighable = True  # False once value weighting has failed for the model
 
-    def asks(self, targets: Any) -> bool:
+    def has_target(self, targets: Any) -> bool:
         """Return True if there are targets, or outputs other than the model's classes."""
         return has_targets(targets) or self.outputs.function is not None
-
-    @overload
-    def explain(
-        self,
-        image: ImageSource | Tensor,
-        *,
-        method: str | None = None,
-        target: Target | Contrast = None,
-        readout: Tensor | NDArray[Any] | None = None,
-        original: ImageSource | None = None,
-        **options: Unpack[MethodOptions],
-    ) -> Saliency: ...
-
-    @overload
-    def explain(
-        self,
-        image: ImageSource | Tensor,
-        *,
-        method: Method,
-        target: Target | Contrast = None,
-        readout: Tensor | NDArray[Any] | None = None,
-        original: ImageSource | None = None,
-        **options: Any,
-    ) -> Saliency: ...
 
     @takes_method_options
     def explain(
         self,
         image: ImageSource | Tensor,
         *,
-        method: str | Method | None = None,
+        method: MethodChoice | None = None,
         target: Target | Contrast = None,
         readout: Tensor | NDArray[Any] | None = None,
         original: ImageSource | None = None,
-        **options: Any,
+        blank: bool = False,
+        **options: Unpack[MethodOptions],
     ) -> Saliency:
         """Explain one image with one method; arguments as for `vitflow.explain`.
 
-        `original` is the image of a tensor that was preprocessed as by this explainer: the map is drawn on it.
+        `original` is the image of a tensor that was preprocessed as by this explainer: the map is drawn on it. With
+        `blank`, facts["blank"] has the score of the image replaced by its mean colour: if it is as high, the score
+        does not depend on the image, whatever the map shows.
         """
-        methods = None if method is None else [method]
-        # raises for options that only explain_batch has
-        choose_methods(methods, options, asks=self.asks(target))
-        originals = None if original is None else [original]
-        maps = self.explain_batch(
-            [image], methods=methods, targets=target, readout=readout, originals=originals, **options
-        )
+        chosen = choose_methods(None if method is None else [method], options, has_target=self.has_target(target))
+        images = self._read([image], None, None if original is None else [original])
+        maps = self._explain(images, chosen, target, readout, blank=blank)
         if len(maps) != 1:
             raise OptionError(f"Expected a single target, but {target!r} gives {len(maps)} maps: use explain_batch.")
         return maps[0]
@@ -212,6 +163,7 @@ class Explainer(ImageModel):
         names: Sequence[str] | None = None,
         readout: Tensor | NDArray[Any] | None = None,
         originals: Sequence[ImageSource] | None = None,
+        blank: bool = False,
         **options: Unpack[MethodOptions],
     ) -> list[Saliency]:
         """Explain several images with several methods: one forward pass, at most one backward pass per target.
@@ -227,6 +179,7 @@ class Explainer(ImageModel):
             readout: weights of the tokens at which maps start, [tokens], or of the patches, [rows, cols], for all
                 images; by default the tokens from which each output is computed.
             originals: the image of each tensor, preprocessed as by this explainer: maps are drawn on these.
+            blank: also report the score of each image replaced by its mean colour.
             options: options for every method that accepts them.
 
         Returns:
@@ -235,68 +188,91 @@ class Explainer(ImageModel):
         Raises:
             VitflowError: an image cannot be read, or an option is invalid.
         """
-        sources = several(images)
-        if originals is not None:
-            if len(originals) != len(sources):
-                raise OptionError(f"Expected one original for each of {len(sources)} tensors, got {len(originals)}.")
-            names = [name_of(image, n) for n, image in enumerate(originals, start=1)] if names is None else names
-            sources = [self.placed(*each) for each in zip(sources, names, originals, strict=True)]
-        chosen = choose_methods(methods, options, asks=self.asks(targets))
+        chosen = choose_methods(methods, options, has_target=self.has_target(targets))
+        return self._explain(self._read(several(images), names, originals), chosen, targets, readout, blank=blank)
+
+    def _read(
+        self, sources: Sequence[ImageInput], names: Sequence[str] | None, originals: Sequence[ImageSource] | None
+    ) -> list[PlacedImage]:
+        """Read and place images, with a name and the original of a tensor for each."""
+        for kind, given in (("name", names), ("original", originals)):
+            if given is not None and len(given) != len(sources):
+                raise OptionError(f"Expected one {kind} for each of {len(sources)} images, got {len(given)}.")
+        if names is None:
+            named = sources if originals is None else originals
+            names = [name_of(image, number) for number, image in enumerate(named, start=1)]
+        if originals is None:
+            return [self.placed(source, name) for source, name in zip(sources, names, strict=True)]
+        return [self.placed(*each) for each in zip(sources, names, originals, strict=True)]
+
+    def _explain(
+        self,
+        images: Sequence[PlacedImage],
+        chosen: Chosen,
+        targets: Any,
+        readout: Tensor | NDArray[Any] | None,
+        *,
+        blank: bool,
+    ) -> list[Saliency]:
+        """Explain images for targets or contrasts, averaged over shifted crops if a method requires it."""
         if readout is not None and not any(map(starts_at_readout, chosen)):
             listed = ", ".join(each.name for each in chosen)
             raise OptionError(f"readout= requires a method that starts at tokens, such as rollout; got {listed}.")
-        if self.regions is not None and any(each.options.get("shifts") for each in chosen):
+        if is_per_image(targets) and len(targets) != len(images):
+            raise OptionError(f"Expected one class index for each of {len(images)} images, got {len(targets)}.")
+        shifted = any(each.options.get("shifts") for each in chosen)
+        if self.regions is not None and shifted:
             raise OptionError("shifts cannot be used with boxes and masks: use shifts=0.")
-        if contrasts := contrasts_among(targets):
-            check_class_specific(chosen)
-            if self.regions is not None and not contrasts[0].against_rest:
-                raise OptionError("Boxes and masks can be contrasted with against='rest' only.")
-            if not contrasts[0].against_rest:
-                sides = [side for contrast in contrasts for side in contrast.sides]
-                maps = self._explain_sources(sources, chosen, sides, names, self.outputs, readout)
-                pairs = zip(maps[::2], maps[1::2], strict=True)
-                return [contrasted(first, second, self.outputs.activation) for first, second in pairs]
-            mains = [contrast.target for contrast in contrasts]
-            return self._explain_sources(sources, chosen, mains, names, self._minus_rest, readout)
         outputs = self._minus_rest if self.outputs.apart else self.outputs
-        return self._explain_sources(sources, chosen, targets, names, outputs, readout)
-
-    def _explain_sources(
-        self,
-        sources: Sequence[ImageInput],
-        chosen: Chosen,
-        targets: Any,
-        names: Sequence[str] | None,
-        outputs: Outputs,
-        readout: Tensor | NDArray[Any] | None,
-    ) -> list[Saliency]:
-        """Explain several images with maps of these outputs."""
-        per_image: Any = targets if is_per_image(targets) else sources
-        if len(per_image) != len(sources):
-            raise OptionError(f"Expected one class index for each of {len(sources)} images, got {len(per_image)}.")
-        names = [name_of(image, number) for number, image in enumerate(sources, start=1)] if names is None else names
-        if len(names) != len(sources):
-            raise OptionError(f"Expected one name for each of {len(sources)} images, got {len(names)}.")
-        images = [self.placed(image, name) for image, name in zip(sources, names, strict=True)]
-        explain = partial(self._explain_read, outputs=outputs, readout=readout)
+        contrasts = contrasts_among(targets)
+        pairs = bool(contrasts) and not contrasts[0].against_rest
+        if blank and (contrasts or self.regions is not None):
+            raise OptionError(_NOT_BLANK)
+        if contrasts:
+            check_class_specific(chosen)
+            targets = [side for contrast in contrasts for side in contrast.sides]
+            outputs = self.outputs if pairs else self._minus_rest
+        if pairs and self.regions is not None:
+            raise OptionError("Boxes and masks can be contrasted with against='rest' only.")
+        explain = partial(self._explain_targets, outputs=outputs, readout=readout)
         by_image = explain(images, chosen, targets)
-        if any(each.options.get("shifts") for each in chosen):
+        if shifted:
             by_image = [
                 explain_shifted(explain, chosen, image, maps, self.spec)
                 for image, maps in zip(images, by_image, strict=True)
             ]
-        return [saliency for maps in by_image for saliency in maps]
+        if blank:
+            by_image = [self._with_blank(image, maps) for image, maps in zip(images, by_image, strict=True)]
+        maps = [saliency for maps in by_image for saliency in maps]
+        if pairs:
+            return [contrasted(*sides, self.outputs.activation) for sides in zip(maps[::2], maps[1::2], strict=True)]
+        return maps
 
-    def _explain_read(
+    def _with_blank(self, image: PlacedImage, maps: Sequence[Saliency]) -> list[Saliency]:
+        """Add the score of the image replaced by its mean colour to the facts of its maps."""
+        with torch.inference_mode(False), torch.no_grad():
+            pixels = self._tensor([image])
+            logits = self.logits(pixels.mean(dim=(2, 3), keepdim=True).expand_as(pixels))
+        scores, compared = self.outputs.scores(logits)[0], []
+        for saliency in maps:
+            if saliency.target is None:
+                raise OptionError(_NOT_BLANK)
+            score = Score.of(scores, saliency.target, self.outputs)
+            facts: dict[str, Any] = {"value": round(score.value or 0.0, 6), "display": score.display}
+            if "cosine" in saliency.facts:
+                facts["cosine"] = round(float(logits[0, saliency.target]) / self.outputs.scale, 4)
+            compared.append(replace(saliency, facts={**saliency.facts, "blank": facts}))
+        return compared
+
+    def _explain_targets(
         self, images: Sequence[PlacedImage], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
     ) -> list[list[Saliency]]:
-        """Explain placed images, in batches of the same input size: [images][methods and targets]."""
+        """Explain images in batches of the same input size: [images][methods and targets]."""
         if self.regions is not None:
-            each_target = [
-                targets[i : i + 1].tolist() if is_per_image(targets) else targets for i in range(len(images))
+            return [
+                self._explain_regions(image, [target] if is_per_image(targets) else targets, chosen, outputs, readout)
+                for image, target in zip(images, targets if is_per_image(targets) else images, strict=True)
             ]
-            pairs = zip(images, each_target, strict=True)
-            return [self._explain_regions(*pair, chosen, outputs, readout) for pair in pairs]
         results: list[list[Saliency]] = [[] for _ in images]
         groups: dict[tuple[int, int], list[int]] = {}
         for index, image in enumerate(images):
@@ -340,6 +316,29 @@ class Explainer(ImageModel):
                 refusals[chosen.name] = str(error)
         return refusals
 
+    def explain_supported(
+        self, image: ImageInput, methods: Sequence[MethodChoice], **arguments: Any
+    ) -> tuple[list[Saliency], list[MethodChoice]]:
+        """Explain one image without the methods that the model does not support, of which a warning gives the reasons.
+
+        Args:
+            image: the image.
+            methods: the methods.
+            arguments: other arguments of `explain_batch`.
+
+        Returns:
+            The maps, and the methods that the model supports.
+        """
+        try:
+            return self.explain_batch([image], methods=methods, **arguments), list(methods)
+        except UnsupportedModelError:
+            refused = self.refusals(methods)
+        for note in left_out(refused):
+            warnings.warn(note, VitflowWarning, stacklevel=3)
+        chosen = zip(methods, choose_methods(methods, {}), strict=True)
+        left = [choice for choice, method in chosen if method.name not in refused]
+        return (self.explain_batch([image], methods=left, **arguments) if left else []), left
+
     def _run(
         self, images: Sequence[PlacedImage], chosen: Chosen, targets: Any, outputs: Outputs, readout: Any
     ) -> list[list[Saliency]]:
@@ -350,7 +349,7 @@ class Explainer(ImageModel):
         # Leave the caller's torch.inference_mode(), in which tensors have no gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started = time.perf_counter()
-            trace, chosen = self._record(pixels := self._tensor(images), chosen, outputs, readout)
+            trace, chosen = self._record_for(pixels := self._tensor(images), chosen, outputs, readout)
             if trace.logits is None:
                 self.logits(pixels)  # raises an error that describes the output
             logits = trace.logits if outputs is self.outputs else self.outputs.numbers(trace.output)
@@ -370,29 +369,31 @@ class Explainer(ImageModel):
             )
             return apply_methods(targeted, chosen, indices)
 
-    def _record(self, pixels: Tensor, chosen: Chosen, outputs: Outputs, readout: Any) -> tuple[Trace, Chosen]:
+    def _record_for(self, pixels: Tensor, chosen: Chosen, outputs: Outputs, readout: Any) -> tuple[Trace, Chosen]:
         """Run one forward pass that records only what the methods need; return the methods without inapplicable steps.
 
         Value weighting and refinement are dropped from methods if the model does not support them, unless they were
         requested.
         """
-        weighting_requested = any("value_weighted" in each.given for each in chosen)
+        weighting_requested = any("value_weighted" in each.requested for each in chosen)
         if not self._weighable and not weighting_requested:
-            chosen = [each.but(value_weighted=False) for each in chosen]
+            chosen = [each.with_options(value_weighted=False) for each in chosen]
         while True:
             kept = recorded_for(chosen, self.model)
             try:
                 reads = any(map(starts_at_readout, chosen))
-                return self._recorded(pixels, outputs, reads=reads, readout=readout, **kept), chosen
+                return self._run_recorded(pixels, outputs, reads=reads, readout=readout, **kept), chosen
             except NoAttentionError:
                 plain = [
-                    each.but(refine=0) if each.method.needs == {"predict"} and "refine" not in each.given else each
+                    each.with_options(refine=0)
+                    if each.method.needs == {"predict"} and "refine" not in each.requested
+                    else each
                     for each in chosen
                 ]
                 if plain == chosen:
                     raise
             except ValueNormsError as error:
-                plain = [each.but(value_weighted=False) for each in chosen]
+                plain = [each.with_options(value_weighted=False) for each in chosen]
                 if weighting_requested or plain == chosen:
                     raise
                 self._weighable = False

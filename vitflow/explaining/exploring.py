@@ -1,6 +1,5 @@
 """Record everything that an interactive page needs to compute maps in the browser."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,10 @@ from vitflow.errors import (
     OptionError,
     UnsupportedModelError,
     ValueNormsError,
-    VitflowWarning,
     printable,
 )
 from vitflow.explaining.captions import departures, ends, python_call
-from vitflow.explaining.choices import MethodChoice, choose_methods, left_out
+from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
 from vitflow.explaining.method_table import get_method
@@ -217,24 +215,17 @@ class _Explorer:
             if not self.explainer.num_classes:
                 names = [name for name in names if not get_method(str(name)).class_specific]
         plain = [
-            each.but(refine=0) if each.method.refined in ("after", "positive") and explored.affinities else each
+            each.with_options(refine=0)
+            if each.method.refined in ("after", "positive") and explored.affinities
+            else each
             for each in choose_methods(names, {})
         ]
 
-        def explain() -> list[Saliency]:
-            targets = self.targets if any(each.method.class_specific for each in plain) else None
-            return self.explainer.explain_batch([image], methods=plain, targets=targets, names=[explored.name])
-
-        try:
-            return explain()
-        except UnsupportedModelError:
-            if self.methods is not None:
-                raise
-        refused = self.explainer.refusals(plain)
-        for note in left_out(refused):
-            warnings.warn(note, VitflowWarning, stacklevel=4)
-        plain = [each for each in plain if each.name not in refused]
-        return explain() if plain else []
+        specific = any(each.method.class_specific for each in plain)
+        arguments: dict[str, Any] = {"targets": self.targets if specific else None, "names": [explored.name]}
+        if self.methods is not None:
+            return self.explainer.explain_batch([image], methods=plain, **arguments)
+        return self.explainer.explain_supported(image, plain, **arguments)[0]
 
 
 def _map(saliency: Saliency) -> dict[str, Any]:

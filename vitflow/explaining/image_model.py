@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, ShapeError, VitflowWarning, printable, unknown_name
-from vitflow.explaining.regions import Boxes, Masks, Regions
+from vitflow.errors import OptionError, ShapeError, VitflowWarning, check_known, printable, unknown_name
+from vitflow.explaining.regions import Boxes, Masks, Regions, boxes
 from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import FITS
 from vitflow.images.geometry import place
@@ -23,11 +23,21 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import no_logits, unwrap
 from vitflow.models.checkpoints import ClassNames, check_name_count, checked_class_names, weights_sha256
+from vitflow.models.detection import PromptedDetector, refuse_joint_text
 from vitflow.models.facts import read_facts
 from vitflow.models.libraries import forward_options, headless, library_data_config, library_id
 from vitflow.models.loading import load_model
 from vitflow.models.outputs import Outputs, features_of, similarity_outputs
-from vitflow.models.pairs import Prompts, is_pair, pair_of, prompt_outputs, refuse_without_prompts
+from vitflow.models.pairs import (
+    Prompts,
+    called,
+    is_pair,
+    is_prompted_detector,
+    pair_of,
+    prompt_outputs,
+    refuse_without_prompts,
+    seen_by,
+)
 from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.probing import probe
@@ -92,15 +102,19 @@ class ImageModel:
     ) -> None:
         if fit not in FITS:  # before a model is loaded
             raise OptionError(unknown_name("fit", fit, FITS))
-        if dtype is not None and dtype not in DTYPES:
-            raise OptionError(unknown_name("dtype", dtype, DTYPES))
+        if dtype is not None:
+            check_known("dtype", dtype, DTYPES)
         if not isinstance(model, nn.Module):
             model = load_model(model, dynamic_img_size=fit == "native")
             device = device or default_device()
         self.model = unwrap(model)
+        refuse_joint_text(self.model)
         references = outputs.images if isinstance(outputs, SimilarityTo) else None
+        if isinstance(outputs, Prompts) and is_prompted_detector(self.model):
+            outputs = boxes(prompts=outputs)
+        prompted = outputs.prompts if isinstance(outputs, Boxes) else None
         named = isinstance(outputs, Prompts | SimilarityTo)
-        if named and class_names is not None:
+        if (named or prompted) and class_names is not None:
             raise OptionError("class_names cannot be used with prompts or reference images.")
         if isinstance(outputs, Prompts) or (references is not None and is_pair(self.model)):
             pair = pair_of(self.model, getattr(outputs, "processor", None))
@@ -109,6 +123,10 @@ class ImageModel:
         if references is not None:
             data_config = data_config or library_data_config(self.model)
             self.model, outputs = headless(self.model), Outputs(count=0)
+        if prompted is not None:
+            data_config = data_config or seen_by(self.model, prompted.processor)
+            name = name or called(self.model)
+            self.model = PromptedDetector(self.model, prompted)
         self.regions: Regions | None = None
         if isinstance(outputs, Boxes | Masks):
             given = None if class_names is None else list(checked_class_names(class_names, None))
@@ -360,9 +378,9 @@ class ImageModel:
             torch.set_grad_enabled(bool(options.get("gradients"))),
             evaluating(self.model),
         ):
-            return self._recorded(self.pixels(image), self.outputs, reads=True, **options)
+            return self._run_recorded(self.pixels(image), self.outputs, reads=True, **options)
 
-    def _recorded(self, pixels: Tensor, outputs: Outputs, *, reads: bool, **options: Any) -> Trace:
+    def _run_recorded(self, pixels: Tensor, outputs: Outputs, *, reads: bool, **options: Any) -> Trace:
         """Record one forward pass; a second one if the readout requires gradients of the head.
 
         Args:

@@ -62,6 +62,10 @@ class LayerMaps(FigureResult):
         maps = {name: [each.to_dict() | {"grid": each.grid.tolist()} for each in part] for name, part in parts.items()}
         return {"input": self.single[0].source, "model": self.single[0].model, "layer": self.layer, **maps}
 
+    def records(self) -> list[dict[str, Any]]:
+        """Return one record for JSON: the maps without values."""
+        return [{"input": self.single[0].source, "maps": [saliency.to_dict() for saliency in self.saliencies]}]
+
     @takes_drawing_options
     def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 1.15, **drawing: Any) -> Figure:
         """Draw all maps in one figure, each with separate colour limits.
@@ -153,11 +157,11 @@ def layer_maps(
     (12, 12)
     """
     layered = [each.name for each in list_methods() if each.accepts("start_layer") and each.accepts("value_weighted")]
-    asks = model.asks(target) if isinstance(model, Explainer) else has_targets(target)
+    has_target = model.has_target(target) if isinstance(model, Explainer) else has_targets(target)
     if method is None:  # the default method need not accept options of raw attention
         accepted = {name: value for name, value in options.items() if any(get_method(m).accepts(name) for m in layered)}
-        choose_methods(None, accepted, asks=asks)
-        method = default_method(asks)
+        choose_methods(None, accepted, has_target=has_target)
+        method = default_method(has_target)
     if method not in layered:
         raise OptionError(f"Expected one of the methods {', '.join(layered)}, got {method!r}.")
     if selecting := [name for name in options if name in OPTIONS and OPTIONS[name].selects_layers]:

@@ -41,11 +41,13 @@ class Maps:
         grids: maps [batch, rows, cols], unscaled.
         facts: facts per image for captions, such as the saturated share of a flow.
         pixels: maps at the size of the model input, [batch, height, width], which are drawn instead; or None.
+        significant: mask of the patches whose value is above 0 at 95 %, bool [batch, rows, cols]; or None.
     """
 
     grids: Tensor
     facts: list[dict[str, Any]] = field(default_factory=list)
     pixels: Tensor | None = None
+    significant: Tensor | None = None
 
 
 def over_taps(function: Callable[..., Maps]) -> Callable[..., Maps]:
@@ -270,18 +272,13 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
             f"shape {tuple(features.shape)}. Use another layer, input_gradient or occlusion."
         )
     layout, channels_last = located
-    features = features[:, : layout.patches.stop] if features.ndim == 3 else features
-    gradient = trace.backward().features[path]
-    pair = (features, gradient[:, : layout.patches.stop] if features.ndim == 3 else gradient)
-    if features.ndim == 4:
-        pair = (pair[0].flatten(1, 2), pair[1].flatten(1, 2)) if channels_last else (_rows(pair[0]), _rows(pair[1]))
+    pair = [features, trace.backward().features[path]]
+    if features.ndim == 3:
+        pair = [each[:, : layout.patches.stop] for each in pair]
+    else:  # to [batch, tokens, channels]
+        pair = [each.flatten(1, 2) if channels_last else each.flatten(2).transpose(1, 2) for each in pair]
     tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
     return Maps(replace(layout, num_suffix_tokens=0).to_grid(tokens))
-
-
-def _rows(features: Tensor) -> Tensor:
-    """Reshape [batch, channels, rows, cols] to [batch, tokens, channels]."""
-    return features.flatten(2).transpose(1, 2)
 
 
 def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
@@ -292,16 +289,19 @@ def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
     return Maps(gradients.input_gradient(pixels, rows=rows, cols=cols))
 
 
-def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
-    """Drop in the target's log-odds or probability without each patch."""
+def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str, bands: bool) -> Maps:
+    """Drop in the target's log-odds or probability without each patch, and without each channel on request."""
     check_known("score", score, OPTIONS["score"].choices)
     rows, cols = trace.grid(patch_size)
     predict = trace.log_odds if score == "log-odds" else trace.predict
     assert trace.pixels is not None
     options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
     with tracking("occlusion", len(trace.pixels) * rows * cols) as progress:
-        maps = blank_out.occlusion(predict, trace.pixels, trace.wanted, progress=progress, **options)
-    return Maps(maps)
+        maps = blank_out.occlusion(predict, trace.pixels, trace.class_indices, progress=progress, **options)
+    if not bands:
+        return Maps(maps)
+    drops = blank_out.channel_occlusion(predict, trace.pixels, trace.class_indices, batch_size=occlusion_batch)
+    return Maps(maps, [{"bands": [round(value, 4) for value in each]} for each in drops.tolist()])
 
 
 def random(trace: Trace, *, random_seed: int) -> Maps:
@@ -349,17 +349,12 @@ def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> 
     """Return the target output of each image if the last block returned these tokens, [batch, 1]."""
     assert trace.pixels is not None
     with torch.inference_mode(False), torch.enable_grad():
-        if pooled == "mean":
-            tokens = _with_mean(trace, tokens)
+        if pooled == "mean":  # in place of each prefix token that is read more than any patch
+            readout, prefix = trace.readout, trace.layout.num_prefix_tokens
+            read = readout[:, :prefix] > readout[:, trace.layout.patches].amax(dim=1, keepdim=True)
+            mean = tokens.mean(dim=1, keepdim=True)
+            means = torch.where(read.to(tokens.device).unsqueeze(-1), mean, tokens[:, :prefix])
+            tokens = torch.cat([means, tokens[:, prefix:]], dim=1)
         numbers = trace.outputs.numbers(answer_from(trace.model, trace.pixels, last, tokens))
         assert numbers is not None
-        return numbers.gather(1, trace.wanted.to(numbers.device).view(-1, 1))
-
-
-def _with_mean(trace: TargetedTrace, tokens: Tensor) -> Tensor:
-    """Replace each prefix token that is read more than any patch by the mean of all tokens."""
-    readout, layout = trace.readout, trace.layout
-    prefix = layout.num_prefix_tokens
-    read = readout[:, :prefix] > readout[:, layout.patches].amax(dim=1, keepdim=True)
-    whole = torch.where(read.to(tokens.device).unsqueeze(-1), tokens.mean(dim=1, keepdim=True), tokens[:, :prefix])
-    return torch.cat([whole, tokens[:, prefix:]], dim=1)
+        return numbers.gather(1, trace.class_indices.to(numbers.device).view(-1, 1))

@@ -7,38 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 
-class MethodOptions(TypedDict, total=False):
-    """Options of the methods for images."""
-
-    head_fusion: Literal["mean", "max", "min", "signed_mean"] | None
-    discard_ratio: float | None
-    residual: float | None
-    start_layer: int | None
-    end_layer: int | None
-    layer: int | None
-    head: int | None
-    value_weighted: bool | Literal["output"] | None
-    patch: tuple[int, int] | None
-    box: tuple[float, float, float, float] | None
-    patch_size: int | None
-    occlusion_batch: int | None
-    score: Literal["log-odds", "probability"] | None
-    pooled: Literal["mean", "own"] | None
-    peer_options: Mapping[str, Any] | None
-    masks: int | None
-    estimator: Literal["difference", "regression"] | None
-    keep: float | None
-    cells: int | None
-    random_seed: int | None
-    sigma: float | None
-    layers: int | str | Sequence[int] | None
-    below: Literal["rollout", "none"] | None
-    refine: int | None
-    affinity: Literal["attention", "keys", "both"] | None
-    shifts: int | None
-    preset: Literal["paper"] | None
-
-
 class LayerMapOptions(TypedDict, total=False):
     """Options of `layer_maps`, which selects layers and heads itself."""
 
@@ -51,9 +19,10 @@ class LayerMapOptions(TypedDict, total=False):
     patch_size: int | None
     occlusion_batch: int | None
     score: Literal["log-odds", "probability"] | None
+    bands: bool | None
     pooled: Literal["mean", "own"] | None
     peer_options: Mapping[str, Any] | None
-    masks: int | None
+    masks: int | Literal["auto"] | None
     estimator: Literal["difference", "regression"] | None
     keep: float | None
     cells: int | None
@@ -65,6 +34,15 @@ class LayerMapOptions(TypedDict, total=False):
     affinity: Literal["attention", "keys", "both"] | None
     shifts: int | None
     preset: Literal["paper"] | None
+
+
+class MethodOptions(LayerMapOptions, total=False):
+    """Options of the methods for images."""
+
+    start_layer: int | None
+    end_layer: int | None
+    layer: int | None
+    head: int | None
 
 
 class TextOptions(TypedDict, total=False):

@@ -7,10 +7,11 @@ import inspect
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-from vitflow.errors import OptionError, unknown_name, whole_number
+from vitflow.errors import OptionError, check_known, whole_number
 from vitflow.images import BACKGROUNDS, INTERPOLATIONS
 
 #: method: options of single methods; refinement: of the step shared by all methods except baselines; text: only of
@@ -18,21 +19,8 @@ from vitflow.images import BACKGROUNDS, INTERPOLATIONS
 Scope = Literal["method", "refinement", "text", "drawing"]
 
 
-# Types of kinds that are not a Python type.
-_ANNOTATIONS: dict[str, Any] = {
-    "patch": tuple[int, int],
-    "box": tuple[float, float, float, float],
-    "text": int | str | Sequence[int],
-    "json": Mapping[str, Any],
-    "choice": None,
-}
-
-
-# Kinds of several values separated by commas: metavar, type of a value, and an explanation for errors.
-_TUPLES: Mapping[str, tuple[str, Any, str]] = {
-    "patch": ("ROW,COL", int, " counted from 0, such as 3,7"),
-    "box": ("LEFT,TOP,RIGHT,BOTTOM", float, " in pixels, such as 40,20,300,260"),
-}
+# Layers of the flow: a number, a range as text, or both ends.
+_LAYERS: Any = int | str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +29,9 @@ class Option:
 
     Attributes:
         name: its Python name; the command line writes dashes.
-        kind: Python type of a value; "choice" takes one of `choices`, "patch" and "box" several numbers.
+        kind: Python type of a value; "choice" takes one of `choices`. Numbers of a tuple are separated by commas.
         help: one sentence for the command line.
-        choices: values of a "choice"; of a bool, values other than True and False.
+        choices: values of a "choice"; of other types, values that are not of the type.
         metavar: placeholder of the value in the help, with the range of a number.
         scope: see `Scope`.
         default: default of refinement and drawing options, which does not depend on the method.
@@ -55,7 +43,7 @@ class Option:
     """
 
     name: str
-    kind: type | str
+    kind: Any
     help: str
     choices: tuple[str, ...] = ()
     metavar: str | None = None
@@ -70,8 +58,8 @@ class Option:
     @property
     def values(self) -> str:
         """Description of the possible values."""
-        switch = ("on", "off") if self.kind is bool else ()
-        return "|".join((*switch, *self.choices)) or str(self.metavar)
+        others = ("on", "off") if self.kind is bool else () if self.kind == "choice" else (str(self.metavar),)
+        return "|".join((*others, *self.choices))
 
     def read(self, text: str) -> Any:
         """Parse a value.
@@ -87,56 +75,26 @@ class Option:
             if text not in switch and text not in self.choices:
                 raise OptionError(f"{self.name}: expected {', '.join((*switch, *self.choices))}, got {text!r}.")
             return switch.get(text, text)
-        if self.kind == "text":
+        if self.kind in (str, _LAYERS) or text in self.choices:
             return text
-        if self.kind == "json":
-            return _read_object(self.name, text)
-        name, kind, explanation = _TUPLES.get(str(self.kind), (str(self.metavar), self.kind, ""))
+        if self.kind == Mapping[str, Any]:
+            with suppress(ValueError):
+                if isinstance(value := json.loads(text), dict):
+                    return value
+            raise OptionError(f"{self.name}: expected a JSON object, got {text!r:.80}.")
+        kinds = get_args(self.kind) or (self.kind,)
         try:
-            numbers = tuple(kind(part) for part in text.split(","))
-        except ValueError:
-            numbers = ()
-        if len(numbers) != name.count(",") + 1:
-            raise OptionError(f"{self.name}: expected {name}{explanation}, got {text!r}.")
-        return numbers if self.kind in _TUPLES else numbers[0]
-
-    def in_words(self, value: Any) -> str:
-        """Describe a value for captions.
-
-        >>> OPTIONS["head_fusion"].in_words("max"), OPTIONS["patch"].in_words((3, 7)), OPTIONS["layer"].in_words(2)
-        ('max over heads', 'patch (3, 7)', 'layer 2')
-        """
-        return in_words(self.name, value) if self.phrase is None or value is None else self.phrase(value)
+            numbers = tuple(kind(part) for kind, part in zip(kinds, text.split(","), strict=True))
+        except ValueError as error:
+            raise OptionError(f"{self.name}: expected {self.metavar}, got {text!r}.") from error
+        return numbers if get_args(self.kind) else numbers[0]
 
     @property
     def annotation(self) -> Any:
         """Type of a value; None stands for the method's default."""
-        kind: Any = _ANNOTATIONS.get(str(self.kind), self.kind)
-        return (kind | Literal[self.choices] if self.choices else kind) | None
-
-
-def _read_object(name: str, text: str) -> dict[str, Any]:
-    """Parse a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise OptionError(f"{name}: expected a JSON object, got {text!r:.80} ({error}).") from error
-    if not isinstance(value, dict):
-        raise OptionError(f"{name}: expected a JSON object, got {text!r:.80}.")
-    return value
-
-
-def in_words(name: str, value: Any) -> str:
-    """Describe the value of an option without a phrase.
-
-    >>> in_words("sharpness", 0.5), in_words("mirrored", False)
-    ('sharpness 0.5', 'not mirrored')
-    """
-    if isinstance(value, bool):
-        return f"{'' if value else 'not '}{name}".replace("_", " ")
-    if isinstance(value, tuple | list):
-        value = f"({', '.join(map(str, value))})"
-    return f"{name} {f'{value:g}' if isinstance(value, float) else value}".replace("_", " ")
+        if self.kind == "choice":
+            return Literal[self.choices] | None
+        return (self.kind | Literal[self.choices] if self.choices else self.kind) | None
 
 
 OPTIONS: dict[str, Option] = {
@@ -194,19 +152,17 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "patch",
-            "patch",
+            tuple[int, int],
             "Query patch of the top layer instead of the model's output (row and column from 0); similarity: the patch "
             "to compare with.",
-            (),
-            "ROW,COL",
+            metavar="ROW,COL",
         ),
         Option(
             "box",
-            "box",
+            tuple[float, float, float, float],
             "Region of the image, in pixels: detectors explain the detection there, models for segmentation the class "
             "inside; similarity compares with its patches.",
-            (),
-            "LEFT,TOP,RIGHT,BOTTOM",
+            metavar="LEFT,TOP,RIGHT,BOTTOM",
         ),
         Option("patch_size", int, "Pixels per side of a patch, if not the model's.", metavar="N≥1"),
         Option(
@@ -223,6 +179,12 @@ OPTIONS: dict[str, Option] = {
             phrase="drop in {}".format,
         ),
         Option(
+            "bands",
+            bool,
+            "Also report the drop in the score when a channel of the image is replaced by its mean, for each channel.",
+            phrase={True: "also without each channel", False: "patches only"}.__getitem__,
+        ),
+        Option(
             "pooled",
             "choice",
             "LeGrad's readout in models with a class token: the mean of all tokens, as in the paper, or the class "
@@ -231,12 +193,19 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             "peer_options",
-            "json",
+            Mapping[str, Any],
             "Options of the other package's class for captum:NAME and cam:NAME, as JSON.",
             metavar="JSON",
             phrase=lambda value: ", ".join(f"{key} {each}" for key, each in value.items()),
         ),
-        Option("masks", int, "Number of random masks; more masks give a more reliable map.", metavar="N≥2"),
+        Option(
+            "masks",
+            int,
+            "Number of random masks; more masks give a more reliable map. auto: until the strongest patches are "
+            "settled, at most 256.",
+            ("auto",),
+            metavar="N≥2",
+        ),
         Option(
             "estimator",
             "choice",
@@ -251,11 +220,10 @@ OPTIONS: dict[str, Option] = {
         Option("sigma", float, "Width of the centre prior, as a share of the image's side.", metavar="S>0"),
         Option(
             "layers",
-            "text",
+            _LAYERS,
             "Layers of the flow: the last N, FIRST:LAST counted from 1, or all. all without other options is the "
             "paper's definition.",
-            (),
-            "N|A:B|all",
+            metavar="N|A:B|all",
             phrase=lambda value: (
                 "all layers"
                 if value == "all"
@@ -379,6 +347,22 @@ UNREFINED: Mapping[str, Any] = {"refine": 0, "shifts": 0}
 METHOD_OPTIONS = options_of("method", "refinement")
 
 
+def option_in_words(name: str, value: Any) -> str:
+    """Describe the value of an option for captions.
+
+    >>> option_in_words("head_fusion", "max"), option_in_words("patch", (3, 7)), option_in_words("mirrored", False)
+    ('max over heads', 'patch (3, 7)', 'not mirrored')
+    """
+    phrase = OPTIONS[name].phrase if name in OPTIONS else None
+    if phrase is not None and value is not None:
+        return phrase(value)
+    if isinstance(value, bool):
+        return f"{'' if value else 'not '}{name}".replace("_", " ")
+    if isinstance(value, tuple | list):
+        value = f"({', '.join(map(str, value))})"
+    return f"{name} {f'{value:g}' if isinstance(value, float) else value}".replace("_", " ")
+
+
 def shown(value: Any) -> str:
     """Format the value of an option.
 
@@ -391,9 +375,7 @@ def shown(value: Any) -> str:
 def check_common(options: Mapping[str, Any]) -> None:
     """Raise OptionError if a refinement option has an invalid value."""
     whole_number("refine", options.get("refine", 0), *(OPTIONS["refine"].limits or ()))
-    affinities = OPTIONS["affinity"].choices
-    if options.get("affinity", affinities[0]) not in affinities:
-        raise OptionError(unknown_name("affinity", options["affinity"], affinities))
+    check_known("affinity", options.get("affinity", COMMON["affinity"]), OPTIONS["affinity"].choices)
     if options.get("shifts", 0) not in (0, 4) or isinstance(options.get("shifts"), bool):
         raise OptionError(f"Expected shifts of 0 or 4, got {options['shifts']!r}.")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, load_extra, unknown_name
 from vitflow.explaining.maps import Maps
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.cells import cell_owners, sum_cells
 from vitflow.models.blocks import block_norm
@@ -127,7 +127,9 @@ class _Peer:
             for key, value in _features(attribute, pixels, rows, cols).items():
                 options.setdefault(key, value)
             peer = self.kind(model, **made)
-            result = peer.attribute(pixels, **({"target": trace.wanted} if "target" in attribute else {}), **options)
+            result = peer.attribute(
+                pixels, **({"target": trace.class_indices} if "target" in attribute else {}), **options
+            )
         result = result[0] if isinstance(result, tuple) and len(result) == 1 else result
         if not isinstance(result, Tensor) or len(result) != len(pixels):
             raise UnsupportedModelError(f"{self.name} returned no attributions for {type(trace.model).__name__}.")
@@ -175,7 +177,7 @@ class _Peer:
 
                 options.setdefault("ablation_layer", AblationLayerVit())
             with self.kind(model=model, target_layers=[target_layer], reshape_transform=on_grid, **options) as cam:
-                result = cam(pixels, [ClassifierOutputTarget(int(target)) for target in trace.wanted], **given)
+                result = cam(pixels, [ClassifierOutputTarget(int(target)) for target in trace.class_indices], **given)
         maps = torch.from_numpy(result)
         if maps.shape != (len(pixels), *pixels.shape[-2:]):
             raise UnsupportedModelError(f"{self.name} returned maps of shape {tuple(maps.shape)}.")

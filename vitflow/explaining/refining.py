@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
 from vitflow.explaining.choices import Chosen
 from vitflow.explaining.maps import Maps
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
 from vitflow.images.geometry import Placement
@@ -62,7 +62,7 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
     except UnsupportedModelError as error:
         if requested:
             raise
-        return Maps(maps.grids, [fact | {"refinement": f"{_LEFT_OUT}: {error}"} for fact in facts])
+        return replace(maps, facts=[fact | {"refinement": f"{_LEFT_OUT}: {error}"} for fact in facts])
     uniform = affinity.nearly_uniform
     if requested and uniform.any():
         warnings.warn(
@@ -75,7 +75,7 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
         grids = torch.where(uniform.to(grids.device).view(-1, 1, 1), maps.grids.detach(), grids)
     text = _UNIFORM if requested else f"{_LEFT_OUT}: {_UNIFORM}"
     notes = [{"refinement": text} if is_uniform else {} for is_uniform in uniform.tolist()]
-    return Maps(grids, [fact | note for fact, note in zip(facts, notes, strict=True)])
+    return replace(maps, grids=grids, facts=[fact | note for fact, note in zip(facts, notes, strict=True)])
 
 
 def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affinity:
@@ -171,7 +171,7 @@ def explain_shifted(
         if saliency.options.get("shifts"):
             targets = None if saliency.target is None else np.full(len(crops), saliency.target)
             unshifted = next(each for each in chosen if each.name == saliency.method)
-            method = unshifted.but(**{**saliency.options, "shifts": 0})
+            method = unshifted.with_options(**{**saliency.options, "shifts": 0})
             shifted = [by_crop[0] for by_crop in explain(crops, [method], targets)]
             patch = np.divide(image.placement.input_size, saliency.grid.shape)  # height and width
             aligned = [realigned(each.grid, move / patch) for each, move in zip(shifted, pixels, strict=True)]

@@ -16,8 +16,17 @@ from vitflow.errors import OptionError, OutsideImageError, ShapeError
 from vitflow.explaining.similarity import check_box
 from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
-from vitflow.models.detection import NO_OBJECT, dense_logits_of, detections_of, label_count, output_names
+from vitflow.models.detection import (
+    NO_OBJECT,
+    dense_logits_of,
+    detections_of,
+    is_segmenting,
+    label_count,
+    output_names,
+)
 from vitflow.models.outputs import Outputs, activate
+from vitflow.models.pairs import Prompts
+from vitflow.models.pairs import prompts as prompts_of
 
 _SAME = 0.5  # detections of one class with a larger IoU are of one object
 
@@ -27,6 +36,7 @@ class Boxes:
     """Detections as the outputs of a model; see `boxes`."""
 
     box: tuple[float, float, float, float] | None = None
+    prompts: Prompts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +46,7 @@ class Masks:
     region: Any = None
 
 
-def boxes(box: Sequence[float] | None = None) -> Boxes:
+def boxes(box: Sequence[float] | None = None, *, prompts: Sequence[str] | Prompts | None = None) -> Boxes:
     """Explain a detection: `Explainer(model, outputs=boxes((40, 20, 300, 260)))`, for detectors like DETR and YOLOS.
 
     The outputs are the class logits of one detection: the one with the largest product of IoU with the box and
@@ -47,17 +57,19 @@ def boxes(box: Sequence[float] | None = None) -> Boxes:
 
     Args:
         box: left, top, right and bottom in pixels of the image.
+        prompts: the classes that OWL-ViT and OWLv2 detect: texts, or `prompts(...)` with templates or a processor.
 
     Raises:
-        OptionError: the box has no area.
+        OptionError: the box has no area; or no prompt, or the same prompt twice.
 
     References:
         D-RISE: Petsiuk et al., CVPR 2021.
 
     >>> boxes((40, 20, 300, 260))
-    Boxes(box=(40.0, 20.0, 300.0, 260.0))
+    Boxes(box=(40.0, 20.0, 300.0, 260.0), prompts=None)
     """
-    return Boxes(None if box is None else check_box(box))
+    named = prompts if prompts is None or isinstance(prompts, Prompts) else prompts_of(prompts)
+    return Boxes(None if box is None else check_box(box), named)
 
 
 def masks(region: Any = None) -> Masks:
@@ -89,6 +101,11 @@ def masks(region: Any = None) -> Masks:
             f"{region!r:.60}."
         )
     return Masks((float(array[0]), float(array[1])))
+
+
+def about_region(model: nn.Module, region: Any = None, prompts: Prompts | None = None) -> Boxes | Masks:
+    """Return what a model explains about a region: a class inside it for segmentation, otherwise a detection."""
+    return masks(region) if is_segmenting(model) else boxes(region, prompts=prompts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +140,8 @@ class Regions:
 
     def __init__(self, question: Boxes | Masks, names: list[str] | None, activation: str | None) -> None:
         self.question, self._names, self._activation = question, names, activation
+        if isinstance(question, Boxes) and question.prompts is not None:
+            self._names, self._activation = list(question.prompts.texts), activation or "sigmoid"
         self.bound: Selected | None = None
 
     def outputs(self) -> Outputs:
@@ -152,7 +171,9 @@ class Regions:
     def _made_of(self) -> dict[str, Any]:
         """Describe the question for JSON."""
         if isinstance(self.question, Boxes):
-            return {"boxes": self.question.box}
+            named = self.question.prompts
+            prompts = {} if named is None else {"prompts": list(named.texts), "templates": list(named.templates)}
+            return {"boxes": self.question.box, **prompts}
         region = self.question.region
         return {"masks": hashlib.sha256(region.tobytes()).hexdigest() if isinstance(region, np.ndarray) else region}
 

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, SameClassError
 from vitflow.explaining import captions
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.targets import Contrast, Score
+from vitflow.explaining.method_table import Method, get_method
+from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
 from vitflow.images import Interpolation, overlay
 from vitflow.images.geometry import Placement
@@ -47,6 +46,7 @@ class Saliency:
         region: region of the image that a class was explained in, bool [height, width]; else None.
         pixels: the map at the size of the model input, float32 [height, width], if the method gives one: overlays
             and figures draw it; `heatmap`, strips and evaluations use the grid.
+        significant: patches whose value is above 0 at 95 %, bool [rows, cols], which figures outline; None if unknown.
         seconds: time of the forward pass (the image's share of its batch) and of the method.
     """
 
@@ -64,6 +64,7 @@ class Saliency:
     reference: NDArray[np.uint8] | None = None
     region: NDArray[np.bool_] | None = None
     pixels: NDArray[np.float32] | None = None
+    significant: NDArray[np.bool_] | None = None
 
     def __repr__(self) -> str:
         rows, cols = self.grid.shape
@@ -112,12 +113,6 @@ class Saliency:
     def predicted(self) -> int | None:
         """Index of the most probable class."""
         return self.score.predicted
-
-    @property
-    def contrast(self) -> Contrast | None:
-        """Contrast of two classes with the difference of their logits, or None."""
-        score = self.score
-        return Contrast(*score.sides, name=score.name, value=score.value) if score.sides else None
 
     @property
     def heatmap(self) -> NDArray[np.float32]:
@@ -173,8 +168,10 @@ class Saliency:
 
     @property
     def marked(self) -> tuple[float, float, float, float] | NDArray[np.bool_] | None:
-        """Region that figures mark, or `patch_box`."""
-        return self.patch_box if self.region is None else self.region
+        """Region, query patch or detection that figures mark, or the significant patches."""
+        if self.region is not None or self.patch_box is not None or self.significant is None:
+            return self.patch_box if self.region is None else self.region
+        return upsample(self.significant.astype(np.float32), self.placement, interpolation="nearest") > 0.5
 
     @takes_drawing_options
     def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 3.5, **drawing: Any) -> "Figure":
@@ -227,6 +224,8 @@ class Saliency:
             yield f"The outline marks the region: {region['of']}."
         elif self.patch_box is not None:
             yield "The frame marks the query patch."
+        elif self.significant is not None:
+            yield "The outline marks patches that raise the score, significant at 95 %."
         if not self.placement.sees_everything:
             yield "The line marks the region that the model saw."
         yield f"{image_name(self.source)} · {captions.model_in_words(self.model, self.model_note)}"
@@ -295,6 +294,7 @@ def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -
         first,
         grid=(_shares(first.grid) - _shares(second.grid)).astype(np.float32),
         pixels=None,
+        significant=None,
         score=score,
         facts={name: fact for name, fact in first.facts.items() if name != "note"},
         seconds=first.seconds + second.seconds,

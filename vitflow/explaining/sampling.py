@@ -1,5 +1,8 @@
 """Sampling with random patches dropped, and its consensus with GAE."""
 
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,80 +23,126 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
+#: Largest number of masks of masks="auto", and the number of masks after which it compares maps.
+MOST_MASKS, MASKS_PER_STEP = 256, 32
+# A map is settled if this share of its strongest patches stays the same in two steps in a row.
+_SETTLED = 0.9
+# Standard deviations of a normal distribution on each side of its mean that hold 95 %.
+_NORMAL_95 = 1.96
 
-def sampling(trace: TargetedTrace, *, estimator: str, affinity: AffinityName, refine: int, **drawn: Any) -> Maps:
+
+def sampling(
+    trace: TargetedTrace, *, masks: int | str, estimator: str, affinity: AffinityName, refine: int, **drawn: Any
+) -> Maps:
     """Weight of each patch in the log-odds of the target, from random masks of all patches.
 
     The difference of means is over masks with and without the patch. The regression has the affinity of refinement as
-    the factor of its prior covariance.
+    the factor of its prior covariance. With masks="auto" each image gets masks until its map is settled.
     """
     check_known("estimator", estimator, OPTIONS["estimator"].choices)
-    kept, outputs, grid, hidden = sample(trace, **drawn)
-    priors = affinity_of(trace, affinity, grid).matrix if estimator == "regression" else None
-    grids, facts = [], []
-    for image, (scores, target) in enumerate(zip(outputs, trace.wanted.tolist(), strict=True)):
-        scores_of_target = scores[:, target]
-        if priors is None:
-            weights = mean_differences(kept, scores_of_target)
-        else:
-            weights = regress(kept, scores_of_target, priors[image]).mean
+    targets = trace.class_indices.tolist()
+
+    @lru_cache
+    def affinities(grid: tuple[int, int]) -> Tensor | None:
+        """Return the affinity of the patches, [batch, patches, patches], if it is used."""
+        if estimator != "regression" and not refine:
+            return None
+        try:
+            return affinity_of(trace, affinity, grid).matrix
+        except UnsupportedModelError:
+            if estimator == "regression":
+                raise
+            return None
+
+    def estimate(image: int, kept: Tensor, scores: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+        """Return the weight of each patch, [patches], and its standard deviation, which the regression has."""
+        scores = scores[:, targets[image]]
+        prior = affinities(grid) if estimator == "regression" else None
+        if prior is None:
+            return mean_differences(kept, scores), None
+        posterior = regress(kept, scores, prior[image])
+        return posterior.mean, posterior.std
+
+    strongest: dict[int, list[set[int]]] = {}
+
+    def settled(image: int, kept: Tensor, scores: Tensor, grid: tuple[int, int]) -> bool:
+        """Return True if the last two steps hardly changed the strongest tenth of the patches."""
+        values, spread = estimate(image, kept, scores, grid)[0].clamp_min(0.0), affinities(grid)
+        if spread is not None:
+            for _ in range(refine):
+                values = spread[image] @ values.to(spread)
+        top = set(values.topk(max(1, round(0.1 * len(values)))).indices.tolist())
+        tops = strongest.setdefault(image, [])
+        tops.append(top)
+        return len(tops) > 2 and all(len(top & before) >= _SETTLED * len(top) for before, top in pairwise(tops[-3:]))
+
+    kept, outputs, grid, hidden = sample(trace, masks=masks, settled=settled if masks == "auto" else None, **drawn)
+    grids, facts, significant = [], [], []
+    for image, scores in enumerate(outputs):
+        used = kept[: len(scores)]
+        weights, std = estimate(image, used, scores, grid)
         grids.append(weights.reshape(grid))
-        reliability = spearman(*(half.numpy() for half in halves(kept, scores_of_target)))
+        if std is not None:
+            significant.append((weights > _NORMAL_95 * std).reshape(grid))
+        reliability = spearman(*(half.numpy() for half in halves(used, scores[:, targets[image]])))
         facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": hidden})
-    return Maps(torch.stack(grids), facts)
+        if masks == "auto":
+            facts[-1]["masks_used"] = len(scores)
+    return Maps(torch.stack(grids), facts, significant=torch.stack(significant) if significant else None)
 
 
 def sample(
-    trace: TargetedTrace, *, masks: int, keep: float, cells: int, random_seed: int, occlusion_batch: int
+    trace: TargetedTrace,
+    *,
+    masks: int | str,
+    keep: float,
+    cells: int,
+    random_seed: int,
+    occlusion_batch: int,
+    settled: Callable[[int, Tensor, Tensor, tuple[int, int]], bool] | None = None,
 ) -> tuple[Tensor, list[Tensor], tuple[int, int], str]:
     """Run the model on masked images.
 
+    Args:
+        trace: the trace of the images.
+        masks: number of masks, or "auto".
+        keep, cells, random_seed: options of the masks.
+        occlusion_batch: masks per forward pass; with dropped tokens, the same number of tokens.
+        settled: for masks="auto", called after every 32 masks with the index of the image, the masks, their outputs and
+            the grid, until it returns True.
+
     Returns:
-        Kept patches of each mask, bool [masks, patches]; the log-odds [masks, classes] of each image; rows and columns
-        of the patches; a description of how patches were hidden.
+        Kept patches of each mask, bool [masks, patches]; the log-odds [masks, classes] of each image, for its first
+        masks; rows and columns of the patches; a description of how patches were hidden.
     """
     batch = whole_number("occlusion_batch", occlusion_batch, 1)
     layout, grid, hidden = _hiding(trace)
-    kept = draw_masks(*grid, masks=masks, keep=keep, cells=cells, seed=random_seed)
-    return kept, _outputs(trace, kept, layout, grid, batch, ("sampling", keep, cells, random_seed)), grid, hidden
-
-
-def _outputs(
-    trace: TargetedTrace,
-    kept: Tensor,
-    layout: TokenLayout | None,
-    grid: tuple[int, int],
-    batch: int,
-    key: tuple[Any, ...],
-) -> list[Tensor]:
-    """Compute the log-odds [masks, classes] of each masked image; results are cached in the trace.
-
-    Args:
-        trace: the trace of the images.
-        kept: kept patches of each mask, bool [masks, patches].
-        layout: token layout if hidden patches are dropped; None if they are blanked.
-        grid: rows and columns of the patches.
-        batch: masks per forward pass; with dropped tokens, the same number of tokens.
-        key: cache key of the masks.
-    """
+    most: Any = MOST_MASKS if masks == "auto" else masks
+    kept = draw_masks(*grid, masks=most, keep=keep, cells=cells, seed=random_seed)
+    if layout is not None:
+        batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
     assert trace.pixels is not None
-    masks, images = len(kept), trace.pixels.detach().split(1)
-    known: list[Tensor] = trace.cached_outputs.get(key) or [torch.empty(0)] * len(images)
-    before = min(len(known[0]), masks)  # fewer masks are the first of more masks
-    with tracking("sampling", len(images) * masks) as progress:
-        progress(len(images) * before)
-        if before < masks:
-            if layout is not None:
-                batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
-            outputs = []
-            for image, cached in zip(images, known, strict=True):
-                scores = [cached] if before else []
-                for part in kept[before:].split(batch):
-                    scores.append(_log_odds(trace, image, part, layout, grid))
+    images = trace.pixels.detach().split(1)
+    # Fewer masks are the first of more masks: the outputs serve further classes, methods and numbers of masks.
+    known: list[list[Tensor]] = trace.cached_outputs.setdefault(
+        ("sampling", keep, cells, random_seed), [[] for _ in images]
+    )
+    outputs = []
+    with tracking("sampling", len(images) * len(kept)) as progress:
+        for number, (image, rows) in enumerate(zip(images, known, strict=True)):  # a row for each mask
+            count = 0
+            while count < len(kept):
+                start, count = count, len(kept) if settled is None else count + MASKS_PER_STEP
+                progress(max(min(len(rows), count) - start, 0))
+                while len(rows) < count:
+                    part = kept[len(rows) : min(len(rows) + batch, count)]
+                    rows.extend(_log_odds(trace, image, part, layout, grid))
                     progress(len(part))
-                outputs.append(torch.cat(scores))
-            known = trace.cached_outputs[key] = outputs
-    return [scores[:masks] for scores in known]
+                if settled is not None and settled(number, kept[:count], torch.stack(rows[:count]), grid):
+                    break
+            progress(len(kept) - count)
+            outputs.append(torch.stack(rows[:count]))
+    return kept, outputs, grid, hidden
 
 
 def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
@@ -136,14 +185,14 @@ FLOOR = 1e-6
 def consensus(trace: TargetedTrace, **options: Any) -> Maps:
     """Weighted geometric mean of GAE and sampling for the target, each refined and divided by its sum."""
     grids: list[Tensor] = []
-    facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.wanted]
+    facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.class_indices]
     for name in PARTS:
         method = get_method(name)
         accepted = {name: value for name, value in options.items() if method.accepts(name)}
         maps, _ = make_maps(method, method.complete(accepted), trace)
         grids.append(maps.grids)
         facts = [known | further for known, further in zip(facts, maps.facts or [{}] * len(facts), strict=True)]
-    return Maps(geometric_mean(grids, list(PARTS.values())), facts)
+    return Maps(geometric_mean(grids, list(PARTS.values())), facts, significant=maps.significant)
 
 
 def geometric_mean(grids: list[Tensor], weights: list[int]) -> Tensor:

@@ -1,12 +1,14 @@
 """Figures of comparisons: images with their maps in columns by method, with captions and colour bars."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from vitflow.explaining import captions
+from vitflow.explaining.clips import Clip
 from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
 from vitflow.images import figures, overlay
@@ -30,6 +32,9 @@ SATURATED = (
 #: What is printed below maps without common limits.
 SHARES = "the share of its sum that the top 10 % of patches hold"
 
+# Notes on the marked part of an image, by the fact that has it.
+_MARKS = {"detection": "The frames mark the detections.", "region": "The outline marks the region."}
+
 # Maximum number of maps per row.
 _MOST_MAPS = 5
 
@@ -40,9 +45,14 @@ def columns_of(image: Sequence[Saliency]) -> list[list[Saliency]]:
     for saliency in image:
         if not columns or (columns[-1][0].method, columns[-1][0].options) != (saliency.method, saliency.options):
             columns.append([saliency])
-        elif saliency.score not in [other.score for other in columns[-1]]:
+        elif _shown(saliency) not in map(_shown, columns[-1]):
             columns[-1].append(saliency)
     return columns
+
+
+def _shown(saliency: Saliency) -> tuple[Any, ...]:
+    """Return what a map is of: a class with its score, and a detection."""
+    return saliency.score, saliency.facts.get("detection")
 
 
 def _limits(columns: Sequence[Sequence[Sequence[Saliency]]], pen: Pen, same_scale: bool) -> dict[int, Limits]:
@@ -101,6 +111,34 @@ def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Fig
     return figures.draw_bands(bands, bars=bars, note=method + _note([maps], pen, False, bars) + rest, dpi=pen.dpi)
 
 
+def draw_clip_words(clips: Sequence[Clip], *, left_out: Sequence[str] = ()) -> Figure:
+    """Draw the maps of generated words over key frames of a video: a row per word, a column per frame.
+
+    Args:
+        clips: one for each word, all of the same video.
+        left_out: words without a map, for the caption.
+    """
+    pen, first = Pen.of(1.25, {}), clips[0]
+    limits = [pen.limits(clip.grid) for clip in clips]
+    columns = []
+    for index in first.key_frames:
+        cells = [Cell(pen.photograph(first.frames[index].image))]
+        for clip, ends in zip(clips, limits, strict=True):
+            drawn = map_cell(replace(clip.frames[index], grid=clip.grid[index]), ends, pen)
+            cells.append(replace(drawn, caption=(clip.score.name,), details=(f"{clip.shares[index]:.0%} of the map",)))
+        columns.append(cells)
+    heads = [Column(f"Frame {index * first.span + 1}") for index in first.key_frames]
+    maps = [clip.frames[0] for clip in clips]
+    bars = bars_of(list(zip(maps, limits, strict=True)), pen)
+    notes = [
+        f"{captions.method_in_words(maps[0].definition, maps[0].options)}.",
+        f"The maps of a word have common colours. {first.notes()[0]}",
+        f"Model: {captions.model_in_words(maps[0].model, maps[0].model_note)}.",
+        *([f"No map: {', '.join(left_out)}"] if left_out else []),
+    ]
+    return figures.draw_bands([(heads, [columns])], bars=bars, note="\n".join(notes), dpi=pen.dpi)
+
+
 def in_rows(items: Sequence[_Item], most: int) -> list[list[_Item]]:
     """Split items into rows of similar length, at most `most` each."""
     parts = np.array_split(np.arange(len(items)), -(-len(items) // most))
@@ -125,8 +163,9 @@ def _block(
     shown = {"timings": timings, "same_scale": same_scale}
     maps = [[map_cell(each, limits[id(each)], pen, **shown) for each in column] for column in columns]
     if first.reference is None:
-        pairs = zip(named, labels, strict=True)
-        return [[Cell(pen.photograph(each.image), label, name) for each, label in pairs], *maps]
+        about_region = first.facts.keys() & set(_MARKS)
+        marked = [pen.marked_photograph(each.image, each.marked if about_region else None) for each in named]
+        return [[Cell(image, label, name) for image, label in zip(marked, labels, strict=True)], *maps]
     photographs = [Cell(pen.photograph(each.image), (), name) for each in named]
     compared = [each.reference for each in named if each.reference is not None]
     references = [Cell(pen.photograph(image), label) for image, label in zip(compared, labels, strict=True)]
@@ -177,6 +216,7 @@ def _note(images: Images, pen: Pen, same_scale: bool, bars: Sequence[Bar]) -> st
     if pen.soft:
         limits += " Values beyond the limits approach the last colour."
     seen = "" if all(p[0].placement.sees_everything for p in images) else " The line marks the region the model saw."
+    seen += "".join(f" {note}" for fact, note in _MARKS.items() if fact in images[0][0].facts)
     seen += f"\n{pen.note}" if pen.note else ""
     two_sides = any(bar.two_sides for bar in bars)
     further = "\nColours of maps with negative values diverge from 0, which is transparent." if two_sides else ""

@@ -55,7 +55,7 @@ class TargetedTrace(Trace):
         cached_outputs: outputs of further forward passes by key, for further classes and methods.
 
     >>> import torch
-    >>> TargetedTrace.of(Trace(), torch.tensor([3])).wanted
+    >>> TargetedTrace.of(Trace(), torch.tensor([3])).class_indices
     tensor([3])
     """
 
@@ -77,7 +77,7 @@ class TargetedTrace(Trace):
         return cls(**recorded, targets=targets, **further)
 
     @property
-    def wanted(self) -> Tensor:
+    def class_indices(self) -> Tensor:
         """Target class of each image, [batch]; OptionError if there is none."""
         if self.targets is None:
             raise OptionError(
@@ -103,7 +103,7 @@ class TargetedTrace(Trace):
 
     def backward(self, targets: Tensor | None = None) -> Backward:
         """Backward pass, by default for the targets; see `Trace.backward`."""
-        return Trace.backward(self, self.wanted if targets is None else targets)
+        return Trace.backward(self, self.class_indices if targets is None else targets)
 
     def predict(self, pixels: Tensor) -> Tensor:
         """Run the model again and return the probabilities [batch, classes]."""

@@ -146,19 +146,6 @@ def resolve_targets(
     return indices
 
 
-def improbable(probability: float, num_classes: int) -> str | None:
-    """Return a note for a map of a very improbable class; else None.
-
-    The limit is a probability displayed as 0.0 % (below 0.0005), or half of chance with more than 1000 classes.
-
-    >>> improbable(0.0001, 1000), improbable(0.2, 1000)
-    ('the model gives this class 0.01 %: the map shows what would raise it, not what it saw', None)
-    """
-    if probability >= min(0.0005, 0.5 / max(num_classes, 1)):
-        return None
-    return f"the model gives this class {100 * probability:.2g} %: the map shows what would raise it, not what it saw"
-
-
 def is_per_image(targets: Any) -> bool:
     """Return True if targets are an array with a class index for each image."""
     return isinstance(targets, np.ndarray | Tensor) and targets.ndim > 0
@@ -282,17 +269,13 @@ class Contrast:
     Attributes:
         target: class index or name; None for the predicted class.
         against: class index or name; or "rest".
-        name: both names, in results.
-        value: the difference of the logits, in results.
 
     >>> Contrast("orange disc", against=2)
-    Contrast(target='orange disc', against=2, name='', value=None)
+    Contrast(target='orange disc', against=2)
     """
 
     target: Target
     against: Target
-    name: str = ""
-    value: float | None = None
 
     @property
     def sides(self) -> list[Target]:
@@ -325,10 +308,9 @@ def contrasts_among(targets: Any) -> list[Contrast]:
 
 
 def check_class_specific(chosen: Chosen) -> None:
-    """Raise OptionError for a method that is not class-specific."""
-    for each in chosen:
-        if not each.method.class_specific:
-            raise OptionError(
-                f"Contrasts require class-specific methods, such as gae, gradient_rollout, consensus or gradcam; got "
-                f"{each.name}."
-            )
+    """Raise OptionError for methods that are not class-specific."""
+    if other := [each.name for each in chosen if not each.method.class_specific]:
+        raise OptionError(
+            "Contrasts require class-specific methods, such as gae, gradient_rollout, consensus or gradcam; got "
+            f"{', '.join(other)}."
+        )

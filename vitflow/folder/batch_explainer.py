@@ -8,16 +8,17 @@ from typing import Any, Unpack
 import numpy as np
 from torch import nn
 
-from vitflow.errors import OptionError, printable
+from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import Decoded, decode_file, failed
+from vitflow.folder.plan import Input
 from vitflow.folder.work import InputImage, auto_batch, check_target, compute_maps, describe, make_job
-from vitflow.images.reading import MAX_PIXELS, read_image
-from vitflow.runs import columns
+from vitflow.images.reading import MAX_PIXELS, read_channels
 from vitflow.runs.batches import Batches
+from vitflow.runs.columns import as_text, columns_of_maps, kinds_in, map_of, values_of_maps
 
 # Missing values by kind, so that the type of a column does not depend on the batch.
 _NOTHING: dict[str, Any] = {"text": "", "json": "", "bytes": b"", "whole": -1, "number": float("nan")}
@@ -74,8 +75,8 @@ class BatchExplainer:
                 f"Expected a model id, a path of weights, or a function that creates the model, got "
                 f"{type(model).__name__}, which would be sent with every batch: pass a function that creates it."
             )
-        if batch_size is not None and batch_size < 1:
-            raise OptionError(f"Expected batch_size of at least 1, got {batch_size}.")
+        if batch_size is not None:
+            whole_number("batch_size", batch_size, 1)
         self._job = make_job(methods, options, target=target)
         self._named = methods is not None
         self._model = model
@@ -114,12 +115,13 @@ class BatchExplainer:
                 f"Columns differ in length: {len(ids)} in {self._id!r} and {len(images)} in {self._image!r}."
             )
         batches = self._loaded()
-        records = []
+        kinds, records = dict(kinds_in("record")), []
         for part in batches.parts(self._images(ids, images), lambda image: image.decoded.nbytes):
             for image, result in zip(part, compute_maps(batches, part, self._job), strict=True):
-                records.append(columns.record_of(describe(image, result, self._job), result.grids, self.labels))
-        kinds = columns.columns_of(self.labels)
-        return {name: _column_of(records, name, kind) for name, kind in kinds.items()} | {"id": np.asarray(ids)}
+                row, maps = describe(image, result, self._job)
+                records.append(as_text(row, kinds) | values_of_maps(maps, self.labels))
+        kinds |= columns_of_maps(self.labels)
+        return {"id": np.asarray(ids)} | {name: _column_of(records, name, kind) for name, kind in kinds.items()}
 
     @staticmethod
     def map_of(result: Mapping[str, Any], row: int, label: str) -> Any:
@@ -128,7 +130,7 @@ class BatchExplainer:
         Raises:
             ShapeError: the image of that row has no such map.
         """
-        return columns.map_of({name: values[row] for name, values in result.items()}, label)
+        return map_of({name: values[row] for name, values in result.items()}, label)
 
     def _loaded(self) -> Batches:
         if self._batches is None:
@@ -136,7 +138,7 @@ class BatchExplainer:
             if callable(model):
                 model = model()
             explainer = model if isinstance(model, Explainer) else Explainer(model, **self._made_with)
-            if not self._named and explainer.asks(None):
+            if not self._named and explainer.has_target(None):
                 raise OptionError(
                     "An explainer of prompts, reference images or a function requires methods whose maps depend on "
                     "these outputs, such as methods=['gae']."
@@ -156,29 +158,27 @@ class BatchExplainer:
     def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[InputImage]:
         for image_id, image in zip(ids, images, strict=True):
             name = str(image_id)
-            yield InputImage(name, "", self._read(image, printable(name)))
-
-    def _read(self, image: Any, name: str) -> Decoded:
-        if isinstance(image, Mapping):  # from a dataset without decoding
-            image = image.get("path") if image.get("bytes") is None else image["bytes"]
-        if isinstance(image, str | Path):
-            return decode_file(str(image), self._max_pixels)
-        return decode_given(
-            bytes(image) if isinstance(image, bytearray | memoryview) else image, name, self._max_pixels
-        )
+            channels = self._loaded().explainer.spec.channels
+            decoded = decode_given(image, printable(name), self._max_pixels, channels)
+            yield InputImage(Input(name, "", ""), decoded)
 
 
-def decode_given(source: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
-    """Read an image from memory, the bytes of a file or an array; a failure becomes an error in the result.
+def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
+    """Read an image from a column (see `BatchExplainer`); a failure becomes an error in the result.
 
     >>> decode_given(b"no image", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
     ('UnidentifiedImageError', (2, 3, 3))
     """
+    if isinstance(image, Mapping):  # from a dataset without decoding
+        image = image.get("path") if image.get("bytes") is None else image["bytes"]
+    if isinstance(image, str | Path):
+        return decode_file(str(image), max_pixels, channels)
     facts: dict[str, Any] = {}
-    if isinstance(source, bytes):
-        facts = {"size": len(source), "sha256": hashlib.sha256(source).hexdigest()}
+    if isinstance(image, bytes | bytearray | memoryview):
+        image = bytes(image)
+        facts = {"size": len(image), "sha256": hashlib.sha256(image).hexdigest()}
     try:
-        return Decoded(read_image(source, max_pixels=max_pixels), **facts)
+        return Decoded(read_channels(image, channels, max_pixels=max_pixels), **facts)
     except Exception as error:
         return failed(error, name, facts)
 

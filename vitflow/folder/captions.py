@@ -1,10 +1,9 @@
 """Resumable captioning of folders of images, with a map for each word."""
 
-import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -12,15 +11,14 @@ from typing import Any, Unpack
 import numpy as np
 from torch import nn
 
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError, whole_number
 from vitflow.explaining.option_types import TextOptions
-from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import draw_words
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.pipeline import Pipeline
-from vitflow.folder.plan import Input
-from vitflow.folder.run import FolderRun, FolderSummary, check_at_least
-from vitflow.folder.work import InputImage
+from vitflow.folder.plan import Input, list_inputs
+from vitflow.folder.run import FolderSummary, run_folder
+from vitflow.folder.work import InputImage, encode_maps
 from vitflow.images.figures import figure_bytes
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
@@ -91,18 +89,9 @@ def caption_folder(
     ['a yellow star right of a pink crescent and an orange disc']
     """
     used = for_kind(text_method(method, options)[1], decoder=True)
-    check_at_least(1, max_new_tokens=max_new_tokens)
-    driver = FolderRun(
-        source,
-        output,
-        recursive=recursive,
-        glob=glob,
-        limit=limit,
-        overwrite=overwrite,
-        max_pixels=max_pixels,
-        progress=progress,
-        command=command,
-    )
+    whole_number("max_new_tokens", max_new_tokens, 1)
+    selection: dict[str, Any] = {"recursive": recursive, "glob": glob, "limit": limit}
+    listing = list_inputs(source, output, **selection)
     if not isinstance(model, nn.Module):
         name, prompt = name or called(model), default_prompt(model) if prompt is None else prompt
         with hub_for(bundled(model)):
@@ -125,7 +114,7 @@ def caption_folder(
         "options": {method: {**used, "max_new_tokens": max_new_tokens}},
     }
     common = json.loads(json.dumps(common, default=str))
-    fingerprint = {"kind": "captions", "root": driver.listing.root, **common, "save_map": save_map}
+    fingerprint = {"kind": "captions", "root": listing.root, **common, "save_map": save_map}
     worked: list[str] = []
 
     def describe(image: InputImage) -> _Described:
@@ -140,27 +129,38 @@ def caption_folder(
             if not worked and isinstance(error, OptionError | ModelError | UnsupportedModelError):
                 raise  # applies to every image
             return failed_row(image.known, error), {}, {}
-        worked.append(image.key)
+        worked.append(image.item.key)
         height, width = decoded.image.shape[:2]
         seconds = round(time.perf_counter() - begun, 4)
         row = image.known | row | {"status": "explained", "width": width, "height": height, "seconds": seconds}
         return row, {}, files
 
-    def explain(run: Run, inputs: list[Input], done: set[str], tally: Tally) -> None:
-        def compute(_: Batches, images: list[InputImage]) -> list[_Described]:
-            return [describe(image) for image in images]
+    def compute(_: Batches, images: list[InputImage]) -> list[_Described]:
+        return [describe(image) for image in images]
 
+    def explain(run: Run, inputs: list[Input], missing: set[str], tally: Tally) -> None:
         with DecoderPool(1, max_pixels=max_pixels) as decoders:
             # Strips are drawn in this thread, since matplotlib is not thread-safe. Rows are written without delay.
             pipeline = Pipeline(compute, lambda _, row: row, run, tally, decoders, batch_size=1, behind=0)
-            pipeline.run(inputs, done)
+            pipeline.run(inputs, missing)
 
     def write(run: Run) -> tuple[Path, None]:
         path = run.folder / "manifest.jsonl"
         write_manifest(path, ((row, {}) for row in run.rows()), common, where="captions")
         return path, None
 
-    return driver.work(fingerprint, [_STRIP, _MAPS], explain, write)
+    return run_folder(
+        listing,
+        fingerprint,
+        [_STRIP, _MAPS],
+        explain,
+        write,
+        overwrite=overwrite,
+        max_pixels=max_pixels,
+        progress=progress,
+        command=command,
+        **selection,
+    )
 
 
 def _row_and_files(
@@ -168,12 +168,14 @@ def _row_and_files(
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the columns of a caption, and its files by path relative to the output folder."""
     words, left_out = generation.words()
-    maps = {word: replace(generation.image(places), source=image.key) for word, places in words.items()}
+    maps = {word: replace(generation.image(places), source=image.item.key) for word, places in words.items()}
     files: dict[str, bytes] = {}
     if maps:
-        files[f"{image.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
+        files[f"{image.item.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
     if maps and save_map:
-        files[f"{image.stem}{_MAPS}"] = _packed(maps)
+        metadata = {name: value for name, value in next(iter(maps.values())).to_dict().items() if name != "facts"}
+        grids = np.stack([saliency.grid for saliency in maps.values()])
+        files[f"{image.item.stem}{_MAPS}"] = encode_maps(metadata, words=np.array(list(maps)), maps=grids)
     shares = ("on_image", "on_edges", "on_first_patch")
     row = {
         "caption": generation.answer,
@@ -186,14 +188,3 @@ def _row_and_files(
         "written": {path: len(content) for path, content in files.items()},
     }
     return row, files
-
-
-def _packed(maps: Mapping[str, Saliency]) -> bytes:
-    """Encode the maps of all words as .npz with reproducible bytes."""
-    first = next(iter(maps.values()))
-    metadata = {name: value for name, value in first.to_dict().items() if name not in ("seconds", "facts")}
-    file = io.BytesIO()
-    text = np.array(json.dumps(metadata, ensure_ascii=False))
-    grids = np.stack([saliency.grid for saliency in maps.values()])
-    np.savez_compressed(file, words=np.array(list(maps)), maps=grids, metadata=text)
-    return file.getvalue()

@@ -2,17 +2,12 @@
 
 import contextlib
 import os
-import re
 import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from tempfile import SpooledTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -23,7 +18,6 @@ from vitflow.errors import (
     OptionError,
     ShapeError,
     VitflowError,
-    VitflowWarning,
     check_known,
     printable,
     whole_number,
@@ -36,7 +30,7 @@ from vitflow.folder.decoders import decode_file
 from vitflow.folder.work import encode_overlay
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.images.pen import Pen
-from vitflow.images.reading import read_image
+from vitflow.images.reading import bands_in_colour, read_image
 from vitflow.runs.columns import Maps, Row, by_rank, placement_of
 from vitflow.runs.saved import FILE, SavedRun
 
@@ -160,7 +154,7 @@ def draw_run(
 
         def draw(row: Row, maps: Maps) -> Drawn:
             try:
-                pixels = read_photograph(row, source, saved.max_pixels)
+                pixels = read_photograph(row, source, saved.max_pixels, settings)
                 placement = placement_of(row["placement"])
                 paths = []
                 ranked = (
@@ -187,19 +181,7 @@ def draw_run(
         for drawn in _in_parallel(draw, islice(_explained(saved, where), limit)):
             results.append(drawn)
             progress(drawn)
-        if where and not results:
-            _hint(where, sorted(saved.classes()))
         return results
-
-
-def _hint(where: str, classes: Sequence[str]) -> None:
-    """Warn if text in a condition is similar to the name of a class."""
-    for text in re.findall(r"'((?:[^']|'')*)'", where):
-        close = [] if text in classes else get_close_matches(text, classes, n=1)
-        if close:
-            known = f"{', '.join(classes[:_SHOWN])}{', …' if len(classes) > _SHOWN else ''}"
-            note = f"No image has the class {text!r}. Did you mean {close[0]!r}? Known: {known}."
-            warnings.warn(printable(note), VitflowWarning, stacklevel=3)
 
 
 def not_named(url: str) -> str:
@@ -210,23 +192,28 @@ def not_named(url: str) -> str:
     )
 
 
-def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArray[np.uint8]:
+def read_photograph(
+    row: Mapping[str, Any], root: str, max_pixels: int, settings: Mapping[str, Any]
+) -> NDArray[np.uint8]:
     """Read an explained image, uint8 RGB [height, width, 3], and check that it has not changed.
 
     Args:
         row: the row of the image.
         root: the folder or URL that the run read.
         max_pixels: images with more pixels are refused.
+        settings: the fingerprint of the run, with the number of channels and which of them are displayed.
 
     Raises:
         VitflowError: it cannot be read, or has changed.
     """
-    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", max_pixels)
+    displayed = settings.get("channels")  # of models with other inputs than RGB
+    channels = 3 if displayed is None else settings["input"]["channels"]
+    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", max_pixels, channels)
     if decoded.image is None:
         raise VitflowError(decoded.message)
     if decoded.sha256 != row["sha256"] or decoded.image.shape[:2] != (row["height"], row["width"]):
         raise ShapeError("The image has changed since the run: run vitflow folder again.")
-    return decoded.image
+    return decoded.image if displayed is None else bands_in_colour(decoded.image, displayed)
 
 
 def _in_parallel(draw: Callable[[Row, Maps], Drawn], rows: Iterable[tuple[Row, Maps]]) -> Iterator[Drawn]:
@@ -242,56 +229,15 @@ def _in_parallel(draw: Callable[[Row, Maps], Drawn], rows: Iterable[tuple[Row, M
             yield future.result()
 
 
-class Thumbnails:
-    """Thumbnails of a run's decoded images for its report, so that no image is decoded twice.
-
-    They are stored in an unnamed file, which is deleted when the run ends; only their offsets are in memory.
-
-    Args:
-        folder: the folder of the file.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._file = SpooledTemporaryFile(1, "w+b", dir=str(folder))  # noqa: SIM115 - created by the first write, closed with the run
-        self._places: dict[str, tuple[int, int]] = {}
-        self._lock = threading.Lock()
-
-    def add(self, key: str, pixels: NDArray[np.uint8]) -> None:
-        """Store an input's thumbnail; on a full disk, the image will be decoded again."""
-        from vitflow.viewer.pages import thumbnail  # imports matplotlib
-
-        small = thumbnail(pixels)
-        with self._lock, contextlib.suppress(OSError):
-            place = self._file.seek(0, os.SEEK_END)
-            self._file.write(small)
-            self._file.flush()
-            self._places[key] = (place, len(small))
-
-    def get(self, key: str) -> bytes | None:
-        """Return the thumbnail of an input as JPEG; None if it was not stored."""
-        if key not in self._places:
-            return None
-        place, length = self._places[key]
-        self._file.seek(place)
-        return self._file.read(length)
-
-    def close(self) -> None:
-        """Delete the file."""
-        self._file.close()
-
-
 def report_run(
     output: str | os.PathLike[str],
-    *,
-    thumbnails: Thumbnails | None = None,
     **options: Any,
 ) -> Path:
     """Write the report of a run, `report.html` and further pages, and return the first page's path.
 
     Args:
         output: the run's output folder.
-        thumbnails: thumbnails of images that need not be read again.
-        options: `per_page` and `embed_bytes` of the report.
+        options: `per_page` of the report.
 
     Raises:
         OptionError: the folder has no run, or its record is damaged.
@@ -304,11 +250,9 @@ def report_run(
         states = {row["input"]: row["status"] for row in saved.rows()}
 
         def photograph(row: Mapping[str, Any]) -> bytes:
-            if thumbnails is not None and (small := thumbnails.get(row["input"])) is not None:
-                return small
             if is_remote(run["root"]):
                 raise ImageError(not_named(run["root"]))
-            return thumbnail(read_photograph(row, run["root"], saved.max_pixels))
+            return thumbnail(read_photograph(row, run["root"], saved.max_pixels, run))
 
         def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
             for row, maps in saved.with_maps(keys):

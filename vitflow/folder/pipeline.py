@@ -10,12 +10,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from vitflow.errors import printable
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.progress import watched
 from vitflow.files import write_inside
@@ -29,11 +26,10 @@ from vitflow.runs.store import Run
 
 R = TypeVar("R")
 _Written = tuple[Row, Maps]
-_Writing = list[Future[_Written]]
 
 
 class Pipeline:
-    """One run over the inputs that are not done; a row is stored as soon as its image's files are written.
+    """One run over the inputs without a finished row; a row is stored once its image's files are written.
 
     Args:
         compute: returns one result for each image of a part of a batch.
@@ -45,7 +41,6 @@ class Pipeline:
         explainer: the model, which lanes copy; without it, there is one lane.
         slow: the number of slow methods.
         behind: maximal number of batches waiting to be written; beyond two, the disk is the bottleneck.
-        on_pixels: receives each explained image's key and pixels once its files are written, in several threads.
     """
 
     def __init__(
@@ -60,17 +55,16 @@ class Pipeline:
         explainer: Explainer | None = None,
         slow: int = 0,
         behind: int = 2,
-        on_pixels: Callable[[str, NDArray[np.uint8]], None] | None = None,
     ) -> None:
         self._compute, self._draw, self._run = compute, draw, run
         self._tally, self._decoders, self._batch_size = tally, decoders, batch_size
-        self._explainer, self._slow, self._behind, self._on_pixels = explainer, slow, behind, on_pixels
+        self._explainer, self._slow, self._behind = explainer, slow, behind
         self._explaining: deque[tuple[list[InputImage], set[str], Future[Sequence[Any]]]] = deque()
         self._under_way = 0.0  # images with maps but no row yet
-        self._writing: deque[tuple[int, _Writing]] = deque()  # (bytes of pixels, one future per image)
+        self._writing: deque[tuple[int, list[Future[_Written]]]] = deque()  # (bytes of pixels, one future per image)
 
-    def run(self, inputs: Sequence[Input], done: set[str]) -> None:
-        """Explain the inputs whose keys are not in `done`.
+    def run(self, inputs: Sequence[Input], missing: set[str]) -> None:
+        """Explain the inputs whose keys are in `missing`.
 
         Batches are the same in every run over the same inputs: a resumed run recomputes an interrupted batch as a
         whole, since the composition of a batch may change the last bits of the results.
@@ -79,77 +73,51 @@ class Pipeline:
         # Slow methods use all threads anyway, and react to Ctrl-C only in this thread.
         lanes = Lanes(self._explainer, self._batch_size, several=not self._slow)
         try:
-            for batch, missing, decoded in self._decoded_batches(inputs, done):
-                complete = self._complete(batch, missing, decoded)
-                for images in lanes.batches[0].parts(complete, lambda image: image.decoded.nbytes):
-                    wanted = sum(image.key in missing for image in images)
+            for batch in self._batches(inputs, missing):
+                for images in lanes.batches[0].parts(batch, lambda image: image.decoded.nbytes):
+                    wanted = {image.item.key for image in images} & missing
                     if wanted:
-                        future = lanes.submit(partial(self._explain, images, wanted))
-                        self._explaining.append((images, missing, future))
+                        future = lanes.submit(partial(self._explain, images, len(wanted)))
+                        self._explaining.append((images, wanted, future))
                     while len(self._explaining) > (lanes.count if lanes.count > 1 else 0):
                         self._hand_over(writers)
             while self._explaining:
                 self._hand_over(writers)
             while self._writing:
                 self._commit()
-        except BaseException:
+        finally:
             # On Ctrl-C: keep finished rows, and start nothing new.
-            self._end(lanes, writers)
-            raise
-        self._end(lanes, writers)
+            lanes.close()
+            self._explaining.clear()
+            writers.shutdown(wait=True, cancel_futures=True)
+            for _, futures in self._writing:
+                self._keep([future.result() for future in futures if not future.cancelled()])
 
-    def _end(self, lanes: "Lanes", writers: ThreadPoolExecutor) -> None:
-        """Cancel pending work, and keep finished rows."""
-        lanes.close()
-        self._explaining.clear()
-        writers.shutdown(wait=True, cancel_futures=True)
-        for _, futures in self._writing:
-            self._keep([future.result() for future in futures if not future.cancelled()])
+    def _batches(self, inputs: Sequence[Input], missing: set[str]) -> Iterator[Iterator[InputImage]]:
+        """Yield the images of each batch with missing ones; those of the next batch are read ahead."""
+        batches = [inputs[start : start + self._batch_size] for start in range(0, len(inputs), self._batch_size)]
+        batches = [batch for batch in batches if any(item.key in missing for item in batch)]
+        ahead = self._read(batches[0], missing)
+        for position, batch in enumerate(batches):
+            decoded = {key: future.result() for key, future in ahead.items()}
+            ahead.clear()  # futures reference the pixels
+            following = batches[position + 1] if position + 1 < len(batches) else []
+            small = sum(result.nbytes for result in decoded.values()) < WAITING_BYTES
+            ahead = self._read(following, missing) if small else {}
+            yield self._complete(batch, decoded)
+            ahead = ahead or self._read(following, missing)
 
-    def _decoded_batches(
-        self, inputs: Sequence[Input], done: set[str]
-    ) -> Iterator[tuple[Sequence[Input], set[str], dict[str, Decoded]]]:
-        """Yield each batch with missing images and these images decoded; further batches are read ahead."""
-        ahead: deque[tuple[Sequence[Input], dict[str, Future[Decoded]]]] = deque()
-        batches = (inputs[start : start + self._batch_size] for start in range(0, len(inputs), self._batch_size))
-        exhausted = False
-        while True:
-            while not exhausted and (not ahead or self._room_ahead(ahead)):
-                batch = next(batches, None)
-                exhausted = batch is None
-                missing = [item for item in batch or () if item.key not in done]
-                if batch and missing:
-                    ahead.append((batch, {item.key: self._read(item) for item in missing}))
-            if not ahead:
-                return
-            batch, futures = ahead.popleft()
-            decoded = {key: future.result() for key, future in futures.items()}
-            del futures  # they reference the pixels
-            yield batch, set(decoded), decoded
+    def _read(self, batch: Sequence[Input], missing: set[str]) -> dict[str, Future[Decoded]]:
+        return {item.key: self._decoders.submit(item.path) for item in batch if item.key in missing}
 
-    def _room_ahead(self, ahead: deque[tuple[Sequence[Input], dict[str, Future[Decoded]]]]) -> bool:
-        """Return True if another batch may be read ahead."""
-        futures = [future for _, futures_by_key in ahead for future in futures_by_key.values()]
-        done = [future.result().nbytes for future in futures if future.done()]
-        # Assume that pending images are as large as the largest decoded one.
-        expected = max(done, default=0) * (len(futures) + self._batch_size)
-        return len(ahead) < 2 and bool(done) and expected < WAITING_BYTES
-
-    def _read(self, item: Input) -> Future[Decoded]:
-        if item.problem is not None:
-            known: Future[Decoded] = Future()
-            known.set_result(Decoded(error="PermissionError", message=printable(item.problem)))
-            return known
-        return self._decoders.submit(item.path)
-
-    def _complete(self, batch: Sequence[Input], missing: set[str], decoded: dict[str, Decoded]) -> Iterator[InputImage]:
+    def _complete(self, batch: Sequence[Input], decoded: dict[str, Decoded]) -> Iterator[InputImage]:
         """Yield the images of a batch in order, and reread finished images if the batch is recomputed."""
-        needed = any(result.image is not None for result in decoded.values())
+        recomputed = any(result.image is not None for result in decoded.values())
         for item in batch:
-            if item.key in missing:
-                yield _image(item, decoded.pop(item.key))
-            elif needed:
-                yield _image(item, self._read(item).result())
+            if item.key in decoded:
+                yield InputImage(item, decoded.pop(item.key))
+            elif recomputed:
+                yield InputImage(item, self._decoders.submit(item.path).result())
 
     def _explain(self, images: list[InputImage], wanted: int, batches: Batches) -> Sequence[Any]:
         """Return the results of a part, computed by a lane; slow methods report progress."""
@@ -158,14 +126,11 @@ class Pipeline:
 
     def _hand_over(self, writers: ThreadPoolExecutor) -> None:
         """Submit the oldest part to the writers, and wait if too much is pending."""
-        images, missing, explained = self._explaining.popleft()
-        futures, size = [], 0
-        for image, maps in zip(images, explained.result(), strict=True):
-            if image.key in missing:
-                futures.append(writers.submit(self._write, image, maps))
-                size += image.decoded.nbytes
-        self._under_way += len(futures)
-        self._writing.append((size, futures))
+        images, wanted, explained = self._explaining.popleft()
+        pairs = [pair for pair in zip(images, explained.result(), strict=True) if pair[0].item.key in wanted]
+        self._under_way += len(pairs)
+        size = sum(image.decoded.nbytes for image, _ in pairs)
+        self._writing.append((size, [writers.submit(self._write, image, result) for image, result in pairs]))
         while self._writing and (
             len(self._writing) > self._behind
             or sum(nbytes for nbytes, _ in self._writing) > WAITING_BYTES
@@ -179,16 +144,14 @@ class Pipeline:
             row, grids, files = self._draw(image, result)
             for path, content in files.items():
                 write_inside(self._run.folder, path, content)
-            if self._on_pixels is not None and image.decoded.image is not None and grids:
-                self._on_pixels(image.key, image.decoded.image)
             return row, grids
         except Exception as error:  # a full disk, above all
             reason = getattr(error, "strerror", None) or str(error)
             return failed_row(image.known, error, f"The files of this image could not be written: {reason}."), {}
 
     def _commit(self) -> None:
-        _, futures = self._writing[0]
-        rows = [future.result() for future in futures]
+        """Store the rows of the oldest part once its files are written."""
+        rows = [future.result() for future in self._writing[0][1]]
         self._writing.popleft()
         self._keep(rows)
 
@@ -200,10 +163,6 @@ class Pipeline:
 
     def _report_share(self, images: int, share: float) -> None:
         self._tally.share(self._under_way + share * images)
-
-
-def _image(item: Input, decoded: Decoded) -> InputImage:
-    return InputImage(item.key, item.stem, decoded, None if item.listed is None else item.listed[1])
 
 
 # -- lanes

@@ -2,22 +2,20 @@
 
 import fnmatch
 import glob as globbing
+import itertools
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vitflow.errors import ImageError, OptionError, printable
+from vitflow.errors import ImageError, OptionError, printable, whole_number
 from vitflow.files import is_folder, is_image_name, is_remote, natural_order, remove_inside
 from vitflow.folder.decoders import file_system
 from vitflow.runs.columns import Row
-
-if TYPE_CHECKING:
-    from vitflow.runs.store import Run
 
 # Maximal length of a file name on common file systems, in bytes.
 _LONGEST_NAME = 255
@@ -34,7 +32,6 @@ class Input:
             (Python's surrogateescape).
         path: the path or URL from which it is read.
         stem: the outputs' path relative to the output folder, without "-method.suffix"; always valid UTF-8.
-        problem: the reason why it cannot be read, if known in advance.
         listed: (size, modification time in nanoseconds) as listed by a store, each None if not listed; None for local
             files.
     """
@@ -42,7 +39,6 @@ class Input:
     key: str
     path: str
     stem: str
-    problem: str | None = None
     listed: tuple[int | None, int | None] | None = None
 
 
@@ -53,14 +49,14 @@ class Listing:
     Attributes:
         root: the folder or URL that keys are relative to.
         output: the output folder, which mirrors the folders of the inputs.
-        files: (path, problem) by key, in natural order.
+        files: paths or URLs by key, in natural order.
         real: the real paths of all matching files, including those beyond the run's limit.
         listed: size and modification time by key, as listed by a store.
     """
 
     root: str
     output: Path
-    files: Mapping[str, tuple[str, str | None]]
+    files: Mapping[str, str]
     real: frozenset[str] = frozenset()
     listed: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
 
@@ -71,16 +67,32 @@ class Listing:
             endings: suffixes of a stem, one for each output, such as "-rollout.jpg".
             taken: stems by key from an earlier run.
         """
-        name_for = _namer(self.output, endings, self.real, dict(taken or {}))
-        return [
-            Input(key, path, name_for(key), problem, self.listed.get(key))
-            for key, (path, problem) in self.files.items()
-        ]
+        base, claimed = os.path.realpath(self.output), set[str]()
+        room = _LONGEST_NAME - max(len(ending.encode()) for ending in endings)
+
+        def claim(stem: str) -> bool:
+            names = {_folded(stem + ending) for ending in endings}
+            if names & claimed or any(os.path.join(base, stem + ending) in self.real for ending in endings):  # noqa: PTH118
+                return False
+            claimed.update(names)
+            return True
+
+        times = Counter(map(_folded, (taken or {}).values()))
+        # In an edited record, inputs may share a stem: assign new ones.
+        stems = {
+            key: stem
+            for key, stem in (taken or {}).items()
+            if times[_folded(stem)] == 1 and len(stem.rpartition("/")[2].encode()) <= room and claim(stem)
+        }
+        for key in self.files:
+            if key not in stems:
+                stems[key] = next(filter(claim, _stems(key, room)))
+        return [Input(key, path, stems[key], self.listed.get(key)) for key, path in self.files.items()]
 
 
 def list_inputs(
     sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-    output: Path,
+    output: str | os.PathLike[str],
     *,
     recursive: bool = False,
     glob: str | None = None,
@@ -100,9 +112,17 @@ def list_inputs(
         limit: maximal number of inputs.
 
     Raises:
-        OptionError: no sources, or the output folder is a source.
+        OptionError: no sources, the output folder is a source or a URL, or the limit is invalid.
         ImageError: a source does not exist, or no source has an image.
     """
+    if is_remote(output):
+        raise OptionError(
+            f"Expected a local output folder, got the URL {os.fspath(output)!r}: a run is a SQLite file, which needs a "
+            "disk. Copy the folder there afterwards."
+        )
+    if limit is not None:
+        whole_number("limit", limit, 1)
+    output = Path(output)
     items = [sources] if isinstance(sources, str | os.PathLike) else sources
     given = [os.fspath(source).removeprefix("file://") for source in items]
     if any(map(is_remote, given)):
@@ -119,12 +139,12 @@ def list_inputs(
             )
     one_folder = len(absolute) == 1 and is_folder(absolute[0])
     root = absolute[0] if one_folder else os.path.commonpath(map(os.path.dirname, absolute))
-    files: dict[str, tuple[str, str | None]] = {}
+    files: dict[str, str] = {}
     for path in absolute:
-        for file, problem in _files(path, recursive, glob, os.path.realpath(output)):
-            files.setdefault(Path(os.path.relpath(file, root)).as_posix(), (file, problem))
+        for file in _files(path, recursive, glob, os.path.realpath(output)):
+            files.setdefault(Path(os.path.relpath(file, root)).as_posix(), file)
     keys = _in_order(files, paths, recursive, glob)[:limit]
-    real = frozenset(os.path.realpath(file) for file, _ in files.values())
+    real = frozenset(map(os.path.realpath, files.values()))
     return Listing(root, output, {key: files[key] for key in keys}, real)
 
 
@@ -160,7 +180,7 @@ def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str |
         and _is_selected(key.rpartition("/")[2], key, glob, folder=False)
     ]
     keys = _in_order(selected, sources, recursive, glob)[:limit]
-    return Listing(url, output, {key: (f"{url}/{key}", None) for key in keys}, listed=listed)
+    return Listing(url, output, {key: f"{url}/{key}" for key in keys}, listed=listed)
 
 
 def _changed(facts: Mapping[str, Any]) -> int | None:
@@ -179,14 +199,14 @@ def _expand(source: str) -> list[str]:
     return matches
 
 
-def _files(source: str, recursive: bool, glob: str | None, output: str) -> Iterator[tuple[str, str | None]]:
-    """Yield (file, problem) for each input of a source; a file given as source may have any name."""
+def _files(source: str, recursive: bool, glob: str | None, output: str) -> Iterator[str]:
+    """Yield each input of a source; a file given as source may have any name, and a folder may be unreadable."""
     if not is_folder(source):
-        yield source, None
+        yield source
         return
-    problems: list[OSError] = []
+    unreadable: list[OSError] = []
     visited: set[tuple[int, int]] = set()
-    for folder, subfolders, names in os.walk(source, onerror=problems.append, followlinks=True):
+    for folder, subfolders, names in os.walk(source, onerror=unreadable.append, followlinks=True):
         status = os.stat(folder)  # noqa: PTH116
         if (status.st_dev, status.st_ino) in visited or os.path.realpath(folder) == output:
             subfolders.clear()
@@ -196,10 +216,9 @@ def _files(source: str, recursive: bool, glob: str | None, output: str) -> Itera
             path = os.path.join(folder, name)  # noqa: PTH118
             inside = os.path.relpath(path, source)
             if not name.startswith(".") and _is_selected(name, inside, glob, name in subfolders):
-                yield path, None
+                yield path
         subfolders[:] = [name for name in subfolders if recursive and not name.startswith(".")]
-    for problem in problems:
-        yield str(problem.filename), f"Could not read this folder: {problem.strerror}."
+    yield from (str(error.filename) for error in unreadable)
 
 
 def _is_selected(name: str, inside: str, glob: str | None, folder: bool) -> bool:
@@ -208,43 +227,13 @@ def _is_selected(name: str, inside: str, glob: str | None, folder: bool) -> bool
     return not folder and (fnmatch.fnmatch(name, glob) or fnmatch.fnmatch(Path(inside).as_posix(), glob))
 
 
-def _namer(
-    output: Path, endings: Sequence[str], inputs: frozenset[str], taken: Mapping[str, str]
-) -> Callable[[str], str]:
-    """Return a function from keys to unique stems, which keeps the stems of an earlier run."""
-    claimed: set[str] = set()
-    base = os.path.realpath(output)
-    room = _LONGEST_NAME - max(len(ending.encode()) for ending in endings)
-
-    def free(stem: str) -> bool:
-        return not any(
-            _folded(stem + ending) in claimed or os.path.join(base, stem + ending) in inputs  # noqa: PTH118
-            for ending in endings
-        )
-
-    kept: dict[str, str] = {}
-    times = Counter(map(_folded, taken.values()))
-    for key, stem in taken.items():  # in an edited record, inputs may share a stem: assign new ones
-        if times[_folded(stem)] == 1 and free(stem) and len(stem.rpartition("/")[2].encode()) <= room:
-            kept[key] = stem
-            claimed.update(_folded(stem + ending) for ending in endings)
-
-    def name_for(key: str) -> str:
-        if key in kept:
-            return kept[key]
-        *folders, name = (_writable(part) for part in key.split("/"))
-        first = os.path.splitext(name)[0] or name  # noqa: PTH122
-        count, extra = 1, ""
-        while True:
-            stem = "/".join([*folders, first.encode()[: room - len(extra)].decode("utf-8", "ignore") + extra])
-            if free(stem):
-                break
-            count += 1
-            extra = f"-{count}"
-        claimed.update(_folded(stem + ending) for ending in endings)
-        return stem
-
-    return name_for
+def _stems(key: str, room: int) -> Iterator[str]:
+    """Yield possible stems of a key with names of at most `room` bytes: its path without suffix, then numbered."""
+    *folders, name = (_writable(part) for part in key.split("/"))
+    first = os.path.splitext(name)[0] or name  # noqa: PTH122
+    for count in itertools.count(1):
+        extra = f"-{count}" if count > 1 else ""
+        yield "/".join([*folders, first.encode()[: room - len(extra)].decode("utf-8", "ignore") + extra])
 
 
 def _folded(name: str) -> str:
@@ -271,8 +260,7 @@ def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str],
     if overwrite:
         for row in rows:
             # Rows are untrusted: remove only files whose names consist of the stem and an ending.
-            paths = [*(row.get("outputs") or {}).values(), *(row.get("maps") or {}).values()]
-            remove_inside(output, (path for path in paths if path.startswith(f"{row['stem']}-")))
+            remove_inside(output, (path for path in row.get("written", {}) if path.startswith(f"{row['stem']}-")))
         return
     names = (item.stem + ending for item in listing.plan(endings) for ending in endings)
     foreign = next((name for name in names if os.path.lexists(output / name)), None)
@@ -283,15 +271,9 @@ def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str],
         )
 
 
-def done_before(inputs: Sequence[Input], run: "Run") -> set[str]:
-    """Return the keys of the inputs that an earlier run has explained."""
-    by_key = {item.key: item for item in inputs}
-    return set(by_key) - set(run.missing(list(by_key), lambda row: _is_done(by_key[row["input"]], row, run.folder)))
-
-
-def _is_done(item: Input, row: Mapping[str, Any], output: Path) -> bool:
+def is_done(item: Input, row: Mapping[str, Any], output: Path) -> bool:
     """Return True if an earlier run explained this file, and neither the file nor its outputs have changed."""
-    if item.problem is not None or row["status"] != "explained" or row["stem"] != item.stem:
+    if row["status"] != "explained" or row["stem"] != item.stem:
         return False
     pairs = zip(item.listed or _size_and_time(item.path), (row["size"], row["mtime_ns"]), strict=True)
     # If a store lists neither, the file counts as unchanged; otherwise the run could never be resumed.

@@ -1,20 +1,16 @@
-"""Folder runs on a cluster: Ray Data sends batches to actors, and writes their rows and maps as Parquet.
+"""Folder runs on a cluster: Ray Data sends batches to actors, and their rows and maps to the run's store.
 
-The driver copies these files to the run's store, where a later row of an input replaces an earlier one, so that tasks
-that Ray repeats are harmless; a run whose driver was killed resumes with this step. Overlays are drawn afterwards. Each
-actor runs its model in a child process: an image that crashes it fails one row only. Actors do not import torch; their
-child processes do.
+Overlays are drawn afterwards. Each actor runs its model in a child process: an image that crashes it fails one row
+only. Actors do not import torch; their child processes do.
 """
 
 import json
 import logging
 import pickle
-import shutil
 import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,20 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitflow import errors
-from vitflow.errors import OptionError, VitflowError, check_known, load_extra
-from vitflow.folder.decoders import Child, ChildDied, Decoded, answer_requests, decode_file
+from vitflow.errors import OptionError, VitflowError, check_known, load_extra, whole_number
+from vitflow.folder.decoders import Child, ChildDied, answer_requests, decode_file
 from vitflow.folder.plan import Input
 from vitflow.images import ENGINES
-from vitflow.runs.columns import Maps, Row, failed_row, grid_columns, load_pyarrow, pack_half, unpack_half
+from vitflow.runs.columns import Maps, Row, failed_row
 
 if TYPE_CHECKING:
     from vitflow.folder.work import Job
     from vitflow.runs.batches import Batches, Tally
     from vitflow.runs.store import Run
 
-# Ray writes to this subfolder of the output; its files are removed once their rows are in the store.
-_PARTS = ".vitflow-parts"
+# Rows arrive block by block; Ray schedules this many blocks without noticeable cost.
+_MOST_BLOCKS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +57,9 @@ def check_engine(engine: str, address: str | None, actors: int | None, **local: 
         return
     if given := [name for name, value in local.items() if value]:
         raise OptionError(f"{' and '.join(given)} require engine='local': a cluster writes only rows and maps.")
-    if actors is not None and actors < 1:
-        raise OptionError(f"Expected actors of at least 1, got {actors}.")
+    if actors is not None:
+        whole_number("actors", actors, 1)
     _load_ray()
-    load_pyarrow()
 
 
 def _load_ray() -> Any:
@@ -76,37 +70,28 @@ def _load_ray() -> Any:
 class Worker:
     """An actor: explains batches of inputs in a child process, which is restarted if an image crashes it."""
 
-    def __init__(self, request: bytes, labels: Sequence[str]) -> None:
+    def __init__(self, request: bytes) -> None:
         self._request_file = tempfile.NamedTemporaryFile(prefix="vitflow-")  # noqa: SIM115 - removed with the actor
         self._request_file.write(request)
         self._request_file.flush()
-        self._labels = labels
         self._child = Child(__name__, self._request_file.name, json.dumps(sys.path))
 
     def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, Any]:
-        """Return the rows of a batch as JSON, and the columns of their maps."""
-        return as_columns(self._explain([pickle.loads(pickled) for pickled in batch["input"]]), self._labels)
+        """Return the pickled results of a batch: (row, maps), or an error that concerns all images."""
+        results = self._explain([pickle.loads(pickled) for pickled in batch["input"]])
+        return {"result": np.array([pickle.dumps(result) for result in results], object)}
 
-    def _explain(self, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
+    def _explain(self, inputs: Sequence[Input]) -> list[Any]:
         try:
-            rows: list[tuple[Row, Maps]] = pickle.loads(self._child.ask(pickle.dumps(inputs)).data)
+            results: list[Any] = pickle.loads(self._child.ask(pickle.dumps(inputs)).data)
         except ChildDied as died:
             if len(inputs) > 1:  # one of them is the cause
-                return [pair for item in inputs for pair in self._explain([item])]
+                return [result for item in inputs for result in self._explain([item])]
             message = f"The process ended on this image (exit status {died}): memory ran out, or the model crashed. "
             message += "Try this image with vitflow explain."
             [item] = inputs
             return [(failed_row({"input": item.key, "stem": item.stem}, "WorkerDied", message), {})]
-        return rows
-
-
-def as_columns(rows: Sequence[tuple[Row, Maps]], labels: Sequence[str]) -> dict[str, Any]:
-    """Return rows as JSON, and the columns of their maps."""
-    columns: dict[str, list[Any]] = {"row": [json.dumps(row) for row, _ in rows]}
-    for label in labels:
-        values = [pack_half(maps[label]) if label in maps else (b"", 0, 0, 1.0) for _, maps in rows]
-        columns |= dict(zip(grid_columns(label), map(list, zip(*values, strict=True)), strict=True))
-    return {name: np.array(values, object if name[:4] in ("row", "grid") else None) for name, values in columns.items()}
+        return results
 
 
 def serve(request_path: str, paths: str) -> None:
@@ -115,42 +100,32 @@ def serve(request_path: str, paths: str) -> None:
     answer_requests(lambda request: [pickle.dumps(explain_inputs(Path(request_path), pickle.loads(request)))])
 
 
-def explain_inputs(place: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps]]:
-    """Return the rows and maps of inputs; a single row with the status "stopped" if no image can be explained.
+def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps] | VitflowError]:
+    """Return the rows and maps of a batch; a single error if no image can be explained.
 
     Args:
-        place: the file with the pickled `Request`.
-        inputs: one batch.
+        request_file: the pickled `Request`.
+        inputs: the batch.
     """
     from vitflow.folder.work import InputImage, compute_maps, describe
 
     try:
-        request, batches = _loaded(place)
-        read = [Decoded(error="OSError", message=item.problem) if item.problem else None for item in inputs]
-        images = [
-            InputImage(
-                item.key, item.stem, known or decode_file(item.path, request.max_pixels), (item.listed or (0, None))[1]
-            )
-            for item, known in zip(inputs, read, strict=True)
-        ]
-        rows: list[tuple[Row, Maps]] = []
-        for image, result in zip(images, compute_maps(batches, images, request.job), strict=True):
-            row = describe(image, result, request.job)
-            row |= {"outputs": {}, "maps": None, "written": {}} if result.maps else {}
-            rows.append((row, result.grids))
-        return rows
+        request, batches = _loaded(request_file)
+        channels = batches.explainer.spec.channels
+        images = [InputImage(item, decode_file(item.path, request.max_pixels, channels)) for item in inputs]
+        results = compute_maps(batches, images, request.job)
+        return [describe(image, result, request.job) for image, result in zip(images, results, strict=True)]
     except Exception as error:  # concerns all images; errors of single images are in their rows
-        message = str(error) if isinstance(error, VitflowError) else traceback.format_exc()
-        return [({"input": "", "status": "stopped", "error": type(error).__name__, "message": message}, {})]
+        return [error if isinstance(error, VitflowError) else VitflowError(traceback.format_exc())]
 
 
 @cache
-def _loaded(place: Path) -> "tuple[Request, Batches]":
+def _loaded(request_file: Path) -> "tuple[Request, Batches]":
     from vitflow.folder.work import explainer_for
     from vitflow.runs.batches import Batches
     from vitflow.runs.fingerprints import fingerprint_difference
 
-    request: Request = pickle.loads(place.read_bytes())
+    request: Request = pickle.loads(request_file.read_bytes())
     explainer = explainer_for(request.model)
     # The devices of the driver and the actors may differ.
     actual = explainer.fingerprint() | {"device": request.fingerprint["device"]}
@@ -162,12 +137,12 @@ def _loaded(place: Path) -> "tuple[Request, Batches]":
 def run_on_ray(
     missing: Sequence[Input], request: Request, run: "Run", tally: "Tally", address: str | None, actors: int | None
 ) -> None:
-    """Explain inputs on a cluster whose machines can all access them and the output folder.
+    """Explain inputs on a cluster whose machines can all access them.
 
     Args:
         missing: the inputs.
         request: the model, the job and the batch size.
-        run: the run that stores the rows and maps.
+        run: the run that stores the rows and maps as they arrive.
         tally: counts the rows.
         address: address of the cluster; by default, a cluster is started on this machine.
         actors: number of actors; by default one for each GPU, or for each core.
@@ -195,45 +170,23 @@ def run_on_ray(
         resources = ray.cluster_resources()
         gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
         actors = actors or gpus or max(cpus, 1)
-        blocks = max(1, min(-(-len(missing) // request.batch_size), 8 * actors))
+        blocks = min(-(-len(missing) // request.batch_size), _MOST_BLOCKS)
         rows = [{"input": pickle.dumps(item)} for item in missing]
-        ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+        results = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
             Worker,
-            fn_constructor_args=(sent, request.job.labels),
+            fn_constructor_args=(sent,),
             batch_size=request.batch_size,
             compute=ray.data.ActorPoolStrategy(size=actors),
             num_gpus=1 if gpus else 0,
             num_cpus=max(1, cpus // actors) if gpus else 1,
-        ).write_parquet(str((run.folder / _PARTS).absolute()))
+        )
+        for record in results.iter_rows():
+            result = pickle.loads(record["result"])
+            if isinstance(result, VitflowError):
+                raise result
+            run.put([result])
+            tally.row(result[0])
     finally:
         logger.setLevel(level)
         if started:
             ray.shutdown()
-        take_parts(run, tally)
-
-
-def take_parts(run: "Run", tally: "Tally | None" = None) -> None:
-    """Copy the rows and maps written by Ray to the store of a run, and remove their files.
-
-    Raises:
-        VitflowError: the cluster reported that no image can be explained.
-    """
-    pyarrow, parquet = load_pyarrow()
-    stopped: Row = {}
-    for path in sorted((run.folder / _PARTS).glob("*.parquet")):
-        with suppress(pyarrow.ArrowInvalid, OSError):  # truncated by a killed worker: its rows are recomputed
-            for record in parquet.read_table(path).to_pylist():
-                row = json.loads(record["row"])
-                if row["status"] == "stopped":
-                    stopped = row
-                    continue
-                labels = [name.removeprefix("grid_") for name in record if name.startswith("grid_")]
-                packed = {label: [record[name] for name in grid_columns(label)] for label in labels}
-                grids = {label: unpack_half(*values) for label, values in packed.items() if values[0]}
-                run.put([(row, {label: grid for label, grid in grids.items() if grid is not None})])
-                if tally is not None:
-                    tally.row(row)
-            run.finish()
-    shutil.rmtree(run.folder / _PARTS, ignore_errors=True)
-    if stopped:
-        raise getattr(errors, stopped["error"], VitflowError)(stopped["message"])

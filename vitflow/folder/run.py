@@ -3,11 +3,9 @@
 import itertools
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -15,7 +13,7 @@ from typing import Any, Unpack
 import numpy as np
 from torch import nn
 
-from vitflow.errors import OptionError, VitflowWarning
+from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import is_slow
@@ -24,16 +22,15 @@ from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.files import is_remote, remove_inside
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.draw import SHOWN, Thumbnails, report_run, show_run
+from vitflow.folder.draw import SHOWN, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
-from vitflow.folder.plan import Input, clear_outputs, done_before, list_inputs
-from vitflow.folder.ray_engine import Request, check_engine, run_on_ray, take_parts
+from vitflow.folder.plan import Input, Listing, clear_outputs, is_done, list_inputs
+from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
 from vitflow.folder.work import (
     Job,
     auto_batch,
     check_target,
     compute_maps,
-    cost_of,
     draw_files,
     explainer_for,
     make_job,
@@ -60,7 +57,7 @@ class FolderSummary:
         explained: the number of explained images.
         failed: the number of images with an error in their row.
         kept: the number of explained images from earlier runs.
-        seconds: duration of this run.
+        seconds: duration of this run, without listing the inputs and loading the model.
         report: path of the report's first page, if requested.
     """
 
@@ -93,80 +90,52 @@ class FolderSummary:
         return (row for row in self if row["status"] == "failed")
 
 
-class FolderRun:
-    """Driver of all runs over folders: list the inputs, open the store, resume, and write the manifest and run.json.
+def run_folder(
+    listing: Listing,
+    fingerprint: Mapping[str, Any],
+    endings: Sequence[str],
+    explain: Callable[[Run, list[Input], set[str], Tally], None],
+    write: Callable[[Run], tuple[Path, Path | None]],
+    *,
+    overwrite: bool,
+    max_pixels: int,
+    progress: Callable[[RunProgress], None] | None,
+    command: Sequence[str] | None,
+    **settings: Any,
+) -> FolderSummary:
+    """Explain the inputs that earlier runs have not explained, and write the manifest and run.json.
 
-    Nothing is written before `work`, so that a model can be loaded first.
+    Args:
+        listing: the inputs and the output folder.
+        fingerprint: everything that the rows depend on.
+        endings: suffixes of an input's stem, one for each of its files.
+        explain: adds a row to the run for each input whose key is in the set of missing keys.
+        write: writes the manifest and, if requested, the report, and returns their paths.
+        overwrite, max_pixels, progress, command: as for `explain_folder`.
+        settings: further options, for run.json.
     """
-
-    def __init__(
-        self,
-        source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-        output: str | os.PathLike[str],
-        *,
-        overwrite: bool,
-        max_pixels: int,
-        progress: Callable[[RunProgress], None] | None,
-        command: Sequence[str] | None,
-        **selection: Any,
-    ) -> None:
-        self._clock = time.perf_counter()
-        if is_remote(output):
-            raise OptionError(
-                f"Expected a local output folder, got the URL {os.fspath(output)!r}: a run is a SQLite file, which "
-                "requires a disk. Copy the folder there afterwards."
-            )
-        check_at_least(1, limit=selection["limit"])
-        self.folder, self._selection = Path(output), selection
-        self.listing = list_inputs(source, self.folder, **selection)
-        self._overwrite, self._max_pixels, self._progress, self._command = overwrite, max_pixels, progress, command
-
-    def work(
-        self,
-        fingerprint: Mapping[str, Any],
-        endings: Sequence[str],
-        explain: Callable[[Run, list[Input], set[str], Tally], None],
-        write: Callable[[Run], tuple[Path, Path | None]],
-        recover: Callable[[Run], None] = lambda _: None,
-        **settings: Any,
-    ) -> FolderSummary:
-        """Explain the inputs that earlier runs have not explained, and write the manifest and run.json.
-
-        Args:
-            fingerprint: everything that the rows depend on.
-            endings: suffixes of an input's stem, one for each of its files.
-            explain: adds a row to the run for each input whose key is not in the set of finished keys.
-            write: writes the manifest and, if requested, the report, and returns their paths.
-            recover: adds rows to the run that a killed run has left elsewhere.
-            settings: further options, for run.json.
-        """
-        clear = partial(clear_outputs, listing=self.listing, endings=endings, overwrite=self._overwrite)
-        with Run(self.folder, fingerprint, max_pixels=self._max_pixels, overwrite=self._overwrite, clear=clear) as run:
-            inputs = self.listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows()})
-            recover(run)
-            done = done_before(inputs, run)
-            tally = Tally(self._progress, len(inputs), len(done))
-            if len(done) < len(inputs):
-                explain(run, inputs, done, tally)
-            totals = run.finish()
-            with finishing(self.folder):
-                table, page = write(run)
-                seconds, now = time.perf_counter() - self._clock, totals["explained"] - len(done)
-                times = {
-                    "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
-                    "seconds": round(seconds, 3),
-                    "explained_by_this_run": now,
-                    "images_per_second": round(now / seconds, 3),
-                }
-                run.write_summary(self._selection | settings, totals, times, self._command)
-        return FolderSummary(self.folder, table, **totals, kept=len(done), seconds=seconds, report=page)
-
-
-def check_at_least(least: int, **numbers: int | None) -> None:
-    """Raise OptionError for a number below the minimum."""
-    for name, value in numbers.items():
-        if value is not None and value < least:
-            raise OptionError(f"Expected {name} of at least {least}, got {value}.")
+    started, clock, folder = datetime.now(UTC), time.perf_counter(), listing.output
+    clear = partial(clear_outputs, listing=listing, endings=endings, overwrite=overwrite)
+    with Run(folder, fingerprint, max_pixels=max_pixels, overwrite=overwrite, clear=clear) as run:
+        inputs = listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows()})
+        by_key = {item.key: item for item in inputs}
+        missing = run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, folder))
+        kept = len(inputs) - len(missing)
+        tally = Tally(progress, len(inputs), kept)
+        if missing:
+            explain(run, inputs, set(missing), tally)
+        totals = run.finish()
+        with finishing(folder):
+            table, page = write(run)
+            seconds, now = time.perf_counter() - clock, totals["explained"] - kept
+            times = {
+                "started": started.isoformat(timespec="seconds"),
+                "seconds": round(seconds, 3),
+                "explained_by_this_run": now,
+                "images_per_second": round(now / seconds, 3),
+            }
+            run.write_summary(settings, totals, times, command)
+    return FolderSummary(folder, table, **totals, kept=kept, seconds=seconds, report=page)
 
 
 @takes_method_options
@@ -228,9 +197,9 @@ def explain_folder(
         report: also write an HTML report; not for a URL.
         max_pixels: images with more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
-        engine: "local", or "ray" for a cluster whose machines can all access the source and the output. It computes the
-            same rows and maps without overlays, and does not support `save_map`, `workers` or `report`: use `draw_run`
-            and `vitflow report` afterwards.
+        engine: "local", or "ray" for a cluster whose machines can all access the source. It computes the same rows and
+            maps without overlays, and does not support `save_map`, `workers` or `report`: use `draw_run` and
+            `vitflow report` afterwards.
         address: address of the cluster; by default, Ray is started on this machine, unless it is already running.
         actors: processes of the cluster, each with a model; by default one for each GPU, or for each core.
         progress: called for each finished image, and on progress of slow methods.
@@ -255,46 +224,43 @@ def explain_folder(
         raise OptionError(f"Expected a manifest of {', '.join(MANIFEST_FORMATS)}, got {manifest!r}.")
     if manifest.startswith("parquet"):
         load_pyarrow()
-    check_at_least(1, batch_size=batch_size)
-    check_at_least(0, workers=workers)
+    for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0)):
+        if value is not None:
+            whole_number(name, value, least)
     explainer = model if isinstance(model, Explainer) else None
     if methods is None and callable(model) and not isinstance(model, nn.Module):
         explainer = explainer_for(model)  # its outputs determine the default method
-    asks = explainer is not None and explainer.asks(target)
+    has_target = explainer is not None and explainer.has_target(target)
     overlays = overlays and engine == "local"
     job = make_job(
-        methods, options, target=target, drawing=drawing, format=format, save_map=save_map, overlays=overlays, asks=asks
+        methods,
+        options,
+        target=target,
+        drawing=drawing,
+        format=format,
+        save_map=save_map,
+        overlays=overlays,
+        has_target=has_target,
     )
     drawn = {name: value for name, value in job.drawing.items() if name != "interpolation"}
     blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawn)  # raises for invalid options
     # Report errors of the sources before loading a model.
-    driver = FolderRun(
-        source,
-        output,
-        recursive=recursive,
-        glob=glob,
-        limit=limit,
-        overwrite=overwrite,
-        max_pixels=max_pixels,
-        progress=progress,
-        command=command,
-    )
-    folder, root = driver.folder, driver.listing.root
-    if report and is_remote(root):
+    selection: dict[str, Any] = {"recursive": recursive, "glob": glob, "limit": limit}
+    listing = list_inputs(source, output, **selection)
+    if report and is_remote(listing.root):
         raise OptionError("A report links local files, so it does not support a URL as source: omit the report.")
     explainer = explainer or explainer_for(model)
     check_target(job, explainer)
     known = explainer.fingerprint()
 
-    def explain(run: Run, inputs: list[Input], done: set[str], tally: Tally) -> None:
-        missing = [item for item in inputs if item.key not in done]
-        if (cost := cost_of(job, explainer, len(missing))) is not None:
-            warnings.warn(cost, VitflowWarning, stacklevel=5)
+    def explain(run: Run, inputs: list[Input], missing: set[str], tally: Tally) -> None:
         size = batch_size or auto_batch(explainer)
+        wanted = [item for item in inputs if item.key in missing]
         if engine == "ray":
-            run_on_ray(missing, Request(model, known, job, size, max_pixels), run, tally, address, actors)
+            run_on_ray(wanted, Request(model, known, job, size, max_pixels), run, tally, address, actors)
             return
-        with DecoderPool(_processes(missing, workers), max_pixels=max_pixels) as decoders:
+        channels = explainer.spec.channels
+        with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels, channels=channels) as decoders:
             Pipeline(
                 partial(compute_maps, job=job),
                 partial(draw_files, job=job),
@@ -304,16 +270,25 @@ def explain_folder(
                 batch_size=size,
                 explainer=explainer,
                 slow=sum(is_slow(item.name) for item in job.methods),
-                on_pixels=None if photographs is None else photographs.add,
-            ).run(inputs, done)
+            ).run(inputs, missing)
 
     def write(run: Run) -> tuple[Path, Path | None]:
         table = _write_manifest(run, manifest, job)
-        return table, report_run(folder, thumbnails=photographs) if report else None
+        return table, report_run(run.folder) if report else None
 
-    with closing(Thumbnails(folder)) if report else nullcontext() as photographs:
-        recover = {"recover": take_parts} if engine == "ray" else {}
-        return driver.work(_fingerprint(root, job, known), job.endings, explain, write, manifest=manifest, **recover)
+    return run_folder(
+        listing,
+        _fingerprint(listing.root, job, known),
+        job.endings,
+        explain,
+        write,
+        overwrite=overwrite,
+        max_pixels=max_pixels,
+        progress=progress,
+        command=command,
+        manifest=manifest,
+        **selection,
+    )
 
 
 def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,11 +297,11 @@ def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any
     return run_fingerprint("folder", {"root": root}, model, job.methods, drawn)
 
 
-def _processes(missing: Sequence[Input], workers: int | None) -> int:
+def _processes(inputs: Sequence[Input], workers: int | None) -> int:
     """Return the number of processes that read images."""
-    cores, remote = os.cpu_count() or 2, is_remote(missing[0].path)  # reading a URL is mostly waiting
+    cores, remote = os.cpu_count() or 2, is_remote(inputs[0].path)  # reading a URL is mostly waiting
     count = workers if workers is not None else 8 if remote else min(8, max(1, cores // 2))
-    return min(count, max(8, cores) if remote else cores, len(missing))
+    return min(count, max(8, cores) if remote else cores, len(inputs))
 
 
 def _write_manifest(run: Run, format: str, job: Job) -> Path:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from PIL import Image
 from torch import nn
 
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.captions import duration
 from vitflow.explaining.choices import ChosenMethod, check_methods, has_targets
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
@@ -32,15 +32,10 @@ from vitflow.explaining.targets import (
 )
 from vitflow.files import in_file_name
 from vitflow.folder.decoders import Decoded
+from vitflow.folder.plan import Input
 from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
-from vitflow.methods.cells import cell_grid
 from vitflow.runs.batches import Batches
 from vitflow.runs.columns import Maps, Row, failed_row, rank_label
-
-# Maximal batch size of the forward pass that estimates a run's duration.
-_TIMED_IMAGES = 8
-#: Estimated seconds from which on a run warns of its cost.
-MIN_REPORTED_COST = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +80,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputImage:
-    """One image of a batch.
+    """An input and the result of reading it."""
 
-    Attributes:
-        key: its name in the manifest.
-        stem: the path of its files relative to the output folder, without their endings.
-        decoded: the result of reading it.
-        changed: modification time in nanoseconds, as listed by a store.
-    """
-
-    key: str
-    stem: str
+    item: Input
     decoded: Decoded
-    changed: int | None = None
 
     @property
-    def known(self) -> dict[str, Any]:
+    def known(self) -> Row:
         """The columns that describe its file."""
-        read = self.decoded
-        changed = self.changed if read.mtime_ns is None else read.mtime_ns
-        return {"input": self.key, "stem": self.stem, "size": read.size, "mtime_ns": changed, "sha256": read.sha256}
+        item, read = self.item, self.decoded
+        changed = item.listed[1] if item.listed is not None else read.mtime_ns
+        return {"input": item.key, "stem": item.stem, "size": read.size, "mtime_ns": changed, "sha256": read.sha256}
 
 
 def make_job(
@@ -116,11 +102,11 @@ def make_job(
     format: str = "jpg",
     save_map: bool = False,
     overlays: bool = True,
-    asks: bool = False,
+    has_target: bool = False,
 ) -> Job:
     """Complete and check the options of a run, before anything is loaded or read.
 
-    `asks` is True if the explained outputs are not the model's classes; it determines the default of `methods`.
+    `has_target` is True if the explained outputs are not the model's classes; it determines the default of `methods`.
 
     Raises:
         OptionError: unknown method, option or format, or a list of targets.
@@ -131,7 +117,7 @@ def make_job(
     one_class = target is None or isinstance(target, int | str)
     if not (contrasting or one_class):
         raise OptionError(f"Expected one class for all images, or 'top3', got {target!r}.")
-    chosen = check_methods(methods, options, asks=asks or has_targets(target))
+    chosen = check_methods(methods, options, has_target=has_target or has_targets(target))
     if contrasting:
         check_class_specific(chosen)
     for position, method in enumerate(chosen):
@@ -152,45 +138,6 @@ def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Expla
 def auto_batch(explainer: Explainer) -> int:
     """Return the default batch size: larger ones do not speed up a CPU, and 64 saturate a GPU."""
     return {"cuda": 64}.get(explainer.device.type, 16)
-
-
-def cost_of(job: Job, explainer: Explainer, count: int) -> str | None:
-    """Estimate the duration for `count` images with the methods that run the model many times; None if it is short.
-
-    The model is timed on grey images, on this machine.
-    """
-    masked = {method.name: method.options for method in job.methods if method.name in ("sampling", "consensus")}
-    hiding = next((method.options for method in job.methods if method.name == "occlusion"), None)
-    if not count or not (masked or hiding):
-        return None
-    height, width = explainer.spec.size
-    words, passes, batch_size = [], 0, 1
-    if hiding is not None:
-        size = explainer.spec.patch_size
-        patches = None if size is None else (height // size[0], width // size[1])
-        rows, cols = cell_grid(height, width, hiding["patch_size"], patches)
-        words.append("occlusion masks one patch at a time")
-        passes, batch_size = rows * cols * (1 + hiding["shifts"]), hiding["occlusion_batch"]
-    if masked:
-        largest = max(masked.values(), key=lambda options: options["masks"])
-        words.append(f"{' and '.join(masked)} mask{'s' if len(masked) == 1 else ''} patches {largest['masks']} times")
-        # Dropped tokens take no time; methods with the same masks share their passes.
-        passes += round(largest["masks"] * largest["keep"]) * (1 + largest["shifts"])
-        batch_size = max(batch_size, largest["occlusion_batch"])
-    grey = explainer.pixels(np.full((height, width, 3), 128, np.uint8))
-    batch = grey.expand(max(min(_TIMED_IMAGES, batch_size), 1), -1, -1, -1)
-    with torch.no_grad():
-        explainer.logits(batch)  # warm-up
-        started = time.perf_counter()
-        float(explainer.logits(batch).sum())  # waits for a GPU
-    seconds = (time.perf_counter() - started) / len(batch)
-    if seconds * passes * count < MIN_REPORTED_COST:
-        return None
-    total = f"{count * passes:,}".replace(",", " ")
-    return (
-        f"{'; '.join(words)}: {passes} passes per image, {total} in all, about "
-        f"{duration(seconds * passes * count)} ({duration(seconds)} each, measured on this machine)."
-    )
 
 
 def check_target(job: Job, explainer: Explainer) -> None:
@@ -219,21 +166,14 @@ def sides_of(job: Job) -> Target | list[Target]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageMaps:
-    """An image's maps by label, or its error."""
+    """An image's maps by label, and the time that they took."""
 
-    maps: Mapping[str, Saliency] = field(default_factory=dict)
-    error: str = ""
-    message: str = ""
+    maps: Mapping[str, Saliency]
     seconds: float = 0.0
 
-    @property
-    def grids(self) -> Maps:
-        """The grid of each map."""
-        return {label: saliency.grid for label, saliency in self.maps.items()}
 
-
-def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> list[ImageMaps]:
-    """Explain a batch; the error of an image becomes its result.
+def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> list[ImageMaps | Row]:
+    """Explain a batch; the result of an image that cannot be read or explained is its row.
 
     Raises:
         OptionError, UnsupportedModelError: no image can be explained with these options.
@@ -242,7 +182,7 @@ def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> li
     def explain(members: Sequence[InputImage]) -> list[ImageMaps]:
         started = time.perf_counter()
         arrays = [image.decoded.image for image in members if image.decoded.image is not None]
-        names = [printable(image.key) for image in members]
+        names = [printable(image.item.key) for image in members]
         explain_batch = partial(batches.explainer.explain_batch, methods=job.methods, targets=job.target)
         if batches.explainer.regions is None:
             flat = explain_batch(arrays, names=names)
@@ -255,9 +195,9 @@ def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> li
 
     results = batches.each([image for image in images if image.decoded.image is not None], explain, job.methods)
     return [
-        ImageMaps(error=image.decoded.error or "", message=image.decoded.message or "")
+        failed_row(image.known, image.decoded.error or "", image.decoded.message or "")
         if image.decoded.image is None
-        else _or_failed(next(results))
+        else _or_failed(image, next(results))
         for image in images
     ]
 
@@ -266,32 +206,30 @@ def _labelled(maps: Sequence[Saliency], job: Job) -> dict[str, Saliency]:
     """Return the maps of an image, in the order of methods and targets, by label."""
     if not job.ranks:
         return dict(zip(job.labels, maps, strict=True))
-    targets = {(each.score.index, each.facts.get("detection", {}).get("query")) for each in maps if each.class_specific}
-    by_label: dict[str, Saliency] = {}
-    rest = list(maps)
-    for chosen in job.methods:
-        count = len(targets) if rest[0].class_specific else 1
-        by_label |= {rank_label(chosen.label, rank): each for rank, each in enumerate(rest[:count], start=1)}
-        rest = rest[count:]
-    return by_label
+    by_method = groupby(maps, key=lambda saliency: (saliency.method, saliency.options))
+    return {
+        rank_label(chosen.label, rank): saliency
+        for chosen, (_, group) in zip(job.methods, by_method, strict=True)
+        for rank, saliency in enumerate(group, start=1)
+    }
 
 
-def _or_failed(result: ImageMaps | Exception) -> ImageMaps:
+def _or_failed(image: InputImage, result: ImageMaps | Exception) -> ImageMaps | Row:
     if isinstance(result, ImageMaps):
         return result
     message = str(result)
     if isinstance(result, torch.OutOfMemoryError):
         message = "Out of device memory with a batch size of 1: " + message.partition("\n")[0]
-    return ImageMaps(error=type(result).__name__, message=message)
+    return failed_row(image.known, result, message)
 
 
-def describe(image: InputImage, result: ImageMaps, job: Job) -> dict[str, Any]:
-    """Return an image's row without its files: status, score, facts, and the placement of its maps."""
-    if not result.maps:
-        return failed_row(image.known, result.error, result.message)
+def describe(image: InputImage, result: ImageMaps | Row, job: Job) -> tuple[Row, Maps]:
+    """Return an image's row without files (status, score, facts, placement of its maps), and its grids by label."""
+    if not isinstance(result, ImageMaps):
+        return result, {}
     first = next(iter(result.maps.values()))
     facts = {label: dict(saliency.facts) for label, saliency in result.maps.items()}
-    return image.known | {
+    row = image.known | {
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],
@@ -300,8 +238,12 @@ def describe(image: InputImage, result: ImageMaps, job: Job) -> dict[str, Any]:
         "facts": json.loads(json.dumps(facts, default=float)),
         "saturated_share": _saturated_share(facts),
         "placement": first.placement.to_dict(),
+        "outputs": {},
+        "maps": None,
+        "written": {},
         "seconds": round(result.seconds, 4),
     }
+    return row, {label: saliency.grid for label, saliency in result.maps.items()}
 
 
 def _score_columns(saliency: Saliency) -> dict[str, Any]:
@@ -315,29 +257,29 @@ def _ranked(maps: Mapping[str, Saliency], job: Job) -> dict[str, Any]:
     return {"ranks": [_score_columns(by_rank[rank]) for rank in sorted(by_rank)]} if by_rank else {}
 
 
-def draw_files(image: InputImage, result: ImageMaps, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
+def draw_files(image: InputImage, result: ImageMaps | Row, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
     """Return an image's row, its grids by label, and its files by path relative to the output folder."""
-    row = describe(image, result, job)
-    if not result.maps:
-        return row, {}, {}
+    row, grids = describe(image, result, job)
+    if not isinstance(result, ImageMaps):
+        return row, grids, {}
     started = time.perf_counter()
     files: dict[str, bytes] = {}
     outputs: dict[str, str] = {}
     saved: dict[str, str] = {}
     for label, saliency in result.maps.items():
         if job.overlays:
-            outputs[label] = f"{image.stem}-{in_file_name(label)}.{job.format}"
+            outputs[label] = f"{image.item.stem}-{in_file_name(label)}.{job.format}"
             files[outputs[label]] = encode_overlay(saliency.overlay(**job.drawing), job.format)
         if job.save_map:
-            saved[label] = f"{image.stem}-{in_file_name(label)}.npz"
-            files[saved[label]] = _encode_map(saliency)
+            saved[label] = f"{image.item.stem}-{in_file_name(label)}.npz"
+            files[saved[label]] = encode_maps(saliency.to_dict(), grid=saliency.grid, heatmap=saliency.heatmap)
     row |= {
         "outputs": outputs,
         "maps": saved or None,
         "written": {path: len(content) for path, content in files.items()},
         "seconds": round(result.seconds + time.perf_counter() - started, 4),
     }
-    return row, result.grids, files
+    return row, grids, files
 
 
 def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:
@@ -354,11 +296,9 @@ def encode_overlay(overlay: NDArray[np.uint8], format: str) -> bytes:
     return file.getvalue()
 
 
-def _encode_map(saliency: Saliency) -> bytes:
-    """Encode the .npz of `Saliency.save` without its duration, so that the bytes are reproducible."""
-    metadata = saliency.to_dict()
-    del metadata["seconds"]
+def encode_maps(metadata: Mapping[str, Any], **arrays: NDArray[Any]) -> bytes:
+    """Encode arrays and metadata as .npz, without the duration, so that the bytes are reproducible."""
+    text = json.dumps({name: value for name, value in metadata.items() if name != "seconds"}, ensure_ascii=False)
     file = io.BytesIO()
-    text = np.array(json.dumps(metadata, ensure_ascii=False))
-    np.savez_compressed(file, grid=saliency.grid, heatmap=saliency.heatmap, metadata=text)
+    np.savez_compressed(file, metadata=np.array(text), **arrays)  # type: ignore[arg-type]
     return file.getvalue()

@@ -1,6 +1,5 @@
-"""Charts of lines with bands, in colours for light and for dark paper, made with matplotlib."""
+"""Charts of lines with bands, and figures of clips, made with matplotlib."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,42 +8,25 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.gridspec import GridSpec
+from numpy.typing import NDArray
 
 from vitflow.errors import printable
 from vitflow.images import DPI
-from vitflow.images.typesetting import BODY, GREY, LEADING, MARGIN, SMALL, TITLE, QuietFigure, plain, wrap
+from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, QuietFigure, measure, plain, wrap
 
-
-@dataclass(frozen=True, slots=True)
-class Theme:
-    """Colours of a chart.
-
-    Attributes:
-        paper, ink, soft, rule: background, text, secondary text, lines.
-        bar, baseline: of methods and of baselines.
-        lines: colours of the methods, in order.
-    """
-
-    paper: str
-    ink: str
-    soft: str
-    rule: str
-    bar: str
-    baseline: str
-    lines: tuple[str, ...]
-
-
-# Okabe & Ito's colours, safe for colour-blind readers; white replaces black in the dark theme.
-_OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-LIGHT = Theme("#ffffff", "#1a1a1a", "#666666", "#c9c9c9", "#3d78b8", "#b4b4b4", (*_OKABE_ITO, "#000000"))
-DARK = Theme("#1b1d21", "#e8e7e3", "#9a9ba3", "#45484f", "#6ea6e6", "#6b6d75", ("#3ba0e0", *_OKABE_ITO[1:], "#ffffff"))
+# Colours of the axes, of the bars of methods and of baselines, and of lines: Okabe & Ito's, safe for the colour-blind.
+AXIS, BAR, BASELINE = "#c9c9c9", "#3d78b8", "#b4b4b4"
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-#: Approximate width of a character of a label in inches, and the maximum number of characters.
-PER_CHARACTER, MOST_CHARACTERS = 0.062, 44
+#: The width of a label in inches at most.
+MOST_WIDTH = 2.7
 _MOST_TICKS = 16
+# Sides of a clip's frame and height of its curve, in inches.
+_FRAME, _CURVE = 1.25, 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +79,11 @@ def draw_lines(
             number = [other.label for other in series if other.baseline == one.baseline].index(one.label)
             handles.setdefault(one.label, _draw_series(axes, one, number))
         style_axes(axes, title)
-        axes.set_xlabel(below, fontsize=TITLE, color=LIGHT.soft, parse_math=False)
+        axes.set_xlabel(below, fontsize=TITLE, color=GREY, parse_math=False)
         axes.margins(x=0.02)
-        axes.axhline(0, color=LIGHT.rule, linewidth=0.6, zorder=0)
+        axes.axhline(0, color=AXIS, linewidth=0.6, zorder=0)
         _mark(axes, sorted({x for one in series for x in one.x}), ticks)
-    plots[0].set_ylabel(y_label, fontsize=TITLE, color=LIGHT.soft, parse_math=False)
+    plots[0].set_ylabel(y_label, fontsize=TITLE, color=GREY, parse_math=False)
     plots[0].set_ylim(bottom=bottom)
     legend = figure.legend(
         handles.values(),
@@ -109,7 +91,7 @@ def draw_lines(
         loc="outside right center",
         frameon=False,
         fontsize=BODY,
-        labelcolor=LIGHT.ink,
+        labelcolor=INK,
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -120,10 +102,10 @@ def _draw_series(axes: Axes, series: Series, number: int) -> Any:
     """Draw a line with the style of its index among its kind."""
     x, y = (np.array(values, dtype=float) for values in (series.x, series.y))  # None becomes NaN
     if series.baseline:
-        look: dict[str, Any] = {"color": LIGHT.soft, "linestyle": _STYLES[1:][number % 3], "zorder": 1.9}
+        look: dict[str, Any] = {"color": GREY, "linestyle": _STYLES[1:][number % 3], "zorder": 1.9}
     else:
-        turn, place = divmod(number, len(LIGHT.lines))
-        look = {"color": LIGHT.lines[place], "linestyle": _STYLES[turn % len(_STYLES)]}
+        turn, place = divmod(number, len(LINES))
+        look = {"color": LINES[place], "linestyle": _STYLES[turn % len(_STYLES)]}
         look |= {"marker": _MARKERS[number % len(_MARKERS)], "markersize": 3.0}
     if len(series.spread):
         spread = np.nan_to_num(np.array(series.spread, dtype=float))
@@ -141,13 +123,13 @@ def _mark(axes: Axes, values: Sequence[float], words: Sequence[str]) -> None:
 
 
 def label_width(labels: Sequence[str]) -> float:
-    """Return the approximate width of the longest label, in inches."""
-    return min(max(map(len, labels)), MOST_CHARACTERS) * PER_CHARACTER
+    """Return the width of the longest label, in inches."""
+    return min(max(measure(label, BODY) for label in labels), MOST_WIDTH)
 
 
 def new_chart(size: tuple[float, float]) -> QuietFigure:
     """Return an empty figure of (width, height) in inches with automatic layout."""
-    return QuietFigure(figsize=size, dpi=DPI, layout="constrained", facecolor=LIGHT.paper)
+    return QuietFigure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
 
 
 def settled(figure: Figure) -> Figure:
@@ -177,20 +159,51 @@ def framed(figure: Figure, title: str, paragraphs: Iterable[str]) -> Figure:
 
 def style_axes(axes: Axes, title: str) -> None:
     """Set the title and the style of a panel."""
-    axes.set_facecolor(LIGHT.paper)
-    axes.set_title(printable(title, lines=True), fontsize=TITLE, loc="left", color=LIGHT.ink, parse_math=False)
-    axes.tick_params(labelsize=BODY, length=2.5, width=0.6, colors=LIGHT.soft, labelcolor=LIGHT.ink)
+    axes.set_facecolor("white")
+    axes.set_title(printable(title, lines=True), fontsize=TITLE, loc="left", color=INK, parse_math=False)
+    axes.tick_params(labelsize=BODY, length=2.5, width=0.6, colors=GREY, labelcolor=INK)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set(linewidth=0.6, color=LIGHT.rule)
+    axes.spines[["left", "bottom"]].set(linewidth=0.6, color=AXIS)
 
 
-def darkened(svg: bytes) -> bytes:
-    """Convert a chart from the light to the dark theme."""
-    pairs = {
-        light.lower().encode(): dark.lower().encode() for light, dark in zip(_colors(LIGHT), _colors(DARK), strict=True)
-    }
-    return re.sub(b"#[0-9a-f]{6}", lambda match: pairs.get(match[0], match[0]), svg)
+def draw_clip(
+    images: Mapping[int, NDArray[np.uint8]],
+    shares: NDArray[np.float64],
+    *,
+    title: str,
+    notes: Sequence[str],
+    span: int = 1,
+) -> Figure:
+    """Draw key frames above a curve of the shares of all frames.
 
-
-def _colors(theme: Theme) -> list[str]:
-    return [theme.paper, theme.ink, theme.soft, theme.rule, theme.bar, theme.baseline, *theme.lines]
+    Args:
+        images: overlays by the index of their frame, uint8 RGB [height, width, 3].
+        shares: share of each frame, [frames].
+        title: title of the figure.
+        notes: lines below it.
+        span: number of frames that each map and each share covers.
+    """
+    height, width = next(iter(images.values())).shape[:2]
+    frame = _FRAME * height / width
+    size = (max(len(images), 3) * _FRAME + 0.4, frame + _CURVE + 0.3)
+    figure = new_chart(size)
+    grid = GridSpec(2, len(images), figure=figure, height_ratios=[frame, _CURVE])
+    for column, (index, image) in enumerate(images.items()):
+        axes: Any = figure.add_subplot(grid[0, column])
+        axes.imshow(image, interpolation="nearest")
+        axes.set_axis_off()
+        start = index * span + 1
+        label = f"frame {start}" if span == 1 else f"frames {start}–{start + span - 1}"
+        axes.set_title(label, fontsize=BODY, color=GREY)
+    curve = figure.add_subplot(grid[1, :])
+    style_axes(curve, "")
+    places = np.arange(len(shares)) * span + 1
+    curve.plot(places, 100 * shares, color=BAR, marker="o", markersize=2.5, linewidth=1.2)
+    marked = [index * span + 1 for index in images]
+    curve.plot(marked, 100 * shares[list(images)], "o", color=LINES[1], markersize=4)
+    curve.axhline(100 / len(shares), color=AXIS, linewidth=0.6, zorder=0)
+    curve.set_ylim(0, 112 * max(shares.max(), 1 / len(shares)))
+    curve.set_xticks(marked)
+    curve.set_xlabel("frame", fontsize=TITLE, color=GREY)
+    curve.set_ylabel("share, %", fontsize=TITLE, color=GREY)
+    return framed(figure, title, notes)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.images import FITS, Fit
 
-CropMode = Literal["center", "squash", "border", "patches"]
+CropMode = Literal["center", "squash", "border", "patches", "corner"]
 # Those of timm.
 CROP_MODES: tuple[CropMode, ...] = ("center", "squash", "border")
 FILTERS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
@@ -149,8 +149,9 @@ def place(
             whole image to the input size, whatever its aspect; "pad" keeps the aspect and pads; "native" keeps the
             aspect with about as many patches as input_size has, each side rounded to whole patches.
         crop_pct: share of the resized image that is cropped out; for "crop" only.
-        crop_mode: timm's "center", "squash" or "border", or "patches": the largest size of nearly the image's aspect
-            that has no more whole patches than input_size, each side rounded up; for "crop" only.
+        crop_mode: timm's "center", "squash" or "border"; "patches": the largest size of nearly the image's aspect
+            that has no more whole patches than input_size, each side rounded up; or "corner": the whole image at the
+            top left, padded with black below or to the right, as by OWLv2. For "crop" only.
         patch_size: side of a patch, or (height, width) of it; for "native" and "patches" only.
 
     Raises:
@@ -175,6 +176,8 @@ def place(
     if crop_mode == "patches":
         most = _most_patches(image_size, input_size, patch_size)
         return Placement(image_size, most, (0, 0), most)
+    if crop_mode == "corner":
+        return replace(_border(image_size, input_size, input_size), offset=(0, 0), padding="black")
     return _place_like_timm(image_size, input_size, crop_pct, crop_mode)
 
 

@@ -107,11 +107,13 @@ class Pen:
         placement = replace(placement, image_size=photograph.shape[:2])
         heatmap = upsample(grid, placement, interpolation=self.interpolation, image=photograph)
         drawn = overlay.blend(photograph, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
-        if box is not None:
-            down, across = photograph.shape[0] / image.shape[0], photograph.shape[1] / image.shape[1]
-            if not isinstance(box, np.ndarray):
-                box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
-            mark(drawn, box)
+        _mark_scaled(drawn, image, box)
+        return drawn
+
+    def marked_photograph(self, image: NDArray[np.uint8], box: Box | NDArray[np.bool_] | None) -> NDArray[np.uint8]:
+        """Draw an image at the size in the figure, with a box or region."""
+        drawn = self.photograph(image)
+        _mark_scaled(drawn, image, box)
         return drawn
 
     def colours(
@@ -171,6 +173,15 @@ def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DP
     high, wide = image_size
     scale = min(width * dpi / wide, 1.2 * width * dpi / high)
     return max(round(high * scale), 1), max(round(wide * scale), 1)
+
+
+def _mark_scaled(drawn: NDArray[np.uint8], image: NDArray[np.uint8], box: Box | NDArray[np.bool_] | None) -> None:
+    """Mark a box or region of an image, if any, in a drawing of another size."""
+    if box is not None:
+        down, across = drawn.shape[0] / image.shape[0], drawn.shape[1] / image.shape[1]
+        if not isinstance(box, np.ndarray):
+            box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
+        mark(drawn, box)
 
 
 def mark(image: NDArray[np.uint8], box: Box | NDArray[np.bool_] | None) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from vitflow.errors import ImageError, ShapeError, VitflowError
+from vitflow.errors import ImageError, ShapeError, VitflowError, load_extra
 from vitflow.files import is_file, is_folder, is_remote, is_there, write_atomically
 from vitflow.images import WRITE_OPTIONS
 
@@ -180,11 +180,10 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         with write_atomically(target) as file:
             Image.fromarray(array).save(file, **options)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None)  # the rest of the error names the unfinished file
-        remedy = "Choose another place, or make room and allow writing there" if reason else "Choose another format"
+        reason = getattr(error, "strerror", None) or error  # the rest of the error names the unfinished file
+        size = f"{array.shape[1]} × {array.shape[0]} pixels"
         raise ImageError(
-            f"Could not write {image_name(path)!r}, an image of {array.shape[1]} × {array.shape[0]} pixels (width × "
-            f"height) in {str(target.parent)!r}: {reason or error}. {remedy}."
+            f"Could not write {image_name(path)!r} ({size}) in {str(target.parent)!r}: {reason}."
         ) from error
 
 
@@ -205,20 +204,12 @@ def image_name(source: object) -> str:
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
     """Open an image in one of the supported formats; Pillow tries no others."""
-    Image.preinit()  # the usual formats; all the others take time to load
-    try:
-        return Image.open(_readable(source), formats=_known_formats())
-    except UnidentifiedImageError:
-        Image.init()
-        return Image.open(_readable(source), formats=_known_formats())
-
-
-def _readable(source: str | os.PathLike[str] | bytes) -> io.BytesIO | Path:
-    return io.BytesIO(source) if isinstance(source, bytes) else Path(source)
+    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_known_formats())
 
 
 def _known_formats() -> list[str]:
-    """Return the supported formats that this release of Pillow reads, with its loaded plugins."""
+    """Return the supported formats that this release of Pillow reads."""
+    Image.init()
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
@@ -257,10 +248,7 @@ def _eight_bits(image: Image.Image, name: str) -> NDArray[np.uint8]:
         return (values >> 8).astype(np.uint8)
     largest = float(values.max())
     if not np.isfinite(values).all():
-        raise ImageError(
-            f"Expected finite pixel values in {name!r}, got NaN or infinity in a 32-bit float image. "
-            f"Replace them (for example by np.nan_to_num) and pass the array, scaled to 0 … 1."
-        )
+        raise ImageError(f"Expected finite pixel values in {name!r}, got NaN or infinity: pass an array without them.")
     scales = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
     full = next((scale for scale in scales if largest <= scale), max(2.0**32 - 1, largest))
     return np.clip(np.rint(values.astype(np.float64) * (255.0 / full)), 0, 255).astype(np.uint8)
@@ -295,39 +283,82 @@ def _from_array(array: NDArray[Any]) -> NDArray[np.uint8]:
     return _over_white(array) if array.shape[2] == 4 else array.copy(order="C")
 
 
-def read_bands(source: ImageSource, channels: int) -> NDArray[np.float32]:
+def read_channels(source: ImageSource, channels: int, **options: Any) -> NDArray[Any]:
+    """Read an image by `read_image` for 1 or 3 channels, otherwise by `read_bands`, with their options."""
+    return read_image(source, **options) if channels in (1, 3) else read_bands(source, channels, **options)
+
+
+def read_bands(
+    source: ImageSource, channels: int, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None
+) -> NDArray[np.float32]:
     """Read an image with any number of channels, in its own units: float32 [height, width, channels].
 
     Args:
-        source: an array [height, width, channels], or the path of an array in a `.npy` file.
+        source: an array [height, width, channels], or the path of a TIFF file or of an array in a `.npy` file.
         channels: the number of channels that the model requires.
+        max_pixels: refuse files with more pixels than this.
+        content: the bytes of the file at the path, if they are already read.
 
     Raises:
         ShapeError: another shape, values that are not numbers, or values that are not finite.
-        ImageError: the file cannot be read.
+        ImageError: the file cannot be read, or is too large.
 
     >>> read_bands(np.zeros((8, 9, 13), np.uint16), 13).shape
     (8, 9, 13)
     """
-    expected = f"an array [height, width, {channels}], as the model requires images of {channels} channels"
     if isinstance(source, str | os.PathLike):
-        if Path(source).suffix.lower() != ".npy":
-            raise ImageError(f"Expected {expected}, or a .npy file with one, got {image_name(source)!r}.")
-        _check_file(Path(source))
-        try:
-            source = np.load(source, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise ImageError(f"Could not read {image_name(source)!r}: {error}") from error
-    if not isinstance(source, np.ndarray) or source.ndim != 3 or source.shape[2] != channels or not source.size:
-        given = f"shape {source.shape}" if isinstance(source, np.ndarray) else f"{type(source).__name__}"
-        first = isinstance(source, np.ndarray) and source.ndim == 3 and source.shape[0] == channels
-        remedy = " Put the channels last: array.transpose(1, 2, 0)." if first else ""
-        raise ShapeError(f"Expected {expected}, got {given}.{remedy}")
+        return _stored_bands(source, channels, max_pixels, content)
+    if not isinstance(source, np.ndarray):
+        raise ShapeError(f"Expected {_bands_in_words(channels)}, got {type(source).__name__}.")
+    _check_bands(source.shape, channels)
     if source.dtype.kind not in "uif" or not np.isfinite(source).all():
         raise ShapeError(
             f"Expected finite numbers, got {source.dtype} with other values. Replace NaN, as by nan_to_num."
         )
     return np.ascontiguousarray(source, dtype=np.float32)
+
+
+def _stored_bands(
+    path: str | os.PathLike[str], channels: int, max_pixels: int, content: bytes | None
+) -> NDArray[np.float32]:
+    """Read the channels of a file; its size is checked before its values are read."""
+    name, suffix = image_name(path), Path(path).suffix.lower()
+    if suffix not in (".npy", ".tif", ".tiff"):
+        raise ImageError(f"Expected {_bands_in_words(channels)}, or a .npy or TIFF file with one, got {name!r}.")
+    if content is None:
+        _check_file(Path(path))
+    file: Any = path if content is None else io.BytesIO(content)
+    try:
+        if suffix == ".npy":
+            array: NDArray[Any] = np.load(file, mmap_mode="r" if content is None else None, allow_pickle=False)
+            _check_bands(array.shape, channels, name, max_pixels)
+            return read_bands(array, channels)
+        tifffile = load_extra("tifffile", f"Reading {name!r} as an image of {channels} channels", "tiff", ImageError)
+        with tifffile.TiffFile(file) as opened:
+            image = opened.series[0]  # the finest resolution
+            first = len(image.shape) == 3 and image.shape[0] == channels and image.axes[-1] != "S"
+            _check_bands((*image.shape[1:], channels) if first else image.shape, channels, name, max_pixels)
+            array = image.asarray()
+        return read_bands(np.moveaxis(array, 0, 2) if first else array, channels)
+    except VitflowError:
+        raise
+    except Exception as error:  # a malformed file makes the decoders raise nearly anything
+        raise ImageError(f"Could not read {name!r}: {error or type(error).__name__}") from error
+
+
+def _bands_in_words(channels: int) -> str:
+    return f"an array [height, width, {channels}], as the model requires images of {channels} channels"
+
+
+def _check_bands(shape: tuple[int, ...], channels: int, name: str = "", max_pixels: int | None = None) -> None:
+    """Raise an error unless a shape is [height, width, channels], with at most `max_pixels` pixels."""
+    if len(shape) != 3 or shape[2] != channels or 0 in shape:
+        first = len(shape) == 3 and shape[0] == channels
+        remedy = " Put the channels last: array.transpose(1, 2, 0)." if first else ""
+        of = f" in {name!r}" if name else ""
+        raise ShapeError(f"Expected {_bands_in_words(channels)}, got shape {shape}{of}.{remedy}")
+    if max_pixels is not None and shape[0] * shape[1] > max_pixels:
+        raise ImageError(_too_large(repr(name), max_pixels))
 
 
 def bands_in_colour(bands: NDArray[np.floating[Any]], channels: Sequence[int]) -> NDArray[np.uint8]:
@@ -368,23 +399,21 @@ def _check_file(path: Path) -> None:
 def _explain(
     source: str | os.PathLike[str] | bytes | Image.Image, error: Exception, max_pixels: int, kind: str = ""
 ) -> str:
-    """Say what was expected, what came and what to do about an image that could not be read."""
+    """Describe why an image could not be read, and the remedy."""
     from_file = isinstance(source, str | os.PathLike)
     name = f"{kind}{image_name(source)!r}" if from_file else f"the given {image_name(source)}"
     if isinstance(error, Image.DecompressionBombError):
-        return (
-            f"Expected {name} to have at most {max_pixels:,} pixels, got more. "
-            f"If you trust the file, raise the limit with max_pixels."
-        )
+        return _too_large(name, max_pixels)
     if isinstance(error, PermissionError):
         return f"Could not read {name}: {error.strerror}. Check who may read the file."
     if isinstance(error, UnidentifiedImageError):
-        Image.init()
-        known = _known_formats()
-        expected = f"Expected {name} to be an image ({', '.join(known)}), got "
-        on_disk = Path(source) if isinstance(source, str | os.PathLike) and is_file(source) else None
-        if source == b"" or (on_disk is not None and not on_disk.stat().st_size):
-            return f"{expected}an empty file (0 bytes): a copy or download that broke off. Get it anew."
-        newer = "" if "AVIF" in known else " AVIF is read with Pillow 11.3 or newer."
-        return f"{expected}something that Pillow cannot read as one of them. Convert it to PNG or JPEG.{newer}"
+        known = ", ".join(_known_formats())
+        return f"Expected {name} to be an image ({known}), got an empty or another file. Convert it to PNG or JPEG."
     return f"Could not read {name}: {error or type(error).__name__}. It is truncated or damaged; get it anew."
+
+
+def _too_large(name: str, max_pixels: int) -> str:
+    return (
+        f"Expected {name} to have at most {max_pixels:,} pixels, got more. "
+        f"If you trust the file, raise the limit with max_pixels."
+    )

@@ -1,6 +1,6 @@
-"""From patches to pixels: a map spread over the image that it belongs to, by the inverse of the preprocessing."""
+"""Upsampling of maps from patches to the pixels of the image, by the inverse of the preprocessing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.images import INTERPOLATIONS, Interpolation
 from vitflow.images.geometry import Placement, strips
-from vitflow.images.guided import guided
+
+_Array = NDArray[np.float32]
+
+#: Variance of the guide (brightness from 0 to 1) above which edges are kept; epsilon of He et al.
+EDGE = 1e-3
+# Corrections of the filter's input, and of its result, towards the means of the patches.
+_BEFORE, _AFTER = 3, 3
 
 _OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
 
@@ -23,17 +29,17 @@ def upsample(
     interpolation: Interpolation = "linear",
     image: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.float32]:
-    """Spread a map over patches to the pixels of the original image that the model saw.
+    """Upsample a map from patches to the pixels of the original image that the model saw.
 
-    The grid is resized to the model input, and that is carried back by the inverse of the resize and crop of the
-    preprocessing. Pixel centres correspond throughout; beyond the outermost patch centres the values stay constant.
+    The grid is resized to the model input, which is mapped back by the inverse of the resize and crop of the
+    preprocessing. Pixel centres are aligned; beyond the outermost patch centres the values are constant.
 
     Args:
         grid: one value per patch, [rows, cols].
-        placement: how the image became the model input.
-        interpolation: "linear" stays within the values of the grid; so does "smooth", without edges or corners but
-            with lower peaks; "cubic" is smooth and may overshoot; "nearest" gives each pixel the value of the patch in
-            which its centre lies; "guided" lets edges follow the image, and keeps the mean of each patch.
+        placement: position of the model input on the image.
+        interpolation: "linear" stays within the values of the grid; so does "smooth", a quadratic B-spline with lower
+            peaks; "cubic" is smooth and may overshoot; "nearest" gives each pixel the value of the patch that contains
+            its centre; "guided" aligns edges with those of the image, and keeps the mean of each patch.
         image: the image, uint8 RGB [height, width, 3], for "guided".
 
     Returns:
@@ -68,7 +74,7 @@ def upsample(
         if image is None or image.shape[:2] != placement.image_size:
             raise OptionError("interpolation='guided' requires the image, in the size of the placement.")
         smooth = partial(upsample, placement=placement, interpolation="smooth")
-        heatmap[top:bottom, left:right] = guided(
+        heatmap[top:bottom, left:right] = _guided(
             grid, lambda one: smooth(one)[top:bottom, left:right], image[top:bottom, left:right], rows, cols
         )
         return heatmap
@@ -96,14 +102,14 @@ def upsample(
 def lay_together(
     grids: Sequence[NDArray[np.floating[Any]]], placements: Sequence[Placement]
 ) -> tuple[NDArray[np.float32], Placement]:
-    """One map over a whole image of several that lie on parts of it, which may overlap: weights are added by area.
+    """Combine maps of parts of an image, which may overlap, into one map of the whole image.
 
-    Each patch spreads its weight evenly over where it lies; a cell of the new map, about as large as the smallest
-    patch, has what falls into it. The sum stays, but for what lies beyond the image.
+    The weight of each patch is distributed evenly over its area; cells of the new map are about as large as the
+    smallest patch. The sum is preserved, except for what is outside the image.
 
     Args:
         grids: maps [rows, cols].
-        placements: where each lies, all on the same image.
+        placements: their placements on the same image.
 
     >>> left, right = (Placement((2, 4), (2, 4), (0, x), (2, 2)) for x in (0, 2))
     >>> lay_together([np.array([[1.0]]), np.array([[2.0]])], [left, right])[0]
@@ -140,10 +146,10 @@ def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.flo
 
 
 def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Lines [patches, …] at places from 0 to 1 along their first axis, by the quadratic B-spline: [places, …].
+    """Interpolate [patches, …] at positions from 0 to 1 along the first axis by a quadratic B-spline: [positions, …].
 
-    Each is a weighted mean of the three next to its place; the outermost are continued outwards. As a product of
-    matrices, BLAS would spin after it.
+    Each value is a weighted mean of the three nearest patches; the outermost values continue outwards. No product of
+    matrices: the threads of BLAS would spin afterwards.
     """
     at = places * len(lines) - 0.5
     nearest = np.rint(at).astype(np.int64)
@@ -163,8 +169,94 @@ def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.flo
 
 
 def _patch_of_pixels(axis: int, first: int, last: int, count: int, placement: Placement) -> NDArray[np.int64]:
-    """Row (axis 0) or column (axis 1) of the patch in which the centre of each pixel from first to last lies."""
+    """Return the row (axis 0) or column (axis 1) of the patch that contains the centre of each pixel."""
     size, resized = placement.image_size[axis], placement.resized_size[axis]
     # In whole numbers, as Placement.seen_box does: (k + 1/2) · resized / size − offset, in units of patches.
     centres = (2 * np.arange(first, last, dtype=np.int64) + 1) * resized - 2 * size * placement.offset[axis]
     return centres * count // (2 * size * placement.input_size[axis])
+
+
+def _guided(
+    grid: NDArray[np.floating[Any]],
+    smooth: Callable[[NDArray[np.floating[Any]]], _Array],
+    image: NDArray[np.uint8],
+    rows: NDArray[np.int64],
+    cols: NDArray[np.int64],
+) -> _Array:
+    """Upsample a map so that its edges follow the image, and each patch keeps its mean.
+
+    The guided filter of He, Sun & Tang (TPAMI 2013) with the image's brightness as guide, box filters that reach half a
+    patch to each side, and the smooth upsampling as input. What the filter moves out of a patch is brought back: by
+    smooth corrections of its input, then of its result, and the rest by a constant for each patch. The map itself has
+    no such detail.
+
+    Args:
+        grid: the map, [rows, cols].
+        smooth: upsamples such a grid to float32 [height, width].
+        image: the part of the image that the model saw, uint8 RGB [height, width, 3].
+        rows, cols: the patch row of each pixel row, [height], and the patch column of each pixel column, [width].
+
+    Returns:
+        float32 [height, width].
+    """
+    guide = np.asarray(cv2.cvtColor(np.ascontiguousarray(image), cv2.COLOR_RGB2GRAY) / 255, dtype=np.float32)
+    radius = (_radius(rows), _radius(cols))
+    follow, sharpen = _filter(guide, radius), _sharpening(grid.shape)
+    given = smooth(sharpen(grid))
+    result = follow(given)
+    for _ in range(_BEFORE):
+        given = given + smooth(sharpen(grid - _means(result, rows, cols, grid)))
+        result = follow(given)
+    for _ in range(_AFTER):
+        result = result + smooth(sharpen(grid - _means(result, rows, cols, grid)))
+    rest = grid - _means(result, rows, cols, grid)
+    return np.asarray(result + rest[np.ix_(rows, cols)], dtype=np.float32)
+
+
+def _radius(patches: NDArray[np.int64]) -> int:
+    """Return half the side of a patch in pixels, at least 1."""
+    return max(1, round(len(patches) / len(np.unique(patches)) / 2))
+
+
+def _sharpening(shape: tuple[int, ...]) -> Callable[[NDArray[np.floating[Any]]], NDArray[np.floating[Any]]]:
+    """Return a function of a grid whose smooth upsampling has the means of the grid, for patches of equal size.
+
+    The mean of the quadratic B-spline over a patch is 2/3 of its value and 1/6 of the values on both sides.
+    """
+    means = []
+    for count in shape:
+        matrix = (np.eye(count, k=-1) + 4 * np.eye(count) + np.eye(count, k=1)) / 6
+        matrix[0, 0] += 1 / 6  # the outermost values continue outwards
+        matrix[-1, -1] += 1 / 6
+        means.append(matrix)
+    return lambda grid: np.linalg.solve(means[0], np.linalg.solve(means[1], grid.T).T).astype(np.float32)
+
+
+def _filter(guide: _Array, radius: tuple[int, int]) -> Callable[[_Array], _Array]:
+    """Return the guided filter of a guide: input → mean(a) · guide + mean(b), with a and b fitted in each box."""
+    size = 2 * radius[1] + 1, 2 * radius[0] + 1
+
+    def summed(values: _Array) -> _Array:
+        return np.asarray(cv2.boxFilter(values, -1, size, normalize=False, borderType=cv2.BORDER_CONSTANT))
+
+    count = summed(np.ones_like(guide))
+    average = summed(guide) / count
+    variance = summed(guide * guide) / count - average * average
+
+    def follow(values: _Array) -> _Array:
+        level = summed(values) / count
+        slope = (summed(guide * values) / count - average * level) / (variance + np.float32(EDGE))
+        offset = level - slope * average
+        return np.asarray((summed(slope) * guide + summed(offset)) / count, dtype=np.float32)
+
+    return follow
+
+
+def _means(
+    values: _Array, rows: NDArray[np.int64], cols: NDArray[np.int64], grid: NDArray[np.floating[Any]]
+) -> NDArray[np.floating[Any]]:
+    """Return the mean of the pixels of each patch, [rows, cols]; for a patch without pixels its value in the grid."""
+    down, across = (np.arange(count)[:, None] == of for count, of in zip(grid.shape, (rows, cols), strict=True))
+    pixels = np.outer(down.sum(axis=1), across.sum(axis=1))
+    sums = down.astype(np.float64) @ values @ across.T.astype(np.float64)
+    return np.where(pixels > 0, sums / np.maximum(pixels, 1), grid).astype(np.float32)

@@ -22,7 +22,8 @@ _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
 #: Name of a readout that is taken from the attention of a pooling head.
 ATTENTION_POOLING = "attention pooling"
 _CLASS_TOKEN = "class token"
-_TOKEN_MEAN = "average over all tokens"
+#: Name of a readout that includes the prefix tokens.
+ALL_TOKENS = "average over all tokens"
 # Names of the logits in outputs with fields, in order of preference.
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
 
@@ -219,7 +220,7 @@ def closed_readouts(model: nn.Module, layout: TokenLayout, pooling_attention: Te
         declared = ClosedReadout(weights, ATTENTION_POOLING, "pooling")
     else:
         declared = _closed_readout(pooling or _timm_pooling(model, layout), layout)
-    common = [PATCH_MEAN, *([_CLASS_TOKEN, _TOKEN_MEAN] if layout.num_prefix_tokens else [])]
+    common = [PATCH_MEAN, *([_CLASS_TOKEN, ALL_TOKENS] if layout.num_prefix_tokens else [])]
     return [declared, *(_closed_readout(name, layout) for name in common if name != declared.name)]
 
 

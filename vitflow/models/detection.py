@@ -3,7 +3,7 @@
 Recognised by their fields, so that no library is imported: detectors in the format of DETR (DETR, Conditional DETR,
 YOLOS and others of transformers, and models that return `pred_logits` and `pred_boxes`), and segmentation by logits per
 pixel (SegFormer, DPT, UperNet, BEiT, torchvision, a tensor [batch, classes, height, width]) or by queries (MaskFormer,
-Mask2Former).
+Mask2Former). OWL-ViT and OWLv2 detect what prompts name; `PromptedDetector` fixes the prompts.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,54 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.models.anatomy import in_words
+from vitflow.models.libraries import embedding_of, without
+from vitflow.models.pairs import Prompts, embedded, is_prompted_detector, text_encoder
 
 #: Name of the last class of a detector with a softmax.
 NO_OBJECT = "no object"
 _DEFORMABLE = "deformable"
+
+
+class PromptedDetector(nn.Module):
+    """OWL-ViT or OWLv2 of transformers with fixed prompts: maps images to logits and boxes in the format of DETR.
+
+    There is a detection for each patch of the image, with a logit for each prompt.
+
+    Args:
+        model: the model, of which the text encoder is left out.
+        prompts: the prompts, embedded once.
+
+    Raises:
+        UnsupportedModelError: the model is not such a detector.
+        ModelError: its tokenizer is not available.
+    """
+
+    vectors: Tensor
+
+    def __init__(self, model: nn.Module, prompts: Prompts) -> None:
+        super().__init__()
+        embedding = embedding_of(model)
+        if not is_prompted_detector(model) or embedding is None:
+            raise UnsupportedModelError(
+                f"boxes(prompts=…) requires OWL-ViT or OWLv2 of transformers, got {type(model).__name__}: leave out "
+                "prompts, and name a class of the model by target= (--class)."
+            )
+        owner: Any = model
+        prefix = owner.base_model_prefix
+        with torch.inference_mode(False), torch.no_grad():
+            encoder = text_encoder(getattr(owner, prefix), prompts.processor)
+            vectors = embedded(encoder, prompts.texts, prompts.templates)
+        self.model: Any = without(model, f"{prefix}.text_model")
+        self.register_buffer("vectors", vectors.to(next(model.parameters())))
+        self._size = embedding.image_size
+
+    def forward(self, pixels: Tensor) -> dict[str, Tensor]:
+        """Return the logits [batch, patches, prompts] and pred_boxes [batch, patches, 4] of images."""
+        other = {"interpolate_pos_encoding": True} if tuple(pixels.shape[-2:]) != self._size else {}
+        grid, _ = self.model.image_embedder(pixel_values=pixels, **other)
+        patches = grid.flatten(1, 2)
+        logits, _ = self.model.class_predictor(patches, self.vectors.expand(len(pixels), -1, -1))
+        return {"logits": logits, "pred_boxes": self.model.box_predictor(patches, grid, **other)}
 
 
 def detections_of(output: Any) -> tuple[Tensor, Tensor]:
@@ -58,9 +102,15 @@ def dense_logits_of(output: Any) -> Tensor:
         return torch.einsum("bqc,bqhw->bchw", classes.softmax(dim=-1)[..., :-1], masks.sigmoid())
     logits = output if isinstance(output, Tensor) else _field(output, "logits", "out")
     if logits is None or logits.ndim != 4:
+        remedy = "for other models pass a function of the output as outputs=."
+        if _field(output, "pred_masks") is not None:  # SAM
+            remedy = (
+                "pass a module whose forward(pixels) adds the points or boxes to segment, and returns "
+                "output.pred_masks.flatten(1, 2)."
+            )
         raise ModelError(
             "Expected the output of a model for semantic segmentation: logits [batch, classes, height, width], got "
-            f"{in_words(output)}. Remedy: for other models pass a function of the output as outputs=."
+            f"{in_words(output)}. Remedy: {remedy}"
         )
     return logits
 
@@ -99,6 +149,21 @@ def is_segmenting(model: nn.Module) -> bool:
     """Return True for a model of transformers for semantic segmentation."""
     name = type(model).__name__
     return name.endswith(("ForSemanticSegmentation", "ForUniversalSegmentation", "ForInstanceSegmentation"))
+
+
+def refuse_joint_text(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for a detector that mixes its text with the image, such as Grounding DINO."""
+    if "GroundingDino" in type(model).__name__:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads its text together with the image, and has deformable attention, of which "
+            "there is no attention matrix. Use OWL-ViT or OWLv2; or pass a module whose forward(pixels) adds the text "
+            "and returns logits and pred_boxes, with sampling, occlusion or gradcam."
+        )
+
+
+def has_regions(model: nn.Module) -> bool:
+    """Return True for a model of transformers for object detection or segmentation."""
+    return is_segmenting(model) or type(model).__name__.endswith("ForObjectDetection")
 
 
 def refuse_deformable(model: nn.Module) -> None:

@@ -225,18 +225,18 @@ def headless(model: nn.Module) -> nn.Module:
     heads = heads if isinstance(heads, tuple) else (heads,)
     paths = [path for path, module in model.named_modules() if path and any(module is head for head in heads)]
     for path in paths:
-        model = _without(model, path)
+        model = without(model, path)
     if paths and hasattr(model, "num_classes"):
         model.num_classes = 0  # type: ignore[assignment]
     return model
 
 
-def _without(model: nn.Module, path: str) -> nn.Module:
+def without(model: nn.Module, path: str) -> nn.Module:
     """Return a shallow copy of a model with an identity in place of the module at `path`."""
     copied, (name, _, rest) = copy.copy(model), path.partition(".")
     children = dict(model._modules)
     child = children[name]
-    children[name] = nn.Identity() if not rest or child is None else _without(child, rest)
+    children[name] = nn.Identity() if not rest or child is None else without(child, rest)
     vars(copied)["_modules"] = children
     return copied
 

@@ -85,6 +85,11 @@ def is_pair(model: nn.Module) -> bool:
     return hasattr(model, "logit_scale") and all(hasattr(model, name) for name in texts)
 
 
+def is_prompted_detector(model: nn.Module) -> bool:
+    """Return True for a detector whose classes are prompts: OWL-ViT and OWLv2 of transformers."""
+    return all(hasattr(model, name) for name in ("image_embedder", "class_predictor", "box_predictor"))
+
+
 def pair_of(model: nn.Module, processor: Any = None) -> Pair:
     """Return the parts of an image–text model.
 
@@ -114,12 +119,17 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
         )
     tower = ImageTower(owner.vision_model, getattr(owner, "visual_projection", None))
     tower.note = model_note(model)
+    seen = seen_by(model, processor)
+    return Pair(tower, text_encoder(owner, processor), **numbers, data_config=seen, name=called(model))
+
+
+def seen_by(model: nn.Module, processor: Any) -> dict[str, Any]:
+    """Return the known entries of a model's data config, as in timm; those of its processor first."""
     image_processor = getattr(processor, "image_processor", None)
-    seen = library_data_config(model) | ({} if image_processor is None else from_processor(image_processor.to_dict()))
-    return Pair(tower, _texts(owner, processor), **numbers, data_config=seen, name=_called(model))
+    return library_data_config(model) | ({} if image_processor is None else from_processor(image_processor.to_dict()))
 
 
-def _called(model: nn.Module) -> str:
+def called(model: nn.Module) -> str:
     """Return the name by which a model was loaded, or that of its class."""
     return str(getattr(model, "_loaded_name", None) or library_id(model) or type(model).__name__)
 
@@ -137,6 +147,11 @@ def _no_text_side(model: nn.Module) -> str:
 
 def refuse_without_prompts(model: nn.Module) -> None:
     """Raise UnsupportedModelError for an image–text model without prompts."""
+    if is_prompted_detector(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} detects what prompts name and requires them: vitflow.Explainer(model, "
+            'outputs=vitflow.boxes(prompts=["a cat", "a remote"])), or --prompt "a cat" --prompt "a remote".'
+        )
     if is_pair(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} compares images with texts and requires prompts: "
@@ -148,7 +163,7 @@ def refuse_without_prompts(model: nn.Module) -> None:
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 
-def _texts(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
+def text_encoder(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
     """Return the function that embeds texts with a model of transformers."""
     settings = getattr(model.config, "text_config", model.config)
     length = int(getattr(settings, "max_position_embeddings", 77))
@@ -230,7 +245,7 @@ def _open_clip_facts(model: Any) -> dict[str, Any]:
         "crop_pct": 1.0,
         "crop_mode": _CROPS.get(cfg.get("resize_mode", "shortest"), "center"),
     }
-    return {"data_config": seen, "name": _called(model)}
+    return {"data_config": seen, "name": called(model)}
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
@@ -281,7 +296,7 @@ def prompt_outputs(pair: Pair, prompts: Prompts) -> Outputs:
     """Return the outputs of an image–text model for prompts: cos · scale + bias of unit vectors."""
     texts, frames, raw = prompts.texts, prompts.templates, prompts.raw
     with torch.inference_mode(False), torch.no_grad():
-        vectors = _embedded(pair, [*texts, ""], frames)
+        vectors = embedded(pair.embed, [*texts, ""], frames)
     vectors, empty = vectors[:-1], vectors[-1:]
 
     def numbers(of: Tensor) -> Callable[[Any], Tensor]:
@@ -314,9 +329,9 @@ def _checked(prompts: Sequence[str], templates: str | Sequence[str] | None) -> t
     return frames
 
 
-def _embedded(pair: Pair, texts: Sequence[str], frames: Sequence[str]) -> Tensor:
+def embedded(embed: Callable[[list[str]], Tensor], texts: Sequence[str], frames: Sequence[str]) -> Tensor:
     """Return unit vectors of texts, [texts, width]: means over their templates."""
     sentences = [frame.replace("{}", text) for text in texts for frame in frames]
-    vectors = pair.embed(sentences)
+    vectors = embed(sentences)
     units = normalize(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)).cpu(), dim=-1)
     return normalize(units.unflatten(0, (len(texts), len(frames))).mean(dim=1), dim=-1)

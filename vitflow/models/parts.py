@@ -79,6 +79,16 @@ def kept_with(model: nn.Module) -> dict[Any, Any]:
     return cache
 
 
+def kept_with_outputs(model: nn.Module, outputs: Callable[..., Any]) -> dict[Any, Any]:
+    """Return the cache of a model and of a function of its outputs, kept while both exist; see `kept_with`."""
+    owner = getattr(outputs, "__self__", outputs)  # each access creates a new bound method
+    known, key = kept_with(model), ("outputs", id(owner))
+    if key not in known or known[key][0]() is not owner:
+        known[key] = ref(owner, lambda _: known.pop(key, None)), {}
+    values: dict[Any, Any] = known[key][1]
+    return values
+
+
 def _marks(model: nn.Module) -> list[Any]:
     """Return marks that change if a module is replaced, compiled, added or removed, or gets a forward method."""
     modules = modules_of(model)

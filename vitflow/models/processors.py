@@ -89,6 +89,8 @@ def from_processor(settings: Mapping[str, Any], channels: int = 3) -> dict[str, 
         data_config["input_size"] = (channels, *seen)
         data_config["crop_pct"] = seen[0] / resized[0]
         data_config["crop_mode"] = "center" if shortest else "squash"
+    if settings.get("do_pad", True) and str(settings.get("image_processor_type")).startswith("Owlv2"):
+        data_config["crop_mode"] = "corner"
     if settings.get("max_num_patches"):  # as many patches as fit, at any aspect ratio
         side = math.isqrt(int(settings["max_num_patches"])) * int(settings.get("patch_size", 16))
         data_config |= {"input_size": (channels, side, side), "crop_pct": 1.0, "crop_mode": "patches"}

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from vitflow.recording.attention_kinds import other_attention
 
 #: The function of torch itself, even if another library has replaced it in `torch.nn.functional`.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
@@ -20,18 +20,28 @@ _SINGLE_THREAD, _MULTI_THREAD = 1 / 32, 1 / 2
 _FAR_BELOW = 1000.0
 
 
-class Listener(Protocol):
-    """Receiver of the attention of a running model."""
+class Listener:
+    """Receiver of the attention of a running model.
 
-    gradients: bool
-    wants_keys: bool
-    wants_visible: bool
+    Attributes:
+        gradients, wants_keys, wants_visible: True if gradients, keys or attention masks are requested.
+        path: path and module of the running modules, outermost first.
+    """
+
+    gradients = wants_keys = wants_visible = False
+
+    def __init__(self) -> None:
+        self.path: list[tuple[str, nn.Module]] = []
 
     def running(self) -> str | None:
-        """Return the name of the running module; None if it computes no attention between tokens."""
+        """Return the path of the running module; None if it computes no attention between tokens."""
+        if not self.path or other_attention(self.path[-1][1]) is not None:
+            return None
+        return self.path[-1][0]
 
-    def streams(self, query: Tensor, key: Tensor) -> bool:
+    def streams(self, query: Tensor) -> bool:
         """Return True if this call's probabilities are only needed fused, so that parts of the batch suffice."""
+        return False
 
     def saw(
         self,
@@ -50,6 +60,7 @@ class Listener(Protocol):
         Returns:
             A replacement for the product of attention and values; None for the product itself.
         """
+        raise NotImplementedError
 
     def saw_in_parts(
         self, parts: Iterator["Part"], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None
@@ -59,6 +70,7 @@ class Listener(Protocol):
         `qkv` are queries, keys and values, [batch, heads, tokens, width]; `normal` is True if each query sees a key, so
         that the rows of each head sum to 1.
         """
+        raise NotImplementedError
 
 
 @dataclass(slots=True)
@@ -94,7 +106,7 @@ def attend(
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     plain = exact and dropout_p == 0.0 and query.shape[:2] == key.shape[:2] == value.shape[:2]
     visible = seen_keys(attn_mask) if listener.wants_visible and attn_mask is not None else None
-    if plain and not torch.is_grad_enabled() and listener.streams(query, key):
+    if plain and not torch.is_grad_enabled() and listener.streams(query):
         output: list[Tensor] = []
         parts = _attend_in_parts(query, key, value, attn_mask, scale, output)
         listener.saw_in_parts(parts, (query, key, value), attn_mask is None, visible)
@@ -180,116 +192,6 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scale: float
             return scores.softmax(dim=-1)
         scores, unseeing = _mask(scores, mask)
         return scores.softmax(dim=-1).masked_fill(unseeing, 0.0)
-
-
-def attend_with_many_heads(
-    listener: Listener,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None] | None:
-    """Compute `multi_head_attention_forward` of torch.nn.MultiheadAttention, whose inner calls no function mode sees.
-
-    Inputs are [tokens, batch, width]. Keys that are not tokens (`add_bias_kv`, `add_zero_attn`) are not recorded, so
-    that rows sum to less than 1.
-
-    Returns:
-        None if the original function must run: with dropout (recorded without it), or unsupported arguments.
-    """
-    weights: Sequence[Tensor | None] = (q_proj_weight, k_proj_weight, v_proj_weight)
-    if not use_separate_proj_weight and in_proj_weight is not None:
-        weights = in_proj_weight.chunk(3)
-    static = static_k is not None or static_v is not None
-    if query.ndim != 3 or static or any(weight is None for weight in weights) or (is_causal and attn_mask is None):
-        return None
-    biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None,) * 3
-    mapped = [
-        F.linear(source, weight, bias)  # type: ignore[arg-type]
-        for source, weight, bias in zip((query, key, value), weights, biases, strict=True)
-    ]
-    for index, extra in ((1, bias_k), (2, bias_v)):
-        rows = [] if extra is None else [extra.expand(1, *mapped[index].shape[1:])]
-        rows += [mapped[index].new_zeros(1, *mapped[index].shape[1:])] if add_zero_attn else []
-        mapped[index] = torch.cat([mapped[index], *rows]) if rows else mapped[index]
-    heads = [
-        tensor.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for tensor in mapped
-    ]  # [batch, heads, tokens, width]
-    mask: Tensor | None = None
-    if is_causal and key_padding_mask is None and not need_weights:
-        mask = torch.ones(len(query), len(mapped[1]), dtype=torch.bool, device=query.device).tril()
-    else:  # is_causal is only a hint about attn_mask
-        masks = _as_scores(attn_mask, num_heads), _as_scores(key_padding_mask, None)
-        given = [scores for scores in masks if scores is not None]
-        if given:
-            mask = F.pad(sum(given[1:], given[0]), (0, len(mapped[1]) - len(key))).to(mapped[0].dtype)
-    queries, keys, values = heads
-    if training and dropout_p > 0.0:
-        seen = _probabilities(queries, keys, mask, None, False)[..., : len(key)]
-        listener.saw(seen, values[..., : len(key), :], False, keys[..., : len(key), :])
-        return None
-    if len(mapped[1]) == len(key):
-        output = attend(listener, queries, keys, values, mask)
-    else:
-        output = _attend_to_tokens(listener, queries, keys, values, mask, len(key))
-    shown: Tensor | None = None
-    if need_weights:
-        shown = _probabilities(heads[0], heads[1], mask, None, False).to(query.dtype)
-        shown = shown.mean(dim=1) if average_attn_weights else shown
-    return F.linear(output.permute(2, 0, 1, 3).flatten(-2), out_proj_weight, out_proj_bias), shown
-
-
-def _as_scores(mask: Tensor | None, heads: int | None) -> Tensor | None:
-    """Convert a mask of torch.nn.MultiheadAttention to a float mask for scores [batch, heads, queries, keys].
-
-    Args:
-        mask: True or −∞ if a query does not see a key: [queries, keys], [batch · heads, queries, keys], or [batch,
-            keys] if `heads` is None.
-        heads: the number of heads.
-    """
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(mask, -math.inf)
-    if heads is None:
-        return mask[:, None, None]
-    return mask.unflatten(0, (-1, heads)) if mask.ndim == 3 else mask
-
-
-def _attend_to_tokens(
-    listener: Listener, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, count: int
-) -> Tensor:
-    """Compute `attend` if only the first `count` keys are tokens; the other keys are constant."""
-    probabilities = _probabilities(query, key, mask, None, False)
-    seen, others = probabilities[..., :count], probabilities[..., count:]
-    if listener.gradients and not seen.requires_grad:
-        seen = seen.detach().requires_grad_()
-    visible = seen_keys(mask[..., :count]) if listener.wants_visible and mask is not None else None
-    replacement = listener.saw(seen, value[..., :count, :], False, key[..., :count, :], visible)
-    if replacement is not None:
-        return replacement
-    return seen.to(value.dtype) @ value[..., :count, :] + others.to(value.dtype) @ value[..., count:, :]
 
 
 def seen_keys(mask: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ def refusal_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> str | None
     )
 
 
-def refusal_of_words(model: nn.Module) -> str:
+def refusal_of_text(model: nn.Module) -> str:
     """Return why rollout and flow give no map for a text input."""
     return (
         f"The input of {type(model).__name__} is text, which has no image positions and no readout: use "

@@ -1,25 +1,27 @@
 """Observation of how a model computes an output from tokens: once per model and `read`, on two noise images.
 
-Blocks run without gradients, later modules with gradients. The output of each block, and the tokens that later modules
-compute from the last one, are replaced by leaves; the gradients at these leaves show which tokens the head reads.
+Blocks run without gradients, later modules with gradients. The output of each block is replaced by a leaf of the
+autograd graph; the gradients at these leaves, and at tokens computed from the last one, show which tokens the head
+reads.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from vitflow.errors import ShapeError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout
-from vitflow.models.parts import kept_with, module_paths, runs_compiled
+from vitflow.models.parts import kept_with_outputs, module_paths, runs_compiled
 from vitflow.recording.attention_kinds import is_pooling
-from vitflow.recording.isolation import Hook, given_few, no_fast_path, returning_all, trial, uncompiled
+from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
 from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_norm, token_norms, tokens_of, with_tokens
 
 # Tolerance for the difference between a closed form and the gradient, by bytes per element.
@@ -40,43 +42,45 @@ class Call:
     pixels: Tensor
 
     def __call__(self, other: Tensor) -> Any:
-        """Return the model's output for other pixels."""
-        args = tuple(other if value is self.pixels else value for value in self.args)
-        kwargs = {name: other if value is self.pixels else value for name, value in self.kwargs.items()}
+        """Return the model's output for other pixels; further inputs are those of the first image."""
+
+        def replaced(value: Any) -> Any:
+            if value is self.pixels:
+                return other
+            of_images = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(self.pixels)
+            return value[:1].expand(len(other), *value.shape[1:]) if of_images else value
+
+        args, kwargs = tuple(map(replaced, self.args)), {name: replaced(value) for name, value in self.kwargs.items()}
         weights = chain(self.model.named_parameters(), self.model.named_buffers())
         # Inference tensors do not support gradients, but their copies do.
         copies = {name: weight.clone() for name, weight in weights if weight.is_inference()}
         return functional_call(self.model, copies, args, kwargs) if copies else self.model(*args, **kwargs)
 
-    @property
-    def noise_shape(self) -> tuple[int, ...]:
-        """Shape of two noise images; of the recorded batch if the call has other tensors, too."""
-        tensors = [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
-        return tuple(self.pixels.shape) if len(tensors) > 1 else (2, *self.pixels.shape[1:])
+    def noise(self, images: int) -> Tensor:
+        """Return different random pixels for some images, the same each time."""
+        noise = torch.randn(images, *self.pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
+        return noise.to(self.pixels.device, self.pixels.dtype)
 
 
 @dataclass(slots=True)
 class Cut:
-    """A module's output and its replacement leaf, at which the gradient of later modules ends.
+    """A module's output in the autograd graph of the head; that of a block is a leaf, where the graph begins.
 
     Attributes:
         path: path of the module.
-        original, leaf: its output, and a detached copy that requires gradients.
+        tensor: its output.
         tokens: True for tokens; False for the output of a pooling head.
         norm: True if the module is a norm after the last block.
         other: True if the module is a container whose tokens have another size than those of the last block.
-        direct: gradient at the leaf that does not pass a later leaf.
-        total: total gradient at the leaf.
+        gradient: gradient of the current score at the tensor.
     """
 
     path: str
-    original: Tensor
-    leaf: Tensor
+    tensor: Tensor
     tokens: bool
     norm: bool = False
     other: bool = False
-    direct: Tensor | None = None
-    total: Tensor | None = None
+    gradient: Tensor | None = None
 
 
 def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
@@ -112,26 +116,21 @@ def observed_head(
         closed: closed-form readouts of known poolings, the declared one first.
         read: maps the return value of the model to its outputs.
     """
-    owner = getattr(read, "__self__", read)  # each access creates a new bound method
-    known = kept_with(call.model)
-    key = ("head", id(owner), closed[0].name, top.num_prefix_tokens, layers[-1])
-    held, head = known.get(key, (None, None))
-    if held is None or held() is not owner:
-        for stale in [entry for entry, kept in known.items() if entry[0] == "head" and kept[0]() is None]:
-            del known[stale]  # its owner no longer exists
-        head = _observe(call, layers, top, closed, read)
-        known[key] = ref(owner), head
-    assert isinstance(head, Head)
+    known = kept_with_outputs(call.model, read)
+    key = (observed_head, closed[0].name, top.num_prefix_tokens, layers[-1])
+    if key not in known:
+        known[key] = _observe(call, block_paths_of(call.model, layers), top, closed, read)
+    head: Head = known[key]
     return head
 
 
-def _observe(call: Call, layers: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout], read: Read) -> Head:
-    blocks = block_paths_of(call.model, layers)
+def _observe(call: Call, blocks: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout], read: Read) -> Head:
+    """Observe the head with a few tokens per block; if that finds no known pooling, with all tokens."""
     try:
-        head = _observe_on(call, blocks, top, closed, read, few=True)
+        head = _observe_on(call, blocks, top, closed, read, few=blocks)
     except Exception:  # a block may fail in any way on a few of its tokens
         head = Head(None)
-    return head if head.closed is not None else _observe_on(call, blocks, top, closed, read, few=False)
+    return head if head.closed is not None else _observe_on(call, blocks, top, closed, read, few=())
 
 
 def _observe_on(
@@ -141,37 +140,59 @@ def _observe_on(
     closed: Sequence[ClosedReadout],
     read: Read,
     *,
-    few: bool,
+    few: Sequence[str],
 ) -> Head:
-    """Observe the head on noise, with a few tokens per block or all tokens."""
-    pixels, shape, shortened = call.pixels, call.noise_shape, blocks if few else ()
-    device, random, whole = pixels.device, torch.Generator().manual_seed(0), dict[str, Tensor]()
-    heads = []
-    for _ in range(1 if shape[0] > 1 else 2):
-        with (
-            torch.inference_mode(False),
-            trial(call.model, device),
-            torch.enable_grad(),
-            no_fast_path(),
-            uncompiled() if runs_compiled(call.model) else nullcontext(),
-            given_few(call.model, shortened, whole),
-            returning_all(call.model, shortened, whole),
-            _Cuts(call.model, blocks) as cuts,
-        ):
-            noise = torch.randn(shape, generator=random).to(device, pixels.dtype).requires_grad_()
-            outputs = read(call(noise))
-            heads.append(_head(outputs, noise, cuts, blocks, top, closed))
-    names, refusals = {head.closed for head in heads}, {head.refusal for head in heads} - {""}
-    return Head(
-        names.pop() if len(names) == 1 else None,
-        tuple(blocks),
-        _taps({tap for head in heads for tap in head.taps}, cuts, blocks),
-        min(refusals, default=""),
-    )
+    cuts = _Cuts(call.model, blocks)
+    with (
+        torch.inference_mode(False),
+        trial(call.model, call.pixels.device),
+        torch.enable_grad(),
+        uncompiled() if runs_compiled(call.model) else nullcontext(),
+        on_few_tokens(call.model, few),
+        hooked(cuts.hooks()),
+    ):
+        noise = call.noise(2).requires_grad_()
+        outputs = read(call(noise))
+        return _head(outputs, noise, cuts, blocks, top, closed)
+
+
+#: The number of tokens per block: a prime, to distinguish tokens from channels and heads.
+FEW_TOKENS = 7
+
+
+@contextmanager
+def on_few_tokens(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+    """Run each block on its first tokens only; the other tokens are returned unchanged."""
+    inputs: dict[str, Tensor] = {}  # all tokens, by block path
+
+    def shorten(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        every = next((value for value in (*args, *kwargs.values()) if _is_long(value)), None)
+        if every is None:
+            raise ShapeError(f"The input of {path} is not a sequence of tokens.")
+        inputs[path], few = every, every[:, :FEW_TOKENS]
+        kwargs = {name: few if value is every else value for name, value in kwargs.items()}
+        return tuple(few if value is every else value for value in args), kwargs
+
+    def extend(path: str, args: Any, output: Any) -> Any:
+        tokens, every = tokens_of(output), inputs.pop(path)
+        if tokens is None or tokens.shape != (len(every), FEW_TOKENS, every.shape[-1]):
+            raise ShapeError(f"{path} changes the number of tokens.")
+        return with_tokens(output, torch.cat([tokens, every[:, FEW_TOKENS:].to(tokens)], dim=1))
+
+    with hooked(
+        Hook(model.get_submodule(path), partial(act, path), before=act is shorten, in_aside=True)
+        for path in blocks
+        for act in (shorten, extend)
+    ):
+        yield
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3 and value.shape[1] > FEW_TOKENS
 
 
 class _Cuts:
-    """Hooks that replace the output of each block, and tokens computed from the last one, by leaves.
+    """Replaces the output of each block by a leaf, and keeps tokens that are computed from the last one.
 
     Blocks run without gradients, later modules with gradients.
     """
@@ -182,70 +203,46 @@ class _Cuts:
         self.inputs: dict[str, Tensor | None] = {}  # the input tokens of each block
         self.cuts: list[Cut] = []  # the last block and later modules, in order
 
-    def __enter__(self) -> "_Cuts":
-        self._stack = ExitStack()
+    def hooks(self) -> Iterator[Hook]:
+        """Yield the hooks of a forward pass."""
         last = self._blocks[-1]
         containers = {last[:i] for i, sign in enumerate(last) if sign == "."}
         for path, module in module_paths(self._model):
             if path in self._blocks:
-                self._hook(path, self._entering(path), before=True)
-                self._hook(path, self._block(path, path == last), before=False)
+                yield Hook(module, partial(self._enter, path), before=True, in_aside=True)
+                act: Callable[..., Any] = partial(self._cut, path)
             elif path in containers or (path and is_norm(module)):
-                self._hook(path, self._after(path, path not in containers), before=False)
+                act = partial(self._keep, path, path not in containers)
             elif is_pooling(path, module):
-                self._hook(path, self._pooled(path), before=False)
-        return self
+                act = partial(self._keep_pooled, path)
+            else:
+                continue
+            yield Hook(module, act, before=False, in_aside=True, first=True)
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+    def _enter(self, path: str, args: Any, kwargs: Any) -> None:
+        self.inputs[path] = tokens_of(args or kwargs.get("hidden_states"))
+        torch.set_grad_enabled(False)
 
-    def _hook(self, path: str, act: Callable[..., Any], *, before: bool) -> None:
-        hook = Hook(self._model.get_submodule(path), act, before=before, in_aside=True, first=True)
-        self._stack.callback(hook.remove)
+    def _cut(self, path: str, args: Any, output: Any) -> Any:
+        torch.set_grad_enabled(True)
+        last = path == self._blocks[-1]
+        if last:
+            self.cuts.clear()
+        tokens = tokens_of(output)
+        if tokens is None:
+            return None
+        leaf = tokens.detach().requires_grad_()
+        (self.cuts if last else self.earlier).append(Cut(path, leaf, True))
+        return with_tokens(output, leaf)
 
-    def _entering(self, path: str) -> Callable[..., None]:
-        def act(args: Any, kwargs: Any) -> None:
-            self.inputs[path] = tokens_of(args or kwargs.get("hidden_states"))
-            torch.set_grad_enabled(False)
+    def _keep(self, path: str, norm: bool, args: Any, output: Any) -> None:
+        tokens, known = tokens_of(output), [cut.tensor for cut in self.cuts]
+        if known and tokens is not None and tokens.requires_grad and all(tokens is not each for each in known):
+            self.cuts.append(Cut(path, tokens, True, norm, not norm and tokens.numel() != known[0].numel()))
 
-        return act
-
-    def _block(self, path: str, last: bool) -> Callable[..., Any]:
-        def act(args: Any, output: Any) -> Any:
-            if output is None:
-                return None
-            torch.set_grad_enabled(True)
-            if last:
-                self.cuts.clear()
-            tokens = tokens_of(output)
-            if tokens is None:
-                return None
-            cut = Cut(path, tokens, tokens.detach().requires_grad_(), True)
-            (self.cuts if last else self.earlier).append(cut)
-            return with_tokens(output, cut.leaf)
-
-        return act
-
-    def _after(self, path: str, norm: bool) -> Callable[..., Any]:
-        def act(args: Any, output: Any) -> Any:
-            tokens = tokens_of(output)
-            known = [cut.leaf for cut in self.cuts]
-            if not known or tokens is None or not tokens.requires_grad or any(tokens is leaf for leaf in known):
-                return None
-            other = not norm and tokens.numel() != known[0].numel()
-            self.cuts.append(Cut(path, tokens, tokens.detach().requires_grad_(), True, norm, other))
-            return with_tokens(output, self.cuts[-1].leaf)
-
-        return act
-
-    def _pooled(self, path: str) -> Callable[..., Any]:
-        def act(args: Any, output: Any) -> Any:
-            if not self.cuts or not isinstance(output, Tensor) or not output.requires_grad:
-                return None
-            self.cuts.append(Cut(path, output, output.detach().requires_grad_(), False))
-            return self.cuts[-1].leaf
-
-        return act
+    def _keep_pooled(self, path: str, args: Any, output: Any) -> None:
+        if self.cuts and isinstance(output, Tensor) and output.requires_grad:
+            self.cuts.append(Cut(path, output, False))
 
 
 def _head(
@@ -261,10 +258,13 @@ def _head(
         return Head(None, tuple(blocks))
     holding, paths, scores = list(closed), set[str](), _scores(outputs)
     for score in scores:
-        _differentiate(score, cuts)
+        every = [*cuts.earlier, *cuts.cuts]
+        gradients = torch.autograd.grad(score, [cut.tensor for cut in every], retain_graph=True, allow_unused=True)
+        for cut, gradient in zip(every, gradients, strict=True):
+            cut.gradient = gradient
         tap, earlier = _tap(cuts, top)
         paths |= earlier if tap is None else {tap.path, *earlier}
-        holding = [readout for readout in holding if _holds(tap, cuts.cuts, top, readout)]
+        holding = [readout for readout in holding if _holds(tap, cuts, top, readout)]
     taps = _taps(paths, cuts, blocks)
     if paths.isdisjoint(blocks[:-1]):
         return Head(holding[0].name if holding and scores else None, tuple(blocks), taps)
@@ -286,7 +286,7 @@ def _taps(paths: set[str], cuts: _Cuts, blocks: Sequence[str]) -> tuple[str, ...
 
 def _is_chain(cuts: _Cuts, blocks: Sequence[str]) -> bool:
     """Return True if the input of each block is computed from the output of the previous block alone."""
-    leaves = {cut.path: cut.leaf for cut in [*cuts.earlier, cuts.cuts[0]]}
+    leaves = {cut.path: cut.tensor for cut in [*cuts.earlier, cuts.cuts[0]]}
     for before, path in pairwise(blocks):
         tokens = cuts.inputs.get(path)
         if tokens is None or before not in leaves:
@@ -316,29 +316,6 @@ def _scores(outputs: Tensor) -> list[Tensor]:
     return [*(scale * (outputs @ weights.T)).sum(dim=0).unbind(), scale * outputs.amax(dim=1).sum()]
 
 
-def _differentiate(score: Tensor, cuts: _Cuts) -> None:
-    """Set the direct and total gradient of a score at each cut.
-
-    The gradient at a leaf is direct, because later leaves stop it; the total also propagates through later cuts.
-    """
-    every = [*cuts.earlier, *cuts.cuts]
-    direct = torch.autograd.grad(score, [cut.leaf for cut in every], retain_graph=True, allow_unused=True)
-    for cut, gradient in zip(every, direct, strict=True):
-        cut.direct = cut.total = gradient
-    for index in range(len(every) - 1, len(cuts.earlier), -1):
-        for cut, passed in zip(every, _passed(every[index], every[:index]), strict=False):
-            if passed is not None:
-                cut.total = passed if cut.total is None else cut.total + passed
-
-
-def _passed(cut: Cut, before: Sequence[Cut]) -> Sequence[Tensor | None]:
-    """Return the gradient from a cut to earlier ones that does not pass cuts between."""
-    if cut.total is None or not before:
-        return [None] * len(before)
-    leaves = [earlier.leaf for earlier in before]
-    return torch.autograd.grad(cut.original, leaves, cut.total, retain_graph=True, allow_unused=True)
-
-
 def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
     """Return the latest cut after the last block that all gradients pass, if it has the top layer's tokens.
 
@@ -348,61 +325,60 @@ def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
         The cut, and the paths of earlier blocks that gradients reach without passing it; without a cut, of all blocks
         that the head reads if it does not read the last one.
     """
-    every, first = [*cuts.earlier, *cuts.cuts], len(cuts.earlier)
-    for index in sorted(range(first, len(every)), key=lambda index: (every[index].other, -index)):
-        cut = every[index]
-        if not cut.tokens or not _is_nonzero(cut.total) or token_norms(cut.leaf, top) is None:
+    last = cuts.cuts[0]
+    if not _is_nonzero(last.gradient):
+        return None, {cut.path for cut in cuts.earlier if _is_nonzero(cut.gradient)}
+    for cut in sorted(reversed(cuts.cuts), key=lambda cut: cut.other):  # noqa: C414 - the latest of equals first
+        if not cut.tokens or not _is_nonzero(cut.gradient) or token_norms(cut.tensor, top) is None:
             continue
-        reached = _reached(every, index)
-        token_wise = not cut.norm or _is_token_wise(cuts.cuts, index - first, top)
-        if token_wise and not any(place >= first for place in reached):
-            return cut, {every[place].path for place in reached}
-    if any(_is_nonzero(cut.total) for cut in cuts.cuts):
-        return None, set()
-    return None, {cut.path for cut in cuts.earlier if _is_nonzero(cut.direct)}
+        around = _around(cut, cuts)
+        token_wise = not cut.norm or _is_token_wise(cut, cuts.cuts, top)
+        if token_wise and (cut is last or last.path not in around):
+            return cut, around - {last.path}
+    return None, set()
 
 
-def _reached(every: Sequence[Cut], index: int) -> set[int]:
-    """Return the indices of earlier cuts that gradients reach without passing a cut."""
-    reached = {place for place in range(index) if _is_nonzero(every[place].direct)}
-    for later in every[index + 1 :]:
-        passed = _passed(later, every[:index])
-        reached |= {place for place, gradient in enumerate(passed) if _is_nonzero(gradient)}
-    return reached
+def _around(cut: Cut, cuts: _Cuts) -> set[str]:
+    """Return the paths of the blocks that gradients reach without passing a cut."""
+    blocks = [block for block in (*cuts.earlier, cuts.cuts[0]) if _is_nonzero(block.gradient)]
+    leaves = [block.tensor for block in blocks]
+    passed = torch.autograd.grad(cut.tensor, leaves, cut.gradient, retain_graph=True, allow_unused=True)
+    around = set()
+    for block, through in zip(blocks, passed, strict=True):
+        assert block.gradient is not None
+        rest = block.gradient if through is None else block.gradient - through
+        if rest.abs().max() > _ROUNDING[rest.dtype.itemsize] * block.gradient.abs().max():
+            around.add(block.path)
+    return around
 
 
-def _is_token_wise(cuts: Sequence[Cut], index: int, top: TokenLayout) -> bool:
-    """Return True if a token of a cut depends on only one token of earlier cuts, and so do norms between them."""
-    original, before = cuts[index].original, [cut.leaf for cut in cuts[:index]]
-    channels = channel_axis(original.shape, top)
-    places = [side // 2 if axis else 0 for axis, side in enumerate(original.shape)]
+def _is_token_wise(norm: Cut, cuts: Sequence[Cut], top: TokenLayout) -> bool:
+    """Return True if a token of a norm depends on only one token of the last block or container before it."""
+    channels = channel_axis(norm.tensor.shape, top)
+    places = [side // 2 if axis else 0 for axis, side in enumerate(norm.tensor.shape)]
     token = tuple(slice(None) if axis == channels else place for axis, place in enumerate(places))
-    chosen = torch.zeros_like(original)
+    chosen = torch.zeros_like(norm.tensor)
     chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
-    reached = torch.autograd.grad(original, before, chosen, retain_graph=True, allow_unused=True)
-    for place, gradient in enumerate(reached):
-        if gradient is None or not _is_nonzero(gradient):
-            continue
-        norms = token_norms(gradient, top)
-        if norms is None or int((norms > 0).sum()) > 1:
-            return False
-        if cuts[place].norm and not _is_token_wise(cuts, place, top):
-            return False
-    return True
+    before = [cut.tensor for cut in reversed(cuts[: cuts.index(norm)]) if cut.tokens and not cut.norm]
+    reached = torch.autograd.grad(norm.tensor, before, chosen, retain_graph=True, allow_unused=True)
+    nearest = next((gradient for gradient in reached if gradient is not None and _is_nonzero(gradient)), None)
+    if nearest is None:
+        return True
+    norms = token_norms(nearest, top)
+    return norms is not None and int((norms > 0).sum()) <= 1
 
 
-def _holds(tap: Cut | None, cuts: Sequence[Cut], top: TokenLayout, closed: ClosedReadout) -> bool:
+def _holds(tap: Cut | None, cuts: _Cuts, top: TokenLayout, closed: ClosedReadout) -> bool:
     """Return True if the closed form agrees with the gradient."""
     if closed.convention == "pooling":
-        pools = [cut for cut in cuts if not cut.tokens]
-        direct = [cut for cut in cuts if _is_nonzero(cut.direct)]
-        return bool(direct) and all(any(cut is pool for pool in pools) for cut in direct)
-    if tap is None or tap.total is None:
+        pools = [cut for cut in cuts.cuts if not cut.tokens and _is_nonzero(cut.gradient)]
+        return any(not _around(pool, cuts) for pool in pools)
+    if tap is None or tap.gradient is None:
         return False
-    norms = token_norms(tap.total, top)
+    norms = token_norms(tap.gradient, top)
     if norms is None or not torch.isfinite(norms).all() or not (norms.sum(dim=1) > 0).all():
         return False
-    readout, rounding = norms / norms.sum(dim=1, keepdim=True), _ROUNDING[tap.leaf.dtype.itemsize]
+    readout, rounding = norms / norms.sum(dim=1, keepdim=True), _ROUNDING[tap.tensor.dtype.itemsize]
     weights = closed.weights[:1].to(readout)
     if closed.convention == "support":
         return bool(readout[:, weights[0] == 0].sum(dim=1).max() <= rounding)

@@ -4,6 +4,8 @@ Attention is computed by `scaled_dot_product_attention`, or by a softmax that a 
 The recorded matrix is the applied one: some models mix or re-weight the softmax before.
 """
 
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -11,14 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vitflow.recording.attending import (
-    Listener,
-    attend,
-    attend_with_many_heads,
-    scaled_dot_product_attention,
-    seen_keys,
-    unmasked,
-)
+from vitflow.recording.attending import Listener, attend, scaled_dot_product_attention, seen_keys, unmasked
 
 _ATEN = torch.ops.aten
 _FUSED: set[Any] = {scaled_dot_product_attention, _ATEN.scaled_dot_product_attention}
@@ -27,6 +22,7 @@ _SOFTMAX |= {_ATEN.softmax, _ATEN._softmax}
 for _functions in (_FUSED, _SOFTMAX):  # with their overloads
     _packets = [function for function in _functions if isinstance(function, torch._ops.OpOverloadPacket)]
     _functions |= {getattr(packet, name) for packet in _packets for name in packet.overloads()}
+_MANY_HEADS = signature(F.multi_head_attention_forward)
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 
 
@@ -60,9 +56,8 @@ class Interception(TorchFunctionMode):
 
     def end_all(self) -> None:
         """Undo every `begin`; some have no `end` if a hook raised an error."""
-        if self._within:
-            self._within = 0
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        while self._within:
+            self.end()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,9 +67,7 @@ class Interception(TorchFunctionMode):
             self._applied.add(name)
             return attend(self.listener, *args, **kwargs)
         if func is F.multi_head_attention_forward:
-            self._applied.add(name)
-            both = attend_with_many_heads(self.listener, *args, **kwargs)
-            return func(*args, **kwargs) if both is None else both
+            return self._attend_with_many_heads(*args, **kwargs)
         if func in _SOFTMAX:
             output = func(*args, **kwargs)
             self._normalised(name, output, *_softmax_of(*args, **kwargs))
@@ -90,6 +83,23 @@ class Interception(TorchFunctionMode):
         if self.listener.wants_keys and factors:
             self._products[name] = output.shape, *factors
         return output
+
+    def _attend_with_many_heads(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute `F.multi_head_attention_forward` with its inner calls intercepted, without dropout.
+
+        The original runs as well for the output with dropout, and for the weights, if requested.
+        """
+        code, given = F.multi_head_attention_forward, _MANY_HEADS.bind(*args, **kwargs)
+        followed = FunctionType(code.__code__, {**vars(F), "has_torch_function": lambda _: False})
+        given.apply_defaults()
+        dropout = given.arguments["training"] and given.arguments["dropout_p"] > 0.0
+        weights = given.arguments["need_weights"]
+        given.arguments |= {"training": False, "need_weights": False}
+        with self:
+            output, _ = followed(*given.args)
+        if dropout:
+            return code(*args, **kwargs)
+        return output, code(*args, **kwargs)[1] if weights else None
 
     def _normalised(self, name: str, output: Tensor, scores: Tensor, dim: int | None) -> None:
         """Keep a softmax over keys: over the last axis, or the one before it if its transpose is applied."""

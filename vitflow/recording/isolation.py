@@ -1,17 +1,16 @@
 """Isolation of recordings: a lock per model, thread-bound hooks, and process-wide settings."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.models.parts import modules_of
-from vitflow.recording.readout import tokens_of, with_tokens
 
 _guard = threading.Lock()
 _turns: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
@@ -140,7 +139,8 @@ class Hook:
         module: the module to watch.
         act: called as torch calls hooks, but without the module: with the arguments and keyword arguments before a
             forward pass, or with the arguments and the output after it.
-        before: True to act before the forward pass; otherwise it acts afterwards, also after an exception.
+        before: True to act before the forward pass; otherwise it acts afterwards.
+        always: after an exception, also act, with the output None.
         in_aside: act only while the thread runs a model `aside`.
         first: act before the module's other hooks, which then see the replaced output. transformers collects hidden
             states by hooks.
@@ -152,6 +152,7 @@ class Hook:
         act: Callable[..., Any],
         *,
         before: bool,
+        always: bool = False,
         in_aside: bool = False,
         first: bool = False,
     ) -> None:
@@ -161,7 +162,7 @@ class Hook:
             self._handle = (
                 module.register_forward_pre_hook(self, with_kwargs=True)
                 if before
-                else module.register_forward_hook(self, always_call=True, prepend=first)
+                else module.register_forward_hook(self, always_call=always, prepend=first)
             )
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
@@ -177,6 +178,15 @@ class Hook:
         """Remove the hook from the module."""
         self._act = None
         self._handle.remove()
+
+
+@contextmanager
+def hooked(hooks: Iterable[Hook]) -> Iterator[None]:
+    """Remove these hooks at the end of the block."""
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        yield
 
 
 class _Inert:
@@ -196,49 +206,25 @@ def has_foreign_hooks(model: nn.Module) -> bool:
     return any(not isinstance(hook, Hook | _Inert) for table in tables for hook in table.values())
 
 
-class _WhileAny:
-    """A process-wide setting that the first recording enables and the last one disables."""
-
-    def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._setting, self._users = setting, 0
-        self._lock, self._undo = threading.Lock(), ExitStack()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if not self._users:
-                self._undo.enter_context(self._setting())
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._undo.close()
+_eager = ExitStack()
+_eager_users: list[object] = []
 
 
 @contextmanager
-def _no_fast_path() -> Iterator[None]:
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+def uncompiled() -> Iterator[None]:
+    """Run compiled code eagerly, in all threads until the last of them ends, because compiled code hides its calls."""
+    user = object()
+    with _guard:
+        if not _eager_users and hasattr(torch.compiler, "set_stance"):  # `refuse_compiled` rejects older releases
+            _eager.enter_context(torch.compiler.set_stance("force_eager"))
+        _eager_users.append(user)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-#: Disable the fast path of torch's transformer modules, which hides their attention.
-no_fast_path = _WhileAny(_no_fast_path)
-
-
-def _force_eager() -> AbstractContextManager[Any]:
-    # Older releases of torch do not support this; `refuse_compiled` rejects their compiled models.
-    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
-
-
-#: Run compiled code eagerly, because compiled code hides its calls.
-uncompiled = _WhileAny(_force_eager)
+        with _guard:
+            _eager_users.remove(user)
+            if not _eager_users:
+                _eager.close()
 
 
 def refuse_compiled() -> None:
@@ -264,10 +250,9 @@ def refuse_without_weights(model: nn.Module) -> None:
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
         lazy = nn.parameter.is_lazy(weight)
         if lazy or weight.is_meta:
-            what = "no shape yet: run it on an input, or load its weights" if lazy else "a shape and no values (meta)"
+            what = "no shape yet: run it on an input" if lazy else "a shape and no values (meta): load its weights"
             raise ModelError(
-                f"Expected a model with weights, got {type(model).__name__}, whose {name} has {what}"
-                f"{', first.' if lazy else ': load its weights first.'}"
+                f"Expected a model with weights, got {type(model).__name__}, whose {name} has {what} first."
             )
 
 
@@ -287,60 +272,8 @@ def refuse_checkpointing(model: nn.Module) -> None:
         of_transformers = getattr(module, "gradient_checkpointing", False) is True and module.training
         if of_timm or of_transformers:
             newer = hasattr(model, "activation_checkpointing_disable")
-            theirs = "activation_checkpointing_disable()" if newer else "gradient_checkpointing_disable()"
-            off = "set_grad_checkpointing(False)" if of_timm else theirs
+            theirs = f"{'activation' if newer else 'gradient'}_checkpointing_disable()"
             raise UnsupportedModelError(
                 f"{type(module).__name__} uses gradient checkpointing, which computes the attention a second time "
-                f"during the backward pass. Call model.{off} first."
+                f"during the backward pass. Call model.{'set_grad_checkpointing(False)' if of_timm else theirs} first."
             )
-
-
-#: The number of tokens per block: a prime, to distinguish tokens from channels and heads.
-FEW_TOKENS = 7
-
-
-@contextmanager
-def given_few(model: nn.Module, blocks: Sequence[str], whole: dict[str, Tensor]) -> Iterator[None]:
-    """Pass only the first tokens to each block; `whole` receives all of them, by block path."""
-
-    def before(path: str) -> Callable[..., Any]:
-        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            every = [value for value in (*args, *kwargs.values()) if _is_long(value)]
-            if not every:
-                raise ShapeError(f"The input of {path} is not a sequence of tokens.")
-            whole[path] = every[0]
-            few = every[0][:, :FEW_TOKENS]
-            kwargs = {name: few if value is every[0] else value for name, value in kwargs.items()}
-            return tuple(few if value is every[0] else value for value in args), kwargs
-
-        return act
-
-    with ExitStack() as stack:
-        for path in blocks:
-            stack.callback(Hook(model.get_submodule(path), before(path), before=True, in_aside=True).remove)
-        yield
-
-
-@contextmanager
-def returning_all(model: nn.Module, blocks: Sequence[str], whole: dict[str, Tensor]) -> Iterator[None]:
-    """Restore the output of each block to all tokens; tokens that the block did not receive are unchanged."""
-
-    def after(path: str) -> Callable[..., Any]:
-        def act(args: Any, output: Any) -> Any:
-            if output is None:  # after an exception
-                return None
-            tokens, given = tokens_of(output), whole.pop(path)
-            if tokens is None or tokens.shape != (len(given), FEW_TOKENS, given.shape[-1]):
-                raise ShapeError(f"{path} changes the number of tokens.")
-            return with_tokens(output, torch.cat([tokens, given[:, FEW_TOKENS:].to(tokens)], dim=1))
-
-        return act
-
-    with ExitStack() as stack:
-        for path in blocks:
-            stack.callback(Hook(model.get_submodule(path), after(path), before=False, in_aside=True).remove)
-        yield
-
-
-def _is_long(given: Any) -> bool:
-    return isinstance(given, Tensor) and given.is_floating_point() and given.ndim == 3 and given.shape[1] > FEW_TOKENS

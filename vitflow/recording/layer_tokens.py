@@ -62,16 +62,16 @@ def find_tokens(
         UnsupportedModelError: global attention, and the model's token layout is unknown.
     """
     batch, size = len(pixels), (pixels.shape[-2], pixels.shape[-1])
-    counts = {(len(layer.example) // batch, *layer.example.shape[-2:]) for layer in layers}
-    windows, queries, keys = next(iter(counts))
-    if len(counts) == 1 and windows == 1 and queries == keys and not hasattr(model, "unroll"):
+    counts = {(len(layer.example), *layer.example.shape[-2:]) for layer in layers}
+    count, queries, keys = next(iter(counts))
+    if len(counts) == 1 and count == batch and queries == keys and not hasattr(model, "unroll"):
         layout = layout or read_layout(model, size, keys)
         everywhere = LayerTokens(layout, layout)
         for layer in layers:
             layer.located = everywhere
         return list(layers), None
     windowed: Windows = {}
-    if any(windows > 1 for windows, _, _ in counts):
+    if any(count > batch for count, _, _ in counts):
         windowed = _assumed_windows(model, layers, batch, size) if pixels.is_meta else find_windows(model, pixels)
     located = [replace(layer, located=_locate(model, layer, batch, size, layout, windowed)) for layer in layers]
     grids = {layer.tokens.keys.num_patches for layer in located if layer.located is not None}
@@ -123,6 +123,8 @@ def _locate(
     windowed: Windows,
 ) -> LayerTokens | None:
     windows, (queries, keys) = len(layer.example) // batch, layer.example.shape[-2:]
+    if len(layer.example) % batch:
+        return None  # computed image by image
     if windows > 1:
         if layer.name not in windowed or windowed[layer.name][0].shape != (windows, keys):
             return None

@@ -123,12 +123,11 @@ def close_layer(
     keys = torch.cat(vectors, dim=-1) if len(vectors) == len(parts) else None
     mixed = any(part.mixed for part in parts)
     layer = AttentionLayer(name, tuple(parts), values=values, keys=keys, mixed=mixed, visible=parts[0].visible)
-    if not fusions:
-        return layer
-    heads = layer.heads
-    assert heads is not None
-    fused = {key: fuse_parts(heads.detach(), key, values, parts) for key in fusions}
-    return AttentionLayer(name, fused=fused, keys=keys, mixed=mixed, visible=layer.visible)
+    if fusions and layer.heads is not None:
+        heads = layer.heads.detach()
+        layer.fused = {key: fuse_parts(heads, key, values, parts) for key in fusions}
+        layer.parts, layer.values = (), None
+    return layer
 
 
 def pile_up(layers: list[AttentionLayer], layer: AttentionLayer, residual: float, normal: bool) -> None:

@@ -1,15 +1,14 @@
 """Collection of intercepted attention by layer, fused immediately if possible."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from vitflow.errors import NoAttentionError, UnsupportedModelError, ValueNormsError
 from vitflow.methods.gradients import Values, fuse_weighted
-from vitflow.recording.attending import Part
+from vitflow.recording.attending import Listener, Part
 from vitflow.recording.attention_kinds import (
     arrangement,
     is_difference,
@@ -35,15 +34,13 @@ from vitflow.recording.trace import Trace
 _PARALLEL_BLOCKS = ("ParallelThingsBlock",)
 
 
-@dataclass(eq=False)
-class Listening:
+class Listening(Listener):
     """Collects the attention of a running model, and adds each finished layer to a trace.
 
     Attributes:
         model: the unwrapped model.
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
-        gradients, values, wants_keys, wants_visible, on_layer, residual, within: as for `record_attention`.
-        path: the running modules, outermost first.
+        gradients, values, keys, visible, on_layer, residual, within: as for `record_attention`.
         pooling: attention of a pooling head, if there is one.
         batch: the number of images or texts of the pass.
         seen: True if any attention was recorded.
@@ -51,15 +48,22 @@ class Listening:
         unapplied: paths of the modules of which only the softmax was observed, not its product with values.
     """
 
-    model: nn.Module
-    fusions: Collection[FusionKey]
-    gradients: bool
-    values: bool
-    wants_keys: bool
-    wants_visible: bool
-    on_layer: Callable[[AttentionLayer], None] | None
-    residual: float
-    within: str = ""
+    def __init__(
+        self,
+        model: nn.Module,
+        fusions: Collection[FusionKey],
+        *,
+        gradients: bool,
+        values: bool,
+        keys: bool,
+        visible: bool,
+        on_layer: Callable[[AttentionLayer], None] | None,
+        residual: float,
+        within: str,
+    ) -> None:
+        self.model, self.fusions, self.values = model, fusions, values
+        self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
+        self.on_layer, self.residual, self.within = on_layer, residual, within
 
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
@@ -69,7 +73,7 @@ class Listening:
 
     def begin(self) -> None:
         """Reset for a new forward pass."""
-        self.path: list[tuple[str, nn.Module]] = []
+        self.path = []
         self.pooling: Tensor | None = None
         self.batch = 1
         self.recorded: list[str] = []
@@ -78,7 +82,7 @@ class Listening:
         self._other: set[str] = set()  # descriptions of mixing other than token attention
 
     def running(self) -> str | None:
-        """Return the name of the running module; None if it computes no attention between tokens."""
+        """Return the path of the running module; None outside of `within`, or without attention between tokens."""
         if not self.path or is_aside():
             return None
         name, module = self.path[-1]
@@ -87,8 +91,7 @@ class Listening:
         other = other_attention(module)
         if other is not None:
             self._other.add(other)
-            return None
-        return name
+        return None if other is not None else name
 
     def saw(
         self,
@@ -121,7 +124,7 @@ class Listening:
         part = ModuleAttention(probabilities, arrange, values, mixed, keys, visible)
         self._open.setdefault(layer, []).append(part)
 
-    def streams(self, query: Tensor, key: Tensor) -> bool:
+    def streams(self, query: Tensor) -> bool:
         """Return True if only fused probabilities are needed, so that they can be computed in parts."""
         name, module = self.path[-1]
         return not (
@@ -145,7 +148,7 @@ class Listening:
         if layer_values is not None and any(weighting == "output" for _, weighting in self.fusions):
             layer_values = replace(layer_values, gram=layer_values.gram_for(batch * queries))
         fused = {key: query.new_empty(batch, queries, keys) for key in self.fusions}
-        share = _share(heads, query.dtype)
+        share = query.new_full((1, 1, heads), 1 / heads)
         for part in parts:
             count = len(part.probabilities) // heads
             for (fusion, weighting), matrix in fused.items():
@@ -207,14 +210,12 @@ class Listening:
         side_by_side = len(parts) == self.batch > 1 and all(part.tensor.ndim == 3 for part in parts)
         by_image = any(count % self.batch for count, _, _ in shapes) or (side_by_side and not is_head_by_head(module))
         if by_image or len(shapes) > 1 or any(queries != keys for _, queries, keys in shapes):
-            pieces, instead = (
-                ("computes its attention image by image", "Explain one image at a time, or use")
-                if by_image
-                else ("computes its attention chunk by chunk", "Use")
+            pieces, remedy = (
+                ("image by image", "Explain one image at a time, or use") if by_image else ("chunk by chunk", "Use")
             )
             raise UnsupportedModelError(
-                f"{type(module).__name__} ({name}) {pieces}, in {len(parts)} pieces. "
-                f"{instead} sampling, occlusion, gradcam or input_gradient, which support it."
+                f"{type(module).__name__} ({name}) computes its attention {pieces}, in {len(parts)} pieces. {remedy} "
+                "sampling, occlusion, gradcam or input_gradient."
             )
 
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
@@ -239,10 +240,3 @@ class Listening:
             f"{instead}. Attention rollout and flow need a model with self-attention, such as a timm vit_*, deit_* or "
             "dinov2 model; gradcam, input_gradient and occlusion support this model."
         )
-
-
-@lru_cache(maxsize=16)
-def _share(heads: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of each head in the mean, [1, 1, heads]."""
-    with torch.inference_mode(False):
-        return torch.full((1, 1, heads), 1.0 / heads, dtype=dtype)

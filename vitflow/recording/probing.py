@@ -8,10 +8,8 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,7 +19,9 @@ from torch import Tensor, nn
 from vitflow.models.anatomy import tensors_in
 from vitflow.models.languages import plain_token_ids
 from vitflow.models.libraries import forward_options
-from vitflow.recording.isolation import Hook, aside, device_of, evaluating, uncompiled
+from vitflow.models.parts import kept_with
+from vitflow.recording.isolation import Hook, device_of, evaluating, hooked, trial, uncompiled
+from vitflow.recording.readout import with_tokens
 
 # Relative tolerance for activations on different hardware: about 20 times the observed difference (1e-5 in float32).
 # Scaling one attention by 1.1 causes a larger difference.
@@ -54,26 +54,27 @@ def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[st
     pixels = torch.cat([fixed_pixels(model, shape, seed) for seed in (0, 1)])
     sums = dict[str, NDArray[np.float64]]()
 
-    def note(path: str, output: Any) -> None:
+    def note(path: str, args: Any, output: Any) -> None:
         output_sums = _sums(output)
         if output_sums is not None:
             sums[path] = sums.get(path, 0.0) + output_sums
 
-    holders = [(path, module) for path, module in model.named_modules() if path and module._modules]
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = [pixels.device] if pixels.device.type == "cuda" else []
+    hooks = (
+        Hook(module, partial(note, path), before=False, in_aside=True)
+        for path, module in model.named_modules()
+        if path and module._modules
+    )
     try:
-        with torch.random.fork_rng(devices), np.errstate(all="ignore"), ExitStack() as hooks:
-            for path, module in holders:
-                hooks.callback(Hook(module, lambda _, output, path=path: note(path, output), before=False).remove)
-            note("", model_outputs(model, forward, pixels))
+        with (
+            torch.inference_mode(False),
+            trial(model, pixels.device),
+            uncompiled(),
+            hooked(hooks),
+            np.errstate(all="ignore"),
+        ):
+            note("", (), forward(pixels))
     except Exception:  # the error is reported for each image
         return None
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
     rounding = max(_ROUNDING.get(weight.dtype, 0.0) for weight in (torch.empty(0), *model.parameters()))
     if pixels.device.type != "cpu":
         rounding = max(rounding, _ROUNDING_ON_GPU)
@@ -86,12 +87,6 @@ def fixed_pixels(model: nn.Module, shape: tuple[int, ...], seed: int = 0) -> Ten
     """Return a random image on the model's device, [1, channels, height, width], independent of the NumPy version."""
     parameter = next(model.parameters(), torch.empty(0))
     return torch.from_numpy(np.random.RandomState(seed).standard_normal((1, *shape)) / 2).to(parameter)
-
-
-def model_outputs(model: nn.Module, forward: Forward, pixels: Tensor) -> list[Tensor]:
-    """Return all output tensors of a model in eval mode."""
-    with torch.inference_mode(False), torch.no_grad(), evaluating(model), uncompiled():
-        return list(tensors_in(forward(pixels)))
 
 
 def _sums(output: Any) -> NDArray[np.float64] | None:
@@ -134,7 +129,6 @@ def same_model(old: Any, new: Any) -> bool:
 _LENGTH, _CHANGED = 11, (10, 6)
 # Relative changes below this are rounding: kernels may depend on later tokens.
 _LEAST_DIFFERENCE = 1e-5
-_known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def is_causal(model: nn.Module) -> bool:
@@ -150,23 +144,24 @@ def is_causal(model: nn.Module) -> bool:
     >>> [is_causal(BertModel(BertConfig(is_decoder=writes, **sizes))) for writes in (False, True)]
     [False, True]
     """
-    with evaluating(model):
-        if model not in _known:
-            _known[model] = _test_causal(model)
-        return _known[model]
+    known = kept_with(model)
+    if is_causal not in known:
+        with trial(model, device_of(model)):
+            known[is_causal] = _test_causal(model)
+    causal: bool = known[is_causal]
+    return causal
 
 
 def _test_causal(model: nn.Module) -> bool:
     *ids, other = plain_token_ids(model, _LENGTH + 1)
     text = torch.tensor([ids], device=device_of(model))
-    with torch.no_grad(), aside():
-        before = _token_outputs(model, text)
-        for position in _CHANGED:
-            changed = text.clone()
-            changed[0, position] = other
-            after = _token_outputs(model, changed)
-            if any(_changes(before[name], after[name], position) for name in before.keys() & after.keys()):
-                return False
+    before = _token_outputs(model, text)
+    for position in _CHANGED:
+        changed = text.clone()
+        changed[0, position] = other
+        after = _token_outputs(model, changed)
+        if any(_changes(before[name], after[name], position) for name in before.keys() & after.keys()):
+            return False
     return True
 
 
@@ -175,18 +170,15 @@ def _token_outputs(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tens
     outputs: dict[tuple[str, int], Tensor] = {}
     calls: Counter[str] = Counter()
 
-    def keeping(name: str) -> Callable[..., None]:
-        def keep(args: Any, output: Any) -> None:
-            tokens = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
-            if isinstance(tokens, Tensor) and tokens.ndim == 3 and tokens.shape[:2] == text.shape:
-                calls[name] += 1
-                outputs[name, calls[name]] = tokens.clone()  # some are modified in place later
+    def keep(name: str, args: Any, output: Any) -> None:
+        tokens = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
+        if isinstance(tokens, Tensor) and tokens.ndim == 3 and tokens.shape[:2] == text.shape:
+            calls[name] += 1
+            outputs[name, calls[name]] = tokens.clone()  # some are modified in place later
 
-        return keep
-
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.callback(Hook(module, keeping(name), before=False, in_aside=True).remove)
+    with hooked(
+        Hook(module, partial(keep, name), before=False, in_aside=True) for name, module in model.named_modules()
+    ):
         model(input_ids=text)
     return outputs
 
@@ -220,14 +212,9 @@ def answer_from(model: nn.Module, pixels: Tensor, path: str, tokens: Tensor) -> 
     """
 
     def give(args: Any, output: Any) -> Any:
-        if output is None:  # after an exception
-            return None
         torch.set_grad_enabled(True)  # until torch.no_grad() below ends
-        return tokens if isinstance(output, Tensor) else (tokens, *output[1:])
+        return with_tokens(output, tokens)
 
-    with torch.inference_mode(False), evaluating(model), torch.no_grad():
-        hook = Hook(model.get_submodule(path), give, before=False)
-        try:
-            return model(pixels.detach(), **forward_options(model, (pixels.shape[-2], pixels.shape[-1])))
-        finally:
-            hook.remove()
+    hook = Hook(model.get_submodule(path), give, before=False)
+    with hooked([hook]), torch.inference_mode(False), evaluating(model), torch.no_grad():
+        return model(pixels.detach(), **forward_options(model, (pixels.shape[-2], pixels.shape[-1])))

@@ -7,6 +7,7 @@ attention does not call, is not needed. Afterwards the model is restored exactly
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -18,17 +19,15 @@ from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import ATTENTION_POOLING, closed_readouts, feature_layout, logits_of, read_layout, unwrap
-from vitflow.models.blocks import block_norms
 from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
 from vitflow.models.parts import runs_compiled, with_paths
-from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_words
+from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.heads import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (
     Hook,
-    aside,
-    no_fast_path,
+    hooked,
     refuse_checkpointing,
     refuse_compiled,
     refuse_meta_default,
@@ -121,7 +120,17 @@ class record_attention:
         values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
         if head is not None and head.reads_several:
             residual = 0.0  # the map from each block requires the layers below it one by one
-        self._listening = Listening(self._model, kept, gradients, values, keys, visible, on_layer, residual, within)
+        self._listening = Listening(
+            self._model,
+            kept,
+            gradients=gradients,
+            values=values,
+            keys=keys,
+            visible=visible,
+            on_layer=on_layer,
+            residual=residual,
+            within=within,
+        )
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._head, self._within = layout, readout, head, within
@@ -143,8 +152,8 @@ class record_attention:
             stack.callback(self._unhook)
             if self._attention:
                 refuse_unseen(self._model)
-            self._enter_hooks(stack)
-            stack.enter_context(no_fast_path())
+            stack.enter_context(hooked(self._fixed_hooks()))
+            self._watch()
             if runs_compiled(self._called):
                 refuse_compiled()
                 stack.enter_context(uncompiled())
@@ -166,24 +175,24 @@ class record_attention:
 
     # -- the model's modules ------------------------------------------------------------------------------------------
 
-    def _enter_hooks(self, stack: ExitStack) -> None:
-        for hook in self._hooks_of("", self._model):
-            stack.callback(hook.remove)
-        self._watch()
+    def _fixed_hooks(self) -> Iterator[Hook]:
+        """Yield the hooks that stay while the recording is open."""
+        yield from self._hooks_of("", self._model)
         if self._gradients and (embedding := word_embedding(self._model)) is not None:
-            stack.callback(Hook(embedding, _begin_graph, before=False).remove)
+            yield Hook(embedding, _begin_graph, before=False)
         for path, module in self._features.items():
-            stack.callback(Hook(module, self._keeping(path), before=False).remove)
+            yield Hook(module, partial(self._keep, path), before=False)
         if self._head is not None and self._head.taps:
             for path in self._head.blocks:
-                stack.callback(Hook(_submodule(self._model, path), _stop_graph, before=True).remove)
+                yield Hook(_submodule(self._model, path), _stop_graph, before=True)
             for path in {*self._head.blocks, *self._head.taps}:
-                act = self._cutting(path, path in self._head.taps)
-                stack.callback(Hook(_submodule(self._model, path), act, before=False, first=True).remove)
+                yield Hook(
+                    _submodule(self._model, path), partial(self._cut, path), before=False, always=True, first=True
+                )
         elif self._attention and torch.is_grad_enabled():
             attending = [path for path, _ in with_paths(self._model, may_attend)]
             for path in tap_candidates(self._model, attending):
-                stack.callback(Hook(self._model.get_submodule(path), self._noting(path), before=False).remove)
+                yield Hook(self._model.get_submodule(path), partial(self._note, path), before=False)
 
     def _watch(self) -> None:
         """Watch the modules that may attend; these may have changed since the previous pass."""
@@ -200,66 +209,47 @@ class record_attention:
             self._hooks.pop().remove()
 
     def _hooks_of(self, name: str, module: nn.Module) -> Iterator[Hook]:
-        yield Hook(module, self._entering(name, module), before=True)
-        yield Hook(module, self._leaving(name), before=False)
+        yield Hook(module, partial(self._enter, name, module), before=True)
+        yield Hook(module, partial(self._leave, name), before=False, always=True)
 
-    def _entering(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        listening, interception = self._listening, self._interception
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not name:
+            args, kwargs = self._begin(args, kwargs)
+        if name in self._watched:
+            self._interception.begin()
+        self._listening.path.append((name, module))
+        return (args, kwargs) if not name else None
 
-        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not name:
-                args, kwargs = self._begin(args, kwargs)
-            if name in self._watched:
-                interception.begin()
-            listening.path.append((name, module))
-            return (args, kwargs) if not name else None
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        path, interception = self._listening.path, self._interception
+        try:
+            if output is not None:  # no exception was raised
+                interception.ended(name)
+        finally:
+            if path and path[-1][0] == name:
+                path.pop()
+                if name in self._watched:
+                    interception.end()
+        if output is not None:
+            self._listening.ended(name)
+        if not name and output is not None and (logits := self._outputs(output)) is not None:
+            self.trace.output = output
+            self._finish(logits)
 
-        return act
+    def _keep(self, path: str, args: Any, output: Any) -> None:
+        self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
 
-    def _leaving(self, name: str) -> Callable[..., None]:
-        listening, interception = self._listening, self._interception
+    def _note(self, path: str, args: Any, output: Any) -> None:
+        if (tokens := tokens_of(output)) is not None and tokens.requires_grad:
+            self.trace.candidates[path] = tokens
 
-        def act(args: Any, output: Any) -> None:
-            entered = bool(listening.path) and listening.path[-1][0] == name
-            try:
-                if output is not None:  # no exception was raised
-                    interception.ended(name)
-            finally:
-                if entered:
-                    listening.path.pop()
-                    if name in self._watched:
-                        interception.end()
-            if output is not None:
-                listening.ended(name)
-            if not name and output is not None and (logits := self._outputs(output)) is not None:
-                self.trace.output = output
-                self._finish(logits)
-
-        return act
-
-    def _keeping(self, path: str) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            if output is not None:
-                self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
-
-        return act
-
-    def _noting(self, path: str) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            if (tokens := tokens_of(output)) is not None and tokens.requires_grad:
-                self.trace.candidates[path] = tokens
-
-        return act
-
-    def _cutting(self, path: str, taps: bool) -> Callable[..., Any]:
-        def act(args: Any, output: Any) -> Any:
-            torch.set_grad_enabled(True)  # as it was before the block
-            if not taps or (tokens := tokens_of(output)) is None:
-                return None
-            self.trace.candidates[path] = tokens.detach().requires_grad_()
-            return with_tokens(output, self.trace.candidates[path])
-
-        return act
+    def _cut(self, path: str, args: Any, output: Any) -> Any:
+        torch.set_grad_enabled(True)  # as it was before the block
+        tokens = tokens_of(output)
+        if self._head is None or path not in self._head.taps or tokens is None:
+            return None
+        self.trace.candidates[path] = tokens.detach().requires_grad_()
+        return with_tokens(output, self.trace.candidates[path])
 
     # -- one forward pass ---------------------------------------------------------------------------------------------
 
@@ -267,46 +257,41 @@ class record_attention:
         trace = self.trace
         self._watch()
         self._listening.begin()
-        self._reads, self._given = reads_text(args, kwargs), (args, kwargs)
-        trace.begin(None)
-        if self._reads is not None:
-            refuse_static(reads_cache(kwargs))
-            self._listening.batch, self._ran = len(self._reads), True
-            self._check_gradients()
+        trace.begin()
+        text = reads_text(args, kwargs)
+        given = _pixels_among(args, kwargs) if text is None else text
+        self._reads, self._ran = text is not None, given is not None
+        if given is None:
             return args, kwargs
-        pixels = _pixels_among(args, kwargs)
-        self._ran = pixels is not None
-        read, again = self._outputs, None if pixels is None else Call(self._model, args, kwargs, pixels)
-        if pixels is not None and 0 in pixels.shape:
-            raise ShapeError(f"Expected at least one image, got an empty model input {tuple(pixels.shape)}.")
-        self._listening.batch = 1 if pixels is None else len(pixels)
-        norms = block_norms(self._model) if self._features else ()
-        if pixels is None or not self._gradients:
-            trace.begin(pixels, norms, read, again)
-            return args, kwargs
-        self._check_gradients()
-        # A new tensor, so that the caller's tensor does not require gradients.
-        leaf = pixels.clone() if pixels.is_inference() else pixels.detach()
-        leaf.requires_grad_()
-        trace.begin(leaf, norms, read, again)
-        return (
-            tuple(leaf if value is pixels else value for value in args),
-            {name: leaf if value is pixels else value for name, value in kwargs.items()},
-        )
-
-    def _check_gradients(self) -> None:
+        self._listening.batch = len(given)
         if self._gradients and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
             raise OptionError(
                 "record_attention(gradients=True) requires a forward pass with gradients: run it under "
                 "torch.enable_grad(), not torch.no_grad() or torch.inference_mode()."
             )
+        if text is not None:
+            refuse_static(reads_cache(kwargs))
+            return args, kwargs
+        if 0 in given.shape:
+            raise ShapeError(f"Expected at least one image, got an empty model input {tuple(given.shape)}.")
+        pixels, call = given, Call(self._model, args, kwargs, given)
+        if not self._gradients:
+            trace.begin(pixels, self._outputs, call)
+            return args, kwargs
+        # A new tensor, so that the caller's tensor does not require gradients.
+        leaf = pixels.clone() if pixels.is_inference() else pixels.detach()
+        leaf.requires_grad_()
+        trace.begin(leaf, self._outputs, call)
+        return (
+            tuple(leaf if value is pixels else value for value in args),
+            {name: leaf if value is pixels else value for name, value in kwargs.items()},
+        )
 
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace
         trace.logits, trace.names = logits, self._listening.recorded
-        if self._reads is not None:
-            trace.lay_out(trace.layers, None, refusal=refusal_of_words(self._model))
-            return
+        if self._reads:
+            trace.refusal = refusal_of_text(self._model)
         if trace.pixels is None:
             return
         size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
@@ -322,9 +307,8 @@ class record_attention:
             above = decoder_stacks(layers, len(pixels))
             layers = [layer for layer in layers if stack_of(layer.name) not in above]
             trace.names = [name for name in trace.names if stack_of(name) not in above]
-            with aside():
-                layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
-                refusal = refusal or self._unseen(layers, pixels)
+            layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
+            refusal = refusal or self._unseen(layers)
         if not layers or refusal is not None:
             layout = self._layout_without_attention(size)
             trace.lay_out(layers, layout, refusal=refusal)
@@ -336,14 +320,15 @@ class record_attention:
         closed = closed_readouts(self._model, top, self._listening.pooling)
         pooled = self._listening.pooling if closed[0].name == ATTENTION_POOLING else None
         given = None if self._readout is None else _normalized(self._readout, len(pixels), top).to(layers[-1].example)
-        trace.read_out(closed, top, pooled, given)
+        trace.read_out(closed, pooled, given)
         return layout
 
-    def _unseen(self, layers: list[AttentionLayer], pixels: Tensor) -> str | None:
+    def _unseen(self, layers: list[AttentionLayer]) -> str | None:
         """Return why a product of these layers would be incomplete, or None."""
+        if self._within or self.trace.again is None:
+            return None
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        seen = self._listening.recorded, self._listening.unapplied
-        return None if self._within else unseen_mixing(self._model, pixels, self._given, layouts, seen)
+        return unseen_mixing(self.trace.again, layouts, self._listening.recorded, self._listening.unapplied)
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""

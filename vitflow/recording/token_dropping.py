@@ -4,23 +4,19 @@ A patch under a grey square is still a grey patch for the model. A dropped token
 fewer tokens is faster.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import logits_of, read_layout, transformer_of, unwrap
-from vitflow.models.libraries import forward_options, library_blocks, library_pooling
-from vitflow.recording.isolation import Hook, evaluating
-
-# Maps the return value of a model to the explained outputs.
-Read = Callable[[Any], Tensor | None]
+from vitflow.models.anatomy import ALL_TOKENS, closed_readouts, logits_of, read_layout, transformer_of, unwrap
+from vitflow.models.libraries import forward_options, library_blocks
+from vitflow.models.parts import kept_with_outputs
+from vitflow.recording.isolation import Hook, evaluating, hooked
+from vitflow.recording.readout import Read
 
 
 def run_on_patches(
@@ -35,8 +31,7 @@ def run_on_patches(
 
     The whole image is embedded once. Before the first block, each subset selects its tokens, which already have
     position embeddings; prefix tokens are always kept. With RoPE, kept patches keep their rotation. Average pooling is
-    over the kept patches. If `droppable_tokens` has found that the model reads only prefix tokens, the last block's MLP
-    runs only on these.
+    over the kept patches.
 
     With a convolutional patch embedding, a kept token may depend on pixels of dropped neighbours.
 
@@ -68,13 +63,7 @@ def run_on_patches(
             "Expected pixels [1, channels, height, width] and integer kept [choices, patches], got "
             f"{tuple(pixels.shape)} and {kept.dtype} {tuple(kept.shape)}."
         )
-    known = _known(model, pixels, layout, outputs)
-    readout_alone = (
-        isinstance(known, _Droppable)
-        and known.readout_alone
-        and not needs_patches(model, known.layout.num_prefix_tokens)  # its pooling may have changed
-    )
-    return _run(model, pixels, kept.to(pixels.device), layout, outputs, readout_alone)
+    return _run(model, pixels, kept.to(pixels.device), layout, outputs)[0]
 
 
 def droppable_tokens(
@@ -96,15 +85,14 @@ def droppable_tokens(
     10
     """
     model = unwrap(model)
-    verdict = _known(model, pixels, layout, outputs)
-    if verdict is None:
-        verdict = _try(model, pixels, layout, outputs)
-        verdicts = _verdicts.setdefault(model, {})
-        for given in {layout, layout if isinstance(verdict, str) else verdict.layout}:
-            verdicts[_key(pixels, given, outputs)] = ref(_owner(outputs)), verdict
+    known = kept_with_outputs(model, outputs)
+    key = run_on_patches, tuple(pixels.shape[1:]), layout
+    if key not in known:
+        known[key] = _try(model, pixels, layout, outputs)
+    verdict: TokenLayout | str = known[key]
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
-    return verdict.layout
+    return verdict
 
 
 def needs_patches(model: nn.Module, prefix: int) -> bool:
@@ -114,58 +102,40 @@ def needs_patches(model: nn.Module, prefix: int) -> bool:
         model: a Vision Transformer.
         prefix: the number of its prefix tokens.
     """
-    transformer: Any = transformer_of(unwrap(model))
-    if prefix == 0:
+    model = unwrap(model)
+    pooling = closed_readouts(model, TokenLayout(prefix, 1, 1), None)[0]
+    if getattr(transformer_of(model), "attn_pool", None) is not None:
         return True
-    pooling = library_pooling(unwrap(model))
-    if pooling is not None:
-        return "patches" in pooling
-    if hasattr(transformer, "head_dist") or getattr(transformer, "pool_include_prefix", False):
-        return False
-    pools_patches = getattr(transformer, "global_pool", None) in ("avg", "avgmax", "max", "map")
-    return pools_patches or getattr(transformer, "attn_pool", None) is not None
+    return bool(pooling.weights[0, prefix:].any()) and pooling.name != ALL_TOKENS
 
 
 class _Shortening:
     """Hooks that select the kept tokens before the first block, and their rotations (RoPE) before each block.
 
-    If only the readout is needed, the last MLP runs only on prefix tokens, and returns zeros for the others.
+    If `kept` is None, every token is kept, and only the layout is determined.
     """
 
-    def __init__(self, model: nn.Module, input_size: tuple[int, int], kept: Tensor, layout: TokenLayout | None) -> None:
-        self.model, self.input_size, self.kept, self.layout = model, input_size, kept, layout
+    def __init__(
+        self, model: nn.Module, size: tuple[int, int], kept: Tensor | None, layout: TokenLayout | None
+    ) -> None:
+        self.model, self.size, self.kept, self.layout = model, size, kept, layout
 
-    def before(self, index: int) -> Callable[..., Any]:
-        """Return the pre-forward hook of a block."""
-
-        def shorten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            if index == 0:
-                args = (self._choose(args[0] if args else None), *args[1:])
-            if kwargs.get("rope") is not None:
-                kwargs = kwargs | {"rope": self._rotations(kwargs["rope"])}
-            return args, kwargs
-
-        return shorten
-
-    def take_prefix(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Reduce the input of the last MLP: [choices, prefix + kept, channels] → [choices, prefix, channels]."""
-        assert self.layout is not None
-        return (args[0][:, : self.layout.num_prefix_tokens], *args[1:]), kwargs
-
-    def fill_up(self, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
-        """Pad the output of the last MLP with zeros for the other tokens; None after an exception."""
-        return None if output is None else F.pad(output, (0, 0, 0, self.kept.shape[1]))
+    def enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change the arguments of a block."""
+        if index == 0:
+            args = (self._choose(args[0] if args else None), *args[1:])
+        if self.kept is not None and kwargs.get("rope") is not None:
+            kwargs = kwargs | {"rope": self._rotations(kwargs["rope"], self.kept)}
+        return args, kwargs
 
     def _choose(self, tokens: Any) -> Tensor:
         """Select the tokens of each subset: [1, tokens, channels] → [choices, prefix + kept, channels]."""
         name = type(transformer_of(self.model)).__name__
         if not isinstance(tokens, Tensor) or tokens.ndim != 3 or len(tokens) != 1:
             raise UnsupportedModelError(f"The input of the first block of {name} is not one sequence of tokens.")
-        if self.layout is None:
-            try:
-                self.layout = read_layout(self.model, self.input_size, tokens.shape[1])
-            except (AttributeError, TypeError) as error:
-                raise UnsupportedModelError(f"{name} does not say how its tokens are arranged ({error}).") from error
+        self.layout = self.layout or read_layout(self.model, self.size, tokens.shape[1])
+        if self.kept is None:
+            return tokens
         prefix, count = self.layout.num_prefix_tokens, self.layout.num_patches
         if tokens.shape[1] != prefix + count:
             raise UnsupportedModelError(
@@ -176,35 +146,31 @@ class _Shortening:
         before = torch.arange(prefix, device=tokens.device).expand(len(self.kept), -1)
         return tokens[0][torch.cat([before, prefix + self.kept.long()], dim=1)]
 
-    def _rotations(self, rope: Any) -> Tensor:
+    def _rotations(self, rope: Any, kept: Tensor) -> Tensor:
         """Select rotations: [patches, width] or [heads, patches, width] → [choices, 1 or heads, kept, width]."""
         count = self.layout.num_patches if self.layout is not None else -1
         if not isinstance(rope, Tensor) or rope.ndim not in (2, 3) or rope.shape[-2] != count:
             raise UnsupportedModelError("The rotary position embedding (RoPE) does not have one rotation per patch.")
-        chosen = rope[..., self.kept.long(), :].movedim(-3, 0)
+        chosen = rope[..., kept.long(), :].movedim(-3, 0)
         return chosen if chosen.ndim == 4 else chosen.unsqueeze(1)
 
 
+_NO_LOGITS = "It does not return one row of logits per subset of patches."
+
+
 def _run(
-    model: nn.Module, pixels: Tensor, kept: Tensor, layout: TokenLayout | None, outputs: Read, readout_alone: bool
-) -> Tensor:
-    """Return logits [choices, classes]; with `readout_alone`, the last MLP runs only on prefix tokens."""
-    shortening, blocks = _Shortening(model, (pixels.shape[-2], pixels.shape[-1]), kept, layout), _blocks(model)
-    with ExitStack() as stack:
-        for index, block in enumerate(blocks):
-            stack.callback(Hook(block, shortening.before(index), before=True).remove)
-        if readout_alone:
-            mlp: Any = blocks[-1].mlp
-            stack.callback(Hook(mlp, shortening.take_prefix, before=True).remove)
-            stack.callback(Hook(mlp, shortening.fill_up, before=False).remove)
-        logits = outputs(_forward(model, pixels))
-    if logits is None:
+    model: nn.Module, pixels: Tensor, kept: Tensor | None, layout: TokenLayout | None, outputs: Read
+) -> tuple[Tensor, TokenLayout]:
+    """Return logits [choices, classes] and the token layout at the first block."""
+    size = (pixels.shape[-2], pixels.shape[-1])
+    shortening = _Shortening(model, size, kept, layout)
+    with hooked(
+        Hook(block, partial(shortening.enter, index), before=True) for index, block in enumerate(_blocks(model))
+    ):
+        logits = outputs(model(pixels, **forward_options(model, size)))
+    if logits is None or shortening.layout is None:
         raise UnsupportedModelError(_NO_LOGITS)
-    return logits
-
-
-def _forward(model: nn.Module, pixels: Tensor) -> Any:
-    return model(pixels, **forward_options(model, (pixels.shape[-2], pixels.shape[-1])))
+    return logits, shortening.layout
 
 
 def _blocks(model: nn.Module) -> nn.Sequential | nn.ModuleList:
@@ -215,59 +181,22 @@ def _blocks(model: nn.Module) -> nn.Sequential | nn.ModuleList:
     return blocks
 
 
-_NO_LOGITS = "It does not return one row of logits per subset of patches."
+def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: Read) -> TokenLayout | str:
+    """Return the layout of the tokens that a model can drop, or the reason why it cannot.
 
-
-class _Droppable(NamedTuple):
-    """Layout of the tokens that a model can drop; `readout_alone` is True if its output reads only prefix tokens."""
-
-    layout: TokenLayout
-    readout_alone: bool
-
-
-Verdict = _Droppable | str  # or the reason why a model cannot
-
-# By input shape, given layout and owner of `outputs`, while the owner is alive.
-_verdicts: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[ref[Any], Verdict]]] = WeakKeyDictionary()
-
-
-def _owner(outputs: Read) -> Any:
-    return getattr(outputs, "__self__", outputs)  # each access creates a new bound method
-
-
-def _key(pixels: Tensor, layout: TokenLayout | None, outputs: Read) -> tuple[Any, ...]:
-    return tuple(pixels.shape[1:]), layout, id(_owner(outputs))
-
-
-def _known(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: Read) -> Verdict | None:
-    """Return the cached verdict, if any."""
-    owner, verdict = _verdicts.get(model, {}).get(_key(pixels, layout, outputs), (None, None))
-    return verdict if owner is not None and owner() is _owner(outputs) else None
-
-
-def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: Read) -> Verdict:
-    """Compare outputs on noise: without hooks and with all patches kept, and with half the patches in two orders.
-
-    Windows, relative position biases and convolutions between tokens either fail on a shorter sequence, or depend on
-    the order of the patches. If each token has its position embedding, the order has no effect. A model that reads only
-    prefix tokens must have the same output if the last MLP runs only on these.
+    Outputs on noise are compared: of every token and of all patches, and of half the patches in two orders. Windows,
+    relative position biases and convolutions between tokens either fail on a shorter sequence, or depend on the order
+    of the patches. If each token has its position embedding, the order has no effect.
     """
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(1, *pixels.shape[1:], generator=random).to(pixels)
-    readout_alone = False
     try:
         with torch.no_grad(), evaluating(model):
-            output, seen = _seen_layout(model, noise)
-            whole = outputs(output)
-            layout = layout or seen
-            every = torch.randperm(layout.num_patches, generator=random)
-            half = every[: max(layout.num_patches // 2, 1)].to(noise.device)
-            every = every.sort().values[None].to(noise.device)
-            kept = _run(model, noise, every, layout, outputs, False)
-            halves = _run(model, noise, torch.stack([half, half.flip(0)]), layout, outputs, False)
-            if hasattr(_blocks(model)[-1], "mlp") and not needs_patches(model, layout.num_prefix_tokens):
-                with suppress(RuntimeError):  # an MLP may need all tokens
-                    readout_alone = _agree(kept, _run(model, noise, every, layout, outputs, True))
+            whole, layout = _run(model, noise, None, layout, outputs)
+            order = torch.randperm(layout.num_patches, generator=random).to(noise.device)
+            half = order[: max(layout.num_patches // 2, 1)]
+            every, _ = _run(model, noise, order.sort().values[None], layout, outputs)
+            halves, _ = _run(model, noise, torch.stack([half, half.flip(0)]), layout, outputs)
     except torch.OutOfMemoryError:
         raise
     except UnsupportedModelError as error:
@@ -277,31 +206,14 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: 
         return f"It fails on half of its patches ({reason})."
     if not isinstance(whole, Tensor) or whole.ndim != 2 or halves.shape != (2, whole.shape[1]):
         return _NO_LOGITS
-    if not _agree(whole, kept):
+    if not _agree(whole, every):
         return "Its output with all patches selected differs from its normal output."
     if not _agree(halves[:1], halves[1:]):
         return "Its output depends on the order of the tokens, not only on their position embeddings."
-    return _Droppable(layout, readout_alone)
+    return layout
 
 
 def _agree(first: Tensor, second: Tensor) -> bool:
     tolerance = 1e-3 if first.dtype.itemsize >= 4 else 5e-2
     difference = (first.double() - second.double()).abs().max()
     return bool(difference <= tolerance * first.double().abs().max())  # False where there is NaN
-
-
-def _seen_layout(model: nn.Module, pixels: Tensor) -> tuple[Any, TokenLayout]:
-    """Return the output of a forward pass over all patches, and the token layout at its first block."""
-    seen: list[int] = []
-
-    def count(block: nn.Module, args: tuple[Any, ...]) -> None:
-        if not args or not isinstance(args[0], Tensor) or args[0].ndim != 3:
-            raise UnsupportedModelError("The input of the first block is not one sequence of tokens.")
-        seen.append(args[0].shape[1])
-
-    handle = _blocks(model)[0].register_forward_pre_hook(count)
-    try:
-        output = _forward(model, pixels)
-    finally:
-        handle.remove()
-    return output, read_layout(model, (pixels.shape[-2], pixels.shape[-1]), seen[0])

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, check_known
 from vitflow.methods.cells import cell_grid
-from vitflow.methods.gradients import Values, ValueWeighting, check_value_weighting
+from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout, logits_of
+from vitflow.models.blocks import block_norms
 from vitflow.recording.heads import Call, observed_head
 from vitflow.recording.layers import AttentionLayer, fuse_parts
 from vitflow.recording.readout import HALF_SCALE, Head, Read, Tap, gradient_norms, readout_words
@@ -53,7 +54,6 @@ class Trace:
         features: outputs of the requested modules, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
         feature_layouts: token layout of each feature and True if its channels are last; None without a layout.
-        block_norms: if features were requested, paths of the modules for Grad-CAM, first layer first.
         pixels: the model input, [batch, channels, height, width].
         output: what the model returned.
         logits: the explained outputs, [batch, classes].
@@ -69,7 +69,6 @@ class Trace:
     layers: list[AttentionLayer] = field(default_factory=list)
     features: dict[str, Tensor] = field(default_factory=dict)
     feature_layouts: dict[str, tuple[TokenLayout, bool] | None] = field(default_factory=dict)
-    block_norms: Sequence[str] = ()
     pixels: Tensor | None = None
     output: Any = None
     logits: Tensor | None = None
@@ -89,20 +88,9 @@ class Trace:
     _heads: dict[Read, Head] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
 
-    def begin(
-        self,
-        pixels: Tensor | None,
-        block_norms: Sequence[str] = (),
-        read: Read = logits_of,
-        again: Call | None = None,
-    ) -> None:
+    def begin(self, pixels: Tensor | None = None, read: Read = logits_of, again: Call | None = None) -> None:
         """Reset the trace for a new forward pass on this model input."""
-        self.read, self.again = read, again
-        self.layers, self.features, self.feature_layouts, self._backward = [], {}, {}, {}
-        self.affinities, self.names, self.candidates, self._taps = {}, [], {}, {}
-        self.closed, self._heads = (), {}
-        self.pixels, self.block_norms = pixels, block_norms
-        self.output = self.logits = self.refusal = self.pooled = self._layout = self._top = None
+        Trace.__init__(self, model=self.model, pixels=pixels, read=read, again=again)
 
     def lay_out(
         self, layers: Sequence[AttentionLayer], layout: TokenLayout | None, *, refusal: str | None = None
@@ -110,11 +98,9 @@ class Trace:
         """Set the layers and the token layout, or the refusal."""
         self.layers, self._layout, self.refusal = list(layers), layout, refusal
 
-    def read_out(
-        self, closed: Sequence[ClosedReadout], top: TokenLayout, pooled: Tensor | None, given: Tensor | None
-    ) -> None:
-        """Set the closed-form readouts, the top layer's layout, and the readout given by the caller."""
-        self.closed, self._top, self.pooled, self._given = closed, top, pooled, given
+    def read_out(self, closed: Sequence[ClosedReadout], pooled: Tensor | None, given: Tensor | None) -> None:
+        """Set the closed-form readouts, the attention of a pooling head, and the readout given by the caller."""
+        self.closed, self.pooled, self._given, self._top = closed, pooled, given, self.layers[-1].tokens.queries
 
     @property
     def layout(self) -> TokenLayout:
@@ -134,6 +120,11 @@ class Trace:
     def top(self) -> TokenLayout:
         """Prefix tokens and patch grid of the top layer, as in the readout."""
         return self.layout if self._top is None else self._top
+
+    @property
+    def block_norms(self) -> Sequence[str]:
+        """Paths of the modules whose outputs are the features of Grad-CAM, first layer first."""
+        return block_norms(self.model)
 
     @property
     def staged(self) -> bool:
@@ -204,14 +195,6 @@ class Trace:
         return self._heads[self.read]
 
     @property
-    def _layers_read(self) -> int:
-        """Number of layers up to the highest block that the head reads."""
-        head = self.head
-        if head is None or not head.taps or len(head.blocks) != len(self.layers):
-            return len(self.layers)
-        return head.layers_below(head.taps[-1])
-
-    @property
     def _pooling(self) -> ClosedReadout:
         """Readout of the verified pooling, or of the declared pooling if none can be verified."""
         name = None if self.head is None else self.head.closed
@@ -275,14 +258,13 @@ class Trace:
 
     def at(self, tap: Tap) -> Self:
         """Return this trace up to a tap, with the readout there."""
-        layers = self.layers[: tap.layers]
         if tap.layers == len(self.layers) and self._given is not None:
             return self
         return replace(
             self,
-            layers=layers,
+            layers=self.layers[: tap.layers],
             pooled=None,
-            _top=layers[-1].tokens.queries,
+            _top=self.layers[tap.layers - 1].tokens.queries,
             _given=tap.readout,
             _backward={
                 key: replace(each, attentions=each.attentions[: tap.layers]) for key, each in self._backward.items()
@@ -299,11 +281,7 @@ class Trace:
             )
         tokens = [self.candidates[path] for path in head.taps if path in self.candidates]
         if not tokens or len(tokens) < len(head.taps) or not all(each.requires_grad for each in tokens):
-            why = (
-                "this pass was recorded without gradients"
-                if head.taps
-                else "it has no gradient for the tokens of any module (the head is zero or the output is detached)"
-            )
+            why = "this pass was recorded without gradients" if head.taps else "it has none for any tokens"
             raise UnsupportedModelError(
                 f"This output of {model} has no known pooling, so its readout is a gradient, but {why}. Record with "
                 "gradients=True, or pass readout= with a weight for each token of the top layer."
@@ -335,6 +313,12 @@ class Trace:
         return words
 
     @property
+    def _recorded(self) -> list[AttentionLayer]:
+        if not self.layers:
+            raise VitflowError(_NOTHING_RECORDED)
+        return self.layers
+
+    @property
     def streams(self) -> dict[str, tuple[AttentionLayer, ...]]:
         """Layers of each token stream by its name, first layer first.
 
@@ -363,10 +347,8 @@ class Trace:
 
         [batch, heads, tokens, tokens], or [batch, tokens, tokens] if recorded with a head fusion.
         """
-        if not self.layers:
-            raise VitflowError(_NOTHING_RECORDED)
         attentions = []
-        for layer in self.layers:
+        for layer in self._recorded:
             if layer.heads is None and len(layer.fused) != 1:
                 kept = ", ".join(f"{name}{_weighted_words(weighting)}" for name, weighting in layer.fused)
                 raise OptionError(f"Several fused matrices were recorded ({kept}): choose one with trace.fused(…).")
@@ -380,16 +362,15 @@ class Trace:
             OptionError: only fused matrices, or no value vectors, were recorded.
         """
         check_value_weighting(value_weighted)
-        if not self.layers:
-            raise VitflowError(_NOTHING_RECORDED)
-        heads = [layer.heads for layer in self.layers if layer.heads is not None]
+        heads = [layer.heads for layer in self._recorded if layer.heads is not None]
         if len(heads) != len(self.layers):
             raise OptionError("Only fused attention was recorded: record without head_fusion to keep every head.")
         if value_weighted is False:
             return heads
-        return [
-            values.weigh(_detached(layer), value_weighted) for layer, values in zip(heads, self._values(), strict=True)
-        ]
+        values = [layer.values for layer in self.layers if layer.values is not None]
+        if len(values) != len(heads):
+            raise OptionError("Value vectors were not recorded: record with values=True.")
+        return [each.weigh(_detached(layer), value_weighted) for layer, each in zip(heads, values, strict=True)]
 
     def fused(self, head_fusion: str = "mean", *, value_weighted: ValueWeighting = False) -> list[Tensor]:
         """Return the fused attention of each layer, [batch, tokens, tokens], first layer first.
@@ -398,11 +379,9 @@ class Trace:
             OptionError: neither this fusion nor all heads were recorded.
         """
         check_value_weighting(value_weighted)
-        if not self.layers:
-            raise VitflowError(_NOTHING_RECORDED)
         key = (head_fusion, value_weighted)
         matrices = []
-        for layer in self.layers:
+        for layer in self._recorded:
             if key not in layer.fused:
                 if layer.heads is None or (value_weighted and layer.values is None):
                     raise OptionError(
@@ -412,12 +391,6 @@ class Trace:
                 layer.fused[key] = fuse_parts(_detached(layer.heads), key, layer.values, layer.parts)
             matrices.append(layer.fused[key])
         return matrices
-
-    def _values(self) -> list[Values]:
-        values = [layer.values for layer in self.layers if layer.values is not None]
-        if len(values) != len(self.layers) or not values:
-            raise OptionError("Value vectors were not recorded: record with values=True.")
-        return values
 
     def forget_gradients(self) -> None:
         """Free the gradients that `backward` caches."""
@@ -479,7 +452,10 @@ class Trace:
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
         with torch.inference_mode(False), torch.enable_grad():
             raw = torch.autograd.grad(scores.float().sum() * scale, inputs, retain_graph=True, allow_unused=True)
-        unread = {layer.name for layer in self.layers[self._layers_read :]}
+        head = self.head if any(gradient is None for gradient in raw[: len(parts)]) else None
+        unread = set[str]()  # layers above the highest block that the head reads
+        if head is not None and head.taps and len(head.blocks) == len(self.layers):
+            unread = {layer.name for layer in self.layers[head.layers_below(head.taps[-1]) :]}
         for (name, _), gradient in zip(parts, raw, strict=False):
             if gradient is None and name not in unread:
                 raise UnsupportedModelError(

@@ -7,9 +7,9 @@ pooling or linear attention inside the block explains that.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, tensors_in
 from vitflow.models.parts import kept_with, module_paths, with_paths
+from vitflow.recording.attending import Listener
 from vitflow.recording.attention_kinds import may_attend, other_attention
-from vitflow.recording.heads import block_paths_of
+from vitflow.recording.heads import FEW_TOKENS, Call, block_paths_of, on_few_tokens
 from vitflow.recording.interception import Interception, is_softmax
-from vitflow.recording.isolation import FEW_TOKENS, Hook, given_few, returning_all, trial
+from vitflow.recording.isolation import Hook, hooked, trial
+from vitflow.recording.windows import is_grid
 
 # Functions that mix neighbouring tokens, or all tokens.
 _KNOWN = (
@@ -38,28 +40,21 @@ _ROUNDING, _MIXING = 1e-4, 1e-3
 _HALF_ROUNDING, _HALF_MIXING = 1e-2, 3e-2
 
 
-def unseen_mixing(
-    model: nn.Module,
-    pixels: Tensor,
-    given: tuple[tuple[Any, ...], Mapping[str, Any]],
-    layouts: Sequence[TokenLayout],
-    seen: tuple[Sequence[str], set[str]],
-) -> str | None:
+def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], unapplied: set[str]) -> str | None:
     """Return why a product of layers would be incomplete, or None.
 
     The model runs at most three times; the result is cached while its modules and recorded layers are the same.
 
     Args:
-        model: the model; its state is restored.
-        pixels: the model input of a pass, [batch, channels, height, width].
-        given: the arguments and keyword arguments of that pass.
+        call: the recorded call of the model.
         layouts: token layouts of its layers.
-        seen: paths of the recorded layers, and of the modules of which only the softmax was observed.
+        names: paths of the recorded layers.
+        unapplied: paths of the modules of which only the softmax was observed.
     """
-    names, unapplied = seen
+    model = call.model
     known, key = kept_with(model), (unseen_mixing, *names)
-    if key not in known and not pixels.is_meta:
-        known[key] = _find(model, pixels, given, layouts, names, unapplied)
+    if key not in known and not call.pixels.is_meta:
+        known[key] = _find(call, layouts, names, unapplied)
     path: str | None = known.get(key)
     if path is None:
         return None
@@ -70,37 +65,23 @@ def unseen_mixing(
     )
 
 
-def _find(
-    model: nn.Module,
-    pixels: Tensor,
-    given: tuple[tuple[Any, ...], Mapping[str, Any]],
-    layouts: Sequence[TokenLayout],
-    names: Sequence[str],
-    unapplied: set[str],
-) -> str | None:
+def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], unapplied: set[str]) -> str | None:
     """Return the path of the first innermost module with unrecorded token mixing, or None."""
-    noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
-    noise = torch.cat([noise, noise]).to(pixels.device, pixels.dtype)
-
-    def two(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.shape == pixels.shape and value.dtype == pixels.dtype:
-            return noise
-        of_images = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(pixels)
-        return value[:1].expand(2, *value.shape[1:]) if of_images else value
-
-    args, kwargs = given
-    args, kwargs = tuple(map(two, args)), {name: two(value) for name, value in kwargs.items()}
+    model, pixels, noise = call.model, call.pixels, call.noise(1).expand(2, -1, -1, -1)
     explained: set[str] = set()
-    whole: dict[str, Tensor] = {}
     # First with a few tokens per block, which is cheap; then with all tokens, and once more if known mixing was inside
     # a larger module.
     for shortened in (block_paths_of(model, names), (), ()):
         known = explained if not shortened else set[str]()
         probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, unapplied, known)
         try:
-            before, after = given_few(model, shortened, whole), returning_all(model, shortened, whole)
-            with trial(model, pixels.device), before, probe, after:
-                model(*args, **kwargs)
+            with (
+                trial(model, pixels.device),
+                on_few_tokens(model, shortened),
+                hooked(probe.hooks()),
+                probe.interception,
+            ):
+                call(noise)
         except Exception:  # the model rejects the noise or the few tokens, so the check is impossible
             if shortened:
                 continue
@@ -129,10 +110,8 @@ class _Call:
     explained: bool = False
 
 
-class _Probe:
+class _Probe(Listener):
     """Runs two images through a model; the second becomes the first with some tokens changed."""
-
-    gradients = wants_keys = wants_visible = False
 
     def __init__(
         self,
@@ -142,81 +121,70 @@ class _Probe:
         unapplied: set[str],
         explained: set[str],
     ) -> None:
+        super().__init__()
         self._model, self._size, self._unapplied, self._explained = model, size, unapplied, explained
+        self.interception = _Identities(self)
         self._counts = {layout.num_tokens for layout in layouts} | {FEW_TOKENS}
         self._attending = dict(with_paths(model, may_attend))
-        self._path: list[tuple[str, nn.Module]] = []  # running modules that may attend
         self._calls: list[_Call] = []
         self._changed = False  # True while a module with changed tokens runs
         self.mixing: str | None = None  # path of the module with unrecorded mixing
         self.missed = False  # True if a module could not be checked
         self.checked: set[str] = set()  # paths of the checked modules
 
-    def __enter__(self) -> "_Probe":
-        self._stack = ExitStack()
+    def hooks(self) -> Iterator[Hook]:
+        """Yield the hooks of a forward pass."""
         for path, module in module_paths(self._model):
             if module._modules or not type(module).__module__.startswith("torch.nn.modules."):
-                before, after = self._entering(path, module), self._leaving(path)
-                self._stack.callback(Hook(module, before, before=True, in_aside=True).remove)
-                self._stack.callback(Hook(module, after, before=False, in_aside=True).remove)
-        self._interception = self._stack.enter_context(_Identities(self))
-        return self
+                yield Hook(module, partial(self._enter, path, module), before=True, in_aside=True)
+                yield Hook(module, partial(self._leave, path), before=False, always=True, in_aside=True, first=True)
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if path in self._attending or not path:
+            self.path.append((path, module))
+        call = _Call(path)
+        self._calls.append(call)
+        if other_attention(module) is not None:
+            self.explain()
+        given = next((value for value in (*args, *kwargs.values()) if self._tokens(value) is not None), None)
+        if given is None:
+            return None
+        tokens = self._tokens(given)
+        assert tokens is not None
+        if self._changed:
+            call.tokens = tokens.shape[1] if self._share(tokens) <= _limits(tokens)[0] else 0
+            return None
+        if path in self._explained:
+            return None
+        call.tokens, call.begins, self._changed = tokens.shape[1], True, True
+        with torch._C.DisableTorchFunction():  # not part of the model
+            other = self._change(given, tokens)
 
-    def _entering(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if path in self._attending or not path:
-                self._path.append((path, module))
-            call = _Call(path)
-            self._calls.append(call)
-            if other_attention(module) is not None:
-                self.explain()
-            given = next((value for value in (*args, *kwargs.values()) if self._tokens(value) is not None), None)
-            if given is None:
-                return None
-            tokens = self._tokens(given)
-            assert tokens is not None
-            if self._changed:
-                call.tokens = tokens.shape[1] if self._share(tokens) <= _limits(tokens)[0] else 0
-                return None
-            if path in self._explained:
-                return None
-            call.tokens, call.begins, self._changed = tokens.shape[1], True, True
-            with torch._C.DisableTorchFunction():  # not part of the model
-                other = self._change(given, tokens)
+        def replaced(value: Any) -> Any:  # other inputs are those of the first image
+            if value is given or not isinstance(value, Tensor) or value.ndim < 2 or len(value) != 2:
+                return other if value is given else value
+            return value[:1].expand(value.shape).clone()
 
-            def replaced(value: Any) -> Any:  # other inputs are those of the first image
-                if value is given or not isinstance(value, Tensor) or value.ndim < 2 or len(value) != 2:
-                    return other if value is given else value
-                return value[:1].expand(value.shape).clone()
+        return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
-            return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
-
-        return act
-
-    def _leaving(self, path: str) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            if self._path and self._path[-1][0] == path:
-                self._interception.ended(path)
-                self._path.pop()
-            if not self._calls or self._calls[-1].path != path:  # an earlier hook raised an error before it began
-                return
-            call = self._calls.pop()
-            tokens = next((t for tensor in tensors_in(output) if (t := self._tokens(tensor)) is not None), None)
-            checked = tokens is not None and tokens.shape[1] == call.tokens and not call.explained
-            if checked:
-                self.checked.add(path)
-            if checked and tokens is not None and self.mixing is None and self._share(tokens) > _limits(tokens)[1]:
-                self.mixing = path
-            if call.begins:
-                self._changed = False
-                if not checked:
-                    self.missed = True
-                    self._explained.add(path)
-
-        return act
+    def _leave(self, path: str, args: Any, output: Any) -> None:
+        if self.path and self.path[-1][0] == path:
+            self.interception.ended(path)
+            self.path.pop()
+        if not self._calls or self._calls[-1].path != path:  # an earlier hook raised an error before it began
+            return
+        call = self._calls.pop()
+        tokens = next((t for tensor in tensors_in(output) if (t := self._tokens(tensor)) is not None), None)
+        checked = tokens is not None and tokens.shape[1] == call.tokens and not call.explained
+        if checked:
+            self.checked.add(path)
+        if checked and tokens is not None and self.mixing is None and self._share(tokens) > _limits(tokens)[1]:
+            self.mixing = path
+        if call.begins:
+            self._changed = False
+            if not checked:
+                self.missed = True
+                self._explained.add(path)
 
     def explain(self) -> None:
         """Mark all running modules as containing known token mixing."""
@@ -234,17 +202,14 @@ class _Probe:
             return given if self._fits(given.shape[1]) and not self._fits(given.shape[2]) else None
         if given.ndim != 4:
             return None
-        last, first = self._is_grid(*given.shape[1:3]), self._is_grid(*given.shape[2:4])
+        _, second, third, fourth = given.shape
+        last, first = is_grid(second, third, self._size), is_grid(third, fourth, self._size)
         if last == first:
             return None
         return given.flatten(1, 2) if last else given.flatten(2).mT
 
     def _fits(self, count: int) -> bool:
         return count in self._counts or layout_of_count(self._model, self._size, count) is not None
-
-    def _is_grid(self, rows: int, cols: int) -> bool:
-        tall, wide = self._size[0] / rows, self._size[1] / cols  # of a patch, in pixels
-        return max(tall, wide) < 1.2 * min(tall, wide) and min(tall, wide) >= 1.5 and rows * cols > 1
 
     def _which(self, tokens: Tensor) -> Tensor:
         """Return the mask of changed tokens: a random half, also of the first few."""
@@ -281,17 +246,9 @@ class _Probe:
     # -- listener -----------------------------------------------------------------------------------------------------
 
     def running(self) -> str | None:
-        """Return the name of the running module; None if it computes no attention between tokens."""
-        if not self._path or self._path[-1][0] not in self._attending or other_attention(self._path[-1][1]) is not None:
-            return None
-        return self._path[-1][0]
-
-    def streams(self, query: Tensor, key: Tensor) -> bool:
-        """Return False: two images are small."""
-        return False
-
-    def saw_in_parts(self, *given: Any) -> None:
-        """Do nothing; never called."""
+        """Return the path of the running module; None if it computes no attention between tokens."""
+        name = super().running()
+        return name if name in self._attending else None
 
     def saw(
         self,

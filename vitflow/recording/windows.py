@@ -4,8 +4,8 @@ It is independent of the model family: the model runs once on random pixels, and
 by bit with the tokens that they were computed from.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count
 from vitflow.models.parts import module_paths
-from vitflow.recording.attention_kinds import arrangement, other_attention
+from vitflow.recording.attending import Listener
+from vitflow.recording.attention_kinds import arrangement
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import Hook, trial
+from vitflow.recording.isolation import Hook, hooked, trial
 
 Size = tuple[int, int]
 # By module path: patch index of each window's keys, [windows, keys], −1 for padding; and the patch grid.
@@ -38,7 +39,7 @@ def find_windows(model: nn.Module, pixels: Tensor) -> Windows:
     if size not in by_size:
         noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0))
         probe = _Probe(model, size)
-        with trial(model, pixels.device), probe:
+        with trial(model, pixels.device), hooked(probe.hooks()), probe.interception:
             model(noise.to(pixels))
         by_size[size] = probe.windows
     return by_size[size]
@@ -67,51 +68,42 @@ def _strides(model: Any) -> Sequence[int]:
     return tuple(model.patch_embed.proj.stride)[-2:]
 
 
-class _Probe:
+class _Probe(Listener):
     """Traces the tokens of one random image through a model."""
 
-    gradients = wants_keys = wants_visible = False
-
     def __init__(self, model: nn.Module, size: Size) -> None:
+        super().__init__()
+        self.interception = _ProbeInterception(self)
         self._model, self._size = model, size
         self.windows: Windows = {}
-        self._path: list[tuple[str, nn.Module, Tensor | None]] = []  # running modules and their inputs
+        self._given: list[Tensor | None] = []  # inputs of the modules of the path
         self._images: list[Tensor] = []  # the latest tensors with tokens in raster order
         self._made: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of the latest linear layers
         self._rows: list[tuple[Tensor, Tensor]] = []  # inputs and outputs of the latest norms and sums
         self._last: tuple[torch.Size, Tensor, TokenLayout] | None = None
         self._orders = token_orders(model, size)
 
-    def __enter__(self) -> "_Probe":
-        self._stack = ExitStack()
+    def hooks(self) -> Iterator[Hook]:
+        """Yield the hooks of a forward pass."""
         for name, module in module_paths(self._model):
-            self._stack.callback(Hook(module, self._entering(name, module), before=True, in_aside=True).remove)
-            self._stack.callback(Hook(module, self._leaving(name), before=False, in_aside=True).remove)
-        self._interception = self._stack.enter_context(_ProbeInterception(self))
-        return self
+            yield Hook(module, partial(self._enter, name, module), before=True, in_aside=True)
+            yield Hook(module, partial(self._leave, name), before=False, always=True, in_aside=True)
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        if any(True for _ in module.children()):
+            self.path.append((name, module))
+            self._given.append(given)
+        if given is not None:
+            self.note(given)
 
-    def _entering(self, name: str, module: nn.Module) -> Callable[..., None]:
-        def act(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[0] if args and isinstance(args[0], Tensor) else None
-            if any(True for _ in module.children()):
-                self._path.append((name, module, given))
-            if given is not None:
-                self.note(given)
-
-        return act
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def act(args: Any, output: Any) -> None:
-            if self._path and self._path[-1][0] == name:
-                self._interception.ended(name)
-                self._path.pop()
-            if isinstance(output, Tensor):
-                self.note(output)
-
-        return act
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        if self.path and self.path[-1][0] == name:
+            self.interception.ended(name)
+            self.path.pop()
+            self._given.pop()
+        if isinstance(output, Tensor):
+            self.note(output)
 
     def note(self, tensor: Tensor) -> None:
         """Keep a tensor if it has all tokens of the image in raster order."""
@@ -128,21 +120,6 @@ class _Probe:
         self._made = [(given, output), *self._made[:7]]
         self.note(output)
 
-    # -- listener -----------------------------------------------------------------------------------------------------
-
-    def running(self) -> str | None:
-        """Return the name of the running module; None if it computes no attention between tokens."""
-        if not self._path or other_attention(self._path[-1][1]) is not None:
-            return None
-        return self._path[-1][0]
-
-    def streams(self, query: Tensor, key: Tensor) -> bool:
-        """Return False: one image is small."""
-        return False
-
-    def saw_in_parts(self, *given: Any) -> None:
-        """Do nothing; never called."""
-
     def saw(
         self,
         probabilities: Tensor,
@@ -152,7 +129,7 @@ class _Probe:
         visible: Tensor | None = None,
     ) -> None:
         """Find the tokens that a module's values were computed from."""
-        name, module, given = self._path[-1]
+        name, module = self.path[-1]
         if value is None or name in self.windows:
             return
         arrange = arrangement(module, probabilities, 1)
@@ -163,7 +140,7 @@ class _Probe:
             rows = _find(value[:, 0], output)  # [windows, keys]
             if rows is None:
                 continue
-            traced = self._trace(source, rows, given)
+            traced = self._trace(source, rows, self._given[-1])
             if traced is not None:
                 self.windows[name] = traced
             return
@@ -180,14 +157,14 @@ class _Probe:
                 known = _tokens_in_order(image, self._model, self._size)
                 assert known is not None
                 tokens, layout = known
-                matched = _match(tensor.flatten(0, -2), tokens)
+                matched = _match(tensor.flatten(0, -2), tokens, unique=True)
                 if matched is not None:
                     index, layout = self._ordered(matched, layout)
                     self._last = (source.shape[:-1], index, layout)
-                    return torch.where(rows < 0, -1, index[rows.clamp_min(0)]), layout
+                    return _indices_at(rows, index), layout
         if self._last is not None and self._last[0] == source.shape[:-1]:
             _, index, layout = self._last  # the same windows as in the previous layer
-            return torch.where(rows < 0, -1, index[rows.clamp_min(0)]), layout
+            return _indices_at(rows, index), layout
         return None
 
     def _origins(self, tensor: Tensor) -> Iterator[Tensor]:
@@ -200,9 +177,12 @@ class _Probe:
 
     def _ordered(self, rows: Tensor, layout: TokenLayout) -> tuple[Tensor, TokenLayout]:
         order = self._orders.get(layout.num_patches)
-        if order is not None:
-            rows = torch.where(rows < 0, -1, order[rows.clamp_min(0)])
-        return rows, layout
+        return (rows if order is None else _indices_at(rows, order)), layout
+
+
+def _indices_at(rows: Tensor, index: Tensor) -> Tensor:
+    """Return the entries of an index at these rows, −1 for padding."""
+    return torch.where(rows < 0, -1, index[rows.clamp_min(0)])
 
 
 _ROW_BY_ROW = (F.layer_norm, torch.add, Tensor.add, Tensor.__add__)
@@ -231,10 +211,15 @@ def _tokens_in_order(tensor: Tensor, model: nn.Module, size: Size) -> tuple[Tens
         (tensor.shape[1], tensor.shape[2], tensor[0].flatten(0, 1)),
         (tensor.shape[2], tensor.shape[3], tensor[0].flatten(1).T),
     ):
-        tall, wide = size[0] / rows, size[1] / cols  # of a patch, in pixels
-        if max(tall, wide) < 1.2 * min(tall, wide) and min(tall, wide) >= 1.5:
+        if is_grid(rows, cols, size):
             return tokens, TokenLayout(0, rows, cols)
     return None
+
+
+def is_grid(rows: int, cols: int, size: Size) -> bool:
+    """Return True if patches of this grid on an image of (height, width) are about square, and not single pixels."""
+    tall, wide = size[0] / rows, size[1] / cols  # of a patch, in pixels
+    return rows * cols > 1 and max(tall, wide) < 1.2 * min(tall, wide) and min(tall, wide) >= 1.5
 
 
 def _bytes(rows: Tensor) -> list[bytes]:
@@ -243,41 +228,35 @@ def _bytes(rows: Tensor) -> list[bytes]:
     return [row.tobytes() for row in raw]
 
 
-def _match(rows: Tensor, tokens: Tensor) -> Tensor | None:
-    """Return the index of the token that each row equals bit by bit, −1 for padding; None if a row matches none."""
+def _match(rows: Tensor, tokens: Tensor, *, unique: bool = False) -> Tensor | None:
+    """Return the index of the first token that each row equals bit by bit, −1 for padding.
+
+    None if a row equals no token, or if tokens are equal although they must be unique.
+    """
     if rows.shape[-1] != tokens.shape[-1] or rows.dtype != tokens.dtype:
         return None
-    known = {row: index for index, row in enumerate(_bytes(tokens))}
-    indices = torch.tensor([known.get(row, -1) for row in _bytes(rows)])
-    missing = indices < 0
-    padding = (rows == 0).all(dim=-1).cpu()
-    if len(known) < len(tokens) or missing.all() or (missing & ~padding).any():
+    known: dict[bytes, int] = {}
+    for index, token in enumerate(_bytes(tokens)):
+        known.setdefault(token, index)
+    flat = rows.flatten(0, -2)
+    indices = torch.tensor([known.get(row, -1) for row in _bytes(flat)])
+    missing, padding = indices < 0, (flat == 0).all(dim=-1).cpu()
+    if (unique and len(known) < len(tokens)) or missing.all() or (missing & ~padding).any():
         return None
-    return indices
+    return indices.reshape(rows.shape[:-1])
 
 
 def _find(value: Tensor, output: Tensor) -> Tensor | None:
     """Return the row of a linear layer's output that has each value [windows, keys, width] as a channel slice."""
     width = value.shape[-1]
     for rows in _as_rows(output):
-        if rows.shape[-1] % width or rows.dtype != value.dtype:
+        if rows.shape[-1] % width:
             continue
         for start in reversed(range(0, rows.shape[-1], width)):
-            indices = _match_values(value, rows[:, start : start + width])
+            indices = _match(value, rows[:, start : start + width])
             if indices is not None:
                 return indices
     return None
-
-
-def _match_values(value: Tensor, rows: Tensor) -> Tensor | None:
-    flat = value.flatten(0, -2)
-    known: dict[bytes, int] = {}
-    for index, row in enumerate(_bytes(rows)):
-        known.setdefault(row, index)
-    indices = torch.tensor([known.get(row, -1) for row in _bytes(flat)])
-    if ((indices < 0) & (flat != 0).any(dim=-1).cpu()).any() or (indices < 0).all():
-        return None
-    return indices.reshape(value.shape[:-1])
 
 
 def _as_rows(output: Tensor) -> list[Tensor]:

@@ -1,8 +1,7 @@
 """Attention rollout during text generation: each step extends the rollout, and its attention is discarded."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -11,12 +10,21 @@ from vitflow.methods.fusion import HeadFusion
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.growing_rollout import GrowingRollout
 from vitflow.models.languages import decoder_path, reads_cache, reads_text
-from vitflow.recording.isolation import Hook
+from vitflow.recording.isolation import Hook, hooked
 from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.recorder import record_attention
 
 
-class follow_writing:
+@contextmanager
+def follow_writing(
+    model: nn.Module,
+    grown: GrowingRollout,
+    *,
+    head_fusion: HeadFusion = "mean",
+    value_weighted: ValueWeighting = False,
+    visible: bool = True,
+    progress: Callable[[int], object] | None = None,
+) -> Iterator[GrowingRollout]:
     """Extend a rollout while a model generates text inside the `with` block, with or without a KV cache.
 
     Args:
@@ -26,51 +34,29 @@ class follow_writing:
         visible: also pass on which keys each query may see.
         progress: called with 1 after each forward pass.
     """
+    layers = tokens = 0  # of the current forward pass
 
-    def __init__(
-        self,
-        model: nn.Module,
-        grown: GrowingRollout,
-        *,
-        head_fusion: HeadFusion = "mean",
-        value_weighted: ValueWeighting = False,
-        visible: bool = True,
-        progress: Callable[[int], object] | None = None,
-    ) -> None:
-        self._model, self._grown, self._progress = model, grown, progress
-        self._layer = self._tokens = 0  # of the current forward pass
-        self._recorder = record_attention(
-            model,
-            fusions=[(head_fusion, value_weighted)],
-            visible=visible,
-            on_layer=self._take,
-            within=decoder_path(model),
+    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a forward pass over all tokens, or only the new ones if there is a cache."""
+        nonlocal layers, tokens
+        text, cache = reads_text(args, kwargs), reads_cache(kwargs)
+        layers, tokens = (
+            0,
+            (0 if cache is None else int(cache.get_seq_length())) + (0 if text is None else text.shape[1]),
         )
 
-    def __enter__(self) -> GrowingRollout:
-        with ExitStack() as stack:
-            stack.enter_context(self._recorder)
-            stack.callback(Hook(self._model, self._begin, before=True).remove)
-            self._stack = stack.pop_all()
-        return self._grown
+    def take(layer: AttentionLayer) -> None:
+        nonlocal layers
+        grown.append(layers, layer.example, tokens, layer.visible)
+        layers += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
-        self._ended()
+    def end(args: Any, output: Any) -> None:
+        if progress is not None:
+            progress(1)
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a forward pass over all tokens, or only the new ones if there is a cache."""
-        text, cache = reads_text(args, kwargs), reads_cache(kwargs)
-        self._ended()
-        self._tokens = (0 if cache is None else int(cache.get_seq_length())) + (0 if text is None else text.shape[1])
-
-    def _ended(self) -> None:
-        if self._layer and self._progress is not None:
-            self._progress(1)
-        self._layer = 0
-
-    def _take(self, layer: AttentionLayer) -> None:
-        self._grown.append(self._layer, layer.example, self._tokens, layer.visible)
-        self._layer += 1
+    fusions, within = [(head_fusion, value_weighted)], decoder_path(model)
+    with (
+        record_attention(model, fusions=fusions, visible=visible, on_layer=take, within=within),
+        hooked([Hook(model, begin, before=True), Hook(model, end, before=False)]),
+    ):
+        yield grown

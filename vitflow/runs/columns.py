@@ -2,8 +2,7 @@
 
 An input is a path relative to the run's root. JSON stores names that are not valid UTF-8 with lone surrogates (Python's
 surrogateescape): `os.fsencode(row["input"])` returns their bytes. CSV, Parquet and SQL cannot: there, `input` shows
-such bytes as escapes, and `input_hex` contains the bytes of the whole name. In CSV, an apostrophe precedes text that a
-spreadsheet would evaluate (see `plain_cell`).
+such bytes as escapes. In CSV, an apostrophe precedes text that a spreadsheet would evaluate (see `plain_cell`).
 
 A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the smallest power of two that no value exceeds,
 so that maps of any scale keep the precision of float16 (the map is `scale_METHOD` times the stored values).
@@ -16,6 +15,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -55,7 +55,6 @@ _SCORE = "manifest record condition"
 #: The columns of all rows, in table order.
 COLUMNS = {
     "input": Column("text", "folder manifest captions condition results"),
-    "input_hex": Column("text", "manifest"),
     "target_source": Column("text", "measured results"),
     "stem": Column("text", "folder"),
     "status": Column("text", "manifest captions record"),
@@ -177,27 +176,13 @@ def grid_columns(label: str) -> dict[str, str]:
     return {f"grid_{label}": "bytes", f"rows_{label}": "whole", f"cols_{label}": "whole", f"scale_{label}": "number"}
 
 
-def columns_of(labels: Sequence[str]) -> dict[str, str]:
-    """Return the columns of records with these maps, with their kinds."""
-    return {"id": "text", **kinds_in("record"), **_columns_of_maps(labels)}
-
-
-def record_of(row: Mapping[str, Any], maps: Maps, labels: Sequence[str]) -> Row:
-    """Return an image's row and maps as a record; missing values are None.
-
-    Args:
-        row: a row of a folder run; its `input` is the record's `id`.
-        maps: the unscaled grid of each map, [rows, cols].
-        labels: the maps of every record.
-    """
-    return {"id": row["input"]} | as_text(row, kinds_in("record")) | _values_of_maps(maps, labels)
-
-
-def _columns_of_maps(labels: Sequence[str]) -> dict[str, str]:
+def columns_of_maps(labels: Sequence[str]) -> dict[str, str]:
+    """Return the columns of these maps, with their kinds."""
     return {name: kind for label in labels for name, kind in grid_columns(label).items()}
 
 
-def _values_of_maps(maps: Maps, labels: Sequence[str]) -> Row:
+def values_of_maps(maps: Maps, labels: Sequence[str]) -> Row:
+    """Return the unscaled grids [rows, cols] of an image as columns; those of missing maps are None."""
     columns: Row = {}
     for label in labels:
         values = pack_half(maps[label]) if label in maps else (None,) * 4
@@ -297,10 +282,10 @@ def write_manifest(
     # On a name clash, such as an option "input", the row's column wins.
     kinds |= {name: _kind(value) for name, value in common.items() if name not in kinds}
     if labels:
-        kinds |= {"placement": "json"} | _columns_of_maps(labels)
+        kinds |= {"placement": "json"} | columns_of_maps(labels)
     writers = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
     full = (
-        {name: row.get(name, common.get(name)) for name in kinds} | _values_of_maps(maps, labels) for row, maps in rows
+        {name: row.get(name, common.get(name)) for name in kinds} | values_of_maps(maps, labels) for row, maps in rows
     )
     with write_atomically(path, durable=True) as file:
         writers[path.suffix](file, full, kinds)
@@ -320,7 +305,6 @@ def _kind(value: Any) -> str:
 
 def _write_jsonl(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
     for row in rows:
-        row.pop("input_hex", None)  # JSON can represent every name
         file.write(json_line(row))
 
 
@@ -330,7 +314,7 @@ def _write_csv(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -
         writer = csv.DictWriter(text, kinds)
         writer.writeheader()
         for row in rows:
-            writer.writerow({name: plain_cell(value) for name, value in _with_name(row, kinds).items()})
+            writer.writerow({name: plain_cell(value) for name, value in _shown(row, kinds).items()})
     finally:
         text.detach()
 
@@ -340,23 +324,11 @@ def _write_parquet(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str
     types = {"whole": pyarrow.int64(), "number": pyarrow.float64(), "bytes": pyarrow.binary()}
     schema = pyarrow.schema([(name, types.get(kind, pyarrow.string())) for name, kind in kinds.items()])
     with parquet.ParquetWriter(file, schema) as writer:
-        for group in _groups(_with_name(row, kinds) for row in rows):
+        shown = (_shown(row, kinds) for row in rows)
+        while group := list(islice(shown, _GROUP)):
             writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
 
 
-def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield rows in groups; at least one group, which may be empty."""
-    group: list[Row] = []
-    for row in rows:
-        group.append(row)
-        if len(group) == _GROUP:
-            yield group
-            group = []
-    yield group
-
-
-def _with_name(row: Row, kinds: Mapping[str, str]) -> Row:
+def _shown(row: Row, kinds: Mapping[str, str]) -> Row:
     """Return a row for formats that are limited to text and numbers."""
-    shown = shown_name(row["input"])
-    name = {"input": shown, "input_hex": os.fsencode(row["input"]).hex()} if shown != row["input"] else {}
-    return as_text(row, kinds) | name
+    return as_text(row, kinds) | {"input": shown_name(row["input"])}

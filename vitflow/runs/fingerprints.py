@@ -74,20 +74,13 @@ def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> li
     ['options.rollout.residual was 0.5 and is not set']
     >>> both = {"methods": {"rollout": "rollout", "gae": "gae"}, "options": {"rollout": {}, "gae": {"layer": 1}}}
     >>> fingerprint_difference(both, {"methods": {"rollout": "rollout"}, "options": {"rollout": {}}})
-    ['that run also had gae']
+    ['methods was [rollout, gae] and is [rollout]']
     """
-    had, has = (_methods(record) for record in (old, new))
-    differences = [
-        f"that run {words} {', '.join(labels)}"
-        for words, labels in (
-            ("also had", [label for label in had if label not in has]),
-            ("did not have", [label for label in has if label not in had]),
-        )
-        if labels and had and has
-    ]
-    differing = set(had) ^ set(has) if had and has else set()
+    had, has = (_labels(record) for record in (old, new))
+    differences = [f"methods was [{', '.join(had)}] and is [{', '.join(has)}]"] if had != has else []
+    differing = set(had) ^ set(has)
     before, after = (
-        {path: value for path, value in _leaves(without_probe(record)) if _is_compared(path, differing)}
+        {path: value for path, value in _leaves(without_probe(record)) if not differing.intersection(path)}
         for record in (old, new)
     )
     for path in dict.fromkeys([*before, *after]):
@@ -98,8 +91,6 @@ def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> li
             )
     if not differences and not same_model(old.get("probe"), new.get("probe")):
         differences.append("the model's outputs differ, although its weights are the same")
-    if not differences and list(had) != list(has):
-        differences.append(f"that run had its methods in the order {', '.join(had)}")
     return differences
 
 
@@ -108,14 +99,9 @@ def without_probe(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fingerprint.items() if name != "probe"}
 
 
-def _methods(record: Mapping[str, Any]) -> Mapping[str, Any]:
+def _labels(record: Mapping[str, Any]) -> list[str]:
     methods = record.get("methods")
-    return methods if isinstance(methods, Mapping) else {}
-
-
-def _is_compared(path: tuple[str, ...], differing: set[str]) -> bool:
-    """Return False for a value of a method that only one of the runs has, which is reported by its label."""
-    return len(path) < 2 or path[0] not in ("methods", "options") or path[1] not in differing
+    return list(methods) if isinstance(methods, Mapping) else []
 
 
 def _leaves(record: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

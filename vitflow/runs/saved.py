@@ -8,17 +8,20 @@ transactions, so that a reader does not block an active run.
 import json
 import math
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import is_file, is_link, is_there
 from vitflow.runs.columns import Grid, Maps, Row, kinds_in, unpack_half
 from vitflow.runs.fingerprints import REMEDY
+
+T = TypeVar("T")
 
 #: The name of the store in the output folder.
 FILE = "run.sqlite"
@@ -66,8 +69,11 @@ class SavedRun:
             raise OptionError(f"There is no run in {str(self.folder)!r}.")
         with self._reading():
             self._db = self._open("ro")
-            with self._close_on_error():
+            try:
                 self._load()
+            except BaseException:
+                self.close()
+                raise
 
     def _open(self, mode: str) -> sqlite3.Connection:
         db = sqlite3.connect(
@@ -119,14 +125,6 @@ class SavedRun:
                 ) from error
             raise OptionError(self._damaged(printable(str(error)))) from error
 
-    @contextmanager
-    def _close_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
     def close(self) -> None:
         """Close the file."""
         self._db.close()
@@ -137,35 +135,32 @@ class SavedRun:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def rows(self, names: Iterable[str] | None = None) -> Iterator[Row]:
-        """Yield the rows of these inputs, by default those of the latest run in its order; missing ones are skipped."""
-        ids = self._latest() if names is None else self._named(names)
-        for start in range(0, len(ids), _TOGETHER):
-            yield from self._rows(ids[start : start + _TOGETHER]).values()
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of the latest run in the order of its inputs."""
+        for ids in _chunks(self._latest()):
+            yield from self._rows(ids).values()
 
     def all_rows(self) -> Iterator[Row]:
         """Yield every row, including those of inputs that are not in the latest run."""
-        with self._reading():
-            ids = [row_id for (row_id,) in self._db.execute("SELECT id FROM rows")]
-        for start in range(0, len(ids), _TOGETHER):
-            yield from self._rows(ids[start : start + _TOGETHER]).values()
+        for ids in _chunks(self._ids("SELECT id FROM rows")):
+            yield from self._rows(ids).values()
 
     def with_maps(self, names: Iterable[str] | None = None, where: str | None = None) -> Iterator[tuple[Row, Maps]]:
-        """Yield rows as `rows` does, each with its maps by label, float32 [rows, cols].
+        """Yield each row with its maps by label, float32 [rows, cols].
 
         Args:
-            names: inputs.
+            names: inputs; by default those of the latest run. Inputs without a row are skipped.
             where: SQL condition that selects rows.
 
         Raises:
             OptionError: the condition is invalid, or a map is damaged.
         """
-        ids = self._latest() if names is None else self._named(names)
+        every = self._latest() if names is None else self._named(names)
         if where is not None:
             chosen = self._select(where)
-            ids = [row_id for row_id in ids if row_id in chosen]
-        for start in range(0, len(ids), _TOGETHER):
-            rows = self._rows(ids[start : start + _TOGETHER])
+            every = [row_id for row_id in every if row_id in chosen]
+        for ids in _chunks(every):
+            rows = self._rows(ids)
             maps = self._maps(list(rows))
             for row_id, row in rows.items():
                 yield row, maps.get(row_id, {})
@@ -176,22 +171,19 @@ class SavedRun:
             rows = self._db.execute("SELECT name FROM rows").fetchall()
         return {os.fsdecode(name) for (name,) in rows if isinstance(name, bytes)}
 
-    def _latest(self) -> list[int]:
+    def _ids(self, query: str) -> list[int]:
         with self._reading():
-            return [
-                row_id
-                for (row_id,) in self._db.execute(
-                    "SELECT id FROM rows WHERE position IS NOT NULL ORDER BY position, id"
-                )
-            ]
+            return [row_id for (row_id,) in self._db.execute(query)]
+
+    def _latest(self) -> list[int]:
+        return self._ids("SELECT id FROM rows WHERE position IS NOT NULL ORDER BY position, id")
 
     def _named(self, names: Iterable[str]) -> list[int]:
         """Return the ids of these inputs' rows."""
-        keys = [os.fsencode(name) for name in names]
         ids: dict[bytes, int] = {}
+        keys = [os.fsencode(name) for name in names]
         with self._reading():
-            for start in range(0, len(keys), _TOGETHER):
-                chunk = keys[start : start + _TOGETHER]
+            for chunk in _chunks(keys):
                 ids |= dict(self._db.execute(f"SELECT name, id FROM rows WHERE name IN ({_marks(chunk)})", chunk))
         return [ids[key] for key in keys if key in ids]
 
@@ -215,11 +207,9 @@ class SavedRun:
                 if grid is None or not isinstance(label, str):
                     raise OptionError(self._damaged(f"a map {printable(str(label))!r} is not rows × cols values"))
                 maps_by_row.setdefault(row_id, {})[label] = grid
-        order = list(self.fingerprint.get("methods", {}))
+        order = {label: position for position, label in enumerate(self.fingerprint.get("methods", {}))}
         return {
-            row_id: dict(
-                sorted(maps.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
-            )
+            row_id: dict(sorted(maps.items(), key=lambda item: order.get(item[0], len(order))))
             for row_id, maps in maps_by_row.items()
         }
 
@@ -247,11 +237,9 @@ class SavedRun:
             self._db.set_progress_handler(None, 0)
             self._db.set_authorizer(None)
 
-    def classes(self) -> set[str]:
-        """Return the class names and targets of the rows."""
-        with self._reading():
-            names = self._db.execute("SELECT DISTINCT class_name FROM rows UNION SELECT DISTINCT target FROM rows")
-            return {name for (name,) in names if isinstance(name, str)}
+
+def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (values[start : start + _TOGETHER] for start in range(0, len(values), _TOGETHER))
 
 
 def _marks(values: Sequence[object]) -> str:
@@ -270,17 +258,14 @@ def _authorize(action: int, first: str | None, second: str | None, *_: object) -
 
 _TYPES: dict[str, tuple[type, ...]] = {"text": (str,), "whole": (int,), "number": (int, float), "json": (dict, list)}
 _COLUMN_TYPES = {name: _TYPES[kind] for where in ("folder", "manifest") for name, kind in kinds_in(where).items()}
+_COLUMN_TYPES |= {"written": (dict,), "ranks": (list,)}
 # The columns of every explained image; missing values are None.
 _FILLED = tuple(dict.fromkeys([*kinds_in("folder"), *kinds_in("condition")]))
-# The nested columns of a row with the types of their values; an image with maps has all of them but the last.
-_NESTED: dict[str, tuple[type, ...]] = {
-    "outputs": (str,),
-    "written": (int,),
-    "facts": (dict,),
-    "placement": (list, str),
-}
-_NESTED |= {"maps": (str,)}
+# The types of the values in nested columns.
+_NESTED: dict[str, tuple[type, ...]] = {"outputs": (str,), "written": (int,), "maps": (str,)}
+_NESTED |= {"facts": (dict,), "placement": (list, str)}
 _SCORES = {"class_index", "class_name", "probability", "target", "value", "predicted_index"}
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def _finite(text: str) -> float:
@@ -308,50 +293,42 @@ def _row(name: object, record: object, drawn: bool) -> Row | None:
     if row is None or not isinstance(name, bytes):
         return None
     row = {"input": os.fsdecode(name)} | row
-    if row.get("status") not in ("explained", "failed") or (row["status"] == "failed" and "stem" not in row):
-        return row if row.get("status") in ("measured", "failed") else None  # evaluations validate their rows
-    if not all(isinstance(path, str) and is_inside(path) for path in (row["input"], row.get("stem"))):
+    status = row.get("status")
+    if status == "measured" or (status == "failed" and "stem" not in row):
+        return row  # evaluations validate their rows
+    paths = (row["input"], row.get("stem"))
+    if status not in ("explained", "failed") or not all(isinstance(path, str) and is_inside(path) for path in paths):
         return None
+    if not _is_valid(row) or (status == "explained" and not _is_complete(row, drawn)):
+        return None
+    return {**dict.fromkeys(_FILLED), **row} if status == "explained" else row
+
+
+def _is_valid(row: Row) -> bool:
+    """Return True if the values of a row have the types of their columns, and its text can be encoded as UTF-8."""
     for column, value in row.items():
-        types = _COLUMN_TYPES.get(column)
-        if value is not None and types is not None and (isinstance(value, bool) or not isinstance(value, types)):
-            return None
-    if row["status"] == "explained":
-        needed = [*_NESTED][: -1 if drawn else 2]
-        sides = [row.get(side) for side in ("width", "height")]
-        whole = all(isinstance(side, int) and 0 < side < 2**31 for side in sides)
-        if not whole or any(row.get(column) is None for column in needed):
-            return None
-    nested = all(
-        isinstance(nested_values, dict) and all(isinstance(value, kinds) for value in nested_values.values())
-        for column, kinds in _NESTED.items()
-        if (nested_values := row.get(column)) is not None
-    )
-    if not nested or not _is_text(row) or not _are_scores(row.get("ranks")):
-        return None
-    return {**dict.fromkeys(_FILLED), **row} if row["status"] == "explained" else row
-
-
-def _are_scores(ranks: object) -> bool:
-    """Return True for the scores of several targets, or None."""
-    return ranks is None or (
-        isinstance(ranks, list)
-        and all(isinstance(score, dict) and score.keys() <= _SCORES and _is_text(score) for score in ranks)
-        and all(
-            value is None or (isinstance(value, _COLUMN_TYPES[name]) and not isinstance(value, bool))
-            for score in ranks
-            for name, value in score.items()
-        )
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, _COLUMN_TYPES.get(column, object)):
+            return False
+        if column in _NESTED and not (
+            isinstance(value, dict) and all(isinstance(each, _NESTED[column]) for each in value.values())
+        ):
+            return False
+        if isinstance(value, str) and column != "input" and _SURROGATES.search(value):
+            return False
+    return all(
+        isinstance(score, dict) and score.keys() <= _SCORES and _is_valid(score) for score in row.get("ranks") or ()
     )
 
 
-def _is_text(row: Row) -> bool:
-    """Return True if the text of a row, except for the name of its input, can be encoded as UTF-8."""
-    try:
-        "".join(value for column, value in row.items() if column != "input" and isinstance(value, str)).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _is_complete(row: Row, drawn: bool) -> bool:
+    """Return True if the row of an explained image has all required columns; `drawn` requires those for drawing."""
+    required = ("outputs", "written", "facts", "placement") if drawn else ("outputs", "written")
+    sides = (row.get("width"), row.get("height"))
+    return all(row.get(column) is not None for column in required) and all(
+        isinstance(side, int) and 0 < side < 2**31 for side in sides
+    )
 
 
 def is_inside(path: str) -> bool:

@@ -1,15 +1,16 @@
 """Writer of a run's store: open, missing, put, finish.
 
-Each batch of rows is one transaction with a rollback journal: a killed run loses at most the batch that it was writing,
-and the file alone is the run. A lock on the folder restricts it to one writer; others may read.
+Rows are written once a second, in one transaction with a rollback journal: a killed run loses at most the rows of its
+last second, and the file alone is the run. A lock on the folder restricts it to one writer; others may read.
 """
 
 import json
+import math
 import os
 import platform
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +26,8 @@ _INSERT = (
     f"INSERT INTO rows (name, position, status, {', '.join(CONDITION_COLUMNS)}, record) "
     f"VALUES ({', '.join('?' * (4 + len(CONDITION_COLUMNS)))})"
 )
+# Seconds between two transactions.
+_INTERVAL = 1.0
 # Distributions whose versions are written to run.json.
 _DISTRIBUTIONS = ("vitflow", "torch", "timm", "numpy", "opencv-python-headless", "pillow")
 
@@ -56,19 +59,14 @@ class Run(SavedRun):
         self.folder, self.path = folder, folder / FILE
         self._lock = _locked(folder)
         self._pending: list[tuple[Mapping[str, Any], Maps]] = []
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="vitflow-store")
-        self._written: Future[None] | None = None
+        self._last_write = -math.inf
         self._positions: dict[str, int] = {}
         try:
             remove_leftovers(folder)
             known = self._earlier(clear, overwrite=overwrite)
-            if known is None:
-                self._begin(fingerprint, max_pixels)
-            else:
+            if known is not None:
                 check_same_run(known, folder, fingerprint)
-                self._db = self._open("rw")
-                with self._writing():
-                    self._remember(fingerprint, max_pixels)
+            self._begin(fingerprint, max_pixels, new=known is None)
             self.fingerprint, self.max_pixels = fingerprint, max_pixels
         except BaseException:
             self._release()
@@ -112,25 +110,26 @@ class Run(SavedRun):
             raise OptionError(f"{str(self.path)!r} is not a run of vitflow: move it away.")
         return bool(header)
 
-    def _begin(self, fingerprint: Mapping[str, Any], max_pixels: int) -> None:
+    def _begin(self, fingerprint: Mapping[str, Any], max_pixels: int, *, new: bool) -> None:
         try:
-            self._db = self._open("rwc")
+            self._db = self._open("rwc" if new else "rw")
         except sqlite3.Error as error:
             raise OptionError(cannot_write(self.folder, error)) from error
-        with self._writing():
-            self._db.execute(f"PRAGMA application_id = {APPLICATION}")
-            self._db.execute(f"PRAGMA user_version = {VERSION}")
-            for statement in SCHEMA:
-                self._db.execute(statement)
-            self._remember(fingerprint, max_pixels)
-
-    def _remember(self, fingerprint: Mapping[str, Any], max_pixels: int) -> None:
         header = json.dumps({"fingerprint": fingerprint, "max_pixels": max_pixels}, allow_nan=False)
-        self._db.execute("INSERT OR REPLACE INTO run VALUES ('run', ?)", (header,))
+        with self._writing():
+            if new:
+                for statement in (
+                    f"PRAGMA application_id = {APPLICATION}",
+                    f"PRAGMA user_version = {VERSION}",
+                    *SCHEMA,
+                ):
+                    self._db.execute(statement)
+            self._db.execute("INSERT OR REPLACE INTO run VALUES ('run', ?)", (header,))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Run the body in a transaction.
+
         Raises:
             VitflowError: the disk is full.
         """
@@ -139,9 +138,7 @@ class Run(SavedRun):
             yield
             self._db.execute("COMMIT")
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-            if type(error) is sqlite3.DatabaseError or isinstance(
-                error, UnicodeDecodeError
-            ):  # reported by SQLite itself
+            if type(error) in (sqlite3.DatabaseError, UnicodeDecodeError):  # the file is damaged
                 raise OptionError(self._damaged(error)) from error
             if not isinstance(error, sqlite3.OperationalError):
                 raise
@@ -170,28 +167,22 @@ class Run(SavedRun):
         return [name for name in names if name not in done]
 
     def put(self, rows: Iterable[tuple[Mapping[str, Any], Maps]]) -> None:
-        """Write rows with their maps in one transaction; a later row of an input replaces an earlier one.
+        """Store rows with their maps; a later row of an input replaces an earlier one.
 
-        A thread writes; rows that arrive meanwhile are written together. Rows that cannot be written, for example on a
-        full disk, stay in memory for the next call, so that the row that reports such a failure is not lost.
+        Rows of the last second, and rows that cannot be written, for example on a full disk, stay in memory until a
+        later call, so that the row that reports such a failure is not lost.
         """
         self._pending += rows
-        if self._written is None or self._written.done():
-            self._written = self._writer.submit(self._write)
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        if self._written is not None:  # one thread at a time has the connection
-            wait([self._written])
-        with super()._reading():
-            yield
+        if time.monotonic() - self._last_write >= _INTERVAL:
+            with suppress(VitflowError):
+                self._write()
+            self._last_write = time.monotonic()
 
     def _write(self) -> None:
-        rows = list(self._pending)
-        if not rows:
+        if not self._pending:
             return
         with self._writing():
-            for row, maps in rows:
+            for row, maps in self._pending:
                 name = os.fsencode(row["input"])
                 self._db.execute("DELETE FROM maps WHERE row = (SELECT id FROM rows WHERE name = ?)", (name,))
                 self._db.execute("DELETE FROM rows WHERE name = ?", (name,))
@@ -200,7 +191,7 @@ class Run(SavedRun):
                     "INSERT INTO maps (row, label, grid, rows, cols, scale) VALUES (?, ?, ?, ?, ?, ?)",
                     [(row_id, label, *pack_half(grid)) for label, grid in maps.items()],
                 )
-        del self._pending[: len(rows)]
+        self._pending.clear()
 
     def _values(self, name: bytes, row: Mapping[str, Any]) -> list[Any]:
         display_row = {**row, "input": shown_name(row["input"])}
@@ -215,8 +206,8 @@ class Run(SavedRun):
         Raises:
             VitflowError: the disk is full.
         """
+        self._write()
         with self._reading():
-            self._write()
             query = "SELECT count(*) FROM rows WHERE position IS NOT NULL AND status != 'failed'"
             [(explained,)] = self._db.execute(query)
         total = len(self._positions)
@@ -238,13 +229,12 @@ class Run(SavedRun):
     def close(self) -> None:
         """Write the remaining rows if possible, close the file, and release the lock."""
         try:
-            with suppress(VitflowError), self._reading():
+            with suppress(VitflowError):
                 self._write()
         finally:
             self._release()
 
     def _release(self) -> None:
-        self._writer.shutdown()
         if hasattr(self, "_db"):
             self._db.close()
         os.close(self._lock)

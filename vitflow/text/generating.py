@@ -12,22 +12,31 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError
-from vitflow.explaining.method import Method
+from vitflow.explaining.clips import ClipSource
+from vitflow.explaining.method_table import Method
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id, model_note
 from vitflow.models.hub import bundled
 from vitflow.models.languages import decoder_path
+from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text import languages
-from vitflow.text.encoder_decoder import Written, write_and_read
+from vitflow.text.encoder_decoder import ExplainedText, explain_pairs
 from vitflow.text.generation import Generation
-from vitflow.text.image_tokens import refuse_videos, tower_rows
-from vitflow.text.images import Layout, with_images, with_neutral, with_source
+from vitflow.text.image_tokens import tower_rows
+from vitflow.text.images import Layout, Video, with_images, with_source
 from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
 from vitflow.text.layout import Words
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
+from vitflow.text.prompt_images import with_neutral
 from vitflow.text.read_rows import RowsRead, array_of, read_rows
-from vitflow.text.writing import arguments_of, extra_inputs, follow, refuse_looking_ahead, split, write
+from vitflow.text.writing import (
+    arguments_of,
+    extra_inputs,
+    generate_tokens,
+    refuse_not_causal,
+    split,
+)
 
 
 def explain_generation(
@@ -35,6 +44,8 @@ def explain_generation(
     inputs: Any = None,
     *,
     image: Any = None,
+    video: ClipSource | None = None,
+    frames: int | None = None,
     tokenizer: Any = None,
     processor: Any = None,
     method: str | None = None,
@@ -55,13 +66,16 @@ def explain_generation(
             continues, by default none, or processor output (pixel_values).
         image: one or several images of the prompt, as paths, bytes, PIL images or arrays; exactly one for an image
             encoder.
+        video: the video of the prompt: a file, or frames as a list of images or an array [frames, height, width, 3],
+            2 per second; for other rates, pass processor output, too.
+        frames: the number of frames of a video file, at equal distances; by default 8.
         tokenizer: tokenizer; by default the one saved with the model. Without a tokenizer, tokens are shown as ids.
         processor: image processor; by default the one saved with the model.
-        method: "rollout", "attention", "flow", "gae" or "logit_lens". By default "rollout"; with `image` "gae", whose
-            maps match the named objects best and which requires a backward pass per token.
+        method: "rollout", "attention", "flow", "gae" or "logit_lens". By default "rollout"; with images or a video
+            "gae", whose maps match the named objects best and which requires a backward pass per token.
         layout: positions of the patch tokens in the prompt, for unknown model families.
         neutral: another prompt for the same images, such as "Describe the image.", required by `image(relative=True)`.
-        through_tower: record the vision tower, too, to propagate maps to its patches.
+        through_tower: record the vision tower, too, to propagate maps to its patches; not for a video.
         name: display name of the model; by default its id.
         trust_remote_code: allow models whose repository contains Python code, and run it.
         options: options of `model.generate`, such as max_new_tokens=20 or do_sample=True, and of the method, such as
@@ -78,6 +92,12 @@ def explain_generation(
     """
     given = {name: options[name] for name in options if any(row.accepts(name) for row in TEXT_METHODS.values())}
     generate = {name: value for name, value in options.items() if name not in given}
+    if video is not None:
+        if image is not None or layout is not None or through_tower:
+            raise OptionError("image, layout and through_tower are not supported with video: omit them.")
+        image = Video.read(video, frames)
+    elif frames is not None:
+        raise OptionError("frames requires video.")
     method = (PLAIN if image is None else IMAGE_DEFAULT) if method is None else method
     definition, used = text_method(method, given)
     used = for_kind(used, decoder=True)
@@ -94,13 +114,13 @@ def explain_generation(
         tokenizer = default if tokenizer is None else tokenizer
     languages.refuse_generation(model, generate)
     if not languages.has_encoder(model):
-        refuse_looking_ahead(model)
+        refuse_not_causal(model)
     images = None
     if image is not None and languages.has_encoder(model) and getattr(model, "main_input_name", "") == "pixel_values":
-        if neutral is not None or through_tower:
+        if video is not None or neutral is not None or through_tower:
             raise OptionError(
-                f"{type(model).__name__} has no prompt alongside the image and always propagates through its encoder: "
-                "omit neutral and through_tower."
+                f"{type(model).__name__} reads one image without a prompt, and maps always propagate through its "
+                "encoder: omit video, neutral and through_tower."
             )
         if isinstance(inputs, str) and inputs:
             tokenizer = languages.tokenizer_of(model, tokenizer)
@@ -111,22 +131,9 @@ def explain_generation(
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     elif neutral is not None or through_tower or layout is not None:
         raise OptionError("neutral, through_tower and layout require image.")
-    elif isinstance(inputs, Mapping) and isinstance(inputs.get("input_ids"), Tensor):
-        refuse_videos(getattr(model, "config", None), inputs)
     arguments, tokenizer = arguments_of(inputs, tokenizer, model, generate)
     started = time.perf_counter()
-    with evaluating(model), torch.no_grad():
-        if languages.has_encoder(model):
-            results: Iterable[Written] = write_and_read(model, arguments, tokenizer, definition, used)
-            prompts, written, rows, self_shares = _stacked(results)
-        elif method == "rollout":
-            sequences, rows, self_shares = follow(model, arguments, used)
-            prompts, written = split(sequences, arguments, tokenizer, model)
-        else:
-            prompts, written = split(write(model, arguments), arguments, tokenizer, model)
-    if method != "rollout" and not languages.has_encoder(model):
-        results = _teacher_forced(model, arguments, prompts, written, definition, used)
-        prompts, written, rows, self_shares = _stacked(results)
+    prompts, generated, rows, self_shares = _explained(model, arguments, tokenizer, definition, used)
     if images is not None and neutral is not None:
         neutral_inputs, _, neutral_images = with_images(model, neutral, image, processor, layout)
         neutral_rows = _neutral_rows(model, neutral_inputs, processor, definition, used)
@@ -145,7 +152,7 @@ def explain_generation(
         values=values[:, :, :start],
         among_generated=among_generated,
         prompt_tokens=tuple(prompts),
-        generated_tokens=tuple(written),
+        generated_tokens=tuple(generated),
         model=model_id(model) if name is None else check_name(name),
         method=method,
         options=used,
@@ -157,6 +164,18 @@ def explain_generation(
     return generation[0] if len(generation) == 1 else generation
 
 
+def _explained(
+    model: nn.Module, arguments: Mapping[str, Any], tokenizer: Any, method: Method, options: dict[str, Any]
+) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
+    """Generate text: return prompts, generated tokens, rows [batch, layers, rows, tokens] and self-shares."""
+    refuse_other_layers(model, method.name)
+    with evaluating(model), torch.no_grad():
+        if languages.has_encoder(model):
+            return _stacked(explain_pairs(model, arguments, tokenizer, method, options))
+        prompts, generated = split(generate_tokens(model, arguments), arguments, tokenizer, model)
+    return _stacked(_teacher_forced(model, arguments, prompts, generated, method, options))
+
+
 def _neutral_rows(
     model: nn.Module, inputs: Mapping[str, Any], processor: Any, method: Method, options: dict[str, Any]
 ) -> NDArray[np.float32]:
@@ -164,51 +183,53 @@ def _neutral_rows(
     arguments, _ = arguments_of(inputs, processor.tokenizer, model, {})
     ids = arguments["input_ids"][:, arguments["attention_mask"][0].bool()]
     length = ids.shape[1]
-    return array_of(_rows_at(model, arguments, ids, length, [(length - 1, None)], method, options).rows[:, 0].T)
+    return array_of(_rows_at(model, arguments, 0, ids, length, [(length - 1, None)], method, options).rows[:, 0].T)
 
 
 def _teacher_forced(
     model: nn.Module,
     arguments: Mapping[str, Any],
     prompts: Sequence[Words],
-    written: Sequence[Words],
+    generated: Sequence[Words],
     method: Method,
     options: dict[str, Any],
-) -> Iterator[Written]:
+) -> Iterator[ExplainedText]:
     """Compute the rows of a method in one pass over each generated text."""
-    for prompt, new in zip(prompts, written, strict=True):
+    for index, (prompt, new) in enumerate(zip(prompts, generated, strict=True)):
+        source = index * len(arguments["input_ids"]) // len(prompts)  # num_return_sequences may be above 1
         ids = torch.tensor([(prompt + new).ids[:-1]], device=device_of(model))
         targets = list(enumerate(new.ids, start=prompt.length - 1))
-        result = _rows_at(model, arguments, ids, prompt.length, targets, method, options)
-        yield Written(prompt, new, result.rows, result.self_share)
+        result = _rows_at(model, arguments, source, ids, prompt.length, targets, method, options)
+        yield ExplainedText(prompt, new, result.rows, result.self_share)
 
 
 def _rows_at(
     model: nn.Module,
     arguments: Mapping[str, Any],
+    prompt: int,
     ids: Tensor,
     length: int,
     targets: Sequence[tuple[int, int | None]],
     method: Method,
     options: dict[str, Any],
 ) -> RowsRead:
-    """Compute the rows of a method for targets in a text [1, tokens] whose prompt has `length` tokens."""
+    """Compute the rows of a method for targets in a text [1, tokens], whose prompt (an index) has `length` tokens."""
     readout = torch.eye(ids.shape[1], device=ids.device)[[position for position, _ in targets]]
-    extra = extra_inputs(model, arguments, length, ids.shape[1] - length)
+    extra = extra_inputs(model, arguments, prompt, length, ids.shape[1] - length)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
     within = decoder_path(model)
     return read_rows(model, inputs, readout, method, options, targets=targets, within=within)
 
 
-def _stacked(texts: Iterable[Written]) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
-    """Stack prompts, generated words, rows and self-shares, with prompts padded on the left as in `follow`."""
+def _stacked(texts: Iterable[ExplainedText]) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
+    """Stack rows and self-shares, with prompts padded on the left."""
     texts = list(texts)
-    prompts, written = [text.prompt for text in texts], [text.generated for text in texts]
-    start, n = (max(words.length for words in batch) for batch in (prompts, written))
+    prompts, generated = [text.prompt for text in texts], [text.generated for text in texts]
+    start, n = (max(words.length for words in batch) for batch in (prompts, generated))
     rows, shares = [], []
     for text in texts:
         left, below = start - text.prompt.length, n - text.generated.length
         rows.append(torch.nn.functional.pad(text.rows.float(), (left, below, 0, below)))
         shares.append(None if text.self_share is None else torch.nn.functional.pad(text.self_share.float(), (0, below)))
     self_shares = [share for share in shares if share is not None]
-    return prompts, written, torch.stack(rows), torch.stack(self_shares) if self_shares else None
+    return prompts, generated, torch.stack(rows), torch.stack(self_shares) if self_shares else None

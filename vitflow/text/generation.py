@@ -11,14 +11,16 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import method_record
-from vitflow.explaining.method import Method
+from vitflow.explaining.clips import Clip, joint_shares
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
+from vitflow.images.geometry import Placement
 from vitflow.methods.fusion import check_layer
-from vitflow.text.images import PromptImages, subtract_earlier
-from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, hide, labels_of, spoken_words, text_of
+from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, grouped_words, hide, labels_of, text_of
 from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS
+from vitflow.text.prompt_images import PromptImages, subtract_earlier
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
 from vitflow.text.textpage import ShownImage, TextRow, page_of
@@ -124,7 +126,7 @@ class Generation:
         """
         _, written = self._one_prompt()
         stopped, content, rest = {word.casefold() for word in stop_words}, dict[str, tuple[int, ...]](), list[str]()
-        for word, indices in spoken_words(written):
+        for word, indices in grouped_words(written):
             if word.casefold() in stopped or not word[0].isalnum():
                 rest += [] if word in rest else [word]
                 continue
@@ -166,10 +168,55 @@ class Generation:
         Raises:
             OptionError: unknown word, image or part, or an option that requires an argument of `explain_generation`.
         """
-        _, written = self._one_prompt()
         if self.images is None:
             raise OptionError("Expected an image in the prompt, got none: pass image= to explain_generation.")
         parts = self.images.chosen(image, role)
+        row, total, top, name = self._row_of(word, layer, without_earlier)
+        through = self._through(through_tower)
+        grid, placement, facts = self.images.map_of(
+            row, total, parts, layer=top, relative=relative, through_tower=through
+        )
+        index = self.images.parts[parts[0]].image
+        flags = {"relative": relative, "without_earlier": without_earlier, "through_tower": through}
+        return self._saliency(grid, placement, index, name, flags, {**facts, "layer": top + 1})
+
+    def clip(
+        self,
+        word: str | int | Sequence[int],
+        *,
+        layer: int | None = None,
+        relative: bool = False,
+        without_earlier: bool = False,
+    ) -> Clip:
+        """Compute the saliency maps of a generated word over the frames of the video in the prompt.
+
+        Args:
+            word, layer, relative, without_earlier: as for `image`.
+
+        Returns:
+            Clip with a map for each position along time, drawn on its first frame; `facts["on_video"]` of each map is
+            the share of the word's row on the whole video.
+
+        Raises:
+            OptionError: unknown word, or no video in the prompt.
+        """
+        if self.images is None:
+            raise OptionError("Expected a video in the prompt, got none: pass video= to explain_generation.")
+        row, total, top, name = self._row_of(word, layer, without_earlier)
+        grids, placements, share = self.images.frame_maps(row, total, layer=top, relative=relative)
+        flags, facts = {"relative": relative, "without_earlier": without_earlier}, {"on_video": share, "layer": top + 1}
+        frames = tuple(
+            replace(self._saliency(grid, placement, index, name, flags, facts), seconds=self.seconds / len(grids))
+            for index, (grid, placement) in enumerate(zip(grids, placements, strict=True))
+        )
+        source, span = self.images.video or "", self.images.span
+        return Clip(frames, frames[0].score, joint_shares(np.stack(grids)), source, span=span, joint=True)
+
+    def _row_of(
+        self, word: str | int | Sequence[int], layer: int | None, without_earlier: bool
+    ) -> tuple[NDArray[np.float64], float, int, str]:
+        """Return the row of a word over the prompt, its sum with earlier generated tokens, its layer and the word."""
+        _, written = self._one_prompt()
         tokens = [word] if isinstance(word, str | int) else word
         indices = sorted({index for token in tokens for index in written.find(token)})
         if not indices:
@@ -181,12 +228,19 @@ class Generation:
         total = row.sum() + self.among_generated[indices, :, top].mean(axis=0).sum()
         if without_earlier:
             row = subtract_earlier(row, rows[:start], self.among_generated[start, :start, top])
-        through = self._through(through_tower)
-        grid, placement, facts = self.images.map_of(
-            row, float(total), parts, layer=top, relative=relative, through_tower=through
-        )
-        index = self.images.parts[parts[0]].image
-        flags = {"relative": relative, "without_earlier": without_earlier, "through_tower": through}
+        return row, float(total), top, text_of(written[start : indices[-1] + 1]).strip()
+
+    def _saliency(
+        self,
+        grid: NDArray[np.float32],
+        placement: Placement,
+        index: int,
+        word: str,
+        flags: Mapping[str, bool],
+        facts: Mapping[str, Any],
+    ) -> WordSaliency:
+        """Return the map of a word on an image of the prompt."""
+        assert self.images is not None
         return WordSaliency(
             grid=grid,
             placement=placement,
@@ -196,8 +250,8 @@ class Generation:
             method=self.method,
             options={**self.options, **{name: True for name, value in flags.items() if value}},
             class_specific=TEXT_METHODS[self.method].class_specific,
-            score=Score(text_of(written[start : indices[-1] + 1]).strip()),
-            facts={**facts, "layer": top + 1, **({"model_note": self.model_note} if self.model_note else {})},
+            score=Score(word),
+            facts={**facts, **({"model_note": self.model_note} if self.model_note else {})},
             seconds=self.seconds,
         )
 
@@ -345,6 +399,9 @@ class Generation:
             "seconds": round(self.seconds, 4),
         }
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        bundles = [self[index].sheet()._repr_mimebundle_(include, exclude) for index in range(len(self))]
-        return {kind: "\n".join(bundle[kind] for bundle in bundles) for kind in bundles[0]}
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        sheets = [self[index].sheet() for index in range(len(self))]
+        return {
+            "text/plain": "\n".join(sheet.text() for sheet in sheets),
+            "text/html": "<br>".join(sheet.html_image() for sheet in sheets),
+        }

@@ -16,13 +16,12 @@ from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
-from vitflow.text.view import POSITIVE, Trust, View, check_weights, embedded, percent, render
+from vitflow.text.view import POSITIVE, Trust, View, check_weights, percent
 
 #: Larger graphs are unreadable.
 MOST_TOKENS, MOST_LAYERS = 40, 48
 _GAP, _STEP = 0.35, 0.32
 _STRONGEST = 3  # edges of each layer in plain text
-_BLUE = tuple(channel / 255 for channel in POSITIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +104,6 @@ class GraphView(View):
         last = "" if trust is None else f"{self.panels[-1].title}, top layer: {trust}"
         return [line for line in (legend, last, trust.left_out if trust else "", self.caption) if line]
 
-    def html(self) -> str:
-        """Return the graphs as an HTML image with a text description."""
-        return render("graph.html", view=self, text=self.text(), **embedded(self.figure(framed=False)))
-
     def text(self) -> str:
         """Return the strongest edges of each layer of each graph as plain text, of the highlighted edges if any."""
         labels = labels_of(self.words)
@@ -127,7 +122,7 @@ class GraphView(View):
                 lines.append(f"  layer {layer + 1}: {', '.join(edges)}")
         return "\n".join([*lines, "", *self._foot[1:]])
 
-    def figure(self, *, framed: bool = True) -> Figure:
+    def figure(self) -> Figure:
         """Return the graphs as a figure."""
         labels = labels_of(self.words)
         names = [padded(labels[position].text, 14).rstrip() for position in self._columns]
@@ -148,7 +143,7 @@ class GraphView(View):
         plots[0].set_yticks(range(len(names)), names, **plain(BODY))
         for label, position in zip(plots[0].get_yticklabels(), self._columns, strict=True):
             label.set_fontweight("bold" if position in self.selected else "normal")
-        return charts.framed(figure, self.title if framed else "", self._foot if framed else ())
+        return charts.framed(figure, self.title, self._foot)
 
     def _draw_panel(self, axes: Axes, panel: Panel, panel_width: float) -> None:
         """Draw one graph, the input at the left and the top layer at the right."""
@@ -156,11 +151,11 @@ class GraphView(View):
         chosen = np.ix_(range(layers), columns, columns)
         _draw_edges(axes, panel.matrices[chosen], (0.35, 0.35, 0.35), panel.paths is not None)
         if panel.paths is not None:
-            _draw_edges(axes, panel.paths[chosen], _BLUE, False)
+            _draw_edges(axes, panel.paths[chosen], POSITIVE, False)
         xs, ys = np.meshgrid(np.arange(layers + 1), np.arange(len(columns)))
         axes.scatter(xs, ys, s=4, color=INK, linewidths=0, zorder=4)
         selected = [column for column, position in enumerate(columns) if position in self.selected]
-        axes.scatter([layers] * len(selected), selected, s=22, color=[_BLUE], linewidths=0, zorder=5)
+        axes.scatter([layers] * len(selected), selected, s=22, color=[POSITIVE], linewidths=0, zorder=5)
         axes.set_xlim(-0.08 * layers / panel_width, (1 + 0.08 / panel_width) * layers)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, pad=2)

@@ -1,6 +1,6 @@
-"""Order of image patches among the tokens of each family of vision–language models, as in transformers 5.
+"""Order of image and video patches among the tokens of each family of vision–language models, as in transformers 5.
 
-A processor inserts one image token per patch, without their order.
+A processor inserts one image or video token per patch, without their order.
 """
 
 import math
@@ -16,7 +16,7 @@ from PIL import Image
 from vitflow.errors import OptionError
 from vitflow.images.geometry import Placement, Size
 
-Role = Literal["whole", "tile", "thumbnail"]
+Role = Literal["whole", "tile", "thumbnail", "frame"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ProcessedImage:
     """Image prepared by a processor: its index among `count` images, its size, and the token count of all images.
 
     `image` is uint8 [height, width, 3], given if the caller ran the processor: its settings may then differ from the
-    stored ones, which would move the patches.
+    stored ones, which would move the patches. With `video`, it is a video, [frames, height, width, 3].
     """
 
     config: Any
@@ -66,11 +66,12 @@ class ProcessedImage:
     count: int
     tokens: int
     image: NDArray[np.uint8] | None = None
+    video: bool = False
 
     @property
     def image_processor(self) -> Any:
-        """Image processor within the processor."""
-        return getattr(self.processor, "image_processor", self.processor)
+        """Image processor within the processor; for a video, its video processor."""
+        return getattr(self.processor, "video_processor" if self.video else "image_processor", self.processor)
 
     @property
     def vision_config(self) -> Any:
@@ -78,10 +79,14 @@ class ProcessedImage:
         return self.config.vision_config
 
     @property
+    def pixel_values(self) -> Any:
+        """Model inputs of all images, or of the video."""
+        return self.inputs["pixel_values_videos" if self.video else "pixel_values"]
+
+    @property
     def pixels(self) -> Size:
         """Height and width of a model input."""
-        shape = self.inputs["pixel_values"].shape
-        return int(shape[-2]), int(shape[-1])
+        return int(self.pixel_values.shape[-2]), int(self.pixel_values.shape[-1])
 
 
 def _squashed(size: Size, into: Size) -> Placement:
@@ -143,8 +148,12 @@ def _check_prepared(processed: ProcessedImage, image: NDArray[np.uint8]) -> None
 
     The tolerance is far above the rounding of half precision or another backend of the processor.
     """
-    images, given = processed.image_processor, processed.inputs["pixel_values"][processed.index].detach().cpu().float()
-    expected = images(images=[Image.fromarray(image)], return_tensors="pt")["pixel_values"][0].float()
+    images, given = processed.image_processor, processed.pixel_values[processed.index].detach().cpu().float()
+    if processed.video:
+        output = images(videos=[image], do_sample_frames=False, return_tensors="pt")
+    else:
+        output = images(images=[Image.fromarray(image)], return_tensors="pt")
+    expected = next(output[name] for name in ("pixel_values", "pixel_values_videos") if name in output)[0].float()
     if given.shape == expected.shape:
         distance = float((given - expected).square().mean().sqrt())
         if distance <= 0.02 + 0.1 * float(expected.std()):
@@ -288,10 +297,39 @@ def _gemma3(processed: ProcessedImage) -> Iterator[Part]:
         yield Part(side, side, placement, "tile")
 
 
-#: Layout function of each family, by `model_type`.
+def _qwen_video(processed: ProcessedImage) -> Iterator[Part]:
+    """Yield a raster of merged patches for each temporal patch, of two frames."""
+    merged, patch = processed.vision_config.spatial_merge_size, processed.vision_config.patch_size
+    times, rows, cols = map(int, processed.inputs["video_grid_thw"][0])
+    for _ in range(times):
+        yield Part(rows // merged, cols // merged, _squashed(processed.size, (rows * patch, cols * patch)), "frame")
+
+
+def _llava_next_video(processed: ProcessedImage) -> Iterator[Part]:
+    """Yield a raster of pooled patches for each frame; the frames may be cropped."""
+    stride = processed.config.spatial_pool_stride
+    patch = processed.vision_config.patch_size * stride
+    rows, cols = (side // patch for side in processed.pixels)
+    placement = raster(processed, rows, cols, patch)
+    for _ in range(processed.pixel_values.shape[1]):
+        yield Part(rows, cols, placement, "frame")
+
+
+def _llava_onevision_video(processed: ProcessedImage) -> Iterator[Part]:
+    """Yield a raster for each frame, squashed and downsampled to half its patches; a newline token ends the video."""
+    patch, tile = processed.vision_config.patch_size, processed.vision_config.image_size
+    side = tile // patch
+    placement = _whole_patches(_squashed(processed.size, (tile, tile)), (side * patch, side * patch), (tile, tile))
+    frames = processed.pixel_values.shape[1]
+    for number in range(1, frames + 1):
+        yield Part(math.ceil(side / 2), math.ceil(side / 2), placement, "frame", after=int(number == frames))
+
+
+#: Layout function of the images of each family, by `model_type`.
 READERS: dict[str, Callable[[ProcessedImage], Iterator[Part]]] = {
     "llava": _llava,
     "llava_next": _llava_next,
+    "llava_next_video": _llava_next,
     "llava_onevision": _llava_next,
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
@@ -302,4 +340,14 @@ READERS: dict[str, Callable[[ProcessedImage], Iterator[Part]]] = {
     "internvl": _internvl,
     "paligemma": _paligemma,
     "gemma3": _gemma3,
+}
+
+#: Layout function of the video of each family: a part for each position along time.
+VIDEO_READERS: dict[str, Callable[[ProcessedImage], Iterator[Part]]] = {
+    "qwen2_vl": _qwen_video,
+    "qwen2_5_vl": _qwen_video,
+    "qwen3_vl": _qwen_video,
+    "qwen3_vl_moe": _qwen_video,
+    "llava_next_video": _llava_next_video,
+    "llava_onevision": _llava_onevision_video,
 }

@@ -1,9 +1,9 @@
-"""Image patch tokens in the sequences of vision-language models: positions, grid and covered image region."""
+"""Patch tokens of images and videos in the sequences of vision-language models: positions, grid and covered region."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -15,20 +15,20 @@ from vitflow.images.geometry import Placement, Size
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.recorder import record_attention
-from vitflow.text.image_families import READERS, ProcessedImage, Role, raster
+from vitflow.text.image_families import READERS, VIDEO_READERS, ProcessedImage, Role, raster
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """The patch tokens of an image, or of a part of it such as a tile.
+    """The patch tokens of an image, of a part of it such as a tile, or of a position along the time of a video.
 
     Attributes:
         positions: positions in the sequence without padding, row by row from the top left.
         rows, cols: patch grid.
         placement: rectangle of the image covered by the grid; None for the whole image.
         role: "whole" for the whole image, "tile" for a part at higher resolution, "thumbnail" for the downscaled whole
-            image alongside its tiles.
-        image: index of the image in the prompt.
+            image alongside its tiles, "frame" for the frames of a video.
+        image: index of the image in the prompt, or of the position along time.
 
     Raises:
         ShapeError: not rows × cols distinct positions.
@@ -76,8 +76,10 @@ def image_tokens(
     inputs: Mapping[str, Any],
     sizes: Sequence[Size],
     images: Sequence[NDArray[np.uint8]] | None = None,
+    *,
+    video: bool = False,
 ) -> tuple[ImageTokens, ...]:
-    """Locate the patch tokens of each image in a prompt.
+    """Locate the patch tokens of each image in a prompt, or of its video.
 
     Args:
         config: model configuration.
@@ -86,48 +88,59 @@ def image_tokens(
         sizes: (height, width) of each image before processing, in the order of the prompt.
         images: the images, uint8 [height, width, 3], to check that the processor's stored settings produced the
             inputs.
+        video: locate the tokens of a video instead; `sizes` and `images` then have one entry, the video
+            [frames, height, width, 3].
 
     Raises:
         UnsupportedModelError: unknown family, or unexpected number of image tokens.
-        OptionError: several prompts, no image, a video, or inputs produced with other settings.
+        OptionError: several prompts, no image, images and a video, or inputs produced with other settings.
     """
     family = str(getattr(config, "model_type", ""))
-    token = image_token(config)
+    kind: Literal["image", "video"] = "video" if video else "image"
+    readers = VIDEO_READERS if video else READERS
+    token = image_token(config, kind)
     ids = inputs["input_ids"]
     if len(ids) != 1:
         raise OptionError(f"Expected one prompt with its images, got {len(ids)} prompts: pass one at a time.")
-    refuse_videos(config, inputs)
-    if family not in READERS or token is None:
+    refuse_other(config, inputs, "image" if video else "video")
+    if family not in readers or token is None:
+        remedy = (
+            "pass some of its frames as images, image=[…]."
+            if video
+            else "pass layout=ImageTokens(positions, rows, cols) with the positions of the patches, row by row, and "
+            "their grid."
+        )
         raise UnsupportedModelError(
-            f"Unknown layout of the image tokens of {family or 'this model'} (known families: {', '.join(READERS)}): "
-            "pass layout=ImageTokens(positions, rows, cols) with the positions of the patches, row by row, and their "
-            "grid."
+            f"Unknown layout of the {kind} tokens of {family or 'this model'} (known families: {', '.join(readers)}): "
+            f"{remedy}"
         )
     positions = _positions(ids[0], inputs.get("attention_mask"), token)
     if not positions:
         raise OptionError(
-            "The prompt has no image tokens: insert the processor's image token "
-            f"({getattr(processor, 'image_token', '<image>')!r}) into the prompt and pass the image to the processor."
+            f"The prompt has no {kind} tokens: insert the processor's {kind} token "
+            f"({getattr(processor, f'{kind}_token', f'<{kind}>')!r}) into the prompt and pass the {kind} to the "
+            "processor."
         )
     originals: Sequence[NDArray[np.uint8] | None] = [None] * len(sizes) if images is None else images
     parts = [
         (part, index)
         for index, size in enumerate(sizes)
-        for part in READERS[family](
-            ProcessedImage(config, processor, inputs, index, size, len(sizes), len(positions), originals[index])
+        for part in readers[family](
+            ProcessedImage(config, processor, inputs, index, size, len(sizes), len(positions), originals[index], video)
         )
     ]
     count = sum(part.length for part, _ in parts)
     if count != len(positions):
         raise UnsupportedModelError(
-            f"Expected {count} tokens of {len(sizes)} image{'s'[: len(sizes) > 1]} of {_sizes(sizes)} pixels for the "
-            f"settings of {type(processor).__name__}, got {len(positions)}: pass the images and processor that "
+            f"Expected {count} tokens of {len(sizes)} {kind}{'s'[: len(sizes) > 1]} of {_sizes(sizes)} pixels for the "
+            f"settings of {type(processor).__name__}, got {len(positions)}: pass the {kind}s and processor that "
             "produced the prompt, or layout=ImageTokens(positions, rows, cols)."
         )
     layouts, start = [], 0
-    for part, index in parts:
+    for number, (part, index) in enumerate(parts):
         patches = [positions[start + place] for place in part.places]
-        layouts.append(ImageTokens(patches, part.rows, part.cols, part.placement, part.role, index))
+        image = number if video else index
+        layouts.append(ImageTokens(patches, part.rows, part.cols, part.placement, part.role, image))
         start += part.length
     return tuple(layouts)
 
@@ -162,18 +175,18 @@ def source_tokens(
     return ImageTokens(range(start, start + layout.rows * layout.cols), layout.rows, layout.cols, placement)
 
 
-def image_token(config: Any) -> int | None:
-    """Return the id of the image token; None if the model has none."""
-    ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+def image_token(config: Any, kind: Literal["image", "video"] = "image") -> int | None:
+    """Return the id of the image or video token; None if the model has none."""
+    ids = (getattr(config, f"{kind}_token_{name}", None) for name in ("id", "index"))
     return next((token_id for token_id in ids if isinstance(token_id, int)), None)
 
 
-def refuse_videos(config: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise OptionError if a prompt contains a video."""
-    token = getattr(config, "video_token_id", None)
-    argument = any("video" in name for name, value in inputs.items() if value is not None)
-    if argument or (isinstance(token, int) and bool((inputs["input_ids"] == token).any())):
-        raise OptionError("Expected images, got a video: pass its frames as images.")
+def refuse_other(config: Any, inputs: Mapping[str, Any], kind: Literal["image", "video"]) -> None:
+    """Raise OptionError if a prompt of images contains a video, or the other way round."""
+    token, argument = image_token(config, kind), "pixel_values" if kind == "image" else "pixel_values_videos"
+    if inputs.get(argument) is not None or (token is not None and bool((inputs["input_ids"] == token).any())):
+        expected, got = ("images", "a video") if kind == "video" else ("a video", "images")
+        raise OptionError(f"Expected {expected}, got {got}: pass {kind}=, and omit the tokens of {expected}.")
 
 
 def _positions(ids: Tensor, mask: Tensor | None, token: int) -> list[int]:

@@ -1,216 +1,96 @@
-"""Images in a prompt: preparing the inputs of vision-language models, and the maps of generated words."""
+"""Inputs of vision-language models: prompts with images or a video, and the positions of their patch tokens."""
 
+import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, UnsupportedModelError, unknown_name
-from vitflow.images.geometry import Placement
+from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.explaining.clips import FRAMES, ClipSource, frames_of, seconds_of
 from vitflow.images.reading import image_name, read_image
-from vitflow.images.upsampling import lay_together
-from vitflow.methods.tokens import relative_to
 from vitflow.models.anatomy import read_layout
 from vitflow.models.libraries import library_id
-from vitflow.text.image_tokens import ImageTokens, image_token, image_tokens, refuse_videos, source_tokens
+from vitflow.text.image_tokens import ImageTokens, image_token, image_tokens, refuse_other, source_tokens
 from vitflow.text.languages import load_processor
-from vitflow.text.textpage import ShownImage
+from vitflow.text.prompt_images import PromptImages
 
-#: Default prompt for an image.
+#: Default prompt for an image; for a video, with "video".
 DEFAULT_PROMPT = "Describe the image."
+#: Assumed frames per second of frames that were not read from a file, as Qwen-VL samples them.
+FRAME_RATE = 2.0
 Layout = ImageTokens | Sequence[ImageTokens] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PromptImages:
-    """The images of one prompt and the positions of their patch tokens.
+class Video:
+    """Frames of a video.
 
     Attributes:
-        images: images, uint8 RGB [height, width, 3].
-        sources: file name or description of each image.
-        parts: patch tokens of each part, in the order of the prompt; an image may have several parts, such as tiles.
-        neutral: for each part, the row at the end of the neutral prompt over its patches, float32 [patches, layers];
-            None without a neutral prompt.
-        tower: for each part, the rollout through the vision tower, float32 [patches, tower patches]; None if the tower
-            was not recorded.
+        frames: uint8 RGB [frames, height, width, 3].
+        source: file name or description.
+        rate: frames per second.
     """
 
-    images: tuple[NDArray[np.uint8], ...]
-    sources: tuple[str, ...]
-    parts: tuple[ImageTokens, ...]
-    neutral: tuple[NDArray[np.float32], ...] | None = None
-    tower: tuple[NDArray[np.float32], ...] | None = None
+    frames: NDArray[np.uint8]
+    source: str
+    rate: float
 
-    def to_list(self) -> list[dict[str, Any]]:
-        """Return the parts as JSON-serializable dicts: image, role, grid, positions and covered box."""
-        names = ("left", "top", "right", "bottom")
-        return [
-            {
-                "image": part.image,
-                "source": self.sources[part.image],
-                "role": part.role,
-                "rows": part.rows,
-                "columns": part.cols,
-                "positions": list(part.positions),
-                "covers": dict(zip(names, self._placement(index).window, strict=True)),
-            }
-            for index, part in enumerate(self.parts)
-        ]
+    @classmethod
+    def read(cls, video: ClipSource, count: int | None = None) -> "Video":
+        """Read a video file or frames.
 
-    def chosen(self, image: int | None, role: str | None) -> list[int]:
-        """Return the indices of the parts of an image, optionally of one role.
+        Args:
+            video: a file or frames, as for `explain_clip`.
+            count: the number of frames of a file; by default 8.
 
         Raises:
-            OptionError: unknown image or role, or no image index for several images.
+            OptionError: the frames are tensors.
+            VitflowError: the file cannot be read, or the frames differ in size.
         """
-        count = len(self.images)
-        if image is None and count > 1:
-            raise OptionError(f"The prompt has {count} images: pass image=0 for the first.")
-        image = 0 if image is None else image
-        if not 0 <= image < count:
-            raise OptionError(f"Expected an image index from 0 to {count - 1}, got {image}.")
-        indices = [index for index, part in enumerate(self.parts) if part.image == image]
-        roles = {self.parts[index].role: None for index in indices}
-        if role is not None and role not in roles:
-            raise OptionError(unknown_name("role", role, roles))
-        return [index for index in indices if role in (None, self.parts[index].role)]
-
-    def map_of(
-        self,
-        row: NDArray[Any],
-        total: float,
-        indices: Sequence[int],
-        *,
-        layer: int,
-        relative: bool,
-        through_tower: bool,
-    ) -> tuple[NDArray[np.float32], Placement, dict[str, Any]]:
-        """Return the map of a row on parts of an image, combined by area, its placement, and facts about it.
-
-        Args:
-            row: weights of the tokens of the prompt, [tokens].
-            total: sum of the row including earlier generated tokens.
-            indices: indices of the parts.
-            layer: layer index of the row.
-            relative: divide by the row of the neutral prompt.
-            through_tower: propagate to the patches of the vision tower.
-        """
-        weights = [np.asarray(row, np.float64)[list(self.parts[index].positions)] for index in indices]
-        share = float(sum(part.sum() for part in weights)) / total if total else 0.0
-        facts: dict[str, Any] = {"on_image": share}
-        if relative:
-            weights = self._relative(weights, indices, layer)
-        grids = [
-            part.reshape(self.parts[index].rows, self.parts[index].cols)
-            for part, index in zip(weights, indices, strict=True)
-        ]
-        placements = [self._placement(index) for index in indices]
-        first, (grid, placement) = float(grids[0].flat[0]), _combine(grids, placements)
-        total = float(grid.sum())
-        facts["on_first_patch"] = first / total if total else 0.0
-        facts["on_edges"] = 1 - float(grid[1:-1, 1:-1].sum()) / total if total else 0.0
-        if through_tower:
-            grids = [self._through(grid, index) for grid, index in zip(grids, indices, strict=True)]
-            grid, placement = _combine(grids, placements)
-        return grid.astype(np.float32), placement, facts
-
-    def shown(
-        self, rows: NDArray[Any], totals: NDArray[Any], *, relative: bool, through_tower: bool
-    ) -> list[ShownImage]:
-        """Return each image with the maps of all rows and layers; each map sums to the share of its row on the image.
-
-        Args:
-            rows: weights of the tokens of the prompt, [rows, tokens, layers].
-            totals: sums of the rows including earlier generated tokens, [rows, layers].
-            relative, through_tower: as for `map_of`.
-        """
-        shown = []
-        for index, image in enumerate(self.images):
-            indices, maps = self.chosen(index, None), []
-            for row, sums in zip(rows, totals, strict=True):
-                for layer in range(rows.shape[2]):
-                    grid, placement, facts = self.map_of(
-                        row[:, layer],
-                        float(sums[layer]),
-                        indices,
-                        layer=layer,
-                        relative=relative,
-                        through_tower=through_tower,
-                    )
-                    total = float(grid.sum())
-                    maps.append(grid * (facts["on_image"] / total if total else 0.0))
-            shape = (len(rows), rows.shape[2], *maps[0].shape)
-            shown.append(ShownImage(self.sources[index], image, placement.window, np.reshape(maps, shape)))
-        return shown
-
-    def _relative(self, weights: list[NDArray[Any]], indices: Sequence[int], layer: int) -> list[NDArray[Any]]:
-        if self.neutral is None:
-            raise OptionError(
-                "relative=True requires a neutral prompt: pass neutral='Describe the image.' to explain_generation."
-            )
-        neutral = np.concatenate([self.neutral[index][:, layer] for index in indices])
-        quotients = relative_to(torch.from_numpy(np.concatenate(weights)), torch.from_numpy(neutral)).numpy()
-        return np.split(quotients, np.cumsum([len(part) for part in weights])[:-1])
-
-    def _through(self, grid: NDArray[Any], index: int) -> NDArray[Any]:
-        if self.tower is None:
-            raise OptionError("The vision tower was not recorded: pass through_tower=True to explain_generation.")
-        matrix = self.tower[index]
-        scale = round((matrix.shape[1] / grid.size) ** 0.5)
-        return (grid.reshape(-1) @ matrix).reshape(grid.shape[0] * scale, grid.shape[1] * scale)
-
-    def _placement(self, index: int) -> Placement:
-        part = self.parts[index]
-        if part.placement is not None:
-            return part.placement
-        height, width = self.images[part.image].shape[:2]
-        return Placement((height, width), (height, width), (0, 0), (height, width))
-
-
-def _combine(grids: Sequence[NDArray[Any]], placements: Sequence[Placement]) -> tuple[NDArray[Any], Placement]:
-    return (grids[0], placements[0]) if len(grids) == 1 else lay_together(grids, placements)
-
-
-def subtract_earlier(row: NDArray[Any], earlier: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float64]:
-    """Subtract the weighted sum of earlier rows times its least-squares factor; negative values become 0.
-
-    >>> subtract_earlier(np.array([0.5, 0.5]), np.array([[0.0, 1.0]]), np.array([1.0]))
-    array([0.5, 0. ])
-    """
-    common = np.asarray(weights, np.float64) @ earlier
-    square = float(common @ common)
-    rest: NDArray[np.float64] = np.clip(row - (float(row @ common) / square if square else 0.0) * common, 0.0, None)
-    return rest
+        frames = frames_of(video, FRAMES if count is None else count)
+        if isinstance(frames[0], Tensor):
+            raise OptionError("Expected frames as images, got a tensor: pass uint8 frames or a video file.")
+        if not isinstance(video, str | os.PathLike):
+            return cls(np.stack(frames), "video", FRAME_RATE)
+        seconds = seconds_of(video)
+        return cls(np.stack(frames), image_name(video), FRAME_RATE if seconds is None else len(frames) / seconds)
 
 
 def with_images(
     model: nn.Module, prompt: Any, image: Any, processor: Any, layout: Layout
 ) -> tuple[Mapping[str, Any], Any, PromptImages]:
-    """Prepare a prompt with images: return the inputs, the processor, and the images with their patch tokens.
+    """Prepare a prompt with images or a video: return the inputs, the processor, and the images with their tokens.
 
     Args:
         model: vision-language model.
         prompt: text, or the processor's output for text and images; None for `DEFAULT_PROMPT`.
-        image: one or several images, as for `read_image`.
+        image: one or several images, as for `read_image`; or a video.
         processor: processor or its name; by default the one saved with the model.
-        layout: patch tokens, for unknown model families.
+        layout: patch tokens, for unknown model families; not for a video.
 
     Raises:
-        OptionError: no image or a video among the tokens, several prompts, or a processor without a tokenizer.
-        UnsupportedModelError: the model has no image tokens, or its family is unknown.
+        OptionError: no image among the tokens, images and a video, several prompts, or a processor without a tokenizer.
+        UnsupportedModelError: the model has no image or video tokens, or its family is unknown.
         ModelError: no processor.
     """
-    images, names = _read(image)
+    video = image if isinstance(image, Video) else None
+    images, names = _read(image) if video is None else ([*video.frames], ())
+    kind: Literal["image", "video"] = "image" if video is None else "video"
     config = getattr(model, "config", None)
-    if image_token(config) is None and layout is None:
+    if image_token(config, kind) is None and layout is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no image token in its vocabulary. Models that cross-attend to an image are "
-            "not supported, except VisionEncoderDecoder."
+            f"{type(model).__name__} has no {kind} token in its vocabulary. "
+            + (
+                "Models that cross-attend to an image are not supported, except VisionEncoderDecoder."
+                if video is None
+                else "Pass some frames as images, image=[…]."
+            )
         )
     processor = _processor_of(model, processor)
     if not hasattr(processor, "tokenizer"):
@@ -218,34 +98,64 @@ def with_images(
             f"Expected a processor for images and text for {type(model).__name__}, got {type(processor).__name__}, "
             "which prepares images only: pass processor=."
         )
-    prompt = DEFAULT_PROMPT if prompt is None else prompt
+    prompt = DEFAULT_PROMPT.replace("image", kind) if prompt is None else prompt
+    check = not isinstance(prompt, str)  # inputs prepared here need no check
     if isinstance(prompt, str):
-        text = _with_token(prompt, processor, len(images))
-        bos = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
-        options = {"add_special_tokens": False} if bos and text.startswith(bos) else {}  # added by a chat template
-        pil_images = [Image.fromarray(pixels) for pixels in images]
-        try:
-            inputs = dict(processor(images=pil_images, text=text, return_tensors="pt", **options))
-        except (ValueError, IndexError, StopIteration) as error:  # wrong number of images in the text
-            raise OptionError(
-                f"{type(processor).__name__} cannot join the prompt {text!r:.80} with {len(images)} "
-                f"image{'s'[: len(images) > 1]}: {type(error).__name__}: {error}"
-            ) from error
+        inputs = _processed(prompt, processor, images, video)
     elif isinstance(prompt, Mapping) and isinstance(prompt.get("input_ids"), Tensor):
         inputs = dict(prompt)
     else:
         got = f"{len(prompt)} prompts" if isinstance(prompt, Sequence) else type(prompt).__name__
         raise OptionError(f"Expected one prompt with its images, as text or processor output, got {got}.")
-    inputs.pop("labels", None)  # for training
+    for name in ("labels", "video_metadata"):  # for training, for processors
+        inputs.pop(name, None)
+    if video is not None:
+        return inputs, processor, _video_images(config, processor, inputs, video, check)
     if layout is None:
-        check = None if isinstance(prompt, str) else images  # inputs prepared here need no check
         sizes = [(pixels.shape[0], pixels.shape[1]) for pixels in images]
-        parts = image_tokens(config, processor, inputs, sizes, check)
+        parts = image_tokens(config, processor, inputs, sizes, images if check else None)
     else:
-        refuse_videos(config, inputs)
+        refuse_other(config, inputs, "video")
         parts = (layout,) if isinstance(layout, ImageTokens) else tuple(layout)
         _check_parts(parts, len(images), inputs["input_ids"])
     return inputs, processor, PromptImages(tuple(images), names, parts)
+
+
+def _processed(prompt: str, processor: Any, images: Sequence[NDArray[np.uint8]], video: Video | None) -> dict[str, Any]:
+    """Return the output of a processor for a text with images or a video."""
+    count = len(images)
+    if video is None:
+        text = _with_token(prompt, processor, "image", count)
+        media: dict[str, Any] = {"images": [Image.fromarray(pixels) for pixels in images]}
+    else:
+        text = _with_token(prompt, processor, "video", 1)
+        timing = {"fps": video.rate, "total_num_frames": count, "frames_indices": list(range(count))}
+        media = {"videos": [video.frames], "do_sample_frames": False, "video_metadata": [timing]}
+    bos = getattr(processor.tokenizer, "bos_token", None)
+    if bos and text.startswith(bos):  # added by a chat template
+        media["add_special_tokens"] = False
+    try:
+        return dict(processor(text=text, return_tensors="pt", **media))
+    except (ValueError, IndexError, StopIteration) as error:  # wrong number of images in the text
+        raise OptionError(
+            f"{type(processor).__name__} cannot join the prompt {text!r:.80} with {count} "
+            f"{'image' if video is None else 'frame'}{'s'[: count > 1]}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _video_images(config: Any, processor: Any, inputs: Mapping[str, Any], video: Video, check: bool) -> PromptImages:
+    """Return the first frame of each position along time, with its patch tokens."""
+    frames = video.frames
+    size = frames.shape[1], frames.shape[2]
+    parts = image_tokens(config, processor, inputs, [size], [frames] if check else None, video=True)
+    span = getattr(config.vision_config, "temporal_patch_size", 1)
+    if len(parts) != math.ceil(len(frames) / span):
+        raise OptionError(
+            f"Expected the {len(parts) * span} frames of the processor's output, got {len(frames)}: pass the sampled "
+            "frames, or do_sample_frames=False to the processor."
+        )
+    names = tuple(f"{video.source}, frame {number}" for number in range(1, len(frames) + 1, span))
+    return PromptImages(tuple(frames[::span]), names, parts, video=video.source, span=span)
 
 
 def with_source(
@@ -297,14 +207,6 @@ def _read(image: Any) -> tuple[list[NDArray[np.uint8]], tuple[str, ...]]:
     return [read_image(image) for image in images], tuple(image_name(image) for image in images)
 
 
-def with_neutral(images: PromptImages, neutral: PromptImages, rows: NDArray[np.float32]) -> PromptImages:
-    """Return the images with the rows [tokens, layers] of a neutral prompt with the same images."""
-    shapes = [[(part.rows, part.cols) for part in prompt.parts] for prompt in (images, neutral)]
-    if shapes[0] != shapes[1]:
-        raise OptionError("Expected a neutral prompt with the same images, got different patch grids.")
-    return replace(images, neutral=tuple(rows[list(part.positions)] for part in neutral.parts))
-
-
 def _processor_of(model: nn.Module, processor: Any) -> Any:
     if processor is None:
         processor = library_id(model)
@@ -315,13 +217,13 @@ def _processor_of(model: nn.Module, processor: Any) -> Any:
     return processor if callable(processor) else load_processor(processor)
 
 
-def _with_token(prompt: str, processor: Any, count: int) -> str:
-    """Return the prompt with an image token per image, inserted by the chat template or prepended if missing."""
-    token = getattr(processor, "image_token", None)
+def _with_token(prompt: str, processor: Any, kind: str, count: int) -> str:
+    """Return the prompt with a token per image or video, inserted by the chat template or prepended if missing."""
+    token = getattr(processor, f"{kind}_token", None)
     if not isinstance(token, str) or token in prompt:
         return prompt
     if getattr(processor, "chat_template", None):
-        content = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": prompt}]
+        content = [*({"type": kind} for _ in range(count)), {"type": "text", "text": prompt}]
         text: str = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         return text
     return " ".join([*[token] * count, prompt])

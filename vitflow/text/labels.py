@@ -100,23 +100,23 @@ def hide(words: Words, *, special: bool = True, stop_words: Iterable[str] = ()) 
     return hidden
 
 
-def spoken_words(words: Words) -> list[tuple[str, tuple[int, ...]]]:
+def grouped_words(words: Words) -> list[tuple[str, tuple[int, ...]]]:
     """Group tokens into words and punctuation without special tokens; return each with its token positions.
 
-    >>> spoken_words(Words((" a", " he", "art", ".", "</s>"), (5, 6, 7, 8, 2), (False,) * 4 + (True,)))
+    >>> grouped_words(Words((" a", " he", "art", ".", "</s>"), (5, 6, 7, 8, 2), (False,) * 4 + (True,)))
     [('a', (0,)), ('heart', (1, 2)), ('.', (3,))]
     """
-    spoken: list[tuple[str, tuple[int, ...]]] = []
+    groups: list[tuple[str, tuple[int, ...]]] = []
     for position, (string, special) in enumerate(zip(words.strings, words.special, strict=True)):
         text = string.strip()
         if special or not text:
             continue
-        word, positions = spoken[-1] if spoken else ("", ())
+        word, positions = groups[-1] if groups else ("", ())
         if positions[-1:] == (position - 1,) and not string[0].isspace() and text[0].isalnum() and word[-1].isalnum():
-            spoken[-1] = (word + text, (*positions, position))
+            groups[-1] = (word + text, (*positions, position))
         else:
-            spoken.append((text, (position,)))
-    return spoken
+            groups.append((text, (position,)))
+    return groups
 
 
 def shown_positions(words: Words, hidden: Mapping[int, str]) -> list[int]:

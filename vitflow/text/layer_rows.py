@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vitflow.errors import ShapeError
 from vitflow.methods.flow.attention_flow import attention_flow
-from vitflow.methods.flow.layers import LayerRange, parse_window
 from vitflow.methods.fusion import add_residual, check_layer, discard_low
 from vitflow.methods.rollout import relevance
 from vitflow.methods.tokens import (
@@ -90,35 +89,30 @@ def flow_rows(
     matrices: Sequence[Tensor],
     visible: Sequence[Tensor],
     readout: Tensor,
+    spans: Sequence[tuple[int, int]],
     *,
-    layers: LayerRange = "all",
-    spans: Sequence[tuple[int, int]] | None = None,
     below: str = "none",
     discard_ratio: float = 0.0,
     residual: float = 0.5,
     causal: Causal = "raw",
     progress: Callable[[int], object] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute rows of attention flow through a window of layers that ends at layer l, for l = 1 … L.
+    """Compute rows of attention flow through windows of layers.
 
     Each row is normalised over its sinks. If `below` is "rollout", it is propagated from the lowest layer of the window
     to the input by rollout.
 
     Args:
         matrices, visible, readout: as for `rollout_rows`.
-        layers: window as for `attention_flow`; windows of lower layers have the same size, cut at the input.
-        spans: windows as (start, end) layer indices, instead of `layers`.
+        spans: windows as (start, end) indices of matrices, the end excluded.
         below: "rollout" or "none".
         discard_ratio, residual, causal, progress: as for `attention_flow`.
 
     Returns:
-        As for `rollout_rows`.
+        As for `rollout_rows`, with a row for each window.
     """
     check_causal(causal)
     relative = causal == "receptive_field"
-    if spans is None:
-        begin, end = parse_window(layers, len(matrices))
-        spans = [(max(top - (end - begin + 1), 0), top) for top in range(1, len(matrices) + 1)]
 
     def rows(given: Sequence[Tensor], ratio: float) -> Tensor:
         results = []
@@ -188,11 +182,6 @@ class Streams:
                 "Expected cross-attention in each layer of the decoder, got "
                 f"{len(self.crossing)} in {len(self.decoder)} layers."
             )
-
-    @property
-    def ends(self) -> list[int]:
-        """End step of each decoder layer in the graph, first layer first."""
-        return [len(self.encoder) + 2 * number for number in range(1, len(self.decoder) + 1)]
 
     def steps(self) -> list[Tensor]:
         """Return the joint graph: one matrix [m + n, m + n] per step, source tokens first.

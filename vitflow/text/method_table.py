@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from vitflow.errors import check_known
-from vitflow.explaining.method import Method
-from vitflow.explaining.method_table import get_method
+from vitflow.explaining.method_table import Method, get_method
 from vitflow.explaining.method_table import list_methods as image_methods
 
 # In decoders, plain attention relative to the receptive field finds a looked-up word more often (97 %, value-weighted

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, whole_number
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.progress import tracking
-from vitflow.methods.flow.layers import LayerRange, default_window
+from vitflow.methods.flow.layers import LayerRange, default_window, parse_window
 from vitflow.methods.fusion import HeadFusion, check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import for_the_class
@@ -24,16 +24,19 @@ from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 from vitflow.text import layer_rows
 from vitflow.text.languages import has_head, predicts_words, reading
-from vitflow.text.writing import refuse_looking_ahead
+from vitflow.text.writing import refuse_not_causal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadText:
     """Input of a method for texts: a recorded forward pass and the requested rows.
 
+    The attention graph has one step per layer. That of an encoder-decoder model has the steps of the encoder first,
+    then `steps_per_layer` for each layer of the decoder.
+
     Attributes:
         trace: recorded forward pass.
-        visible: attention mask of each layer, bool [tokens, tokens].
+        visible: attention mask of each step, bool [tokens, tokens].
         readout: query weights [rows, tokens].
         targets: for each row, position and token or class id of a logit; None for the most probable.
         hidden: hidden states after each layer, [1, tokens, width], for methods that need features.
@@ -45,9 +48,22 @@ class ReadText:
     targets: Sequence[tuple[int, int | None]]
     hidden: Sequence[Tensor] = ()
 
+    #: Steps per layer, and steps below the first layer.
+    steps_per_layer: ClassVar[int] = 1
+    steps_below: ClassVar[int] = 0
+
+    @property
+    def ends(self) -> list[int]:
+        """The number of steps up to each layer, first layer first."""
+        return list(range(self.steps_below + self.steps_per_layer, len(self.visible) + 1, self.steps_per_layer))
+
     def fused(self, head_fusion: str, value_weighted: ValueWeighting) -> list[Tensor]:
-        """Return the fused attention of each layer, [tokens, tokens]."""
+        """Return the fused attention of each step, [tokens, tokens]."""
         return [layer[0] for layer in self.trace.fused(head_fusion, value_weighted=value_weighted)]
+
+    def relevance(self, layers: Sequence[Tensor], row: int, start_layer: int) -> Tensor:
+        """Return a row of generic attention explainability, [layers, tokens], from `relevant_layers`."""
+        return layer_rows.relevance_rows(layers, self.readout[row].unsqueeze(0), start_layer=start_layer)[:, 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,9 +117,7 @@ def read_rows(
         refuse_inference_tensors(model)
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(model):
         fusion, weighting = options.get("head_fusion", "mean"), options.get("value_weighted", False)
-        kept: dict[str, Any] = {"fusions": [(fusion, weighting)], "within": within}
-        if gradients:
-            kept = {"gradients": True, "values": bool(weighting), "within": within}
+        kept = {"within": within, **kept_matrices(method, options)}
         trace, hidden = _record(model, inputs, kept, hidden="features" in method.needs)
         fused = trace.fused(fusion, value_weighted=False if gradients else weighting)
         matrices = torch.stack([layer[0] for layer in fused])
@@ -111,6 +125,14 @@ def read_rows(
         rows, self_share = method.load()(text, **options)
     chosen = check_layer("layer", options.get("layer", -1), len(rows))
     return RowsRead(rows, chosen, self_share, matrices, None if trace.logits is None else trace.logits.detach())
+
+
+def kept_matrices(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `record_attention` for what a method needs: gradients, or attention fused at once."""
+    weighting = options.get("value_weighted", False)
+    if "gradients" in method.needs:
+        return {"gradients": True, "values": bool(weighting)}
+    return {"fusions": [(options.get("head_fusion", "mean"), weighting)]}
 
 
 def _record(
@@ -153,7 +175,7 @@ def _visible(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """
     tokens = inputs["input_ids"].shape[1]
     common = torch.ones(tokens, tokens, dtype=torch.bool, device=trace.layers[0].example.device)
-    if "pixel_values" not in inputs and is_causal(trace.model):
+    if not {"pixel_values", "pixel_values_videos"} & set(inputs) and is_causal(trace.model):
         common = common.tril()
     if "attention_mask" in inputs:
         common = common & inputs["attention_mask"][0].bool().to(common.device)
@@ -164,41 +186,48 @@ def rollout(
     text: ReadText, *, head_fusion: str, value_weighted: ValueWeighting, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Compute rows of attention rollout."""
-    return layer_rows.rollout_rows(text.fused(head_fusion, value_weighted), text.visible, text.readout, **options)
+    steps = text.fused(head_fusion, value_weighted)
+    rows, self_share = layer_rows.rollout_rows(steps, text.visible, text.readout.to(steps[0]), **options)
+    layers = [end - 1 for end in text.ends]
+    return rows[layers], None if self_share is None else self_share[layers]
 
 
 def attention(
     text: ReadText, *, head_fusion: str, value_weighted: ValueWeighting, layer: int, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute rows of the attention of each layer."""
-    matrices = text.fused(head_fusion, value_weighted)
-    return layer_rows.attention_rows(matrices, text.visible, text.readout, **options), None
+    """Compute rows of the attention of the last step of each layer; `layer` is the layer of the result."""
+    steps = text.fused(head_fusion, value_weighted)
+    matrices, visible = ([each[end - 1] for end in text.ends] for each in (steps, text.visible))
+    return layer_rows.attention_rows(matrices, visible, text.readout, **options), None
 
 
 def flow(
     text: ReadText, *, head_fusion: str, value_weighted: ValueWeighting, layers: LayerRange, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute rows of attention flow, propagated to the input by rollout."""
-    matrices = text.fused(head_fusion, value_weighted)
-    options["layers"] = default_window(layers, len(matrices))
+    """Compute rows of attention flow through a window of layers that ends at each layer.
+
+    Windows of lower layers have the same size, cut at the input; `layers="all"` includes an encoder.
+    """
+    steps = text.fused(head_fusion, value_weighted)
+    first, last = parse_window(default_window(layers, len(text.ends)), len(text.ends))
+    size, bottom = text.steps_per_layer * (last - first + 1), 0 if layers == "all" else text.steps_below
+    spans = [(0 if layers == "all" else max(end - size, bottom), end) for end in text.ends]
+    readout = text.readout.to(steps[0])
     rounds = 2 if options["causal"] == "receptive_field" else 1
-    with tracking("attention flow", rounds * len(matrices) * text.readout.numel()) as progress:
-        return layer_rows.flow_rows(matrices, text.visible, text.readout, progress=progress, **options)
+    with tracking("attention flow", rounds * len(spans) * readout.numel()) as progress:
+        return layer_rows.flow_rows(steps, text.visible, readout, spans, progress=progress, **options)
 
 
 def gae(
-    text: ReadText, *, head_fusion: HeadFusion, value_weighted: ValueWeighting, **options: Any
+    text: ReadText, *, head_fusion: HeadFusion, value_weighted: ValueWeighting, start_layer: int
 ) -> tuple[Tensor, None]:
     """Compute rows of generic attention explainability, with one backward pass for the logit of each row."""
-    relevant = relevant_layers(text.trace, text.targets, head_fusion, value_weighted)
-    rows = [
-        layer_rows.relevance_rows(layers, row.unsqueeze(0), **options)[:, 0]
-        for row, layers in zip(text.readout, relevant, strict=True)
-    ]
+    relevant = _relevant_layers(text.trace, text.targets, head_fusion, value_weighted)
+    rows = [text.relevance(layers, row, start_layer) for row, layers in enumerate(relevant)]
     return torch.stack(rows, dim=1), None
 
 
-def relevant_layers(
+def _relevant_layers(
     trace: Trace, targets: Sequence[tuple[int, int | None]], head_fusion: HeadFusion, value_weighted: ValueWeighting
 ) -> Iterator[list[Tensor]]:
     """Yield the fused (A ⊙ ∇A)⁺ of each layer, [queries, keys], for the logit of each target."""
@@ -253,7 +282,7 @@ def logit_lens(text: ReadText, *, layer: int = -1) -> tuple[Tensor, Tensor]:
             f"The logit lens requires a language model with an output embedding, got {type(model).__name__}: use "
             "rollout or attention."
         )
-    refuse_looking_ahead(model)
+    refuse_not_causal(model)
     logits, norm = text.trace.logits, _last_norm(decoder_of(model))
     assert logits is not None
     ids = [int(logits[0, position].argmax()) if word is None else word for position, word in text.targets]

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,14 +24,14 @@ from vitflow.models.libraries import class_count
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
-from vitflow.text.labels import caption, hide, text_of, words_in, words_of
+from vitflow.text.labels import caption, hide, labels_of, text_of, words_in, words_of
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
-from vitflow.text.read_rows import array_of, read_rows
+from vitflow.text.read_rows import RowsRead, array_of, read_rows
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
-from vitflow.text.textpage import page_of, rows_of_reading
+from vitflow.text.textpage import TextRow, page_of
 from vitflow.viewer.pages import Page
 
 # Attention matrices of longer texts are not kept, to save memory.
@@ -61,6 +61,8 @@ class Reading:
         target: token whose logit a class-specific method explains; else None.
         probability: the model's probability of the target.
         seconds: time of the forward pass and the method.
+        rows: the attributions of all words that the page shows: for rollout and raw attention of texts of up to 256
+            tokens all words, else the explained word.
     """
 
     tokens: Words
@@ -77,6 +79,7 @@ class Reading:
     target: str | None = None
     probability: float | None = None
     seconds: float = 0.0
+    rows: Sequence[TextRow] = ()
 
     def __repr__(self) -> str:
         size = f"{self.tokens.length} tokens, {len(self.layers)} layers"
@@ -140,21 +143,28 @@ class Reading:
     def page(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Page:
         """Return an interactive HTML page: click a word for its attribution by layer, or for the attribution to it.
 
-        For rollout and raw attention, all words of texts of up to 256 tokens can be selected; for other methods, only
-        the explained word. Options as for `shaded`; hidden tokens can be shown on the page. Write the page with
-        `reading.page().save("reading.html")`.
+        The words of `rows` can be selected. Options as for `shaded`; hidden tokens can be shown on the page. Write the
+        page with `reading.page().save("reading.html")`.
         """
-        method: dict[str, Any] = {"method": self.method, "options": self.options}
-        context: dict[str, Any] = {"self_share": self.self_share, "causal": self.causal, "matrices": self.matrices}
-        rows, first = rows_of_reading(self.tokens, self.selected, self.layers, **context, **method)
+        first = next(index for index, row in enumerate(self.rows) if row.positions == self.selected)
         hiding: dict[str, Any] = {"special": special, "stop_words": list(stop_words)}
         graph = ""
         with suppress(OptionError):  # too long for a graph
             view = self.graph(**hiding)
             below = view.caption.removesuffix(f" · {printable(self.model)}")  # already in the header
-            graph = replace(view, title="", caption=below).html()
-        target: dict[str, Any] = {"target": self.target, "probability": self.probability}
-        return page_of(self.tokens, rows, first=first, model=self.model, graph=graph, **method, **hiding, **target)
+            graph = replace(view, title="", caption=below).html_image()
+        return page_of(
+            self.tokens,
+            self.rows,
+            first=first,
+            model=self.model,
+            method=self.method,
+            options=self.options,
+            target=self.target,
+            probability=self.probability,
+            graph=graph,
+            **hiding,
+        )
 
     @property
     def _word(self) -> str:
@@ -201,8 +211,8 @@ class Reading:
             "seconds": round(self.seconds, 4),
         }
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        return self.shaded()._repr_mimebundle_(include, exclude)
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return self.shaded()._repr_mimebundle_()
 
 
 def explain_text(
@@ -251,6 +261,9 @@ def explain_text(
     selected = _selected(words, token, tokenizer, causal)
     readout = torch.zeros(1, words.length)
     readout[0, list(selected)] = 1 / len(selected)
+    short = words.length <= LONGEST_GRAPH
+    if short and method in ("rollout", "attention"):  # for the page
+        readout = torch.cat([readout, torch.eye(words.length)])
     target_id = _target(target, tokenizer, model) if definition.class_specific else None
     readout = readout.to(inputs["input_ids"].device)
     result = read_rows(model, inputs, readout, definition, used, targets=[(selected[-1], target_id)])
@@ -261,7 +274,7 @@ def explain_text(
         tokens=words,
         weights=array_of(result.rows[result.chosen, 0]),
         layers=array_of(result.rows[:, 0]),
-        matrices=array_of(result.matrices) if words.length <= LONGEST_GRAPH else None,
+        matrices=array_of(result.matrices) if short else None,
         selected=selected,
         self_share=None if result.self_share is None else float(result.self_share[result.chosen, 0]),
         causal=causal,
@@ -270,6 +283,7 @@ def explain_text(
         method=method,
         options=used,
         seconds=time.perf_counter() - started,
+        rows=_rows_of_words(words, selected, result, causal),
         **explained,
     )
 
@@ -286,6 +300,24 @@ def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tens
     device = device_of(model)
     inputs = {name: encoded[name].to(device) for name in ("input_ids", "attention_mask") if name in encoded}
     return inputs, words_in(text, tokenizer, ids[0].tolist(), offsets)
+
+
+def _rows_of_words(words: Words, selected: tuple[int, ...], result: RowsRead, causal: bool) -> tuple[TextRow, ...]:
+    """Return the row of the selected word, which is the first, at its place among the rows of all other tokens."""
+    labels, weights = labels_of(words), array_of(result.rows)
+    shares = None if result.self_share is None else array_of(result.self_share)
+
+    def row_of(number: int, name: str, positions: tuple[int, ...]) -> TextRow:
+        seen = max(positions) + 1 if causal else words.length
+        return TextRow(
+            name, positions, seen, weights[:, number], self_share=None if shares is None else shares[:, number]
+        )
+
+    name = "".join(" " * (labels[i].space and i > selected[0]) + labels[i].text for i in selected)
+    every = enumerate(labels[: len(weights[0]) - 1])  # none, or all
+    rows = [row_of(i + 1, label.text, (i,)) for i, label in every if i not in selected]
+    rows.insert(selected[0] if rows else 0, row_of(0, name, selected))
+    return tuple(rows)
 
 
 def _selected(words: Words, token: str | int | None, tokenizer: Any, causal: bool) -> tuple[int, ...]:

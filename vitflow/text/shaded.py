@@ -19,7 +19,7 @@ from vitflow.images import DPI
 from vitflow.images.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
 from vitflow.text.labels import Label, labels_of, padded, width_of
 from vitflow.text.layout import Words
-from vitflow.text.view import Trust, View, check_weights, color_of, fractions, percent, render
+from vitflow.text.view import Trust, View, check_weights, color_of, fractions, percent
 
 #: The number of largest weights printed as numbers.
 NUMBERS = 8
@@ -119,26 +119,6 @@ class ShadedText(View):
             if position not in self.hidden or not self.words.special[position] or position in self.selected
         ]
 
-    def describe(self, token: _Token) -> str:
-        """Return the tooltip of a token: its share of the weight."""
-        if token.selected and self.self_share is not None and not token.share:
-            return f"query token, raw share {self.self_share:.2%}".replace("%", " %")
-        return "not seen" if np.isnan(token.share) else f"{token.share:.2%}".replace("%", " %")
-
-    @property
-    def _most(self) -> float:
-        return float(np.abs(self._shares[self._counted]).max(initial=0.0))
-
-    def html(self) -> str:
-        """Return the text as HTML, with the share of each token as a tooltip."""
-        return render(
-            "shaded.html",
-            view=self,
-            tokens=self._tokens,
-            most=percent(self._most),
-            signed=any(token.shade < 0 for token in self._tokens),
-        )
-
     def text(self) -> str:
         """Return the strongest tokens as plain text: token, share of the weight, and position."""
         strongest = sorted((token for token in self._tokens if token.number), key=lambda token: -abs(token.shade))
@@ -153,16 +133,16 @@ class ShadedText(View):
     def _foot(self) -> list[str]:
         return [line for line in (str(self.trust), self.trust.left_out, self.caption) if line]
 
-    def figure(self, *, framed: bool = True) -> Figure:
+    def figure(self) -> Figure:
         """Return the text as a figure."""
         lines = []
         for line in self._set_lines():
             lines.append(DrawingArea(_POINTS, 2.3 * _SIZE))
             for token, left, width in line:
                 _draw_token(lines[-1], token, 72 * left, 72 * width)
-        room, title, foot = _WIDTH - 2 * MARGIN, self.title if framed else "", self._foot if framed else ()
-        head = words(title, size=TITLE, width=room, lines=3, weight="bold")
-        below = words(*foot, size=SMALL, width=room, lines=4, color=GREY)
+        room = _WIDTH - 2 * MARGIN
+        head = words(self.title, size=TITLE, width=room, lines=3, weight="bold")
+        below = words(*self._foot, size=SMALL, width=room, lines=4, color=GREY)
         return page([*head, *lines, self._legend(), *below], DPI)
 
     def _set_lines(self) -> list[list[tuple[_Token, float, float]]]:
@@ -189,9 +169,10 @@ class ShadedText(View):
         return [line for line in lines if line]
 
     def _legend(self) -> OffsetBox:
-        legend = (
-            f"shade and line: 0 to {percent(self._most)} % of the weight; numbers: the {NUMBERS} largest shares, in %"
-        )
+        most = percent(float(np.abs(self._shares[self._counted]).max(initial=0.0)))
+        legend = f"shade and line: 0 to {most} % of the weight; numbers: the {NUMBERS} largest shares, in %"
+        if any(token.shade < 0 for token in self._tokens):
+            legend += "; hatched: negative"
         if self.selected:
             legend += "; outlined: the explained token"
         shades = DrawingArea(60, 14)

@@ -15,32 +15,13 @@ from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, MARGIN, RULE, SMALL, measure, plain
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
-from vitflow.text.view import Trust, View, check_weights, color_of, embedded, fractions, percent, render
+from vitflow.text.view import SHADES, Trust, View, check_weights, fractions, percent
 
-#: Tables with more cells are embedded as an image; figures with more cells print no numbers.
-MOST_CELLS, MOST_NUMBERS = 3000, 700
+#: Figures with more cells print no numbers.
+MOST_NUMBERS = 700
 _CELL, _LONGEST_NAME = 0.235, 18
 _ITSELF = "·"  # in the cell of the query token, if its share is reported separately
 _STRONGEST = 5  # tokens of each row in plain text
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """A cell: its shade from −1 to 1, its text, and flags for unseen tokens and the query token of its row."""
-
-    shade: float
-    text: str
-    unseen: bool
-    selected: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A row: its name, its cells, and the share of other tokens in percent."""
-
-    name: str
-    cells: list[_Cell]
-    rest: str | None
 
 
 @dataclass(frozen=True)
@@ -120,45 +101,41 @@ class Sheet(View):
     def _columns(self) -> list[int]:
         return shown_positions(self.words, self.hidden)
 
-    @cached_property
-    def _table(self) -> list[_Row]:
-        """The rows from top to bottom."""
-        order = range(len(self.rows))
-        return [
-            _Row(
-                self.rows[row],
-                [self._cell(row, column) for column in self._columns],
-                None if self.rest is None else percent(float(self.rest[row] / self._totals[row])),
-            )
-            for row in (reversed(order) if self.upwards else order)
-        ]
+    @property
+    def _order(self) -> list[int]:
+        """Indices of the rows from top to bottom."""
+        order = list(range(len(self.rows)))
+        return order[::-1] if self.upwards else order
 
-    def _cell(self, row: int, column: int) -> _Cell:
-        weight, share = self.weights[row, column], float(self._shares[row, column])
+    def _number(self, row: int, column: int) -> str:
+        """Return the text of a cell: its share of the row in percent."""
         selected = column in self.selected or list(self.self_tokens[row : row + 1]) == [column]
-        separate = self.self_share is not None and selected and not weight  # its share is not 0, but not in this row
-        text = _ITSELF if separate else percent(share)
-        return _Cell(float(self._shades[row, column]), text, bool(np.isnan(weight)), selected)
+        if self.self_share is not None and selected and not self.weights[row, column]:
+            return _ITSELF  # its share is not 0, but not in this row
+        return percent(float(self._shares[row, column]))
+
+    def _rest(self, row: int) -> str:
+        """Return the share of other tokens in a row, in percent."""
+        return percent(float(self.rest[row] / self._totals[row]))
 
     @property
     def _names(self) -> list[str]:
         labels = labels_of(self.words)
         return [labels[position].text for position in self._columns]
 
-    def html(self) -> str:
-        """Return the sheet as an HTML table, or as an embedded image above `MOST_CELLS` cells."""
-        large = len(self.rows) * len(self._columns) > MOST_CELLS
-        image = embedded(self.figure(framed=False)) if large else {}
-        return render("sheet.html", view=self, names=self._names, table=[] if large else self._table, **image)
-
     def text(self) -> str:
         """Return the strongest tokens of each row as plain text, in percent of the row's weight."""
         lines = [self.title] if self.title else []
-        for row in self._table:
-            cells = sorted(zip(self._names, row.cells, strict=True), key=lambda cell: -abs(cell[1].shade))
-            strongest = ", ".join(f"{name} {cell.text} %" for name, cell in cells[:_STRONGEST] if cell.shade)
-            rest = "" if row.rest is None else f"; {self.rest_name} {row.rest} %"
-            lines.append(f"  {row.name}: {strongest or 'nothing'}{rest}")
+        for row in self._order:
+            shades = self._shades[row, self._columns]
+            strongest = [int(index) for index in np.argsort(-np.abs(shades), kind="stable")[:_STRONGEST]]
+            tokens = [
+                f"{self._names[index]} {self._number(row, self._columns[index])} %"
+                for index in strongest
+                if shades[index]
+            ]
+            rest = "" if self.rest is None else f"; {self.rest_name} {self._rest(row)} %"
+            lines.append(f"  {self.rows[row]}: {', '.join(tokens) or 'nothing'}{rest}")
         return "\n".join([*lines, "", *self._foot])
 
     @property
@@ -167,43 +144,39 @@ class Sheet(View):
         scale = f"percent of each row's weight{note}"
         return [line for line in (scale, str(self.trust), self.trust.left_out, self.caption) if line]
 
-    def figure(self, *, framed: bool = True) -> Figure:
+    def figure(self) -> Figure:
         """Return the sheet as a figure; column names that do not fit are omitted."""
-        table, names = self._table, [_cut(name) for name in self._names]
+        order, names = self._order, [_cut(name) for name in self._names]
+        shades = np.where(np.isnan(self.weights), np.nan, self._shades)[np.ix_(order, self._columns)]
         columns = max(len(names), 1)
-        width, height = max(min(_CELL, 9.0 / columns), 0.03), max(min(_CELL, 9.0 / len(table)), 0.03)  # of a cell
-        labels = max(measure(_cut(row.name), BODY) for row in table) + 0.06
+        width, height = max(min(_CELL, 9.0 / columns), 0.03), max(min(_CELL, 9.0 / len(order)), 0.03)  # of a cell
+        labels = max(measure(_cut(row), BODY) for row in self.rows) + 0.06
         labels += 0.0 if self.rest is None else max(measure(self.rest_name, SMALL), 0.3) + 0.06
         header = max((measure(name, BODY) for name in names), default=0.0) + 0.06
-        figure = new_chart((max(labels + width * columns + 2 * MARGIN, 3.6), header + height * len(table) + MARGIN))
+        figure = new_chart((max(labels + width * columns + 2 * MARGIN, 3.6), header + height * len(order) + MARGIN))
         axes = figure.subplots()
-        colors = np.array([[_rgb(cell) for cell in row.cells] for row in table], np.uint8)
-        axes.imshow(colors, aspect=height / width, origin="upper", interpolation="nearest")
+        aspect = height / width
+        axes.imshow(shades, cmap=SHADES, vmin=-1, vmax=1, aspect=aspect, origin="upper", interpolation="nearest")
         axes.set_anchor("NW")
         axes.spines[:].set(edgecolor=RULE, linewidth=0.5)
         axes.tick_params(length=0, pad=2, top=True, labeltop=True, bottom=False, labelbottom=False)
-        xs, ys = (range(0, n, round(0.1 / step + 0.49)) for n, step in ((columns, width), (len(table), height)))
+        xs, ys = (range(0, n, round(0.1 / step + 0.49)) for n, step in ((columns, width), (len(order), height)))
         axes.set_xticks(xs, [names[x] for x in xs], rotation=90, **plain(BODY))
-        axes.set_yticks(ys, [_cut(table[y].name) for y in ys], **plain(BODY))
-        if len(table) * columns <= MOST_NUMBERS and width > 0.15 and height > 0.1:
-            for y, row in enumerate(table):
-                for x, cell in enumerate(row.cells):
-                    ink = {"color": "white"} if abs(cell.shade) > 0.55 else {}
-                    axes.text(x, y, cell.text, ha="center", va="center_baseline", **plain(SMALL - 1) | ink)
+        axes.set_yticks(ys, [_cut(self.rows[order[y]]) for y in ys], **plain(BODY))
+        if shades.size <= MOST_NUMBERS and width > 0.15 and height > 0.1:
+            for (y, x), shade in np.ndenumerate(shades):
+                ink = {"color": "white"} if abs(shade) > 0.55 else {}
+                number = self._number(order[y], self._columns[x])
+                axes.text(x, y, number, ha="center", va="center_baseline", **plain(SMALL - 1) | ink)
         if self.rest is not None:
             rest_labels: list[tuple[float, str, str]] = [
                 (-0.5, self.rest_name, "bottom"),
-                *((y, str(table[y].rest), "center_baseline") for y in ys),
+                *((y, self._rest(order[y]), "center_baseline") for y in ys),
             ]
             for row_y, text, align in rest_labels:
                 axes.text(columns - 0.5 + 0.06 / width, row_y, text, va=align, **plain(SMALL) | {"color": GREY})
-        return charts.framed(figure, self.title if framed else "", self._foot if framed else ())
+        return charts.framed(figure, self.title, self._foot)
 
 
 def _cut(name: str) -> str:
     return padded(name, _LONGEST_NAME).rstrip()
-
-
-def _rgb(cell: _Cell) -> list[int]:
-    color = color_of(cell.shade)
-    return [236] * 3 if cell.unseen else [int(color[start : start + 2], 16) for start in (1, 3, 5)]

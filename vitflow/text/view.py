@@ -1,30 +1,34 @@
-"""Base class and helpers of the views of a text: HTML for notebooks, figures and plain text."""
+"""Base class of the views of a text, which are figures and plain text, and the summary of a row of weights."""
 
 import base64
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader
+from matplotlib.colors import Colormap, LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
-from vitflow.images.figures import figure_bytes, save_figure
+from vitflow.images.figures import bundle, figure_bytes, save_figure
 from vitflow.text.layout import Words
 
-#: RGB of positive and of negative weights; 0 is white.
-POSITIVE, NEGATIVE = (43, 95, 179), (179, 82, 32)
+#: RGB of positive weights.
+POSITIVE = (43 / 255, 95 / 255, 179 / 255)
+_NEGATIVE, _WHITE, _GREY = (179 / 255, 82 / 255, 32 / 255), (1.0, 1.0, 1.0), (236 / 255,) * 3
+#: Colours of shades from −1 to 1; 0 is white, NaN (unseen) is grey. The odd number of colours includes white itself.
+SHADES: Colormap = LinearSegmentedColormap.from_list("shades", np.array([_NEGATIVE, _WHITE, POSITIVE]), N=511)
+SHADES = SHADES.with_extremes(bad=_GREY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class View(ABC):
-    """Tokens with their weights, as HTML, a figure or plain text.
+    """Tokens with their weights, as a figure or plain text.
 
     Attributes:
         selected: positions of the explained tokens: outlined, and excluded from the colour scale.
@@ -43,12 +47,8 @@ class View(ABC):
             object.__setattr__(self, name, printable(getattr(self, name), lines=True))
 
     @abstractmethod
-    def html(self) -> str:
-        """Return a self-contained HTML fragment with inline CSS, without scripts or external files."""
-
-    @abstractmethod
-    def figure(self, *, framed: bool = True) -> Figure:
-        """Return the figure; without title and caption if not `framed`."""
+    def figure(self) -> Figure:
+        """Return the figure."""
 
     @abstractmethod
     def text(self) -> str:
@@ -62,17 +62,18 @@ class View(ABC):
         """
         return save_figure(self.figure(), path)
 
+    def html_image(self) -> str:
+        """Return the figure as an HTML image with the plain text as its description."""
+        figure = self.figure()
+        data = base64.b64encode(figure_bytes(figure, ".png")).decode()
+        width = round(96 * figure.get_size_inches()[0])
+        return f'<img src="data:image/png;base64,{data}" alt="{escape(self.text())}" width="{width}">'
+
     def __str__(self) -> str:
         return self.text()
 
-    def _repr_mimebundle_(self, include: Collection[str] | None = None, exclude: Collection[str] | None = None) -> Any:
-        """Return the HTML and plain text that a notebook displays."""
-        renderers = {"text/html": self.html, "text/plain": self.text}
-        return {
-            kind: renderer()
-            for kind, renderer in renderers.items()
-            if (not include or kind in include) and kind not in (exclude or ())
-        }
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return bundle(self.text(), self.figure())
 
 
 def fractions(weights: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -100,28 +101,7 @@ def color_of(shade: float) -> str:
     >>> color_of(0.0), color_of(1.0)
     ('#ffffff', '#2b5fb3')
     """
-    end = POSITIVE if shade >= 0 else NEGATIVE
-    return "#" + "".join(f"{round(255 + (channel - 255) * abs(shade)):02x}" for channel in end)
-
-
-def render(name: str, **values: Any) -> str:
-    """Render a template of vitflow.text with autoescaping."""
-    return _environment().get_template(name).render(**values)
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("vitflow.text"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["percent"] = percent
-    return environment
-
-
-def embedded(figure: Figure) -> dict[str, Any]:
-    """Return a figure as a PNG data URI, "image", and its "width" in CSS pixels."""
-    data = base64.b64encode(figure_bytes(figure, ".png")).decode()
-    return {"image": f"data:image/png;base64,{data}", "width": round(96 * figure.get_size_inches()[0])}
+    return to_hex(SHADES((shade + 1) / 2))
 
 
 def check_weights(weights: Any, shape: tuple[int | str, ...]) -> NDArray[np.float64]:

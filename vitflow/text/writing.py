@@ -1,4 +1,4 @@
-"""Text generation: arguments of `generate`, generated sequences, and rollout computed during generation."""
+"""Text generation: arguments of `generate`, generated sequences, and arguments of a pass over a finished text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,32 +8,28 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.explaining.progress import tracking
-from vitflow.methods.growing_rollout import GrowingRollout
 from vitflow.models.languages import decoder_of, reads_cache, reads_text
-from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import Hook, device_of
 from vitflow.recording.probing import is_causal
-from vitflow.recording.writing import follow_writing
 from vitflow.text import languages
 from vitflow.text.image_tokens import image_token
 from vitflow.text.labels import words_of
 from vitflow.text.languages import generation_setting, reading
 from vitflow.text.layout import Words
 
-_ROOM = 64  # initial capacity in tokens if max_new_tokens is not set
-_MOST_ROOM = 1024  # limit of the initial capacity, to save memory
+_DEFAULT_STEPS = 20  # max_new_tokens of transformers, for the display of progress
 
 
-def refuse_looking_ahead(model: nn.Module) -> None:
+def refuse_not_causal(model: nn.Module) -> None:
     """Raise UnsupportedModelError if the model is not causal.
 
     Vision-language models are accepted: their prompt may use bidirectional attention, but generation is causal.
     """
     if image_token(getattr(model, "config", None)) is None and not is_causal(decoder_of(model)):
-        raise looking_ahead(model)
+        raise not_causal(model)
 
 
-def looking_ahead(model: nn.Module) -> UnsupportedModelError:
+def not_causal(model: nn.Module) -> UnsupportedModelError:
     """Return the error for a model that is not causal."""
     return UnsupportedModelError(
         f"Generation requires a causal model; in {type(model).__name__}, later tokens change earlier ones. Use "
@@ -41,9 +37,9 @@ def looking_ahead(model: nn.Module) -> UnsupportedModelError:
     )
 
 
-def generated(model: nn.Module, arguments: Mapping[str, Any], look: Callable[[Any, Any], None]) -> Tensor:
-    """Return the sequences of `model.generate`, ids [batch, tokens]; call `look` before each forward pass."""
-    hook = Hook(model, look, before=True)
+def call_generate(model: nn.Module, arguments: Mapping[str, Any], before: Callable[[Any, Any], None]) -> Tensor:
+    """Return the sequences of `model.generate`, ids [batch, tokens]; call `before` before each forward pass."""
+    hook = Hook(model, before, before=True)
     try:
         with reading(model, arguments.get("input_ids")):
             output = model.generate(**arguments)  # type: ignore[operator]
@@ -53,9 +49,10 @@ def generated(model: nn.Module, arguments: Mapping[str, Any], look: Callable[[An
     return sequences
 
 
-def write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+def generate_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     """Generate text; return prompts and generated tokens, ids [batch, tokens]."""
     most = arguments["input_ids"].shape[1]
+    steps = generation_setting(model, arguments, "max_new_tokens")
 
     def check(args: Any, kwargs: Any) -> None:
         nonlocal most
@@ -66,33 +63,10 @@ def write(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
                 "tokens of their own to predict the next one are not supported."
             )
         most += 1
+        progress(1)
 
-    return generated(model, arguments, check)
-
-
-def follow(
-    model: nn.Module, arguments: Mapping[str, Any], options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Generate text with incremental rollout; return sequences, rows [batch, layers, rows, tokens] and self-shares."""
-    refuse_other_layers(model, "rollout")
-    start = arguments["input_ids"].shape[1]
-    steps = int(generation_setting(model, arguments, "max_new_tokens") or _ROOM)
-    used = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}
-    rollout = GrowingRollout(start + min(steps, _MOST_ROOM), **used)
-    with tracking("generation", steps) as progress:
-        recording = follow_writing(
-            model,
-            rollout,
-            head_fusion=options["head_fusion"],
-            value_weighted=options["value_weighted"],
-            visible=options["causal"] == "receptive_field" or bool(options["discard_ratio"]),
-            progress=progress,
-        )
-        with recording:
-            sequences = write(model, arguments)
-    read = sequences.shape[1] - 1  # one extra pass may have run before all texts were seen to have ended
-    rows, self_share = rollout.rows(start - 1, read)
-    return sequences, rows[..., :read], self_share
+    with tracking("generation", int(steps or _DEFAULT_STEPS)) as progress:
+        return call_generate(model, arguments, check)
 
 
 def split(
@@ -100,30 +74,40 @@ def split(
 ) -> tuple[list[Words], list[Words]]:
     """Split sequences into the words of each prompt without padding, and the generated words up to the end of text."""
     ids, mask = arguments["input_ids"], arguments["attention_mask"]
-    ended = ending(arguments, model)
-    prompts, written = [], []
+    length_of = text_length(arguments, model)
+    prompts, generated = [], []
     for index, sequence in enumerate(sequences.tolist()):
         source = index * len(ids) // len(sequences)  # num_return_sequences may be above 1
-        start = ids.shape[1] - int(mask[source].sum())
-        first, most = ids.shape[1] + 1, len(sequence)
-        last = next((stop for stop in range(first, most) if ended(sequence[start:stop])), most)
-        words = words_of(tokenizer, sequence[start:last])
-        prompts.append(words[: ids.shape[1] - start])
-        written.append(words[ids.shape[1] - start :])
-    return prompts, written
+        prompt = int(mask[source].sum())
+        text = sequence[ids.shape[1] - prompt :]
+        words = words_of(tokenizer, text[: length_of(text, prompt)])
+        prompts.append(words[:prompt])
+        generated.append(words[prompt:])
+    return prompts, generated
 
 
-def ending(arguments: Mapping[str, Any], model: nn.Module) -> Callable[[list[int]], bool]:
-    """Return a function that is True if a text ends with its last token, by the stopping criteria of `generate`."""
+def text_length(arguments: Mapping[str, Any], model: nn.Module) -> Callable[[list[int], int], int]:
+    """Return a function of a text and the length of its prompt: the number of tokens up to the end of text.
+
+    The end of text is found by the stopping criteria of `generate`.
+    """
     eos, strings = (generation_setting(model, arguments, name) for name in ("eos_token_id", "stop_strings"))
     eos_ids = torch.as_tensor([] if eos is None else eos).flatten().tolist()
-    if strings is None:
-        return lambda text: text[-1] in eos_ids
-    from transformers import StopStringCriteria
+    criterion, device = None, device_of(model)
+    if strings is not None:
+        from transformers import StopStringCriteria
 
-    criterion = StopStringCriteria(arguments["tokenizer"], strings)
-    device = device_of(model)
-    return lambda text: text[-1] in eos_ids or bool(criterion(torch.tensor([text], device=device), None)[0])
+        criterion = StopStringCriteria(arguments["tokenizer"], strings)
+
+    def length_of(text: list[int], prompt: int) -> int:
+        for length in range(prompt + 1, len(text)):
+            if text[length - 1] in eos_ids:
+                return length
+            if criterion is not None and bool(criterion(torch.tensor([text[:length]], device=device), None)[0]):
+                return length
+        return len(text)
+
+    return length_of
 
 
 # arguments that describe the text
@@ -147,7 +131,7 @@ def arguments_of(
     arguments = dict(given) if isinstance(given, Mapping) else {}
     device = device_of(model)
     if encoded and "input_ids" not in arguments and isinstance(arguments.get("pixel_values"), Tensor):
-        _check_room(model, generate, _initial_length(generate), "a beginning")
+        _check_length(model, generate, _initial_length(generate), "a beginning")
         return _on(device, {**arguments, **generate}), tokenizer
     ids = arguments.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
@@ -163,33 +147,36 @@ def arguments_of(
     arguments = _on(device, arguments)
     _check_mask(arguments["attention_mask"], ids, left=not encoded)
     if encoded:
-        _check_room(model, generate, _initial_length(generate), "a beginning")
+        _check_length(model, generate, _initial_length(generate), "a beginning")
     else:
-        _check_room(model, generate, ids.shape[1], "a prompt")
+        _check_length(model, generate, ids.shape[1], "a prompt")
     return arguments, tokenizer
 
 
-def extra_inputs(model: nn.Module, arguments: Mapping[str, Any], length: int, written: int) -> dict[str, Tensor]:
+def extra_inputs(
+    model: nn.Module, arguments: Mapping[str, Any], prompt: int, length: int, generated: int
+) -> dict[str, Tensor]:
     """Return the arguments of a forward pass over a generated text besides its ids: pixels, sizes, token types.
 
     Args:
         model: vision-language or language model.
-        arguments: arguments of `generate` for one prompt.
+        arguments: arguments of `generate`.
+        prompt: index of the prompt.
         length: number of tokens of the prompt without padding.
-        written: number of generated tokens; for PaliGemma they have the token type of the suffix.
+        generated: number of generated tokens; for PaliGemma they have the token type of the suffix.
     """
     shape = arguments["input_ids"].shape
     tensors = {name: arguments[name] for name in arguments if name not in _OF_THE_TEXT}
     tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-    if tensors and shape[0] > 1:
-        raise OptionError(f"{', '.join(tensors)} require a single prompt, got {shape[0]}.")
+    of_tokens = [name for name, value in tensors.items() if value.shape == shape and not value.is_floating_point()]
+    others = {name: value for name, value in tensors.items() if name not in of_tokens}
+    if others and shape[0] > 1:
+        raise OptionError(f"{', '.join(others)} require a single prompt, got {shape[0]}.")
     token_type = 1 if getattr(getattr(model, "config", None), "model_type", "") == "paligemma" else 0
-    return {
-        name: torch.nn.functional.pad(value[:, shape[1] - length :], (0, written), value=token_type)
-        if value.shape == shape and not value.is_floating_point()
-        else value
-        for name, value in tensors.items()
-    }
+    for name in of_tokens:
+        types = tensors[name][prompt : prompt + 1, shape[1] - length :]
+        others[name] = torch.nn.functional.pad(types, (0, generated), value=token_type)
+    return others
 
 
 def _on(device: torch.device, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,7 +231,7 @@ def _check_mask(mask: Any, ids: Tensor, *, left: bool) -> None:
         )
 
 
-def _check_room(model: nn.Module, generate: Mapping[str, Any], start: int, what: str) -> None:
+def _check_length(model: nn.Module, generate: Mapping[str, Any], start: int, what: str) -> None:
     """Raise OptionError if the requested tokens after `start` tokens exceed the model's positions."""
     limit = languages.positions_of(model)
     steps, length = (languages.generation_setting(model, generate, name) for name in ("max_new_tokens", "max_length"))

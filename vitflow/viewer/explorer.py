@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
 from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.gradients import ValueWeighting
-from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.viewer.pages import (
     COLOUR_MAPS,
@@ -26,6 +24,7 @@ from vitflow.viewer.pages import (
     pack_directions,
     pack_half,
     pack_logarithmic,
+    packed_size,
     thumbnail,
 )
 
@@ -167,62 +166,43 @@ class _Room:
     def __init__(self, left: float) -> None:
         self.left = left
 
-    def take(self, packed: Packed) -> dict[str, Any]:
+    def take(self, packed: Packed) -> Packed:
         """Add data to the page."""
-        self.left -= packed.size
-        return packed.record
+        self.left -= packed_size(packed)
+        return packed
 
     def take_all(self, values: Sequence[Floats], pack: Callable[[Floats], Packed], bits: int) -> list[Packed] | None:
         """Add an array of every image to the page; return None, and add nothing, if they do not fit."""
         if 0.4 * sum(array.size for array in values) * bits / 8 > self.left:  # better compression does not occur
             return None
         arrays = [pack(array) for array in values]
-        if sum(packed.size for packed in arrays) > self.left:
-            return None
-        for packed in arrays:
-            self.take(packed)
-        return arrays
+        return [self.take(packed) for packed in arrays] if sum(map(packed_size, arrays)) <= self.left else None
 
 
 def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: _Room, max_size: float) -> list[str]:
     """Put as much attention into the page as fits; return notes."""
-    wanted = [key for key in FUSED if all(key in image.attention for _, image in live)]
-    errors: list[float] = []
-    for number, key in enumerate(wanted):
+    left_out = []
+    notes = ["Attention is stored in half precision: each number within 2⁻¹¹ of its value."]
+    for key in (key for key in FUSED if all(key in image.attention for _, image in live)):
         values = [image.attention[key] for _, image in live]
         packed_all = room.take_all(values, pack_half, 16)
-        if packed_all is None and number:
-            continue
+        if packed_all is None and not live[0][0]["attention"]:  # one fusion is indispensable
+            packed_all = [room.take(pack_logarithmic(array)) for array in values]
+            notes = ["Attention is stored in 8 bits: each number within 3.1% of its value, the faintest as 0."]
         if packed_all is None:
-            packed_all = [pack_logarithmic(array) for array in values]
-            room.left -= sum(packed.size for packed in packed_all)
-        for (record, image), packed in zip(live, packed_all, strict=True):
-            record["attention"][_name(key)] = packed.record
-            errors.append(_map_error(image, key, packed.stored))
-    held = next(iter(live))[0]["attention"]
-    stored = "half precision" if all(one["code"] == "half" for one in held.values()) else "8 bits"
-    notes = [
-        f"Attention is stored in {stored}: with nothing discarded, the rollout of the answer differs from that of full "
-        f"precision by at most {max(errors):.1g} of the map's maximum."
-    ]
-    left_out = [
-        f"{key[0]} over heads, {'value-weighted' if key[1] else 'plain'}" for key in wanted if _name(key) not in held
-    ]
+            left_out.append(f"{key[0]} over heads, {'value-weighted' if key[1] else 'plain'}")
+            continue
+        for (record, _), packed in zip(live, packed_all, strict=True):
+            record["attention"][f"{key[0]} {'weighted' if key[1] else 'plain'}"] = packed
     if left_out:
         notes.append(f"Left out, for a page of at most {max_size:g} MB: {', '.join(left_out)}.")
-    return [*notes, _pack_heads(live, room, max_size)]
-
-
-def _pack_heads(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: _Room, max_size: float) -> str:
-    """Put single heads into the page if they fit; return notes."""
     values = [image.heads.reshape(-1, *image.heads.shape[2:]) for _, image in live if image.heads is not None]
-    packed_all = room.take_all(values, pack_logarithmic, 8) if len(values) == len(live) else None
-    if packed_all is None:
-        return f"Single heads are left out, for a page of at most {max_size:g} MB."
-    error = max(_entry_error(array, packed.stored) for array, packed in zip(values, packed_all, strict=True))
-    for (record, _), packed in zip(live, packed_all, strict=True):
-        record["heads"] = packed.record
-    return f"Single heads are stored in 8 bits: each number within {error:.1%} of its value, the faintest as 0."
+    heads = room.take_all(values, pack_logarithmic, 8) if len(values) == len(live) else None
+    if heads is None:
+        return [*notes, f"Single heads are left out, for a page of at most {max_size:g} MB."]
+    for (record, _), packed in zip(live, heads, strict=True):
+        record["heads"] = packed
+    return [*notes, "Single heads are stored in 8 bits: each number within 3.1% of its value, the faintest as 0."]
 
 
 def _record(image: ExploredImage) -> dict[str, Any]:
@@ -242,26 +222,3 @@ def _record(image: ExploredImage) -> dict[str, Any]:
         "features": None,
         **{name: getattr(image, name) for name in _AS_THEY_ARE},
     }
-
-
-def _map_error(image: ExploredImage, key: Fused, stored: Floats) -> float:
-    """Return the relative error of the score's rollout with stored attention."""
-    assert image.layout is not None
-    options: dict[str, Any] = {"num_prefix_tokens": image.layout.num_prefix_tokens}
-    options["readout"] = torch.as_tensor(image.readout)
-    exact, approximate = (
-        image.layout.to_grid(attention_rollout(torch.as_tensor(attention).unsqueeze(1), **options))
-        for attention in (image.attention[key], stored)
-    )
-    return float((exact - approximate).abs().max() / exact.abs().max().clamp_min(1e-30))
-
-
-def _entry_error(values: Floats, stored: Floats) -> float:
-    """Return the largest relative error of values that are not stored as 0."""
-    kept = stored > 0
-    return float((np.abs(stored[kept] - values[kept]) / values[kept]).max(initial=0.0))
-
-
-def _name(key: Fused) -> str:
-    """Return the page's name of fused attention."""
-    return f"{key[0]} {'weighted' if key[1] else 'plain'}"

@@ -10,8 +10,8 @@ from urllib.parse import quote_from_bytes
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, VitflowError, printable
-from vitflow.files import natural_order, stays_inside, write_atomically
+from vitflow.errors import VitflowError, printable
+from vitflow.files import natural_order
 from vitflow.images.overlay import is_soft, scale_range
 from vitflow.viewer.pages import FAILURES_SHOWN, drawing_of, one_table, write_html
 
@@ -25,7 +25,6 @@ def write_report(
     *,
     departures: Mapping[str, str] | None = None,
     per_page: int = 300,
-    embed_bytes: int = 24 * 2**20,
 ) -> Path:
     """Write `report.html` (and `report-2.html` …) of a folder run; return the path of the first page.
 
@@ -41,7 +40,6 @@ def write_report(
             VitflowError or OSError if it is not the image that was explained.
         departures: differences of each method's options from its publication, as text.
         per_page: number of images per page.
-        embed_bytes: thumbnails beyond this sum on a page are written to `report-files/` and linked.
     """
     keys = sorted(states, key=natural_order)
     shown = [key for key in keys if states[key] == "explained"]
@@ -54,7 +52,7 @@ def write_report(
     names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, len(starts) + 1)]
     for number, (start, name) in enumerate(zip(starts, names, strict=True), start=1):
         rows = read_rows(shown[start : start + per_page])
-        entries = list(_entries(rows, run, output, photograph, embed_bytes, f"{number}-"))
+        entries = list(_entries(rows, run, output, photograph))
         write_html(
             output / name,
             "report",
@@ -84,27 +82,15 @@ def _entries(
     run: Mapping[str, Any],
     output: Path,
     photograph: Callable[[Mapping[str, Any]], bytes],
-    budget: int,
-    prefix: str,
 ) -> Iterator[dict[str, Any]]:
     """Return the data of each image on the page, for JSON."""
-    used = 0
-    for index, row in enumerate(rows):
+    for row in rows:
         source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
-        small, image, record = None, None, {}
+        image, record = None, {}
         try:
-            small = photograph(row)
+            image = f"data:image/jpeg;base64,{base64.b64encode(photograph(row)).decode()}"
         except (VitflowError, OSError) as error:
             record = {"photograph": printable(str(error))}
-        used += len(small or b"")
-        if small is not None and used <= budget:
-            image = f"data:image/jpeg;base64,{base64.b64encode(small).decode()}"
-        elif small is not None:
-            image = f"report-files/{prefix}{index}.jpg"
-            if not stays_inside(output, image):
-                raise OptionError(f"A link leads out of {str(output)!r}: remove {str(output / 'report-files')!r}.")
-            with write_atomically(output / image) as file:
-                file.write(small)
         label = row["target"] or ""
         yield {
             "name": printable(row["input"], lines=True),

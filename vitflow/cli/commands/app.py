@@ -7,7 +7,7 @@ import rich_click as click
 
 from vitflow.app import serve
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say
+from vitflow.cli.output import say
 
 
 @click.command(short_help="Open the web app in a browser.", panel="Images")

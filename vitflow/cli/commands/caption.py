@@ -1,4 +1,4 @@
-"""`vitflow caption`: caption an image, and map each generated word onto the image."""
+"""`vitflow caption`: caption an image or a video, and map each generated word onto it."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,13 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_note_of, say_record
-from vitflow.cli.outputs import check_images, output_file, writing
+from vitflow.cli.output import check_images, output_file, say, say_model_note, say_record, writing
 from vitflow.errors import printable
-from vitflow.images import FIGURE_FORMATS
+from vitflow.images import FIGURE_FORMATS, VIDEO_FORMATS
 from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 
 
-@click.command(short_help="Caption an image, with a map for each word.", panel="Texts")
+@click.command(short_help="Caption an image or video, with a map for each word.", panel="Texts")
 @click.argument("image", type=click.Path(path_type=Path))
 @click.option(
     "--prompt",
@@ -28,6 +27,13 @@ from vitflow.text.method_table import IMAGE_DEFAULT, text_method
     default=30,
     metavar="N",
     help="Maximum number of tokens to generate.",
+)
+@click.option(
+    "--frames",
+    panel="Text",
+    type=click.IntRange(min=1),
+    metavar="N≥1",
+    help=f"Frames of a video, at equal distances ({', '.join(VIDEO_FORMATS)}).  [default: 8]",
 )
 @click.option(
     "--model",
@@ -54,20 +60,22 @@ from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 @click.option("--html", type=shared.NEW_FILE, help="Also write an interactive page: click a word to see its map.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the map of each word instead.")
 def caption(image: Path, **given: Any) -> None:
-    """Caption IMAGE with a vision–language model, and map each generated word onto the image.
+    """Caption IMAGE, or a video, with a vision–language model, and map each generated word onto it.
 
     \b
     vitflow caption photo.jpg --model llava-hf/llava-1.5-7b-hf
     vitflow caption drawn.png --model demo-caption --html words.html
     vitflow caption photo.jpg --model FOLDER --prompt "What is here?" -o here.png
+    vitflow caption clip.mp4 --model Qwen/Qwen2.5-VL-3B-Instruct --frames 16
 
     Stop words and punctuation get no map; the output lists them.
     """
     options = shared.method_values(given)
     text_method(given["method"], options)  # before torch is loaded
-    output = output_file([image], given["output"], f"{image.stem}-caption.png", FIGURE_FORMATS)
+    output = output_file([image], given["output"], "caption", FIGURE_FORMATS)
     check_images([image], filter(None, [given["html"]]))
-    from vitflow.explaining.strips import draw_words
+    is_video = image.suffix.lower() in VIDEO_FORMATS
+    from vitflow.explaining.strips import draw_clip_words, draw_words
     from vitflow.images.figures import save_figure
     from vitflow.text.generating import explain_generation
     from vitflow.text.languages import called
@@ -75,7 +83,9 @@ def caption(image: Path, **given: Any) -> None:
     generation = explain_generation(
         given["model"],
         given["prompt"],
-        image=image,
+        image=None if is_video else image,
+        video=image if is_video else None,
+        frames=given["frames"],
         method=given["method"],
         name=given["name"] or called(given["model"]),
         trust_remote_code=given["trust_remote_code"],
@@ -85,13 +95,14 @@ def caption(image: Path, **given: Any) -> None:
         do_sample=False,
         **options,
     )
-    say_note_of(generation.model, generation.model_note)
+    say_model_note(generation.model, generation.model_note)
     words, left_out = generation.words()
     relative = given["neutral"] is not None
-    maps = [generation.image(places, relative=relative) for places in words.values()]
+    explained, draw = (generation.clip, draw_clip_words) if is_video else (generation.image, draw_words)
+    maps: list[Any] = [explained(places, relative=relative) for places in words.values()]
     if maps:
         with writing(output):
-            save_figure(draw_words(maps, left_out=left_out), output)
+            save_figure(draw(maps, left_out=left_out), output)
     if (page := given["html"]) is not None:
         with writing(page, "--html"):
             generation.page(relative=relative).save(page)
@@ -112,11 +123,22 @@ def caption(image: Path, **given: Any) -> None:
         return
     click.echo(f"{printable(generation.answer)}\n")
     for word, saliency in zip(words, maps, strict=True):
-        facts = saliency.facts
-        click.echo(
-            f"{printable(word):<16} {facts['on_image']:4.0%} on the image; of that {facts['on_edges']:.0%} on "
-            f"its edges, {facts['on_first_patch']:.0%} on its first patch"
-        )
+        click.echo(f"{printable(word):<16} {_shares(saliency)}")
     if left_out:
         click.echo(f"No map: {', '.join(printable(word) for word in left_out)}")
     click.echo(printable(output) if maps else "No word has a map: no figure was written.")
+
+
+def _shares(result: Any) -> str:
+    """Return a line on where the weight of a word is, for its map or clip."""
+    if hasattr(result, "shares"):
+        index = int(result.shares.argmax())
+        return (
+            f"{result.frames[0].facts['on_video']:4.0%} on the video; of its map {result.shares[index]:.0%} on frame "
+            f"{index * result.span + 1}"
+        )
+    facts = result.facts
+    return (
+        f"{facts['on_image']:4.0%} on the image; of that {facts['on_edges']:.0%} on its edges, "
+        f"{facts['on_first_patch']:.0%} on its first patch"
+    )

@@ -2,19 +2,17 @@
 
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import rich_click as click
 from click.types import convert_type
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_model_note, say_notes, say_written
-from vitflow.cli.outputs import name_for, output_file, writing
+from vitflow.cli.output import output_file, save_result, say, say_model_note, say_notes
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import check_methods
-from vitflow.explaining.method import Method
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method, split_label
-from vitflow.images import FIGURE_FORMATS
+from vitflow.explaining.options import OPTIONS
 
 
 class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -29,7 +27,7 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
         if isinstance(value, tuple):
             return value
         name, listed = split_label(str(value))
-        options = {}
+        options: dict[str, Any] = {}
         # A comma separates options only if a name and "=" follow: a patch is written 3,7.
         for part in re.split(r",(?=[\w-]+=)", listed) if listed else []:
             key, equals, text = part.partition("=")
@@ -39,17 +37,12 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
         try:
             method = get_method(name)
             method.complete(dict.fromkeys(options))  # the names alone; values are still text
+            for key, text in options.items():  # options of registered methods have the type of the default
+                kind: Any = convert_type(None, method.defaults.get(key))
+                options[key] = OPTIONS[key].read(text) if key in OPTIONS else kind.convert(text, param, ctx)
         except OptionError as error:
             self.fail(str(error), param, ctx)
-        return name, {key: _type_of(key, method, ctx).convert(text, param, ctx) for key, text in options.items()}
-
-
-def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.ParamType[Any]":
-    """Return the type of an option of the command; for options of registered methods, the type of the default."""
-    for param in ctx.command.params if ctx is not None else ():
-        if param.name == option:
-            return param.type
-    return cast("click.ParamType[Any]", convert_type(None, method.defaults[option]))
+        return name, options
 
 
 @click.command(short_help="Show several methods side by side.", panel="Images")
@@ -73,15 +66,12 @@ def _type_of(option: str, method: Method, ctx: click.Context | None) -> "click.P
 @click.option(
     "--timings", panel="Drawing", is_flag=True, default=None, help="Show the computation time below each map."
 )
-@shared.output_option(
-    help="File for the strip: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
-    "IMAGE-compare.png here; of several, IMAGE-and-N-more-compare.png]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
+@shared.figure_option("strip", "compare")
+@shared.json_option
 def compare(images: tuple[Path, ...], **given: Any) -> None:
     """Draw the maps of several methods over each IMAGE side by side, and report their agreement."""
     options = shared.method_values(given)
-    output = output_file(images, given["output"], name_for(images, "compare.png"), (*FIGURE_FORMATS, ".json"))
+    output = output_file(images, given["output"], "compare")
     methods = given["methods"] or None
     check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
     from vitflow.explaining.comparison import compare
@@ -89,9 +79,7 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
     explainer = shared.make_explainer(given)
     comparison = compare(images, model=explainer, methods=methods, targets=shared.targets_of(given), **options)
     drawing = shared.drawing_values(given) | shared.given_options(given, ("same_scale", "timings"))
-    with writing(output):
-        comparison.save(output, **({} if output.suffix.lower() == ".json" else drawing))
+    save_result(comparison, output, drawing, given["as_json"])
     say_notes(comparison.saliencies)
     say(str(comparison.agreement()))
-    say_model_note(explainer)
-    say_written(output, comparison.records() if given["as_json"] else None)
+    say_model_note(explainer.model_id, explainer.facts.note)

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 import rich_click as click
 
-from vitflow.cli.messages import say_record
+from vitflow.cli.output import say_record
 from vitflow.errors import printable
 
 # Extras for developing vitflow.

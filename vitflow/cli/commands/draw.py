@@ -7,7 +7,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say
+from vitflow.cli.output import say
 from vitflow.errors import printable
 from vitflow.images import OVERLAY_FORMATS
 

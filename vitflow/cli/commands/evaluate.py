@@ -9,7 +9,7 @@ import rich_click as click
 
 from vitflow.cli import options as shared
 from vitflow.cli.commands.compare import MethodWithOptions
-from vitflow.cli.messages import images_bar, resumable, say, say_record
+from vitflow.cli.output import images_bar, resumable, say, say_record
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import choose_metrics
 
@@ -24,8 +24,7 @@ class _MethodOrAll(MethodWithOptions):
 
 
 @click.command(short_help="Measure the quality of each method's maps.", panel="Many images")
-@click.argument("data", required=False, metavar="[DATA]")
-@click.option("--data", "data_option", panel="Images", metavar="DATA", help="Same as the argument.")
+@click.argument("data")
 @shared.model_options
 @shared.question_options
 @click.option(
@@ -111,17 +110,15 @@ class _MethodOrAll(MethodWithOptions):
 @shared.resume_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object instead of tables.")
 @shared.method_options
-def evaluate(data: str | None, **given: Any) -> None:
+def evaluate(data: str, **given: Any) -> None:
     """Measure the quality of each method's maps on DATA, with two baselines.
 
     DATA is demo:500 for 500 drawn images with exact masks; a folder of images with masks (cat_mask.png or
     masks/cat.png), boxes.json, labels.csv or no annotations; or a COCO or plain JSON file. Images that fail are
     reported and skipped. The default model for drawn images is demo.
     """
-    if (data is None) == (given["data_option"] is None):
-        raise click.UsageError("Give DATA once, as an argument or with --data: a folder, annotations, or demo:500.")
     choose_metrics(given["metrics"] or None)  # before torch is loaded
-    evaluation = _run(data or given["data_option"], given)
+    evaluation = _run(data, given)
     if given["as_json"]:
         say_record(evaluation.to_dict())
     else:

@@ -10,8 +10,17 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_model_note, say_notes, say_record
-from vitflow.cli.outputs import CannotWrite, check_images, check_suffix, names_folder, writing
+from vitflow.cli.output import (
+    CannotWrite,
+    check_images,
+    check_suffix,
+    names_folder,
+    say,
+    say_model_note,
+    say_notes,
+    say_record,
+    writing,
+)
 from vitflow.errors import ImageError, OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.files import in_file_name
@@ -44,20 +53,25 @@ from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OP
     help=f"Frames of a video, at equal distances ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
 )
 @click.option("--controls", is_flag=True, help="Video models: compare with shuffled frames and a repeated first frame.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
+@click.option("--blank", is_flag=True, help="Also report the score of the image replaced by its mean colour.")
+@shared.json_option
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Draw a saliency map over each IMAGE, or over frames of a video."""
     options = shared.method_values(given)
     named = given["method"]
     # before torch is loaded
-    given["method"] = choose_methods(named and [named], options, asks=shared.asks(given))[0].name
+    given["method"] = choose_methods(named and [named], options, has_target=shared.has_target(given))[0].name
     suffixes = FIGURE_FORMATS if given["figure"] or _is_strip(given) else tuple(WRITE_OPTIONS)
     if any(map(_is_video, images)):
-        if len(images) > 1 or _is_strip(given) or given["against"] or given["save_map"]:
-            raise OptionError("A video requires a single input and a single class, without --against and --save-map.")
+        if len(images) > 1 or _is_strip(given) or given["against"] or given["save_map"] or given["blank"]:
+            raise OptionError(
+                "A video requires a single input and a single class, without --against, --save-map and --blank."
+            )
         suffixes = CLIP_FORMATS
     elif given["frames"] or given["controls"]:
         raise OptionError(f"--frames and --controls require a video ({', '.join(VIDEO_FORMATS)}).")
+    if given["blank"] and (_is_strip(given) or given["against"] or given["box"]):
+        raise OptionError("--blank requires a single class, prompt or reference image, without --against and --box.")
     outputs = _output_paths(images, given["output"], given["method"], suffixes)
     explainer = shared.make_explainer(given)
     failed = sum(
@@ -66,7 +80,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     if failed < len(images):
         if named is None:
             shared.say_default(given["method"])
-        say_model_note(explainer)
+        say_model_note(explainer.model_id, explainer.facts.note)
     if failed:
         say(f"{len(images) - failed} explained, {failed} failed")
         sys.exit(1)
@@ -99,7 +113,7 @@ def _maps(
         return [replace(clip.frames[0], score=clip.score)], clip.to_dict(), clip.save
     arguments = {"methods": [given["method"]], "targets": shared.targets_of(given), **options}
     if not _is_strip(given):
-        [saliency] = explainer.explain_batch([image], **arguments)
+        [saliency] = explainer.explain_batch([image], blank=given["blank"], **arguments)
         return [saliency], saliency.to_dict(), saliency.figure if given["figure"] else saliency.save
     from vitflow.explaining.comparison import compare
 
@@ -117,7 +131,9 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
             draw(output, **shared.drawing_values(given))
         for saliency, entry in zip(saliencies, record.get("maps", [record]), strict=True):
             if given["save_map"]:
-                files.append(_map_file(output, saliency.score, len(saliencies)))
+                indices = saliency.score.sides or (saliency.score.index,)
+                ending = f"-{'-against-'.join(map(str, indices))}" if len(saliencies) > 1 else ""
+                files.append(output.with_name(f"{output.stem}{ending}.npz"))
                 entry["map"] = str(files[-1])
                 with writing(files[-1]):
                     saliency.save(files[-1])
@@ -137,14 +153,6 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
     return True
 
 
-def _map_file(output: Path, score: Any, maps: int) -> Path:
-    """Return the path of a map next to its overlay; with its class index if there are several maps."""
-    indices = score.sides or (score.index,)
-    return output.with_name(
-        f"{output.stem}-{'-against-'.join(map(str, indices))}.npz" if maps > 1 else f"{output.stem}.npz"
-    )
-
-
 def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> str:
     """Describe the target of a map and its score; `several`: the user requested several classes."""
     score = saliency.score
@@ -156,6 +164,8 @@ def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> 
     if not score.is_predicted:
         name = class_names[score.predicted] if class_names else "class"
         text += f"; predicted: {name} ({score.predicted})"
+    if blank := saliency.facts.get("blank"):
+        text += f"; {blank['display']} for a blank image"
     if not saliency.class_specific and (several or not score.is_predicted):
         text += f"; {saliency.method} does not depend on the class"
     return text

@@ -6,8 +6,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_model_note
-from vitflow.cli.outputs import output_file, writing
+from vitflow.cli.output import output_file, say, say_model_note, writing
 from vitflow.errors import printable
 from vitflow.explaining.choices import choose_methods
 
@@ -34,14 +33,16 @@ from vitflow.explaining.choices import choose_methods
     help="Maximum size of the page. Data that does not fit is left out, single heads first, or stored in 8 bits; the "
     "page reports it.",
 )
-@shared.output_option(help="The page, .html; or a folder, with / at its end.  [default: IMAGE-explore.html here]")
+@shared.output_option(
+    help="The page, .html; or a folder, with / at its end.  [default: IMAGE-explore.html here; "
+    "of several, IMAGE-and-N-more-explore.html]"
+)
 def explore(images: tuple[Path, ...], **given: Any) -> None:
     """Write an interactive page: click a patch of an IMAGE to see its attention.
 
     Rollout or raw attention through any of the layers, computed in the browser without a server or network.
     """
-    name = f"{images[0].stem}-explore.html" if len(images) == 1 else "explore.html"
-    output = output_file(images, given["output"], name, (".html",))
+    output = output_file(images, given["output"], "explore", (".html",))
     methods = list(given["methods"]) or None
     choose_methods(methods or ["rollout"], {})  # before torch is loaded
     from vitflow.explaining.exploring import explore
@@ -59,7 +60,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
         page.save(output)
     for note in page.notes:
         say(note)
-    say_model_note(explainer)
+    say_model_note(explainer.model_id, explainer.facts.note)
     click.echo(printable(output))
 
 

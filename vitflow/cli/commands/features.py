@@ -6,9 +6,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_model_note, say_written
-from vitflow.cli.outputs import name_for, output_file, writing
-from vitflow.images import FIGURE_FORMATS
+from vitflow.cli.output import output_file, save_result, say, say_model_note
 
 
 @click.command(short_help="Show three principal components of patch features as colours.", panel="Images")
@@ -31,24 +29,18 @@ from vitflow.images import FIGURE_FORMATS
 )
 @shared.drawing_option("alpha", "1")
 @shared.drawing_option("interpolation")
-@shared.output_option(
-    help="File for the figure: .png, .pdf, .svg; or .json for the numbers; or a folder, with / at its end.  [default: "
-    "IMAGE-features.png here; of several, IMAGE-and-N-more-features.png]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
+@shared.figure_option("figure", "features")
+@shared.json_option
 def features(images: tuple[Path, ...], **given: Any) -> None:
     """Show the first three principal components of each IMAGE's patch features as colours.
 
     The components are computed over all images together, so that colours are comparable.
     """
-    output = output_file(images, given["output"], name_for(images, "features.png"), (*FIGURE_FORMATS, ".json"))
+    output = output_file(images, given["output"], "features")
     explainer = shared.make_explainer(given)
     from vitflow.explaining.features import feature_maps
 
     components = feature_maps(list(images), model=explainer, layer=given["of_layer"], foreground=given["foreground"])
-    drawing = () if output.suffix.lower() == ".json" else ("alpha", "interpolation")
-    with writing(output):
-        components.save(output, **shared.given_options(given, drawing))
+    save_result(components, output, shared.given_options(given, ("alpha", "interpolation")), given["as_json"])
     say(repr(components))
-    say_model_note(explainer)
-    say_written(output, components.records() if given["as_json"] else None)
+    say_model_note(explainer.model_id, explainer.facts.note)

@@ -13,7 +13,7 @@ from click import get_current_context
 from click.core import ParameterSource
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import images_bar, resumable, say, say_model_note
+from vitflow.cli.output import images_bar, resumable, say, say_model_note
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.files import is_link, is_there
@@ -144,7 +144,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     if given.pop("caption"):
         model, run = None, _captions(sources, given, options)
     else:
-        chosen = choose_methods(named or None, options, asks=shared.asks(given))  # before torch is loaded
+        chosen = choose_methods(named or None, options, has_target=shared.has_target(given))  # before torch is loaded
         given["method_names"] = [method.name for method in chosen]
         _check_sources(sources)
         model = _Model(given)
@@ -163,7 +163,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     if model is not None:
         if not named:
             shared.say_default(chosen[0].name)
-        say_model_note(model())
+        say_model_note(model().model_id, model().facts.note)
     _report(summary)
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say
-from vitflow.cli.outputs import writing
+from vitflow.cli.output import say, writing
 from vitflow.errors import check_known, printable
-from vitflow.explaining.method import Method
+from vitflow.explaining.method_table import Method
 from vitflow.explaining.options import OPTIONS, shown
 from vitflow.text.method_table import list_methods
 
@@ -42,11 +41,9 @@ def methods(name: str | None, as_json: bool) -> None:
 def _summary(method: Method, text: bool) -> str:
     """Return a method's summary, defaults and source in a few lines."""
     lines = [f"{method.name}{'  (class-specific)' if method.class_specific else ''}", f"    {method.summary}"]
-    options = "  ".join(
-        f"{shared.flag_of(option)} {_default(value, text)}" for option, value in method.defaults.items()
-    )
-    if options:
-        lines.append(f"    defaults: {options}")
+    if method.defaults:
+        options = (f"{shared.flag_of(option)} {_default(value, text)}" for option, value in method.defaults.items())
+        lines.append(f"    defaults: {'  '.join(options)}")
     if method.paper:
         lines.append(f"    source: {method.paper}")
     return "\n".join([*lines, ""])

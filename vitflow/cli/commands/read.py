@@ -9,8 +9,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.messages import say, say_record
-from vitflow.cli.outputs import check_suffix, writing
+from vitflow.cli.output import check_suffix, say, say_record, writing
 from vitflow.errors import OptionError, printable
 from vitflow.images import FIGURE_FORMATS
 from vitflow.text.method_table import PLAIN, text_method
@@ -136,7 +135,10 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
     if text is not None:
         from vitflow.text.reading import explain_text
 
-        token, target = (_index_or_word(given[name]) for name in ("token", "target"))
+        token, target = (
+            int(value) if (value := given[name]) is not None and value.removeprefix("-").isdecimal() else value
+            for name in ("token", "target")
+        )
         chosen: dict[str, Any] = {"method": given["method"], "name": given["name"], **options}
         return explain_text(text, model=model, tokenizer=tokenizer, token=token, target=target, **chosen)
     from vitflow.text.generating import explain_generation
@@ -150,11 +152,6 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
         max_new_tokens=given["generate"] or 20,
         **options,
     )
-
-
-def _index_or_word(value: str | None) -> str | int | None:
-    """Parse a token index; leave a word as it is."""
-    return int(value) if value is not None and value.removeprefix("-").isdecimal() else value
 
 
 def _drawn(result: Any, view: str, writes: bool, hiding: Mapping[str, Any]) -> Any:

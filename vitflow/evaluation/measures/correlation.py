@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, check_known
-from vitflow.evaluation.statistics import markdown_table
+from vitflow.evaluation.statistics import Table
 from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.image_model import at_least_one
 from vitflow.explaining.targets import Target
-from vitflow.files import find_images, is_folder, write_atomically
+from vitflow.files import find_images, write_atomically
 from vitflow.images import FIGURE_FORMATS, figures
 from vitflow.images.charts import Series, draw_lines
 from vitflow.images.reading import ImageSource
@@ -32,7 +34,7 @@ from vitflow.methods.fusion import HeadFusion, check_layer, raw_attention
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.ranks import spearman
 from vitflow.methods.rollout import attention_rollout
-from vitflow.methods.tokens import TokenLayout
+from vitflow.recording.trace import Trace
 
 LAYER_METHODS = ("attention", "rollout", "flow")
 REFERENCES = ("occlusion", "input_gradient")
@@ -95,7 +97,7 @@ def rank_correlation(
         check_known("method by layer", method, LAYER_METHODS)
     if not methods or not references:
         raise OptionError("Expected at least one method and one reference, got none.")
-    sources = _sources(images)
+    sources = at_least_one(find_images(images) if isinstance(images, str | os.PathLike) else images)
     explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
     correlations, numbers = [], list[int]()
     for done, source in enumerate(sources, start=1):
@@ -103,32 +105,14 @@ def rank_correlation(
         trace = explainer.record(source, head_fusion=head_fusion, value_weighted=value_weighted)
         fused = trace.fused(head_fusion, value_weighted=value_weighted)
         numbers = _chosen_layers(layers, start_layer, len(fused))
-        options = {"discard_ratio": discard_ratio, "num_prefix_tokens": trace.layout.num_prefix_tokens}
-        extra = {"residual": residual, "start_layer": start_layer}
-        grids = [
-            [
-                _without_rounding(_layer_map(method, fused[:n], trace.readout, options, extra), trace.layout)
-                for n in numbers
-            ]
-            for method in methods
-        ]
+        options: dict[str, Any] = {"discard_ratio": discard_ratio, "residual": residual, "start_layer": start_layer}
+        grids = [[_layer_map(method, trace, fused[:n], **options) for n in numbers] for method in methods]
         correlations.append([[[spearman(grid, reference.grid) for grid in row] for row in grids] for reference in maps])
         if progress is not None:
             progress(done, len(sources))
     values = np.moveaxis(np.array(correlations, dtype=float), 0, -1)  # None becomes NaN
     names = tuple(reference.name for reference in choose_methods(references, {}))
     return RankCorrelation(explainer.model_id, tuple(methods), names, tuple(numbers), values)
-
-
-def _sources(images: Any) -> list[ImageSource]:
-    if isinstance(images, str | os.PathLike) and is_folder(images):
-        images = find_images(images)
-        if not images:
-            raise OptionError("Expected a folder with images, got one without any.")
-    sources = list(images) if isinstance(images, list | tuple) else [images]
-    if not sources:
-        raise OptionError("Expected at least one image, got none.")
-    return sources
 
 
 def _chosen_layers(layers: Sequence[int] | None, start_layer: int, count: int) -> list[int]:
@@ -142,22 +126,22 @@ def _chosen_layers(layers: Sequence[int] | None, start_layer: int, count: int) -
 
 
 def _layer_map(
-    method: str, fused: Sequence[Tensor], readout: Tensor, options: dict[str, Any], extra: dict[str, Any]
-) -> Tensor:
-    """Return the map over tokens [1, tokens] of the last of these layers."""
-    if method == "attention":
-        return raw_attention([fused[-1]], readout=readout, **options)
-    if method == "rollout":
-        return attention_rollout(fused, readout=readout, **options, **extra)
-    return torch.as_tensor(attention_flow(fused, source=readout, **options, **extra).values)
-
-
-def _without_rounding(tokens: Tensor, layout: TokenLayout) -> NDArray[np.float64]:
-    """Return the map on the patch grid, rounded to a millionth of the maximum.
+    method: str, trace: Trace, fused: Sequence[Tensor], *, residual: float, start_layer: int, **discard: Any
+) -> NDArray[np.float64]:
+    """Return the map of the last of these layers on the patch grid, rounded to a millionth of the maximum.
 
     Saturated flows are equal up to rounding errors, which must not affect their ranks.
     """
-    grid: NDArray[np.float64] = layout.to_grid(tokens)[0].double().cpu().numpy()
+    readout, options = trace.readout, discard | {"num_prefix_tokens": trace.layout.num_prefix_tokens}
+    if method == "attention":
+        tokens = raw_attention([fused[-1]], readout=readout, **options)
+    else:
+        options |= {"residual": residual, "start_layer": start_layer}
+        if method == "rollout":
+            tokens = attention_rollout(fused, readout=readout, **options)
+        else:
+            tokens = torch.as_tensor(attention_flow(fused, source=readout, **options).values)
+    grid: NDArray[np.float64] = trace.layout.to_grid(tokens)[0].double().cpu().numpy()
     largest = float(grid.max())
     return np.round(grid / largest, 6) if largest > 0 else grid
 
@@ -202,6 +186,7 @@ class RankCorrelation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return means, standard deviations and the value of each image (None if undefined) as JSON data."""
+        names = product(self.references, self.methods, self.layers)
         rows = [
             {
                 "reference": reference,
@@ -209,31 +194,32 @@ class RankCorrelation:
                 "layer": layer,
                 "mean": self.mean(reference, method, layer),
                 "standard_deviation": self.spread(reference, method, layer),
-                "values": [None if np.isnan(value) else float(value) for value in self.values[r, m, n]],
+                "values": [None if np.isnan(value) else value for value in values],
             }
-            for r, reference in enumerate(self.references)
-            for m, method in enumerate(self.methods)
-            for n, layer in enumerate(self.layers)
+            for (reference, method, layer), values in zip(
+                names, self.values.reshape(-1, self.images).tolist(), strict=True
+            )
         ]
         return {"model": self.model, "images": self.images, "spearman": rows}
 
-    def tables(self) -> list[list[list[str]]]:
-        """Return a table per reference, as in the paper: a header, then a row per method with a column per layer."""
+    def tables(self) -> list[Table]:
+        """Return a table per reference, as in the paper: a row per method, a column per layer."""
+        layers = [f"L{layer}" for layer in self.layers]
         return [
-            [
-                [f"Spearman with {_label(reference)}", *(f"L{layer}" for layer in self.layers)],
-                *(
-                    [_label(name), *(self._cell(reference, name, layer) for layer in self.layers)]
+            Table(
+                (f"Spearman with {_label(reference)}", *layers),
+                [
+                    (_label(name), *(self._cell(reference, name, layer) for layer in self.layers))
                     for name in self.methods
-                ),
-            ]
+                ],
+            )
             for reference in self.references
         ]
 
     def to_markdown(self) -> str:
         """Return the tables of means ± standard deviations, with model and number of images."""
         caption = f"Mean ± standard deviation over {self.images} image{'s' * (self.images > 1)}, {self.model}."
-        return "\n\n".join([*map(markdown_table, self.tables()), caption]) + "\n"
+        return "\n\n".join([*(table.to_markdown() for table in self.tables()), caption]) + "\n"
 
     def _cell(self, reference: str, method: str, layer: int) -> str:
         mean, spread = self.mean(reference, method, layer), self.spread(reference, method, layer)

@@ -7,10 +7,9 @@ from fractions import Fraction
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vitflow.errors import OptionError
-from vitflow.evaluation.measures.perturbation import Choice, Indices, patch_order, perturb
+from vitflow.evaluation.measures.perturbation import Choice, Indices, logits_of_kept, patch_order
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.recording.isolation import evaluating
@@ -23,13 +22,9 @@ _PERTURBED = np.arange(10) / 10
 class Curves:
     """Probability and accuracy of the target while patches are removed in the order of a map.
 
-    The image at share f of `insertion` is the image at share 1 − f of `least_first`: inserting the most relevant
-    patches equals removing the least relevant ones. So each curve is the reverse of the other, with equal area.
-
     Attributes:
         fractions: share of the patches removed (or inserted), 0 … 1, [points].
         deletion: the target's probability with the most relevant patches removed first, [points].
-        insertion: the target's probability with the most relevant patches inserted first into the empty image.
         least_first: the target's probability with the least relevant patches removed first.
         correct_most: True where the target is the most probable class in `deletion`.
         correct_least: True where the target is the most probable class in `least_first`.
@@ -37,10 +32,17 @@ class Curves:
 
     fractions: NDArray[np.float64]
     deletion: NDArray[np.float64]
-    insertion: NDArray[np.float64]
     least_first: NDArray[np.float64]
     correct_most: NDArray[np.bool_]
     correct_least: NDArray[np.bool_]
+
+    @property
+    def insertion(self) -> NDArray[np.float64]:
+        """The target's probability with the most relevant patches inserted first into the empty image, [points].
+
+        It is the reverse of `least_first`: the image at share f is that with the least relevant 1 − f removed.
+        """
+        return self.least_first[::-1]
 
     @property
     def deletion_auc(self) -> float:
@@ -53,14 +55,9 @@ class Curves:
         return _area(self.fractions, self.insertion)
 
     @property
-    def least_auc(self) -> float:
-        """Area under `least_first`; higher is better: the prediction does not depend on the other patches."""
-        return _area(self.fractions, self.least_first)
-
-    @property
     def gap(self) -> float:
-        """`least_auc` − `deletion_auc`; higher is better; an uninformative map has 0 on average."""
-        return self.least_auc - self.deletion_auc
+        """`insertion_auc` − `deletion_auc`; higher is better; an uninformative map has 0 on average."""
+        return self.insertion_auc - self.deletion_auc
 
     @property
     def positive_perturbation(self) -> float:
@@ -131,19 +128,21 @@ def faithfulness_curves(
             f"{maps[0].placement.input_size}. Use the explainer that made the maps."
         )
     with torch.no_grad(), evaluating(explainer.model):
-        perturbation = perturb(explainer, pixels, replace)
         whole = Choice(np.arange(orders[0].size), maps[0].grid.shape)
         choices = [whole, Choice(whole.kept[:0], whole.grid)]
         for saliency, order in zip(maps, orders, strict=True):
             choices += [Choice(kept, saliency.grid.shape) for kept in _kept_between(order, points)]
-        logits = perturbation.logits(choices, batch_size)  # [choices, classes]
+        logits = logits_of_kept(explainer, pixels, choices, replace, batch_size)
     ends = logits[:2]
     # [maps, most or least relevant first, points, classes]
     between = logits[2:].reshape(len(maps), 2, points - 2, logits.shape[1])
-    return [
-        _curves(explainer, torch.stack([torch.cat([ends[:1], inner, ends[1:]]) for inner in rows]), saliency)
-        for saliency, rows in zip(maps, between, strict=True)
-    ]
+    curves = []
+    for saliency, (most, least) in zip(maps, between, strict=True):
+        of_map = torch.stack([torch.cat([ends[:1], inner, ends[1:]]) for inner in (most, least)])
+        probabilities = explainer.outputs.scores(of_map)[..., saliency.target].numpy()
+        correct = of_map.argmax(dim=-1).numpy() == saliency.target
+        curves.append(Curves(np.linspace(0, 1, points), *probabilities, *correct))
+    return curves
 
 
 def removed_counts(patches: int, points: int) -> list[int]:
@@ -160,13 +159,6 @@ def _kept_between(order: Indices, points: int) -> list[Indices]:
     """Return the kept patches at each inner point: most relevant removed first, then least relevant first."""
     removed = removed_counts(order.size, points)[1:-1]
     return [order[count:] for count in removed] + [order[: order.size - count] for count in removed]
-
-
-def _curves(explainer: Explainer, logits: Tensor, saliency: Saliency) -> Curves:
-    """Return the curves of a map from logits [most or least first, points, classes]."""
-    most, least = explainer.outputs.scores(logits)[..., saliency.target].numpy()
-    correct_most, correct_least = logits.argmax(dim=-1).numpy() == saliency.target
-    return Curves(np.linspace(0, 1, len(most)), most, least[::-1].copy(), least, correct_most, correct_least)
 
 
 def _check(maps: Sequence[Saliency], points: int, batch_size: int) -> None:

@@ -49,20 +49,52 @@ def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
     >>> scores.roc_auc, scores.pointing_game, scores.average_precision
     (1.0, 1.0, 1.0)
     """
-    pixels = _visible(heatmap, region)
-    if pixels is None:
+    if heatmap.ndim != 2 or heatmap.shape != region.shape or region.dtype != np.bool_:
+        raise ShapeError(
+            f"Expected a heatmap [height, width] and a bool region of the same shape, got {heatmap.shape} and "
+            f"{region.dtype} {region.shape}."
+        )
+    visible = np.isfinite(heatmap)
+    values, inside = heatmap[visible], region[visible]
+    if inside.all() or not inside.any():
         return None
-    values, inside = pixels
+    mass = values.astype(np.float64) - float(values.min())
+    whole = float(mass.sum())
     hits, misses = _by_threshold(values, inside)
-    overlap = _overlap(values, inside)
+    # In float64 and minus the minimum, so that a constant map is not above its mean.
+    predicted = mass > mass.mean()
+    overlap = (
+        int((~predicted & ~inside).sum()),
+        int((predicted & inside).sum()),
+        int((~predicted | ~inside).sum()),
+        int((predicted | inside).sum()),
+    )
     return Localisation(
-        pointing_game=_pointing(heatmap, region),
-        energy=_energy(values, inside),
-        roc_auc=_area_under_roc(hits, misses),
-        average_precision=_average_precision(hits, misses),
+        pointing_game=float(region[_highest_pixel(heatmap)]),
+        energy=float(mass[inside].sum()) / whole if whole > 0 else float(inside.mean()),
+        roc_auc=float(np.diff(misses) @ (hits[1:] + hits[:-1]) / 2.0 / (hits[-1] * misses[-1])),
+        average_precision=float(np.diff(hits) @ (hits[1:] / (hits[1:] + misses[1:])) / hits[-1]),
         mean_iou=accumulated_iou([overlap]),
         overlap=overlap,
     )
+
+
+def _highest_pixel(heatmap: Heatmap) -> tuple[int, int]:
+    """Return the highest pixel; of tied pixels the one nearest to their centroid."""
+    values = np.where(np.isfinite(heatmap), heatmap, -np.inf)
+    highest = np.argwhere(values == values.max())
+    distance = ((highest - np.rint(highest.mean(axis=0))) ** 2).sum(axis=1)
+    row, col = highest[distance.argmin()]
+    return int(row), int(col)
+
+
+def _by_threshold(values: NDArray[np.floating[Any]], inside: Mask) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the counts of region and background pixels at or above each distinct value, highest first, after a 0."""
+    order = np.argsort(values)[::-1]
+    ordered = values[order]
+    last = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
+    hits = np.cumsum(inside[order], dtype=np.float64)[last]
+    return np.append(0.0, hits), np.append(0.0, last + 1 - hits)
 
 
 def pointing_game(heatmap: Heatmap, region: Mask) -> float | None:
@@ -77,7 +109,8 @@ def pointing_game(heatmap: Heatmap, region: Mask) -> float | None:
     >>> pointing_game(np.array([[0.1, 0.7, 0.2]]), np.array([[True, False, False]]))
     0.0
     """
-    return None if _visible(heatmap, region) is None else _pointing(heatmap, region)
+    scores = localise(heatmap, region)
+    return None if scores is None else scores.pointing_game
 
 
 def energy_in_region(heatmap: Heatmap, region: Mask) -> float | None:
@@ -89,8 +122,8 @@ def energy_in_region(heatmap: Heatmap, region: Mask) -> float | None:
     >>> energy_in_region(np.array([[3.0, 1.0, 2.0]]), np.array([[True, False, False]]))
     0.6666666666666666
     """
-    pixels = _visible(heatmap, region)
-    return None if pixels is None else _energy(*pixels)
+    scores = localise(heatmap, region)
+    return None if scores is None else scores.energy
 
 
 def roc_auc(heatmap: Heatmap, region: Mask) -> float | None:
@@ -104,8 +137,8 @@ def roc_auc(heatmap: Heatmap, region: Mask) -> float | None:
     >>> roc_auc(np.array([[0.9, 0.5, 0.5, 0.1]]), np.array([[True, True, False, False]]))
     0.875
     """
-    pixels = _visible(heatmap, region)
-    return None if pixels is None else _area_under_roc(*_by_threshold(*pixels))
+    scores = localise(heatmap, region)
+    return None if scores is None else scores.roc_auc
 
 
 def average_precision(heatmap: Heatmap, region: Mask) -> float | None:
@@ -118,8 +151,8 @@ def average_precision(heatmap: Heatmap, region: Mask) -> float | None:
     >>> round(average_precision(np.array([[0.9, 0.5, 0.4, 0.1]]), np.array([[True, False, True, False]])), 4)
     0.8333
     """
-    pixels = _visible(heatmap, region)
-    return None if pixels is None else _average_precision(*_by_threshold(*pixels))
+    scores = localise(heatmap, region)
+    return None if scores is None else scores.average_precision
 
 
 def mean_iou(heatmap: Heatmap, region: Mask) -> float | None:
@@ -143,8 +176,8 @@ def mean_iou(heatmap: Heatmap, region: Mask) -> float | None:
     >>> mean_iou(np.array([[0.9, 0.8, 0.2, 0.1]]), np.array([[True, False, False, False]]))
     0.5833333333333333
     """
-    pixels = _visible(heatmap, region)
-    return None if pixels is None else accumulated_iou([_overlap(*pixels)])
+    scores = localise(heatmap, region)
+    return None if scores is None else scores.mean_iou
 
 
 def accumulated_iou(overlaps: Sequence[Sequence[float]] | NDArray[np.floating[Any]]) -> float:
@@ -159,60 +192,3 @@ def accumulated_iou(overlaps: Sequence[Sequence[float]] | NDArray[np.floating[An
         np.divide(part, whole) if whole else 1.0 for part, whole in ((ground, ground_union), (region, region_union))
     ]
     return float(np.mean(shares))
-
-
-def _visible(heatmap: Heatmap, region: Mask) -> tuple[NDArray[np.floating[Any]], Mask] | None:
-    """Return value and membership of each visible pixel; None if region or background is empty."""
-    if heatmap.ndim != 2 or heatmap.shape != region.shape or region.dtype != np.bool_:
-        raise ShapeError(
-            f"Expected a heatmap [height, width] and a bool region of the same shape, got {heatmap.shape} and "
-            f"{region.dtype} {region.shape}."
-        )
-    visible = np.isfinite(heatmap)
-    inside = region[visible]
-    return None if inside.all() or not inside.any() else (heatmap[visible], inside)
-
-
-def _pointing(heatmap: Heatmap, region: Mask) -> float:
-    values = np.where(np.isfinite(heatmap), heatmap, -np.inf)
-    highest = np.argwhere(values == values.max())
-    distance = ((highest - np.rint(highest.mean(axis=0))) ** 2).sum(axis=1)
-    row, col = highest[distance.argmin()]
-    return float(region[row, col])
-
-
-def _energy(values: NDArray[np.floating[Any]], inside: Mask) -> float:
-    mass = values.astype(np.float64) - float(values.min())
-    whole = float(mass.sum())
-    return float(mass[inside].sum()) / whole if whole > 0 else float(inside.mean())
-
-
-def _by_threshold(values: NDArray[np.floating[Any]], inside: Mask) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the counts of region and background pixels at or above each distinct value, highest first, after a 0."""
-    order = np.argsort(values)[::-1]
-    ordered = values[order]
-    last = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
-    hits = np.cumsum(inside[order], dtype=np.float64)[last]
-    return np.append(0.0, hits), np.append(0.0, last + 1 - hits)
-
-
-def _area_under_roc(hits: NDArray[np.float64], misses: NDArray[np.float64]) -> float:
-    area = np.diff(misses) @ (hits[1:] + hits[:-1]) / 2.0
-    return float(area / (hits[-1] * misses[-1]))
-
-
-def _average_precision(hits: NDArray[np.float64], misses: NDArray[np.float64]) -> float:
-    precision = hits[1:] / (hits[1:] + misses[1:])
-    return float(np.diff(hits) @ precision / hits[-1])
-
-
-def _overlap(values: NDArray[np.floating[Any]], inside: Mask) -> tuple[int, int, int, int]:
-    # In float64 and minus the minimum, so that a constant map is not above its mean.
-    mass = values.astype(np.float64) - float(values.min())
-    predicted = mass > mass.mean()
-    return (
-        int((~predicted & ~inside).sum()),
-        int((predicted & inside).sum()),
-        int((~predicted | ~inside).sum()),
-        int((predicted | inside).sum()),
-    )

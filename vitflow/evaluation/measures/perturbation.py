@@ -1,7 +1,7 @@
 """Run a model on an image with removed patches: tokens dropped, or pixels replaced."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -53,7 +53,6 @@ REPLACEMENTS = ("drop", "blank", "blur")
 BLUR = 0.25
 
 Indices = NDArray[np.intp]
-Item = TypeVar("Item")
 
 
 class Choice(NamedTuple):
@@ -68,30 +67,67 @@ class Choice(NamedTuple):
     grid: tuple[int, ...]
 
 
-class Perturbation(Protocol):
-    """Logits for an image with a subset of its patches."""
-
-    def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
-        """Return logits [choices, classes] for only the kept patches; ShapeError for an unsupported grid."""
-
-
-def perturb(explainer: Explainer, pixels: Tensor, replace: str) -> Perturbation:
-    """Prepare an image for the removal of patches.
+def logits_of_kept(
+    explainer: Explainer, pixels: Tensor, choices: Sequence[Choice], replace: str, batch_size: int
+) -> Tensor:
+    """Return the logits for an image with only the kept patches, [choices, classes], on the CPU.
 
     Args:
         explainer: explainer of the model.
         pixels: the image as the model's input, [1, channels, height, width].
-        replace: "drop" drops the tokens of patches from the sequence; "blank" fills patches with the image's mean
-            colour; "blur" fills them from the blurred image.
+        choices: the kept patches.
+        replace: "drop" drops the tokens of the other patches from the sequence; "blank" fills these patches with the
+            image's mean colour; "blur" fills them from the blurred image.
+        batch_size: choices per forward pass; with "drop", choices with equal numbers of kept patches.
 
     Raises:
         OptionError: replace is unknown.
+        ShapeError: replace is "drop", and a grid is not that of the model's tokens.
         UnsupportedModelError: replace is "drop", and the model does not support dropped tokens.
+        ModelError: the logits are not finite values [images, classes].
     """
     check_known("replacement", replace, REPLACEMENTS)
     if replace == "drop":
-        return _Dropped(explainer, pixels)
-    return _Hidden(explainer, pixels, blank(pixels) if replace == "blank" else blur(pixels))
+        return _with_dropped_tokens(explainer, pixels, choices, batch_size)
+    height, width = pixels.shape[-2:]
+    filler = blank(pixels) if replace == "blank" else blur(pixels)
+    owners = {grid: cell_owners(height, width, *grid) for grid in {choice.grid for choice in choices}}
+    logits = []
+    for start in range(0, len(choices), batch_size):
+        visible = []
+        for choice in choices[start : start + batch_size]:
+            keeps = torch.zeros(choice.grid[0] * choice.grid[1], dtype=torch.bool)
+            keeps[torch.from_numpy(choice.kept)] = True
+            visible.append(keeps[owners[choice.grid]][None])
+        images = torch.where(torch.stack(visible).to(pixels.device), pixels, filler)
+        logits.append(_checked(explainer, explainer.logits(images)))
+    return torch.cat(logits)
+
+
+def _with_dropped_tokens(explainer: Explainer, pixels: Tensor, choices: Sequence[Choice], batch_size: int) -> Tensor:
+    layout = check_can_drop(explainer, (pixels.shape[-2], pixels.shape[-1]))
+    by_length: dict[int, list[int]] = {}
+    for index, choice in enumerate(choices):
+        if choice.grid != (layout.rows, layout.cols):
+            raise ShapeError(
+                f"Dropping tokens requires a map of the model's {layout.rows} × {layout.cols} patches, got "
+                f'{" × ".join(map(str, choice.grid))}. Use replace="blank" or replace="blur", which support any grid.'
+            )
+        by_length.setdefault(len(choice.kept), []).append(index)
+    order, logits = list[int](), list[Tensor]()
+    for length, indices in by_length.items():
+        for start in range(0, len(indices), batch_size):
+            chunk = indices[start : start + batch_size]
+            if length == layout.num_patches:
+                result = explainer.logits(pixels)
+            elif length == 0 and needs_patches(explainer.model, layout.num_prefix_tokens):
+                result = explainer.logits(blank(pixels))
+            else:
+                kept = torch.from_numpy(np.stack([choices[index].kept for index in chunk]))
+                result = run_on_patches(explainer.model, pixels, kept, layout=layout, outputs=explainer.outputs.read)
+            logits.append(_checked(explainer, result).expand(len(chunk), -1))
+            order += chunk
+    return torch.cat(logits)[np.argsort(order)]
 
 
 def patch_order(grid: NDArray[np.floating[Any]]) -> Indices:
@@ -127,74 +163,7 @@ def blur(pixels: Tensor) -> Tensor:
     return torch.from_numpy(planes).to(pixels.device, pixels.dtype)[None]
 
 
-class _Dropped:
-    """Removal by dropping tokens; choices with equal numbers of kept patches run in one batch."""
-
-    def __init__(self, explainer: Explainer, pixels: Tensor) -> None:
-        self.explainer, self.pixels = explainer, pixels
-        self.layout = check_can_drop(explainer, (pixels.shape[-2], pixels.shape[-1]))
-
-    def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
-        by_length: dict[int, list[int]] = {}
-        for index, choice in enumerate(choices):
-            self._check(choice.grid)
-            by_length.setdefault(len(choice.kept), []).append(index)
-        order, logits = list[int](), list[Tensor]()
-        for members in by_length.values():
-            for chunk in _chunks(members, batch_size):
-                logits.append(self._run(np.stack([choices[index].kept for index in chunk])))
-                order += chunk
-        return torch.cat(logits)[np.argsort(order)]
-
-    def _check(self, grid: tuple[int, ...]) -> None:
-        rows, cols = self.layout.rows, self.layout.cols
-        if grid != (rows, cols):
-            raise ShapeError(
-                f"Dropping tokens requires a map of the model's {rows} × {cols} patches, got "
-                f'{" × ".join(map(str, grid))}. Use replace="blank" or replace="blur", which support any grid.'
-            )
-
-    def _run(self, kept: Indices) -> Tensor:
-        """Return logits [choices, classes] for kept [choices, patches]."""
-        explainer, length = self.explainer, kept.shape[1]
-        if length == self.layout.num_patches:
-            return _finite(explainer, explainer.logits(self.pixels)).expand(len(kept), -1)
-        if length == 0 and needs_patches(explainer.model, self.layout.num_prefix_tokens):
-            return _finite(explainer, explainer.logits(blank(self.pixels))).expand(len(kept), -1)
-        logits = run_on_patches(
-            explainer.model, self.pixels, torch.from_numpy(kept), layout=self.layout, outputs=explainer.outputs.read
-        )
-        return _finite(explainer, logits)
-
-
-class _Hidden:
-    """Removal by replacing the pixels of patches."""
-
-    def __init__(self, explainer: Explainer, pixels: Tensor, filler: Tensor) -> None:
-        self.explainer, self.pixels, self.filler = explainer, pixels, filler
-
-    def logits(self, choices: Sequence[Choice], batch_size: int) -> Tensor:
-        size = self.pixels.shape[-2], self.pixels.shape[-1]
-        owners = {grid: cell_owners(*size, *grid) for grid in {choice.grid for choice in choices}}
-        logits = []
-        for chunk in _chunks(choices, batch_size):
-            visible = torch.stack([self._visible(choice, owners[choice.grid]) for choice in chunk])
-            images = torch.where(visible.to(self.pixels.device), self.pixels, self.filler)
-            logits.append(_finite(self.explainer, self.explainer.logits(images)))
-        return torch.cat(logits)
-
-    def _visible(self, choice: Choice, owners: Tensor) -> Tensor:
-        """Return the mask of kept pixels, [1, height, width]."""
-        keeps = torch.zeros(choice.grid[0] * choice.grid[1], dtype=torch.bool)
-        keeps[torch.from_numpy(choice.kept)] = True
-        return keeps[owners][None]
-
-
-def _chunks(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-def _finite(explainer: Explainer, logits: Tensor) -> Tensor:
+def _checked(explainer: Explainer, logits: Tensor) -> Tensor:
     """Return the logits on the CPU; ModelError if they are not finite values [choices, classes]."""
     if logits.ndim != 2:
         raise ModelError(f"Expected {explainer.model_id} to return logits [images, classes], got something else.")

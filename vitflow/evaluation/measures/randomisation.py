@@ -2,9 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +11,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitflow.errors import OptionError, VitflowWarning, check_known
-from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Target
-from vitflow.images.reading import ImageSource
 from vitflow.methods.ranks import spearman
 from vitflow.models.anatomy import transformer_of
 from vitflow.models.libraries import library_blocks
@@ -28,17 +24,9 @@ Part = tuple[str, list[nn.Module]]
 
 
 def cascading_randomisation(
-    explainer: Explainer,
-    image: ImageSource,
-    methods: Sequence[MethodChoice],
-    *,
-    stages: int | Sequence[str] | None = None,
-    seed: int = 0,
-    target: Target = None,
-    maps: Sequence[Saliency] | None = None,
-    **options: Any,
+    explainer: Explainer, maps: Sequence[Saliency], *, stages: int | Sequence[str] | None = None, seed: int = 0
 ) -> list[tuple[str, list[float | None]]]:
-    """Correlate each method's map with its maps of the same model with randomised weights.
+    """Correlate each map with the map by the same method of the same model with randomised weights.
 
     Weights are randomised cumulatively from the top of the network down: stage "head" has a new head (everything after
     the blocks), stage "block 9" of twelve also new blocks 12 to 9, and stage "embedding" no trained weights. All maps
@@ -51,74 +39,49 @@ def cascading_randomisation(
     deviation of their trained entries. The model is copied; the global random state does not change.
 
     Args:
-        explainer: explainer of the model.
-        image: the image.
-        methods: names, or (name, options) pairs.
+        explainer: the explainer that made the maps.
+        maps: maps of one image for one target, by any methods.
         stages: names from `stage_names`, or the number of evenly spaced stages including both ends; 5 if None.
         seed: seed of the weights, which do not depend on the chosen stages.
-        target: class to explain; by default the predicted class.
-        maps: the original maps, one per method, if available; they replace target.
-        options: options for every method that accepts them.
 
     Returns:
-        For each stage, from the top of the network, its name and ρ for each method, in order; None if a map is
-        constant.
+        For each stage, from the top of the network, its name and ρ for each map, in order; None if a map is constant.
 
     Raises:
-        VitflowError: the image, a stage, a method or an option is invalid.
+        OptionError: a stage is unknown, or the maps are of several images or targets.
 
     Source: Adebayo et al., "Sanity Checks for Saliency Maps", NeurIPS 2018, §4.
 
     >>> from vitflow.demo import sample_images
-    >>> results = cascading_randomisation(Explainer("demo"), sample_images()[0], ["gae", "centre"], stages=2)
-    >>> [(stage, round(centre, 3)) for stage, (gae, centre) in results]
+    >>> explainer = Explainer("demo")
+    >>> maps = explainer.explain_batch(sample_images()[:1], methods=["gae", "centre"])
+    >>> [(stage, round(centre, 3)) for stage, (gae, centre) in cascading_randomisation(explainer, maps, stages=2)]
     [('head', 1.0), ('embedding', 1.0)]
     """
     chosen = _choose(stage_names(explainer.model), stages)
-    original, targets = original_maps(explainer, image, methods, target, maps, options)
     results = []
     with warnings.catch_warnings():
         # Warnings about the random model, such as saturated flows, do not concern the caller's model.
         warnings.simplefilter("ignore", VitflowWarning)
         for stage, randomised in randomised_copies(explainer, chosen, seed=seed):
-            others = randomised.explain_batch([image], methods=methods, targets=targets, **options)
-            pairs = zip(original, others, strict=True)
-            results.append((stage, [spearman(before.grid, after.grid) for before, after in pairs]))
+            others = explain_again(randomised, [maps[0].image], maps)
+            results.append((stage, [spearman(a.grid, b.grid) for a, b in zip(maps, others, strict=True)]))
     return results
 
 
-def original_maps(
-    explainer: Explainer,
-    image: ImageSource,
-    methods: Sequence[MethodChoice],
-    target: Target,
-    maps: Sequence[Saliency] | None,
-    options: Mapping[str, Any],
-) -> tuple[Sequence[Saliency], NDArray[np.intp] | None]:
-    """Return one map per method, and their class as targets for further maps of the image.
-
-    Args:
-        explainer: explainer of the model.
-        image: the image.
-        methods: names, or (name, options) pairs.
-        target: one class; by default the predicted class.
-        maps: the maps, if available.
-        options: options for every method that accepts them.
+def explain_again(
+    explainer: Explainer, images: Sequence[NDArray[np.uint8]], maps: Sequence[Saliency]
+) -> list[Saliency]:
+    """Explain images by the methods, with the options and for the target of some maps; by image, then by map.
 
     Raises:
-        OptionError: the target stands for several classes, or maps does not have one map per method, all of one class.
+        OptionError: the maps are of several images or targets.
     """
-    if maps is None:
-        maps = explainer.explain_batch([image], methods=methods, targets=target, **options)
-        if len(maps) != len(methods):
-            raise OptionError(f"Expected one class to explain, got {target!r}, which stands for several.")
-    names = [method.name for method in choose_methods(methods, options)]
-    if [saliency.method for saliency in maps] != names or len({saliency.target for saliency in maps}) > 1:
-        raise OptionError(
-            f"Expected one map by each of {', '.join(names)}, all of one class, got "
-            f"{', '.join(f'{saliency.method} of {saliency.target}' for saliency in maps) or 'none'}."
-        )
-    return maps, None if maps[0].target is None else np.array([maps[0].target])
+    first = maps[0]
+    if any(m.target != first.target or not np.array_equal(m.image, first.image) for m in maps[1:]):
+        raise OptionError("Expected maps of one image for one target, got several images or targets.")
+    targets = None if first.target is None else np.full(len(images), first.target)
+    return explainer.explain_batch(images, methods=[(m.method, m.options) for m in maps], targets=targets)
 
 
 def stage_names(model: nn.Module) -> list[str]:

@@ -3,42 +3,27 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, check_known
-from vitflow.evaluation.measures.randomisation import cascading_randomisation, original_maps, stage_names
-from vitflow.explaining.choices import MethodChoice, choose_methods
+from vitflow.evaluation.measures.randomisation import explain_again
 from vitflow.explaining.comparison import mean_of_defined
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Target
 from vitflow.images.preprocessing import Preprocessing
-from vitflow.images.reading import ImageSource, read_image
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.ranks import spearman
-
-__all__ = ["cascading_randomisation", "class_sensitivity", "flip_stability", "shift_stability", "stage_names"]
 
 OTHERS = ("second", "least")
 
 Grid = NDArray[np.float32]
 
 
-def shift_stability(
-    explainer: Explainer,
-    image: ImageSource,
-    methods: Sequence[MethodChoice],
-    *,
-    pixels: int | None = None,
-    target: Target = None,
-    maps: Sequence[Saliency] | None = None,
-    **options: Any,
-) -> list[float | None]:
-    """Return Spearman's ρ between the map and the map of the shifted image, shifted back.
+def shift_stability(explainer: Explainer, maps: Sequence[Saliency], *, pixels: int | None = None) -> list[float | None]:
+    """Return Spearman's ρ between each map and the map of the shifted image, shifted back.
 
     The model input is shifted by whole patches, once to the right and once down; ρ is the mean of both. Only patches
     with identical pixels before and after are compared. New pixels come from the image beyond the crop, or from its
@@ -46,130 +31,99 @@ def shift_stability(
     map that depends only on position can be stable, too: a centre prior loses little.
 
     Args:
-        explainer: explainer of the model.
-        image: the image.
-        methods: names, or (name, options) pairs.
+        explainer, maps: as for `cascading_randomisation`.
         pixels: shift in pixels of the model input, a multiple of the patch size; by default one patch.
-        target: class to explain in all images; by default the predicted class of the original.
-        maps: the original maps, one per method, if available; they replace target.
-        options: options for every method that accepts them.
 
     Returns:
-        For each method, in order; None if a map is constant or its grid does not shift by whole cells.
+        For each map, in order; None if a map is constant or its grid does not shift by whole cells.
 
     Raises:
-        VitflowError: the image, a method or an option is invalid.
+        OptionError: the shift is not by whole patches, or the maps are of several images or targets.
 
     >>> from vitflow.demo import sample_images
-    >>> rollout, random = shift_stability(Explainer("demo"), sample_images()[0], ["rollout", "random"])
+    >>> explainer = Explainer("demo")
+    >>> maps = explainer.explain_batch(sample_images()[:1], methods=["rollout", "random"])
+    >>> rollout, random = shift_stability(explainer, maps)
     >>> rollout > 0.5 > random
     True
     """
+    image = maps[0].image
     (down, right), (height, width) = _steps(explainer, image, pixels)
     window = _wide_window(explainer, image, (down, right))  # the model input with a margin of one step
     moved = [window[down : down + height, :width], window[:height, right : right + width]]
-    original, targets = original_maps(explainer, image, methods, target, maps, options)
-    repeated = None if targets is None else np.repeat(targets, 2)
-    shifted = as_it_is(explainer, (height, width)).explain_batch(moved, methods=methods, targets=repeated, **options)
+    shifted = explain_again(as_it_is(explainer, (height, width)), moved, maps)
     values = []
-    for index, before in enumerate(original):
-        to_right, to_down = shifted[index].grid, shifted[index + len(methods)].grid
-        across = _moved_back(before.grid, to_right, right, width)
-        along = _moved_back(before.grid.T, to_down.T, down, height)
+    for before, to_right, to_down in zip(maps, shifted[: len(maps)], shifted[len(maps) :], strict=True):
+        across = _moved_back(before.grid, to_right.grid, right, width)
+        along = _moved_back(before.grid.T, to_down.grid.T, down, height)
         values.append(mean_of_defined([across, along]) if None not in (across, along) else None)
     return values
 
 
-def flip_stability(
-    explainer: Explainer,
-    image: ImageSource,
-    methods: Sequence[MethodChoice],
-    *,
-    target: Target = None,
-    maps: Sequence[Saliency] | None = None,
-    **options: Any,
-) -> list[float | None]:
-    """Flip stability: Spearman's ρ between the mirrored image's map, mirrored, and the map.
+def flip_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
+    """Flip stability: Spearman's ρ between the mirrored image's map, mirrored, and each map.
 
     The model input itself is mirrored left to right, so that every patch holds the mirror image of its counterpart.
     A centre prior has ρ = 1 up to rounding: stability alone is not evidence for a map.
 
     Args:
-        explainer: explainer of the model.
-        image: the image.
-        methods: names, or (name, options) pairs.
-        target: class to explain in both images; by default the predicted class of the original.
-        maps: the original maps, one per method, if available; they replace target.
-        options: options for every method that accepts them.
+        explainer, maps: as for `cascading_randomisation`.
 
     Returns:
-        For each method, in order; None if a map is constant.
+        For each map, in order; None if a map is constant.
 
     Raises:
-        VitflowError: the image, a method or an option is invalid.
+        OptionError: the maps are of several images or targets.
 
     >>> from vitflow.demo import sample_images
-    >>> [round(rho, 2) for rho in flip_stability(Explainer("demo"), sample_images()[0], ["centre"])]
+    >>> explainer = Explainer("demo")
+    >>> maps = explainer.explain_batch(sample_images()[:1], methods=["centre"])
+    >>> [round(rho, 2) for rho in flip_stability(explainer, maps)]
     [1.0]
     """
-    window = _wide_window(explainer, image, (0, 0))
-    original, targets = original_maps(explainer, image, methods, target, maps, options)
-    mirrored = as_it_is(explainer, window.shape[:2]).explain_batch(
-        [np.ascontiguousarray(window[:, ::-1])], methods=methods, targets=targets, **options
-    )
+    window = _wide_window(explainer, maps[0].image, (0, 0))
+    mirrored = explain_again(as_it_is(explainer, window.shape[:2]), [np.ascontiguousarray(window[:, ::-1])], maps)
     return [
         spearman(before.grid, np.ascontiguousarray(after.grid[:, ::-1]))
-        for before, after in zip(original, mirrored, strict=True)
+        for before, after in zip(maps, mirrored, strict=True)
     ]
 
 
-def class_sensitivity(
-    explainer: Explainer,
-    image: ImageSource,
-    methods: Sequence[MethodChoice],
-    *,
-    other: str = "second",
-    **options: Any,
-) -> list[float | None]:
-    """Return 1 − ρ between the maps for two classes of the image.
+def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency], *, other: str = "second") -> list[float | None]:
+    """Return 1 − ρ between the maps for two classes of the image, by the method of each map.
 
     Maps for the most probable class and another class are compared by Spearman's ρ over patches. A method that is not
     class-specific has 0 and is not run. 1 means uncorrelated maps, 2 reversed ranks.
 
     Args:
-        explainer: explainer of the model.
-        image: the image.
-        methods: names, or (name, options) pairs.
+        explainer, maps: as for `cascading_randomisation`.
         other: "second" for the second most probable class, "least" for the least probable class.
-        options: options for every method that accepts them.
 
     Returns:
-        For each method, in order; None if one of its maps is constant.
+        For each map, in order; None if the map for one of the classes is constant.
 
     Raises:
         OptionError: other is unknown, or the model has fewer than two classes.
-        VitflowError: the image, a method or an option is invalid.
 
     >>> from vitflow.demo import sample_images
-    >>> gae, rollout = class_sensitivity(Explainer("demo"), sample_images()[0], ["gae", "rollout"])
+    >>> explainer = Explainer("demo")
+    >>> maps = explainer.explain_batch(sample_images()[:1], methods=["gae", "rollout"])
+    >>> gae, rollout = class_sensitivity(explainer, maps)
     >>> gae > rollout == 0.0
     True
     """
     check_known("other class", other, OTHERS)
-    specific = [method.method.class_specific for method in choose_methods(methods, options)]
-    compared = [choice for choice, is_specific in zip(methods, specific, strict=True) if is_specific]
-    if not compared:
-        return [0.0] * len(specific)
-    maps = explainer.explain_batch([image], methods=compared, targets=_two_classes(explainer, image, other), **options)
-    changes = []
-    for first, second in zip(maps[::2], maps[1::2], strict=True):
-        rho = spearman(first.grid, second.grid)
-        changes.append(None if rho is None else 1.0 - rho)
-    remaining = iter(changes)
-    return [next(remaining) if is_specific else 0.0 for is_specific in specific]
+    methods = [(m.method, m.options) for m in maps if m.class_specific]
+    if not methods:
+        return [0.0] * len(maps)
+    image = maps[0].image
+    by_class = explainer.explain_batch([image], methods=methods, targets=_two_classes(explainer, image, other))
+    correlations = (spearman(a.grid, b.grid) for a, b in zip(by_class[::2], by_class[1::2], strict=True))
+    changes = (None if rho is None else 1.0 - rho for rho in correlations)
+    return [next(changes) if m.class_specific else 0.0 for m in maps]
 
 
-def _two_classes(explainer: Explainer, image: ImageSource, other: str) -> list[int]:
+def _two_classes(explainer: Explainer, image: NDArray[np.uint8], other: str) -> list[int]:
     """Return the most probable class of the image, and the other class."""
     with torch.no_grad():
         logits = explainer.logits(explainer.pixels(image))
@@ -179,7 +133,9 @@ def _two_classes(explainer: Explainer, image: ImageSource, other: str) -> list[i
     return [ranked[0], ranked[1 if other == "second" else -1]]
 
 
-def _steps(explainer: Explainer, image: ImageSource, pixels: int | None) -> tuple[tuple[int, int], tuple[int, int]]:
+def _steps(
+    explainer: Explainer, image: NDArray[np.uint8], pixels: int | None
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shift of the model input (down, right), and its (height, width), in pixels."""
     height, width = explainer.pixels(image).shape[-2:]
     rows, cols = cell_grid(height, width, None)
@@ -193,13 +149,12 @@ def _steps(explainer: Explainer, image: ImageSource, pixels: int | None) -> tupl
     return steps, (height, width)
 
 
-def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, int]) -> NDArray[np.uint8]:
+def _wide_window(explainer: Explainer, image: NDArray[np.uint8], margin: tuple[int, int]) -> NDArray[np.uint8]:
     """Return the model input before normalisation with margins (vertical, horizontal), uint8 RGB.
 
     Margins show the image beyond the crop, and its reflection beyond the image border.
     """
-    pixels = read_image(image)
-    placement = explainer.preprocessing.place((pixels.shape[0], pixels.shape[1]))
+    placement = explainer.preprocessing.place((image.shape[0], image.shape[1]))
     sides = list(zip(placement.offset, placement.input_size, placement.resized_size, margin, strict=True))
     # Extent of each margin within the image; 0 if the model input is padded.
     before = [min(max(start, 0), wide) for start, _, _, wide in sides]
@@ -210,7 +165,7 @@ def _wide_window(explainer: Explainer, image: ImageSource, margin: tuple[int, in
         offset=(top - before[0], left - before[1]),
         input_size=(height + before[0] + behind[0], width + before[1] + behind[1]),
     )
-    window = explainer.preprocessing.cut(pixels, extended)
+    window = explainer.preprocessing.cut(image, extended)
     missing = [(wide - a, wide - b) for wide, a, b in zip(margin, before, behind, strict=True)]
     return np.pad(window, [*missing, (0, 0)], mode="symmetric")
 

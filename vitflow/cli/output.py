@@ -1,11 +1,15 @@
-"""Terminal output: messages on stderr, records on stdout, with control characters of foreign strings escaped."""
+"""Output of commands: messages on stderr, records on stdout, and files.
+
+Control characters of foreign strings are escaped.
+"""
 
 import json
+import os
 import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,8 @@ import click
 
 from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable, printable_json
 from vitflow.explaining.progress import shown_by
+from vitflow.files import is_folder
+from vitflow.images import FIGURE_FORMATS
 
 
 def say(text: object) -> None:
@@ -24,14 +30,6 @@ def say(text: object) -> None:
 def say_record(record: Any) -> None:
     """Print one line of JSON on stdout; strings survive a round trip."""
     click.echo(printable_json(json.dumps(record, ensure_ascii=False, allow_nan=False)))
-
-
-def say_written(output: Path, records: Iterable[Mapping[str, Any]] | None) -> None:
-    """Print the path of a command's only output file, or the records, each with that path."""
-    if records is None:
-        click.echo(printable(output))
-    for record in records or ():
-        say_record({**record, "output": str(output)})
 
 
 @contextmanager
@@ -80,13 +78,8 @@ def say_notes(saliencies: Iterable[Any]) -> None:
         say(f"note: {note}")
 
 
-def say_model_note(explainer: Any) -> None:
-    """Print the note for readers that the model carries."""
-    say_note_of(explainer.model_id, explainer.facts.note)
-
-
-def say_note_of(model: str, note: str) -> None:
-    """Print a model's note under its name."""
+def say_model_note(model: str, note: str) -> None:
+    """Print the note for readers that a model carries."""
     if note:
         say(f"model: {model} {note}")
 
@@ -138,7 +131,8 @@ def images_bar() -> Iterator[Any]:
             name = printable(state.row["input"])
             bar.set_postfix_str(name[-40:], refresh=False)
             if state.row["status"] == "failed":
-                bar.write(f"error: {_failure(name, state.row)}", file=sys.stderr)
+                error = f"{state.row['error']}: {state.row['message']}"
+                bar.write(f"error: {error if name in error else f'{name}: {error}'}", file=sys.stderr)
         bar.update(max(state.done + state.under_way - bar.n, 0))
 
     try:
@@ -148,7 +142,80 @@ def images_bar() -> Iterator[Any]:
             bar.close()
 
 
-def _failure(name: str, row: Mapping[str, Any]) -> str:
-    """Return the error message of an image, with its name once."""
-    message = f"{row['error']}: {row['message']}"
-    return message if name in message else f"{name}: {message}"
+class CannotWrite(VitflowError):
+    """An output file cannot be written."""
+
+
+@contextmanager
+def writing(path: Path, flag: str = "-o") -> Iterator[None]:
+    """Turn an OSError into an error that names the output path, not the temporary file.
+
+    Raises:
+        CannotWrite: the path cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        words = f"Cannot write {printable(path)}: {error.strerror or error}. Choose another place with {flag}."
+        raise CannotWrite(words) from error
+
+
+def check_images(images: Sequence[Path], outputs: Iterable[Path]) -> None:
+    """Raise OptionError if an image is a folder, or if an output would overwrite an image."""
+    for image in filter(is_folder, images):
+        command, name = click.get_current_context().info_name, printable(image)
+        raise OptionError(
+            f"Expected images, got the folder {name}: use vitflow folder {name} -o OUTPUT for every image of a folder; "
+            f"vitflow {command} takes image files."
+        )
+    read = {image.resolve() for image in images}
+    for output in outputs:
+        if output.resolve() in read:
+            raise OptionError(f"The output would overwrite the image {str(output)!r}: choose another output.")
+
+
+def output_file(
+    images: Sequence[Path], output: str | None, kind: str, suffixes: Sequence[str] = (*FIGURE_FORMATS, ".json")
+) -> Path:
+    """Return the path of a command's only output file: by default "IMAGE-KIND" with the first suffix, in this folder.
+
+    Raises:
+        OptionError: the suffix is not supported, the file would overwrite an image, or an image is a folder.
+    """
+    others = f"-and-{len(images) - 1}-more" if len(images) > 1 else ""
+    name = f"{images[0].stem}{others}-{kind}{suffixes[0]}"
+    path = Path(name if output is None else output)
+    if output is not None and names_folder(output):
+        path /= name
+    elif output is not None:
+        check_suffix(path, suffixes, ", or a folder with / at its end")
+    check_images(images, [path])
+    return path
+
+
+def names_folder(output: str) -> bool:
+    """Return True if an output is a folder or ends in a separator."""
+    return output.endswith(("/", os.sep)) or is_folder(output)
+
+
+def check_suffix(output: Path, suffixes: Sequence[str], more: str = "") -> None:
+    """Raise OptionError if an output has none of these suffixes."""
+    if output.suffix.lower() not in suffixes:
+        raise OptionError(f"Expected an output that ends in {', '.join(suffixes)}{more}, got {str(output)!r}.")
+
+
+def save_result(result: Any, output: Path, drawing: Mapping[str, Any], as_json: bool) -> None:
+    """Write the only output file of a command, with drawing options unless it is .json; print its path or the records.
+
+    Args:
+        result: the result, with `save` and `records`.
+        output: the file.
+        drawing: options of the figure.
+        as_json: print the records instead of the path, one object per image.
+    """
+    with writing(output):
+        result.save(output, **({} if output.suffix.lower() == ".json" else drawing))
+    for record in result.records() if as_json else ():
+        say_record({**record, "output": str(output)})
+    if not as_json:
+        click.echo(printable(output))

@@ -20,10 +20,12 @@ from torch import nn
 from vitflow.app.hosts import checked
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, printable
-from vitflow.explaining.captions import python_call
+from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.progress import Update, shown_by
+from vitflow.explaining.regions import about_region
 from vitflow.images.figures import save_figure
+from vitflow.models.detection import has_regions, is_segmenting
 from vitflow.models.hub import bundled
 from vitflow.models.loading import load_model
 from vitflow.models.pairs import is_pair
@@ -35,7 +37,7 @@ from vitflow.text.languages import load_language_model, load_processor
 class Models:
     """Models of a page by name: `images` for images, `words` for texts and captions.
 
-    `checkpoint` and `class_names` are of the first one for photographs, as for `load_model`.
+    `checkpoint` and `class_names` belong to the first image model, as for `load_model`.
     """
 
     def __init__(
@@ -52,13 +54,32 @@ class Models:
         self._loaded: dict[tuple[str, str], Any] = {}
         self.explainer = lru_cache(32)(self._explainer)  # prompts that were embedded are kept
 
-    def _explainer(self, name: str, fit: str, prompts: tuple[str, ...]) -> Explainer:
-        model = self._kept(self._load, name, self.images)
-        return Explainer(model, device=default_device(), fit=fit, outputs=prompt_scores(prompts) if prompts else None)
+    def _explainer(
+        self, name: str, fit: str, prompts: tuple[str, ...] = (), region: tuple[float, ...] | None = None
+    ) -> tuple[Explainer, Code]:
+        """Return an explainer, and the Python call that makes it."""
+        model = self._image_model(name)
+        outputs: Any = None
+        made: Code | None = None
+        if prompts:
+            outputs, made = prompt_scores(prompts), python_call("vitflow.prompts", list(prompts))
+        elif region or has_regions(model):
+            question = "vitflow.masks" if is_segmenting(model) else "vitflow.boxes"
+            outputs, made = about_region(model, region), python_call(question, *([region] if region else []))
+        explainer = Explainer(model, device=default_device(), fit=fit, outputs=outputs)
+        changed = None if fit == "crop" else fit
+        return explainer, python_call("vitflow.Explainer", self.in_python(name), outputs=made, fit=changed)
 
     def takes_prompts(self, name: str) -> bool:
         """Return True if an image model is used with prompts."""
-        return is_pair(self._kept(self._load, name, self.images))
+        return is_pair(self._image_model(name))
+
+    def takes_region(self, name: str) -> bool:
+        """Return True for a detector or a segmentation model."""
+        return has_regions(self._image_model(name))
+
+    def _image_model(self, name: str) -> Any:
+        return self._kept(self._load, name, self.images)
 
     def in_python(self, name: str) -> str:
         """Return an image model as an argument of a Python call."""
@@ -116,8 +137,8 @@ def limited(seconds: float, now: Callable[[], float] = time.monotonic) -> Abstra
             if moment - start > seconds or hopeless:
                 raise TimeLimitError(
                     f"This takes longer than the limit of {seconds:g} s on this page: choose "
-                    "fewer masks, larger patches, fewer layers or tokens, or a smaller model. The command line has no "
-                    "such limit."
+                    "fewer masks, larger patches, fewer layers or tokens, a shorter video, or a smaller model. The "
+                    "command line has no such limit."
                 )
 
         yield update
@@ -125,7 +146,7 @@ def limited(seconds: float, now: Callable[[], float] = time.monotonic) -> Abstra
     return shown_by(display)
 
 
-def asks(
+def connect(
     trigger: Any, function: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Any], **more: Any
 ) -> Any:
     """Connect a trigger with a function whose last output is the notes; after an error, only these are shown.
@@ -155,10 +176,10 @@ def _messages(kind: str, lines: Iterable[object]) -> str:
     return "".join(f'<p class="{kind}" role="status">{line}</p>' for line in words)
 
 
-def photograph(samples: Sequence[str | Path]) -> tuple[Any, Any]:
+def image_field(samples: Sequence[str | Path]) -> tuple[Any, Any]:
     """Build the upload field for an image, with samples below."""
     sources: Any = ["upload", "clipboard", "webcam"]
-    shown: dict[str, Any] = {"height": 170, "sources": sources, "buttons": ["fullscreen"]}
+    shown: dict[str, Any] = {"height": 155, "sources": sources, "buttons": ["fullscreen"]}
     image = gr.Image(label="Image", type="filepath", image_mode=None, **shown)
     return image, gr.Examples([[str(one)] for one in samples or sample_images()], [image], label="Samples")
 
@@ -170,7 +191,12 @@ def path_of(file: Any) -> Path:
     return Path(file["path"])
 
 
-def answer_column(hint: str, words: Any = None) -> list[Any]:
+def class_field(hint: str) -> gr.Dropdown:
+    """Build the field for a class, whose choices are known once a model is loaded."""
+    return gr.Dropdown([""], value="", label="Class", info=hint, allow_custom_value=True, min_width=160)
+
+
+def result_fields(hint: str, words: Any = None) -> list[Any]:
     """Build the output fields: figure, click target, files, code, and notes."""
     gr.Markdown(hint)
     notes = gr.HTML(elem_classes="messages")
@@ -184,13 +210,22 @@ def answer_column(hint: str, words: Any = None) -> list[Any]:
     return [figure, gr.State(), files, code, notes]
 
 
-def drawn(figure: Figure, name: str, save_map: Callable[[Path], object] | None = None) -> tuple[str, list[str]]:
-    """Save a figure as an image to show and files to download, which Gradio removes later."""
+def drawn(
+    figure: Figure, name: str, save: Callable[[Path], object] | None = None, suffixes: Sequence[str] = (".npz",)
+) -> tuple[str, list[str]]:
+    """Save a figure as an image to show and files to download, which Gradio removes later.
+
+    Args:
+        figure: the figure.
+        name: name of the files.
+        save: saves the result in further formats.
+        suffixes: suffixes of these.
+    """
     Path(get_upload_folder()).mkdir(parents=True, exist_ok=True)
     path = Path(mkdtemp(dir=get_upload_folder())) / name
     files = [str(save_figure(figure, f"{path}{suffix}")) for suffix in (".png", ".pdf")]
-    if save_map is not None:
-        files.append(str(save_map(Path(f"{path}.npz"))))
+    if save is not None:
+        files += [str(save(Path(f"{path}{suffix}"))) for suffix in suffixes]
     return files[0], files
 
 

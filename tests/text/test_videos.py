@@ -1,0 +1,216 @@
+"""Videos in prompts: the tokens of each frame, and the maps of generated words over them."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.vision_language import Family, family
+from tests.text.test_image_tokens import centre_of, holding, silenced
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.models.languages import decoder_of
+from vitflow.text import Generation, explain_generation
+from vitflow.text.image_tokens import ImageTokens
+from vitflow.text.images import Video, with_images
+
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+
+NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next_video", "llava_onevision"]
+SPANS = {"qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2, "llava_next_video": 1, "llava_onevision": 1}
+#: Height and width of a frame.
+SIZES = [(40, 56), (64, 40)]
+
+
+def embedded(one: Family, frames: np.ndarray) -> tuple[dict[str, Any], tuple[ImageTokens, ...], Tensor]:
+    """Return the inputs for a video and a question, the layout, and the embeddings of the decoder."""
+    prompt = f"{one.video_prompt} what is on"
+    inputs, _, images = with_images(one.model, prompt, Video(frames, "clip", 2.0), one.processor, None)
+    kept: list[Tensor] = []
+    hook = decoder_of(one.model).register_forward_pre_hook(
+        lambda _module, args, kwargs: kept.append(kwargs["inputs_embeds"].clone()), with_kwargs=True
+    )
+    with torch.no_grad():
+        one.model(**inputs)
+    hook.remove()
+    return dict(inputs), images.parts, kept[0][0]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["landscape", "portrait"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_token_that_moves_is_of_the_frame_and_place_that_was_lit(name, size):
+    one, span = silenced(name), SPANS[name]
+    height, width = size
+    dark = np.full((6, height, width, 3), 96, np.uint8)
+    inputs, parts, before = embedded(one, dark)
+    assert [part.image for part in parts] == list(range(6 // span)) and {part.role for part in parts} == {"frame"}
+    placed = [place for part in parts for place in part.positions]
+    token = getattr(one.model.config, "video_token_id", None)
+    assert len(set(placed)) == len(placed) and (inputs["input_ids"][0, placed] == token).all()
+    generator, tried = np.random.default_rng(0), 0
+    while tried < 6:
+        frame = int(generator.integers(6))
+        part = parts[frame // span]
+        x, y = centre_of(part, generator.integers(part.rows), generator.integers(part.cols))
+        left, top = int(x) - 1, int(y) - 1
+        if not (0 <= left < width - 3 and 0 <= top < height - 3) or holding(part, (left, top, 3)) is None:
+            continue
+        tried += 1
+        lit = dark.copy()
+        lit[frame, top : top + 3, left : left + 3] = 255
+        _, _, after = embedded(one, lit)
+        moved = (after - before).norm(dim=-1)
+        assert int(moved.argmax()) == holding(part, (left, top, 3)), (frame, x, y)
+        others = [place for place in range(len(moved)) if place not in part.positions]
+        assert moved[others].max() < 1e-5
+
+
+FRAMES = np.random.default_rng(0).integers(0, 255, (4, 40, 64, 3), np.uint8)
+
+
+@lru_cache
+def explained(name: str = "qwen2_vl", method: str = "rollout") -> Generation:
+    one = family(name)
+    options = {"method": method, "max_new_tokens": 3, "do_sample": False, "processor": one.processor}
+    return explain_generation(one.model, f"{one.video_prompt} what is on", video=FRAMES, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_generated_token_has_a_map_for_each_position_along_time(name):
+    one, generation, span = family(name), explained(name), SPANS[name]
+    clip = generation.clip(0)
+    times = len(FRAMES) // span
+    assert len(clip.frames) == times and clip.span == span and clip.joint
+    assert clip.grid.shape[0] == times and clip.grid.sum() == pytest.approx(1, abs=1e-5)
+    assert clip.shares.sum() == pytest.approx(1)
+    for index, (frame, part) in enumerate(zip(clip.frames, generation.images.parts, strict=True)):
+        expected = generation.values[0, list(part.positions), -1].reshape(part.rows, part.cols)
+        np.testing.assert_allclose(frame.grid, expected, atol=1e-7)
+        np.testing.assert_array_equal(frame.image, FRAMES[index * span])
+        assert frame.placement == part.placement and frame.source == f"video, frame {index * span + 1}"
+        np.testing.assert_array_equal(generation.image(0, image=index).grid, frame.grid)
+    on_video = sum(frame.grid.sum() for frame in clip.frames)
+    total = generation.values[0, :, -1].sum() + generation.among_generated[0, :, -1].sum()
+    assert clip.frames[0].facts["on_video"] == pytest.approx(on_video / total, abs=1e-5)
+    inputs = with_images(one.model, f"{one.video_prompt} what is on", Video(FRAMES, "", 2.0), one.processor, None)[0]
+    with torch.no_grad():
+        plain = one.model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert (generation.prompt_tokens + generation.generated_tokens).ids == tuple(plain[0].tolist())
+
+
+def test_teacher_forcing_takes_the_times_of_the_frames_too():
+    one, slow = family("qwen2_5_vl"), {"method": "attention", "max_new_tokens": 2, "do_sample": False}
+    given, _, _ = with_images(one.model, f"{one.video_prompt} what", Video(FRAMES, "", 0.25), one.processor, None)
+    other, _, _ = with_images(one.model, f"{one.video_prompt} what", Video(FRAMES, "", 2.0), one.processor, None)
+    assert given["second_per_grid_ts"].tolist() == [8.0] and other["second_per_grid_ts"].tolist() == [1.0]
+    maps = [
+        explain_generation(one.model, inputs, video=FRAMES, processor=one.processor, **slow).values
+        for inputs in (given, other)
+    ]
+    assert np.abs(maps[0] - maps[1]).max() > 1e-4
+
+
+def test_a_lit_token_lights_its_frame_and_the_clip_is_drawn_and_saved(tmp_path):
+    generation = explained()
+    part = generation.images.parts[1]
+    values = np.zeros_like(generation.values)
+    values[:, part.positions[3]] = 1
+    clip = replace(generation, values=values).clip(0)
+    assert clip.shares.tolist() == [0.0, 1.0] and clip.frames[1].grid.ravel()[3] == 1
+    for suffix in (".png", ".gif", ".npz"):
+        assert clip.save(tmp_path / f"clip{suffix}").stat().st_size
+    record = clip.to_dict()
+    assert record["frames"] == 4 and record["frames_per_share"] == 2 and record["frame_shares"] == [0.0, 1.0]
+    assert not any("for every class" in note for note in clip.notes())
+    assert len(generation.page().html) > 1000
+
+
+def test_relative_maps_have_a_common_scale():
+    one, prompt = family("qwen2_vl"), "what is on"
+    options = {"method": "rollout", "max_new_tokens": 1, "do_sample": False, "processor": one.processor}
+    generation = explain_generation(one.model, f"{one.video_prompt} {prompt}", video=FRAMES, neutral="a", **options)
+    raw, neutral = ([frame.grid for frame in generation.clip(0).frames], generation.images.neutral)
+    quotients = [grid.ravel() / before[:, -1] for grid, before in zip(raw, neutral, strict=True)]
+    expected = np.concatenate(quotients) / np.concatenate(quotients).sum()
+    actual = np.concatenate([frame.grid.ravel() for frame in generation.clip(0, relative=True).frames])
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+
+
+def test_a_file_gives_its_frames_and_their_rate(tmp_path):
+    path = str(tmp_path / "clip.avi")
+    writer = cv2.VideoWriter(path, cv2.VideoWriter.fourcc(*"MJPG"), 10.0, (64, 40))
+    for frame in np.repeat(FRAMES, 5, axis=0):
+        writer.write(frame)
+    writer.release()
+    video = Video.read(path, 4)
+    assert video.frames.shape == FRAMES.shape and video.rate == pytest.approx(2.0) and video.source == "clip.avi"
+    assert len(Video.read(path).frames) == 8
+
+
+def test_frames_of_an_odd_number_and_processor_output():
+    one = family("qwen3_vl")
+    options = {"processor": one.processor, "method": "rollout", "max_new_tokens": 1, "do_sample": False}
+    generation = explain_generation(one.model, "what", video=list(FRAMES[:3]), **options)
+    assert [frame.source for frame in generation.clip(0).frames] == ["video, frame 1", "video, frame 3"]
+    inputs = with_inputs(one, FRAMES)
+    generation = explain_generation(one.model, inputs, video=FRAMES, **options)
+    assert len(generation.clip(0).frames) == 2
+    with pytest.raises(OptionError, match="Expected the 4 frames of the processor's output, got 6"):
+        explain_generation(one.model, inputs, video=np.concatenate([FRAMES, FRAMES[:2]]), **options)
+
+
+def with_inputs(one: Family, frames: np.ndarray) -> dict[str, Any]:
+    """Return the output of a processor called by the user."""
+    return dict(
+        one.processor(videos=[frames], text=f"{one.video_prompt} what", return_tensors="pt", do_sample_frames=False)
+    )
+
+
+def test_other_settings_than_the_stored_ones_are_refused():
+    one = family("llava_next_video")
+    called = {"videos": [FRAMES], "text": f"{one.video_prompt} what", "return_tensors": "pt"}
+    options = {"video": FRAMES, "processor": one.processor, "method": "rollout", "max_new_tokens": 1}
+    plain = explain_generation(one.model, dict(one.processor(**called)), **options)
+    assert [part.placement for part in plain.images.parts] == [
+        part.placement for part in explained("llava_next_video").images.parts
+    ]
+    squashed = one.processor(**called, size={"height": 24, "width": 24}, do_center_crop=False)
+    with pytest.raises(OptionError, match="with its stored settings, got pixel_values that differ"):
+        explain_generation(one.model, dict(squashed), **options)
+
+
+def test_a_prompt_with_a_video_is_explained_without_maps_as_well():
+    one = family("qwen2_vl")
+    generation = explain_generation(one.model, with_inputs(one, FRAMES), processor=one.processor, max_new_tokens=1)
+    with pytest.raises(OptionError, match="Expected a video in the prompt, got none: pass video="):
+        generation.clip(0)
+
+
+def test_what_is_not_supported_is_refused_with_the_way_out():
+    one, internvl, llava = family("qwen2_vl"), family("internvl"), family("llava")
+    for given in ({"image": FRAMES[0]}, {"through_tower": True}, {"layout": ImageTokens([1], 1, 1)}):
+        with pytest.raises(OptionError, match="image, layout and through_tower are not supported with video"):
+            explain_generation(one.model, video=FRAMES, processor=one.processor, **given)
+    with pytest.raises(OptionError, match="frames requires video"):
+        explain_generation(one.model, image=FRAMES[0], frames=4, processor=one.processor)
+    with pytest.raises(UnsupportedModelError, match="has no video token in its vocabulary. Pass some frames as images"):
+        explain_generation(llava.model, video=FRAMES, processor=llava.processor)
+    with pytest.raises(UnsupportedModelError, match="has no video token in its vocabulary"):
+        explain_generation(internvl.model, video=FRAMES, processor=internvl.processor)
+    with pytest.raises(OptionError, match="The prompt has a video: use generation.clip"):
+        explained().image(0)
+    with pytest.raises(OptionError, match="Expected frames as images, got a tensor"):
+        explain_generation(one.model, video=torch.zeros(2, 3, 8, 8), processor=one.processor)
+    with pytest.raises(ShapeError, match="Expected a clip with at least one frame"):
+        explain_generation(one.model, video=[], processor=one.processor)
+    still = explain_generation(
+        llava.model, image=FRAMES[0], processor=llava.processor, max_new_tokens=1, method="rollout"
+    )
+    with pytest.raises(OptionError, match="Expected a video in the prompt, got images"):
+        still.clip(0)
