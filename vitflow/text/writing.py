@@ -240,6 +240,6 @@ def _check_length(model: nn.Module, generate: Mapping[str, Any], start: int, wha
         return
     most = limit - start + 1  # the last generated token is not an input
     raise OptionError(
-        f"Expected {f'at most {most} tokens to write after' if most > 0 else 'a shorter text than'} {what} of "
+        f"Expected {f'at most {most} new tokens after' if most > 0 else 'a shorter text than'} {what} of "
         f"{start}, as {type(model).__name__} has positions for {limit}, got {steps}: lower max_new_tokens."
     )
