@@ -192,7 +192,8 @@ def test_a_clip_is_explained_as_in_the_library(ask, clip):
     with np.load(next(file for file in files if file.endswith(".npz"))) as saved:
         np.testing.assert_array_equal(saved["shares"], expected.shares)
     assert sorted(Path(file).suffix for file in files) == [".mp4", ".npz", ".pdf", ".png"]
-    assert "vitflow.explain_clip('star.mp4', model='demo', method='gae', target='yellow star', frames=4)" in code
+    assert "explainer = vitflow.Explainer('demo')" in code
+    assert "vitflow.explain_clip('star.mp4', model=explainer, method='gae', target='yellow star', frames=4)" in code
     assert ["yellow star", "yellow star"] in classes["choices"] and not notes
     with Image.open(figure) as drawn:
         assert drawn.width > drawn.height

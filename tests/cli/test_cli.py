@@ -350,7 +350,7 @@ def test_an_output_that_cannot_be_written_is_reported_in_one_line_with_its_name_
         assert (code, out) == (1, "") and ".part" not in err and "unfinished" not in err
         assert "Choose another place" in line
         if command == "explain":
-            assert "an image of 50 × 20 pixels (width × height)" in line
+            assert "(50 × 20 pixels)" in line
 
 
 def refuse_to_replace(self, target):

@@ -563,10 +563,10 @@ def test_options_of_a_registered_method_are_read_as_their_defaults_are(monkeypat
     ("arguments", "message"),
     [
         (["--method", "rolout"], "Did you mean 'rollout'?"),
-        (["--method", "rollout:head_fusion=mux"], "'mux' is not one of"),
+        (["--method", "rollout:head_fusion=mux"], "head_fusion: expected mean, max, min, signed_mean, got 'mux'"),
         (["--method", "rollout:layer=3"], "Unknown option of method rollout 'layer'"),
         (["--method", "rollout:residual"], "expected OPTION=VALUE after rollout:, got 'residual'"),
-        (["--method", "rollout:residual=much"], "'much' is not a valid float"),
+        (["--method", "rollout:residual=much"], "residual: expected 0…<1, got 'much'"),
         (["--method", "rollout", "--method", "rollout"], "rollout was given twice"),
         (["--method", "random", "--head-fusion", "max"], "Unknown option of method random"),
         (["-o", "strip.gif"], "ends in .png, .pdf, .svg, .json"),

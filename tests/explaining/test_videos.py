@@ -92,22 +92,22 @@ def test_methods_give_finite_maps_of_tubelets(model, method):
         assert frame.overlay().shape == FRAMES.shape[1:]
 
 
-def test_hiding_a_tubelet_is_shown_in_its_place(model):
-    clip = explain_clip(FRAMES, model=Explainer(model, data_config=CONFIG), method="occlusion", target=1)
-    stacked = StackedFrames(model)
+def hidden_drop(model: torch.nn.Module, frames: slice) -> float:
+    """Drop in the log-odds of class 1 when a tubelet in row 1 and column 3 is replaced by the mean."""
     single = Explainer(torch.nn.Conv2d(3, 2, 1), data_config={"input_size": (3, 32, 32), **CONFIG})
     pixels = torch.stack([single.pixels(frame)[0] for frame in FRAMES])[None]
     hidden = pixels.clone()
-    hidden[0, 4:6, :, 8:16, 24:32] = pixels.mean(dim=(1, 3, 4))[0][:, None, None]
-
-    def log_odds(clips: torch.Tensor) -> float:
-        logits = model(clips).logits[0].double()
-        return float(logits[1] - torch.cat([logits[:1], logits[2:]]).logsumexp(dim=0))
-
+    hidden[0, frames, :, 8:16, 24:32] = pixels.mean(dim=(1, 3, 4))[0][:, None, None]
     with torch.no_grad():
-        expected = log_odds(pixels) - log_odds(hidden)
-    assert clip.frames[2].grid[1, 3] == pytest.approx(expected, abs=1e-4)
-    assert stacked.shape.grid == (4, 4, 4)
+        logits = model(torch.cat([pixels, hidden])).logits.double()
+    odds = logits[:, 1] - torch.cat([logits[:, :1], logits[:, 2:]], dim=1).logsumexp(dim=1)
+    return float(odds[0] - odds[1])
+
+
+def test_hiding_a_tubelet_is_shown_in_its_place(model):
+    clip = explain_clip(FRAMES, model=Explainer(model, data_config=CONFIG), method="occlusion", target=1)
+    assert clip.frames[2].grid[1, 3] == pytest.approx(hidden_drop(model, slice(4, 6)), abs=1e-4)
+    assert StackedFrames(model).shape.grid == (4, 4, 4)
 
 
 def test_controls_report_shuffled_and_repeated_frames(model):
@@ -145,10 +145,23 @@ def test_wrong_input_is_refused(model):
         explain_clip(FRAMES, model="demo", controls=True)
 
 
-def test_divided_attention_is_refused_by_name():
-    config = transformers.TimesformerConfig(**SIZE, **CLIP)
-    with pytest.raises(UnsupportedModelError, match="separate layers.*VideoMAE.*or an image model for each frame"):
-        Explainer(transformers.TimesformerForVideoClassification(config))
+def test_divided_attention_takes_methods_without_attention():
+    torch.manual_seed(0)
+    timesformer = transformers.TimesformerForVideoClassification(transformers.TimesformerConfig(**SIZE, **CLIP)).eval()
+    with torch.no_grad():
+        for parameter in timesformer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    explainer = Explainer(timesformer, data_config=CONFIG)
+    for method, options in (("occlusion", {}), ("sampling", {"masks": 16}), ("input_gradient", {})):
+        clip = explain_clip(FRAMES, model=explainer, method=method, target=1, **options)
+        assert clip.grid.shape == (8, 4, 4) and np.isfinite(clip.grid).all() and np.ptp(clip.grid) > 0
+        if method == "occlusion":
+            assert clip.frames[5].grid[1, 3] == pytest.approx(hidden_drop(timesformer, slice(5, 6)), abs=1e-4)
+    for method in ("rollout", "gae", "gradcam"):
+        with pytest.raises(
+            UnsupportedModelError, match=f"separate layers.*{method} is not supported. Use occlusion, s"
+        ):
+            explain_clip(FRAMES, model=explainer, method=method, target=1)
 
 
 def test_a_head_that_pools_by_cross_attention_takes_perturbations_only():

@@ -23,14 +23,13 @@ class Prover:
     def __init__(self, capacities: Any, source: Source) -> None:
         self.capacities, self.source = np.asarray(capacities, np.float64), source
         self.layers, self.tokens = self.capacities.shape[:2]
-        one = isinstance(source, int)
-        edges = self.capacities[-1, source].copy() if one else np.zeros(0)
         # What the source may send through each token of the top layer.
-        self.given = np.where(np.arange(self.tokens) == source, edges.sum(), 0.0) if one else np.asarray(source, float)
-        self.supply = edges if one and self.layers > 1 else self.given
+        one = isinstance(source, int)
+        edges = self.capacities[-1, source].sum() if one else 0.0
+        self.given = np.where(np.arange(self.tokens) == source, edges, 0.0) if one else np.asarray(source, float)
         upward = np.ascontiguousarray(self.capacities.transpose(0, 2, 1))
-        inner = upward[1 : self.layers - one]
-        self.window = solver.InnerGraph(inner, self.supply, 1).window(len(inner)) if len(inner) else None
+        inner = solver.InnerGraph(upward[1:], self.given, 1) if self.layers > 1 else None
+        self.window = inner and inner.window(self.layers - 1)
 
     def prove(self, actual: MaxFlow, row: int, sink: int) -> None:
         """No flow exceeds a cut, and this one reaches it: its edges are added up one by one, and the flow fits them."""
@@ -54,23 +53,21 @@ class Prover:
         flows = np.zeros_like(self.capacities)
         side = np.zeros((self.layers + 1, self.tokens), np.bool_)
         if self.window is None:
-            passed = taken = np.minimum(self.supply, demand)
+            passed = np.minimum(self.given, demand)
             value = float(passed.sum())
-            side[1] = demand > self.supply
+            side[1] = demand > self.given
         else:
-            value, passed, taken = self._search(demand, bound, flows, side)
+            value, passed = self._search(demand, bound, flows, side)
         side[0, sink] = True
         flows[0, :, sink] = passed
-        if isinstance(self.source, int) and self.layers > 1:
-            flows[-1, self.source] = taken
         if value >= bound * (1 - solver.EXACT):  # a trivial cut: the sink's edges, or the source's capacity
             side[1:] = demand.sum() > total
         if isinstance(self.source, int):  # the other tokens of the top layer get nothing: no matter where they are
             side[-1, np.arange(self.tokens) != self.source] = True
         return flows, side
 
-    def _search(self, demand: Array, bound: float, flows: Array, side: NDArray[np.bool_]) -> tuple[float, Array, Array]:
-        """Fill flow and side between; the value, what each lowest node passes on, and what each top one takes in."""
+    def _search(self, demand: Array, bound: float, flows: Array, side: NDArray[np.bool_]) -> tuple[float, Array]:
+        """Fill flow and side between; the value, and what each lowest node passes on."""
         assert self.window is not None
         graph, nodes = self.window.graph, self.window.nodes
         work = workspace(graph)
@@ -87,7 +84,6 @@ class Prover:
         flows[graph.layer[below] + 1, token[graph.above[edges]], token[below]] = np.minimum(
             work.carried[used], graph.capacity[edges]
         )
-        passed, taken = np.zeros(self.tokens), np.zeros(self.tokens)
+        passed = np.zeros(self.tokens)
         passed[nodes[0]] = demand[nodes[0]] - work.demand
-        taken[nodes[-1]] = graph.supply - work.supply
-        return float(values[0]), passed, taken
+        return float(values[0]), passed

@@ -463,7 +463,7 @@ def test_a_model_of_texts_and_images_is_refused_with_its_part_that_sees():
 def test_models_of_timm_are_none_of_theirs():
     model = timm.create_model("test_vit")
     assert class_count(model) == 1000
-    assert not vitflow.models.libraries.library_norms(model)
+    assert not vitflow.models.libraries.library_blocks(model)
     assert vitflow.models.libraries.library_layout(model, (160, 160)) is None
 
 

@@ -68,7 +68,7 @@ class Models:
             outputs, made = about_region(model, region), python_call(question, *([region] if region else []))
         explainer = Explainer(model, device=default_device(), fit=fit, outputs=outputs)
         changed = None if fit == "crop" else fit
-        return explainer, python_call("vitflow.Explainer", self.in_python(name), outputs=made, fit=changed)
+        return explainer, python_call("vitflow.Explainer", self._in_python(name), outputs=made, fit=changed)
 
     def takes_prompts(self, name: str) -> bool:
         """Return True if an image model is used with prompts."""
@@ -81,7 +81,7 @@ class Models:
     def _image_model(self, name: str) -> Any:
         return self._kept(self._load, name, self.images)
 
-    def in_python(self, name: str) -> str:
+    def _in_python(self, name: str) -> str:
         """Return an image model as an argument of a Python call."""
         given = self._given(name)
         return python_call("vitflow.load_model", name, **given) if given else name

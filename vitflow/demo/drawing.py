@@ -1,4 +1,4 @@
-"""Images that the project draws itself: coloured shapes on textured ground, with the exact mask of every shape."""
+"""Drawn images: coloured shapes on a textured background, with the exact mask of every shape."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ CLASS_NAMES: tuple[str, ...] = (
     "pink crescent",
 )
 
-DEMO_MODEL = "vitflow_demo"  # what the model that was trained on them calls itself
+DEMO_MODEL = "vitflow_demo"  # architecture name of the model that was trained on them
 
-# Images of smaller seeds are never trained on: they are free for evaluation, for tests and for samples.
+# Images of smaller seeds are not used in training: they are for evaluation, tests and samples.
 FIRST_TRAINING_SEED = 1_000_000
 
 
 @dataclass(frozen=True)
 class DemoImage:
-    """A drawn image and the truth about it.
+    """A drawn image with its labels and masks.
 
     Attributes:
         image: RGB uint8 [height, width, 3].
-        labels: the class index of each object; every object of an image is of another class.
+        labels: the class index of each object; the objects of an image have different classes.
         masks: bool [objects, height, width], the pixels that each object touches; masks do not overlap.
     """
 
@@ -48,7 +48,7 @@ class DemoImage:
 
 
 def draw_image(seed: int, size: int | tuple[int, int] = 96) -> DemoImage:
-    """Draw the image of a seed: one to three different objects on a muted, textured ground.
+    """Draw the image of a seed: one to three different objects on a muted, textured background.
 
     The same seed gives the same scene at every size, and the same pixels at the same size.
 
@@ -95,8 +95,8 @@ def draw_images(count: int, seed: int = 0, size: int | tuple[int, int] = 96) -> 
     return (draw_image(seed + number, size) for number in range(count))
 
 
-DEMO_CAPTION = Path(__file__).with_name("demo_caption")  # a LlavaForConditionalGeneration: it says what an image shows
-DEMO_TEXT = Path(__file__).with_name("demo_text")  # a SiglipModel: it says how well a sentence fits an image
+DEMO_CAPTION = Path(__file__).with_name("demo_caption")  # a LlavaForConditionalGeneration that captions drawn images
+DEMO_TEXT = Path(__file__).with_name("demo_text")  # a SiglipModel that scores sentences for drawn images
 SAMPLE_FOLDER = Path(__file__).with_name("images")
 
 

@@ -1,4 +1,4 @@
-"""The ground of the drawn images: muted, textured, the same scene at every size."""
+"""Background of the drawn images: muted and textured, the same scene at every size."""
 
 import colorsys
 
@@ -28,14 +28,16 @@ def check(seed: int, size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def develop(image: Float, grain: Float) -> NDArray[np.uint8]:
-    """From colours in 0 to 1 and the grain over all of them to RGB uint8."""
+    """Convert colours from 0 to 1, plus the grain, to RGB uint8."""
     developed = (image + grain[..., None]) * 255.0 + 0.5
     return np.asarray(np.clip(developed, 0.0, 255.0), dtype=np.uint8)
 
 
 def paint_ground(seed: int, height: int, width: int) -> tuple[Float, Float]:
     """Draw the background, RGB float32 [height, width, 3] in 0 to 1, and the grain [height, width]."""
-    random = np.random.default_rng((seed, 0))  # its own stream: the ground does not depend on the objects
+    random = np.random.default_rng(
+        (seed, 0)
+    )  # a separate stream, so that the background does not depend on the objects
     x, y = coordinates(height, width)
     first, second, third = (_muted_colour(random) for _ in range(3))
 
@@ -67,19 +69,19 @@ def coordinates(height: int, width: int) -> tuple[Float, Float]:
 
 
 def _noise(random: np.random.Generator, cells: int, height: int, width: int) -> Float:
-    """Smooth noise of deviation about 1 with so many cells on the short side, float32 [height, width]."""
+    """Return smooth noise of deviation about 1 with `cells` cells on the short side, float32 [height, width]."""
     short = min(height, width)
     shape = (round(cells * height / short), round(cells * width / short))
     values = random.standard_normal(shape, dtype=np.float32)
     if shape == (height, width):
         return values
-    # Shrinking averages the noise, as the eye and a model's own resizing do.
+    # Shrinking averages the noise, as the resizing of a model does.
     method = cv2.INTER_CUBIC if height >= shape[0] else cv2.INTER_AREA
     return np.asarray(cv2.resize(values, (width, height), interpolation=method), dtype=np.float32)
 
 
 def _muted_colour(random: np.random.Generator) -> Float:
-    """Any hue, pale or dull, so that no colour family of the objects is foreign to the ground."""
+    """Return a pale or dull colour of any hue, so that every hue of the objects occurs in the background."""
     hue, saturation, value = random.uniform((0.0, 0.02, 0.25), (1.0, 0.34, 0.85))
     return np.array(colorsys.hsv_to_rgb(hue, saturation, value), dtype=np.float32)
 

@@ -1,4 +1,4 @@
-"""The objects of the drawn images: eight shapes in eight colour families, whole in the image and apart."""
+"""Objects of the drawn images: eight shapes in eight colour families, inside the image and without overlap."""
 
 import colorsys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vitflow.demo.ground import Float, coordinates, develop, paint_ground
 
-# Degrees around the colour circle: the middle of each class's colour family, and how far it strays.
+# Hue of each class in degrees, and the largest deviation from it.
 _HUES = (
     (0.0, 8.0),
     (27.0, 7.0),
@@ -23,7 +23,7 @@ _HUES = (
 )
 _COUNT_SHARES = (0.25, 0.45, 0.30)  # of images with one, two and three objects
 _RADII = ((0.20, 0.34), (0.18, 0.27), (0.17, 0.23))  # smallest and largest radius, by count; the short side is 1
-_GAP = 0.02  # at least this much ground between the circles around two objects
+_GAP = 0.02  # smallest distance between the circles around two objects
 _SUPERSAMPLING = 4
 _SUBPIXEL_BITS = 4
 
@@ -63,13 +63,13 @@ def place_objects(
 ) -> list[Placed]:
     """Choose sizes, places, turns and colours of one to three objects, each a (colour family, shape).
 
-    Without a `lean` a shape is turned any way, else by at most so many degrees from upright.
+    Shapes have any rotation, or with `lean` at most this many degrees from upright.
     """
     low, high = _RADII[len(kinds) - 1]
     radii = random.uniform(low, high, len(kinds))
     centres = _place(random, radii, height, width)
     angle = random.uniform(0.0, 2.0 * np.pi)
-    light = (float(np.cos(angle)), float(np.sin(angle)))  # one lamp for the whole image
+    light = (float(np.cos(angle)), float(np.sin(angle)))  # the same for all objects of an image
     placed = []
     for (family, shape), radius, (x, y) in zip(kinds, radii, centres, strict=True):
         hue, spread = _HUES[family]
@@ -89,7 +89,7 @@ def paint(seed: int, objects: Sequence[Placed], height: int, width: int) -> tupl
 
 
 def _place(random: np.random.Generator, radii: Points, height: int, width: int) -> list[tuple[float, float]]:
-    """Centres (x, y) of circles that lie whole in the image and apart from each other; shrinks `radii` if it must."""
+    """Return centres (x, y) of circles inside the image that do not overlap; shrinks `radii` if necessary."""
     short = min(height, width)
     while True:
         for _ in range(20):
@@ -118,7 +118,7 @@ def _paint_object(placed: Placed, image: Float, mask: NDArray[np.bool_]) -> None
     left, top = np.floor(contours[0].min(axis=0)).astype(int)
     right, bottom = np.ceil(contours[0].max(axis=0)).astype(int)
     fine = np.zeros(((bottom - top) * _SUPERSAMPLING, (right - left) * _SUPERSAMPLING), dtype=np.uint8)
-    # OpenCV's integer coordinates name pixel centres; ours name pixel corners, hence the half.
+    # OpenCV's integer coordinates are pixel centres, ours are pixel corners: half a pixel apart.
     corners = [((contour - (left, top)) * _SUPERSAMPLING - 0.5) * 2**_SUBPIXEL_BITS for contour in contours]
     cv2.fillPoly(fine, [np.rint(corner).astype(np.int32) for corner in corners], 255, shift=_SUBPIXEL_BITS)
     area = (slice(top, bottom), slice(left, right))
@@ -183,5 +183,5 @@ _CONTOURS: tuple[list[Points], ...] = (
     [_crescent()],
 )
 
-# Degrees from the contours above to how each shape stands by itself: a star on two points, a square on a side.
+# Rotation in degrees from the contours above to the upright shape: a star on two points, a square on a side.
 _UPRIGHT = (0.0, 0.0, -90.0, -90.0, 0.0, 45.0, 0.0, 0.0)

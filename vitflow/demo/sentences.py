@@ -4,8 +4,8 @@
     phrase   = "a red heart" | "a heart" | "something red"
     relation = "left of" | "above" | "right of" | "below" | "and"
 
-"A left of B and C" says that A lies left of B and left of C. One thing lies left of another where its middle lies
-further left of the other's than above or below it; so exactly one of the four holds between two things.
+"A left of B and C" means that A is left of B and left of C. A thing is left of another if its centre is further to the
+left of the other's than above or below it; so exactly one of the four relations is true of two things.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ _AND = "and"
 
 @dataclass(frozen=True)
 class Phrase:
-    """A thing as a sentence names it: by its colour, its shape, or both."""
+    """A reference to a thing in a sentence: its colour, its shape, or both."""
 
     colour: str | None = None
     shape: str | None = None
@@ -46,13 +46,13 @@ class Phrase:
 
 @dataclass(frozen=True)
 class Thing:
-    """An object of an image: its colour and its shape, and where its middle lies (x to the right, y down)."""
+    """An object of an image: its colour and shape, and its centre (x to the right, y down)."""
 
     phrase: Phrase
     middle: tuple[float, float]
 
     def side_of(self, other: "Thing") -> str:
-        """On which side of another thing it lies: "left of", "above", "right of" or "below"."""
+        """Return its side of another thing: "left of", "above", "right of" or "below"."""
         right, down = self.middle[0] - other.middle[0], self.middle[1] - other.middle[1]
         if abs(right) > abs(down):
             return "right of" if right > 0.0 else "left of"
@@ -61,7 +61,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Sentence:
-    """One to three phrases and the relation of the first to the others ("and": they are all there).
+    """One to three phrases and the relation of the first to the others ("and": all are in the image).
 
     >>> sentence = Sentence.parse("a red heart left of a blue square and something yellow")
     >>> sentence.relation, str(sentence.phrases[2]), str(sentence)
@@ -80,7 +80,7 @@ class Sentence:
         """Read a sentence.
 
         Raises:
-            OptionError: the text is no sentence of the grammar.
+            OptionError: the text is not a sentence of the grammar.
         """
         relation, parts = _AND, [text]
         for side in SIDES:
@@ -123,10 +123,10 @@ def _no_sentence(text: str) -> OptionError:
 
 
 def caption(things: Sequence[Thing]) -> Sentence | None:
-    """Return the sentence that describes everything in an image, or None.
+    """Return the sentence that describes all things in an image, or None.
 
-    It begins with the thing that lies on one side of all others; where several do, the side that SIDES names first.
-    Of two others, the one that lies left of or above the other is named first.
+    It begins with the thing that is on one side of all others; among several, with the first side in SIDES. Of two
+    others, the left or upper one is named first.
 
     >>> heart, square = Thing(Phrase("red", "heart"), (0.2, 0.5)), Thing(Phrase("blue", "square"), (0.7, 0.6))
     >>> str(caption([square, heart]))
@@ -157,13 +157,13 @@ def falsified(sentence: Sentence, wrong: str, things: Sequence[Thing], random: n
 
     Args:
         sentence: whose phrases name colour and shape.
-        wrong: "colour" or "shape" (another one, or two phrases' exchanged), or "side" (another one, or the phrases
+        wrong: "colour" or "shape" (replaced, or exchanged between two phrases), or "side" (replaced, or the phrases
             exchanged).
-        things: what the image shows.
-        random: what chooses.
+        things: the things in the image.
+        random: the random generator.
 
     Returns:
-        None where no side can be wrong, for the sentence names none.
+        None for "side" if the sentence names no side.
     """
     if wrong == "side" and (len(sentence.phrases) == 1 or sentence.relation == _AND):
         return None
@@ -195,17 +195,17 @@ def _change_word(sentence: Sentence, wrong: str, random: np.random.Generator) ->
     )
 
 
-_LEAN = 20.0  # degrees that a shape leans from upright at most
-_CLEAR = 0.7  # a thing lies at most so much above or below another, for each step that it lies left or right of it
+_LEAN = 20.0  # largest rotation from upright, in degrees
+_CLEAR = 0.7  # largest ratio of the smaller to the larger distance between two centres, along x and y
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A drawn image and the truth about it.
+    """A drawn image with its things and masks.
 
     Attributes:
         image: RGB uint8 [height, width, 3].
-        things: colour, shape and place of each object; no two share both colour and shape.
+        things: colour, shape and centre of each object; no two have the same colour and shape.
         masks: bool [things, height, width], the pixels that each object touches; masks do not overlap.
     """
 
@@ -215,14 +215,14 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """The one sentence that says all of the image."""
+        """The sentence that describes all of the image."""
         return str(caption(self.things))
 
     def holds(self, sentence: str) -> bool:
         """Return True if a sentence is true of the image.
 
         Raises:
-            OptionError: the text is no sentence of the grammar.
+            OptionError: the text is not a sentence of the grammar.
         """
         return Sentence.parse(sentence).holds(self.things)
 
@@ -230,7 +230,7 @@ class Scene:
         """Return the mask of all objects that a sentence names, bool [height, width]; all False if it names none.
 
         Raises:
-            OptionError: the text is no sentence of the grammar.
+            OptionError: the text is not a sentence of the grammar.
         """
         phrases = Sentence.parse(sentence).phrases
         named = [any(phrase.names(thing) for phrase in phrases) for thing in self.things]
@@ -238,10 +238,11 @@ class Scene:
 
 
 def draw_scene(seed: int, size: int | tuple[int, int] = 64) -> Scene:
-    """Draw the scene of a seed: one to three upright objects of any colour and any shape on a muted, textured ground.
+    """Draw the scene of a seed: one to three upright objects of any colour and any shape on a muted, textured
+    background.
 
-    The same seed gives the same scene at every size, and the same pixels at the same size. It is always clear on
-    which side of each other two things lie, and there is always a caption.
+    The same seed gives the same scene at every size, and the same pixels at the same size. The side of
+    one thing of another is never ambiguous, and there is always a caption.
 
     Args:
         seed: at least 0; seeds from FIRST_TRAINING_SEED on are those that the demo models were trained on.
@@ -255,7 +256,7 @@ def draw_scene(seed: int, size: int | tuple[int, int] = 64) -> Scene:
     ((64, 64, 3), 'an orange triangle below a blue cross and an orange disc')
     """
     height, width = check(seed, size)
-    random = np.random.default_rng((seed, 2))  # neither the ground's stream nor that of the images of classes
+    random = np.random.default_rng((seed, 2))  # a stream of its own, unlike those of the background and of `draw_image`
     numbers = random.permutation(len(COLOURS) * len(SHAPES))[: choose_count(random)]
     kinds = [(int(number) // len(SHAPES), int(number) % len(SHAPES)) for number in numbers]
     while True:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from vitflow.errors import ImageError, OptionError, ShapeError
+from vitflow.errors import ImageError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining import captions
 from vitflow.explaining.applying import probabilities_of
 from vitflow.explaining.choices import ChosenMethod, choose_methods
@@ -245,7 +245,8 @@ def explain_clip(
     Args:
         clip: a video file (of which frames at equal distances are taken); or frames: a list of images, an array
             [frames, height, width, 3], or normalised model inputs [frames, channels, height, width].
-        model: an `Explainer`, a model id, or a module: an image model, or VideoMAE, ViViT or V-JEPA 2 of transformers.
+        model: an `Explainer`, a model id, or a module: an image model, or VideoMAE, ViViT, V-JEPA 2 or
+            TimeSformer of transformers.
         method: a name from `list_methods()`; by default gae.
         target: class index or name; by default the class with the largest mean logit.
         frames: the number of frames of a video file; by default 8, or as many as the video model reads.
@@ -295,6 +296,12 @@ def _explain_joint(
     controls: bool,
 ) -> Clip:
     """Explain a clip with a video model."""
+    if stacked.divided and chosen.method.needs & {"attention", "heads", "features", "tokens"}:
+        raise UnsupportedModelError(
+            f"{explainer.model_id} attends over time and space in separate layers, so there is no attention matrix "
+            f"over the tubelets of a clip: {chosen.name} is not supported. Use occlusion, sampling or input_gradient, "
+            "or VideoMAE or ViViT."
+        )
     (times, rows, _), span = stacked.shape.grid, stacked.shape.tubelet[0]
     if len(images) != stacked.shape.frames:
         raise ShapeError(f"Expected {stacked.shape.frames} frames, as {explainer.model_id} reads, got {len(images)}.")
@@ -409,7 +416,7 @@ def read_video(
         chosen = set(
             ((np.arange(min(count, decoded)) + 0.5) * decoded / max(min(count, decoded), 1)).astype(int).tolist()
         )
-        video.set(cv2.CAP_PROP_POS_FRAMES, 0)
+        video.open(os.fspath(path))  # from the start again; seeking fails in a video of one frame
         images = []
         for number in range(decoded):
             if not video.grab():

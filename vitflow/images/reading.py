@@ -183,7 +183,7 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         reason = getattr(error, "strerror", None) or error  # the rest of the error names the unfinished file
         size = f"{array.shape[1]} × {array.shape[0]} pixels"
         raise ImageError(
-            f"Could not write {image_name(path)!r} ({size}) in {str(target.parent)!r}: {reason}."
+            f"Could not write {image_name(path)!r} ({size}) in {str(target.parent)!r}: {reason}. Choose another place."
         ) from error
 
 

@@ -56,7 +56,7 @@ def area_shares(box: tuple[float, float, float, float], rows: int, cols: int) ->
     )
     areas = (down.clamp_min(0)[:, None] * across.clamp_min(0)).flatten()
     if not areas.sum() > 0:
-        raise OutsideGridError(f"The box {box} lies outside the grid of {rows} × {cols} patches.")
+        raise OutsideGridError(f"The box {box} is outside the grid of {rows} × {cols} patches.")
     return areas / areas.sum()
 
 
@@ -66,7 +66,8 @@ class Components:
 
     Attributes:
         mean: of the features, float64 [width].
-        directions: one for each component, of length 1, float64 [width, components]; 0 where nothing is left to differ.
+        directions: one for each component, of length 1, float64 [width, components]; 0 without further
+            variance.
         shares: share of the variance of each component, [components].
     """
 

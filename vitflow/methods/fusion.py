@@ -28,7 +28,7 @@ def check_fraction(name: str, value: float) -> None:
     """Raise OptionError unless 0 <= value < 1."""
     try:
         inside = bool(0.0 <= value < 1.0)
-    except (TypeError, ValueError, RuntimeError):  # no number at all
+    except (TypeError, ValueError, RuntimeError):  # not a number
         inside = False
     if not inside:
         raise OptionError(f"Expected a number 0 <= {name} < 1, got {value!r}.")
@@ -76,7 +76,7 @@ def discard_low(
         visible: which keys each query may see, bool, of the shape of `fused`; None for all.
 
     Raises:
-        OptionError: the ratio lies outside [0, 1).
+        OptionError: the ratio is not in [0, 1).
 
     >>> layer = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.4, 0.4]])
     >>> discard_low(layer, 0.5)
@@ -140,7 +140,7 @@ def normalize_rows(matrix: Tensor) -> Tensor:
             [0.0000, 1.0000]])
     """
     total = matrix.sum(dim=-1, keepdim=True)
-    if (total > _TINY).all():  # as nearly always: a fifth of the time of what follows
+    if (total > _TINY).all():  # nearly always, in a fifth of the time of the code below
         return matrix / total
     # Dividing by the largest entry first avoids denormal sums of very small numbers.
     largest = matrix.amax(dim=-1, keepdim=True)
@@ -162,7 +162,7 @@ def add_residual(fused: Tensor, residual: float = 0.5) -> Tensor:
         residual: α, the share of the residual connection, 0 <= α < 1; the paper uses 0.5.
 
     Raises:
-        OptionError: α lies outside [0, 1).
+        OptionError: α is not in [0, 1).
 
     Source: Abnar & Zuidema 2020, §3: A = 0.5 W_att + 0.5 I, re-normalized.
 
@@ -217,11 +217,11 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> l
     """Check a stack of attention layers and return it as a list of [B, H, N, N] or fused [B, N, N], first layer first.
 
     A single tensor with a leading layer axis is split. Half precision becomes float32; where a layer is float64,
-    all are. Errors count from the number of the `first`.
+    all are. In errors, layers are numbered from `first`.
 
     Raises:
         ShapeError: no layers; a layer is not a dense tensor of real numbers, is empty or not square, differs from the
-            first in its shape, or holds negative, NaN or infinite values.
+            first in its shape, or contains negative, NaN or infinite values.
     """
     layers = layers_of(attentions)
     for number, layer in enumerate(layers, start=first):
@@ -238,8 +238,7 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> l
             )
         if layer.numel() == 0:
             raise ShapeError(
-                f"Expected attention of at least one image, head and token, got {shape} in layer {number}: leave out "
-                "what is empty."
+                f"Expected attention of at least one image, head and token, got {shape} in layer {number}."
             )
         # One pass: a NaN or an infinity makes either extreme not finite.
         low, high = layer.aminmax()
@@ -263,9 +262,9 @@ def layers_of(attentions: object) -> list[Tensor]:
         raise ShapeError(f"{expected}, got no layers: expected at least one layer.")
     for number, layer in enumerate(layers, start=1):
         if not isinstance(layer, Tensor):
-            raise ShapeError(f"{expected}, got {kind_of(layer)} in layer {number}: make one with torch.as_tensor(…).")
+            raise ShapeError(f"{expected}, got {kind_of(layer)} in layer {number}. Convert it with torch.as_tensor(…).")
         if layer.is_complex() or layer.layout != torch.strided or layer.is_meta:
-            raise ShapeError(f"{expected}, got {kind_of(layer)} in layer {number}: give dense tensors with values.")
+            raise ShapeError(f"{expected}, got {kind_of(layer)} in layer {number}. Pass dense tensors with values.")
     return layers
 
 
@@ -290,15 +289,15 @@ def check_layer(name: str, layer: int, count: int) -> int:
 def one_head(attention: Tensor, head: int) -> Tensor:
     """One head of [batch, heads, tokens, tokens], [batch, tokens, tokens]; OptionError if there is no such head."""
     if attention.ndim == 3:
-        raise OptionError("A single head needs attention with all heads, got fused attention.")
+        raise OptionError("Expected attention with all heads for a single head, got fused attention.")
     return attention[:, whole_number("head", head, 0, attention.shape[1] - 1)]
 
 
 def check_readout(readout: Tensor, batch: int, num_tokens: int) -> Tensor:
-    """Check a readout over tokens and return it as [batch, tokens]; a single vector serves the whole batch."""
+    """Check a readout over tokens and return it as [batch, tokens]; a single vector applies to the whole batch."""
     if not isinstance(readout, Tensor) or readout.is_complex() or not torch.isfinite(readout).all():
         raise ShapeError(
-            f"Expected a readout of finite real numbers as a torch tensor, got {kind_of(readout)}: make one with "
+            f"Expected a readout of finite real numbers as a torch tensor, got {kind_of(readout)}. Convert it with "
             "torch.as_tensor(…)."
         )
     if (

@@ -76,7 +76,7 @@ def input_gradient(gradients: Tensor, *, rows: int, cols: int) -> Tensor:
 def legrad(gradients: Sequence[Tensor]) -> Tensor:
     """LeGrad: E_j = 1/L Σ_l 1/(h n) Σ_h Σ_i (∂s_l / ∂A_l[h, i, j])⁺, over heads h, queries i and layers l.
 
-    s_l is the answer that the model's last norm, pooling and head make of the tokens of layer l itself.
+    s_l is the output of the model's last norm, pooling and head for the tokens after layer l.
 
     Args:
         gradients: ∂s_l / ∂A_l of each layer, [batch, heads, queries, keys]; all with the same number of keys.

@@ -9,15 +9,15 @@ from vitflow.errors import ShapeError
 from vitflow.methods.fusion import add_residual, check_fraction, discard_low, residual_shares
 from vitflow.methods.tokens import Causal, check_causal, relative_to, uniform_attention
 
-# How many more tokens to make room for when there are more than were announced.
+# Minimum number of further tokens to allocate if there are more than expected.
 _MORE = 64
 
 
 class GrowingRollout:
-    """The rows of R_l = Â_l ⋯ Â_s of every layer l, for tokens that see only those before them.
+    """The rows of R_l = Â_l ⋯ Â_s of every layer l, for causal attention.
 
-    Row t of R_l needs row t of Â_l and the rows up to t of R_{l−1}. What is kept is one matrix [tokens, tokens] a
-    layer, however many heads there are.
+    Row t of R_l requires row t of Â_l and the rows up to t of R_{l−1}. One matrix [tokens, tokens] per layer is stored,
+    regardless of the number of heads.
 
     Args:
         num_tokens: expected number of tokens; more are allowed.
@@ -49,7 +49,7 @@ class GrowingRollout:
         self._room, self._ratio, self._residual, self._first = num_tokens, discard_ratio, residual, start_layer - 1
         self._relative = causal == "receptive_field"
         self._products: list[Tensor] = []  # R_l of each layer, [batch, room, room]
-        self._seen: list[Tensor] = []  # which keys each query may see, where that is needed later
+        self._seen: list[Tensor] = []  # visible keys of each query, only relative to the receptive field
         self._lengths: list[int] = []  # rows that each layer has
 
     def append(self, layer: int, fused: Tensor, num_tokens: int, visible: Tensor | None = None) -> None:
@@ -58,12 +58,12 @@ class GrowingRollout:
         Args:
             layer: index of the layer.
             fused: [batch, queries, keys]; the queries are the last of all tokens, and so are the keys (a cache with a
-                sliding window has dropped the ones before). Queries that are known already are not read again.
+                sliding window has dropped earlier ones). Queries of known tokens are ignored.
             num_tokens: number of tokens so far, including the newest.
-            visible: which keys each query may see, bool [batch or 1, queries, keys]; None for all up to its own.
+            visible: mask of the visible keys, bool [batch or 1, queries, keys]; None for all up to the query's own.
 
         Raises:
-            ShapeError: the attention is not that of the new tokens of as many texts as before.
+            ShapeError: the attention has another number of new tokens or of texts.
         """
         if layer == len(self._products):
             self._products.append(fused.new_zeros(len(fused), self._room, self._room))
@@ -90,7 +90,7 @@ class GrowingRollout:
             self._seen[layer][:, start:num_tokens, keys] = visible
         if self._ratio:
             new = discard_low(new, self._ratio, 0, visible)
-        kept, passed = residual_shares(new.sum(dim=-1), self._residual)  # of the residual connection, and of attention
+        kept, passed = residual_shares(new.sum(dim=-1), self._residual)
         mixed = new * passed.unsqueeze(-1)
         mixed[:, places - start, places - keys.start] += kept
         product = self._products[layer]
@@ -105,7 +105,7 @@ class GrowingRollout:
 
     def _make_room(self, room: int) -> None:
         for kept in (self._products, self._seen):
-            for layer, old in enumerate(kept):  # one layer after the other, so that no second copy of all is alive
+            for layer, old in enumerate(kept):  # layer by layer, so that there is never a second copy of all layers
                 grown = old.new_zeros(len(old), room, room)
                 grown[:, : self._room, : self._room] = old
                 kept[layer] = grown
@@ -131,7 +131,7 @@ class GrowingRollout:
         return torch.stack(relative, dim=1), torch.stack(shares, dim=1)
 
     def _reference(self, length: int) -> Iterator[Tensor]:
-        """Yield the product of uniform attention up to each layer, [batch, tokens, tokens]; two are alive at a time."""
+        """Yield the product of uniform attention up to each layer, [batch, tokens, tokens]; only two are in memory."""
         product: Tensor | None = None
         for layer, seen in enumerate(self._seen):
             matrix = add_residual(uniform_attention(seen[:, :length, :length]), self._residual)

@@ -41,8 +41,8 @@ def spearman(first: Values, second: Values) -> float | None:
 def top_overlap(first: Values, second: Values, top: float = 0.1) -> float:
     """Share of the k highest patches that two maps of one shape have in common, k = top · n, at least 1.
 
-    Where patches tie for the last places, each belongs to the highest to an equal part. So the overlap is what
-    breaking ties at random gives on average, and a constant map has that of chance, k / n, with every map.
+    Patches that tie for the last ranks are included with equal fractions. The overlap is thus the expected value of
+    breaking ties at random, and that of a constant map with any map is that of chance, k / n.
 
     Args:
         first, second: maps of n patches.
@@ -52,7 +52,7 @@ def top_overlap(first: Values, second: Values, top: float = 0.1) -> float:
         From 0 to 1.
 
     Raises:
-        OptionError: top lies outside its range.
+        OptionError: top is out of range.
         ShapeError: as for `spearman`.
 
     >>> top_overlap(np.array([4.0, 3.0, 2.0, 1.0]), np.array([4.0, 1.0, 1.0, 3.0]), top=0.5)
@@ -89,10 +89,10 @@ def _check(first: Values, second: Values) -> None:
 
 
 def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor:
-    """Random map: a number from [0, 1) for each patch, each image its own.
+    """Random map: a uniform number from [0, 1) for each patch, different for each image.
 
-    The numbers depend on the image's content and the seed only: an image has the same map in every run, alone or
-    in a batch, and two images have independent ones.
+    The numbers depend only on the content of the image and the seed: an image has the same map in every run, alone
+    or in a batch, and different images have independent maps.
 
     Args:
         pixels: model inputs, [batch, channels, height, width].

@@ -97,7 +97,7 @@ def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:
-    """Row vectors [batch, m] times matrices [batch, m, n], several times as fast as matrices times columns."""
+    """Return row vectors [batch, m] times matrices [batch, m, n], several times faster than matrices times columns."""
     return (rows.unsqueeze(1) @ matrices).squeeze(1)
 
 
@@ -106,8 +106,8 @@ AFFINITIES: tuple[AffinityName, ...] = get_args(AffinityName)
 
 # Power that sharpens the cosine of keys.
 _KEY_POWER = 4
-# Matrices nearer to the uniform one than this (squared distance, the mean over layers) make every map nearly constant:
-# those of random weights lie ten times nearer, of the trained models measured none lies within 0.03.
+# Matrices closer to the uniform one than this (mean squared distance over layers) make every map nearly constant. Those
+# of random weights are ten times closer; those of all trained models measured are at least 0.03 away.
 _NEARLY_UNIFORM = 0.01
 
 
@@ -210,7 +210,7 @@ def key_affinity(layers: Sequence[Tensor]) -> Affinity:
     assert total is not None
     balanced = balance((total / len(layers)).double().clamp_min(0.0) ** _KEY_POWER)
     if balanced is None:
-        raise ShapeError("Expected keys that are not zero, got a patch whose keys are.")
+        raise ShapeError("Expected nonzero keys, got a patch with keys of 0.")
     return Affinity(keys=balanced)
 
 

@@ -55,20 +55,19 @@ def attention_rollout(
         start_layer: s, the first layer of the product; 1 is the paper, 2 leaves out the first layer.
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.
         readout: weight of each token of the top layer in the model's output, [tokens] or [batch, tokens].
-        causal: for attention among the keys that each query may see, as of a decoder: "raw", or "receptive_field", what
-            comes of it divided by what uniform attention among the same keys gives; a row's own token has 0 there and
-            the others sum to 1. Either way, values are discarded in each row by itself.
-        attention_mask: [batch, tokens], 1 for tokens and 0 for padding, as transformers takes it; padding changes
-            nothing then.
-        visible: which keys each query may see, layers of bool [batch, tokens, tokens] or one for all; by default those
-            that some head attends to.
+        causal: for attention restricted to visible keys, as in a decoder: "raw"; or "receptive_field", the rollout
+            divided by that of uniform attention over the same keys, where a row's own token is 0 and the others sum to
+            1. In both cases, values are discarded per row.
+        attention_mask: [batch, tokens], 1 for tokens and 0 for padding, as in transformers; padding has no effect.
+        visible: mask of the keys that each query may see, layers of bool [batch, tokens, tokens] or one for all; by
+            default those that some head attends to.
 
     Returns:
-        [batch, tokens, tokens], rows sum to 1: how much of each input token (column) each top token (row) holds. With a
+        [batch, tokens, tokens], rows sum to 1: share of each input token (column) in each top token (row). With a
         readout, [batch, tokens]. In float64 relative to the receptive field.
 
     Raises:
-        OptionError: an option lies outside its range.
+        OptionError: an option is out of range.
         ShapeError: wrong shapes, or values that are not finite or negative.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.1.
@@ -113,7 +112,7 @@ def rollout_step(fused: Tensor, below: Tensor | None, residual: float, *, normal
         fused: fused attention W of the layer, [batch, tokens, tokens]; nothing is discarded.
         below: P, the product of the layers below it, of the same shape; None for the identity.
         residual: α, above 0.
-        normal: whether the rows of W sum to 1.
+        normal: True if the rows of W sum to 1.
 
     Returns:
         [batch, tokens, tokens].
@@ -172,16 +171,16 @@ def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor
 def for_the_class(
     attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, head_fusion: SignedFusion
 ) -> list[Tensor]:
-    """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens], which speaks for one class.
+    """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens], specific to one class.
 
     Gradient rollout is `attention_rollout` over them. Their entries are as small as the gradients, and their rows do
-    not sum to 1, so that `residual` decides how much longer paths count: near 1 the map is a sum of the layers' rows.
+    not sum to 1, so `residual` sets the weight of longer paths: near 1 the map is a sum of the layers' rows.
 
     Args:
-        attentions: layers of [batch, heads, tokens, tokens], first layer first; weighted by their values, if wished.
+        attentions: layers of [batch, heads, tokens, tokens], first layer first; optionally weighted by their values.
         gradients: of each image's target logit with respect to the attention probabilities, of the same shapes.
         head_fusion: "mean" (both papers), "max" or "min" over heads; or "signed_mean", (mean_h (A_l ⊙ ∇A_l))⁺, in which
-            heads that speak against the class cancel those that speak for it.
+            heads with negative products cancel those with positive ones.
 
     Raises:
         OptionError: an unknown head fusion.

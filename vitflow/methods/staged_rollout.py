@@ -1,8 +1,8 @@
 """Rollout through windows and stages: one row of the product, without any matrix over all tokens.
 
 A windowed layer is a block-sparse matrix over the tokens, and a stage that merges tokens is a pooling of them. The row
-of the answer is carried down from the top: into each window and out of it again by the indices of its tokens, and from
-one patch grid to the next by area.
+of the output is multiplied from the top layer down: it is gathered into windows and scattered back by token index, and
+resampled from one patch grid to the next by area.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from vitflow.errors import ShapeError
 from vitflow.methods.fusion import (
+    carry_rows,
     check_fraction,
     check_layer,
     check_readout,
+    discard_low,
     discard_smallest,
     raw_attention,
     residual_shares,
 )
-from vitflow.methods.rollout import attention_rollout, relevance
 from vitflow.methods.tokens import TokenLayout
 
 
@@ -33,7 +34,7 @@ class LayerTokens:
         keys: layout of the tokens that are attended to; coarser than `queries` where keys are pooled, finer where
             queries are.
         query_index: index in `queries` of each window's queries, [windows, queries], −1 for padding; None where one
-            window holds all tokens in their order. A token that is no query of any window passes the layer unchanged.
+            window contains all tokens in order. A token that is not a query of any window passes the layer unchanged.
         key_index: index in `keys` of each window's keys, [windows, keys], likewise.
     """
 
@@ -65,11 +66,11 @@ def staged_rollout(
 ) -> tuple[Tensor, TokenLayout]:
     """Compute the row qᵀ Â_L ⋯ Â_s of attention rollout, for layers with windows and stages.
 
-    Each layer is what its dense matrix would be: Â = rownorm(α I + (1 − α) W), where W holds each window's
-    probabilities where its tokens lie, added up where windows overlap, and nothing at padding. Assumed, where
-    layers differ in their tokens: operations between attention layers (merging, convolution, pooling) keep
-    things where they are, and each token of a coarser grid holds an equal share of the area that it covers, whatever
-    weights the merge gives to its children. A class token that joins late takes its share with it.
+    Each layer equals its dense matrix: Â = rownorm(α I + (1 − α) W), where W contains the probabilities of each window
+    at its tokens, summed where windows overlap, and 0 at padding. If layers differ in their tokens, it is assumed that
+    operations between attention layers (merging, convolution, pooling) preserve positions, and that each token of a
+    coarser grid covers its area evenly, whatever the weights of the merge. A class token that joins late keeps its
+    share.
 
     Args:
         matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first.
@@ -85,8 +86,8 @@ def staged_rollout(
         The row, [batch, tokens], and the layout of its tokens: the finest that the layers down to s have.
 
     Raises:
-        OptionError: an option lies outside its range.
-        ShapeError: a matrix does not have the shape that its tokens make.
+        OptionError: an option is out of range.
+        ShapeError: the shape of a matrix does not match its tokens.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.1, for the product; windows,
     shifts and merges as Liu et al., "Swin Transformer", ICCV 2021, §3 define them.
@@ -102,24 +103,11 @@ def staged_rollout(
     for share in shares:
         check_fraction("residual", share)
     if not matrices or len(matrices) != len(tokens):
-        raise ShapeError(f"Expected the tokens of each of {len(matrices)} layers, got those of {len(tokens)}.")
+        raise ShapeError(f"Expected the tokens of {len(matrices)} layers, got those of {len(tokens)}.")
     if len(shares) != len(matrices):
-        raise ShapeError(f"Expected the residual of each of {len(matrices)} layers, got {len(shares)}.")
+        raise ShapeError(f"Expected {len(matrices)} residuals, one for each layer, got {len(shares)}.")
     checked = [_checked(matrix, layer) for matrix, layer in zip(matrices, tokens, strict=True)]
     layout = tokens[-1].queries
-    if same_tokens(tokens) and len(set(shares)) == 1:  # by whole matrices, which is faster
-        layers = [matrix.squeeze(1) for matrix in checked]
-        if additive:
-            return relevance(layers, start_layer=start_layer, readout=readout), layout
-        row = attention_rollout(
-            layers,
-            discard_ratio=discard_ratio,
-            residual=shares[0],
-            start_layer=start_layer,
-            num_prefix_tokens=layout.num_prefix_tokens,
-            readout=readout,
-        )
-        return row, layout
     first = check_layer("start_layer", start_layer, len(matrices))
     row = check_readout(readout, len(matrices[0]), layout.num_tokens).to(matrices[-1])
     for matrix, layer, share in reversed(list(zip(checked, tokens, shares, strict=True))[first:]):
@@ -152,7 +140,7 @@ def staged_attention(
 
     Raises:
         OptionError: there is no such layer.
-        ShapeError: the matrix does not have the shape that its tokens make.
+        ShapeError: the shape of the matrix does not match its tokens.
 
     >>> one = TokenLayout(0, 1, 2)
     >>> dense = LayerTokens(one, one)
@@ -191,6 +179,10 @@ def _through(
     additive: bool,
 ) -> tuple[Tensor, TokenLayout]:
     """Carry a row over the tokens of `layout` down through one layer."""
+    if layer.dense and layout == layer.queries and not layout.num_suffix_tokens:  # the whole matrix, which is faster
+        whole, rows = discard_low(matrix.squeeze(1), discard_ratio, layout.num_prefix_tokens), row.unsqueeze(1)
+        rows = rows + torch.bmm(rows, whole) if additive else carry_rows(rows, whole, residual)
+        return rows.squeeze(1), layout
     if layer.queries.num_patches > layout.num_patches or layer.queries.num_prefix_tokens != layout.num_prefix_tokens:
         finer = max(layout, layer.queries, key=lambda one: one.num_patches)
         finer = replace(finer, num_prefix_tokens=layer.queries.num_prefix_tokens)
@@ -296,7 +288,7 @@ def _overlaps(source: int, target: int) -> Tensor:
 
 
 def _spread(factors: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
-    """Factors of tokens, for the finer tokens that lie within them: means by area, [batch, tokens of target]."""
+    """Return factors of tokens for a finer layout: means by area, [batch, tokens of target]."""
     if source == target:
         return factors
     return torch.cat([factors[:, : target.num_prefix_tokens], _by_area(factors, source, target, target)], dim=1)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.libraries import library_layout, library_readout
-from vitflow.models.parts import is_compiled, modules_of, those_that
+from vitflow.models.libraries import BOTH_TOKENS, HALVES, PATCH_MEAN, library_layout, library_pooling
+from vitflow.models.parts import those_that
 
 # Attribute names of the output projection of attention modules.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
@@ -21,9 +21,9 @@ _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", 
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
 #: Name of a readout that is taken from the attention of a pooling head.
 ATTENTION_POOLING = "attention pooling"
+_CLASS_TOKEN = "class token"
 #: Name of a readout that includes the prefix tokens.
 ALL_TOKENS = "average over all tokens"
-_BOTH_TOKENS = "class and distillation token"
 # Names of the logits in outputs with fields, in order of preference.
 _OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
 
@@ -49,18 +49,6 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
-
-
-def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module as `named_modules` does, skipping torch.compile wrappers."""
-    for path, module in model.named_modules():
-        if "_orig_mod" not in module._modules:
-            yield ".".join(part for part in path.split(".") if part != "_orig_mod"), module
-
-
-def runs_compiled(model: nn.Module) -> bool:
-    """Return True if the model or a part of it is compiled with torch.compile, in any of its forms."""
-    return any(map(is_compiled, modules_of(model)))
 
 
 def transformer_of(model: nn.Module) -> nn.Module:
@@ -226,38 +214,42 @@ def closed_readouts(model: nn.Module, layout: TokenLayout, pooling_attention: Te
         layout: layout of the top layer's tokens.
         pooling_attention: recorded attention of an attention-pooling head, [batch, heads, queries, tokens], or None.
     """
-    declared = _declared_readout(model, layout, pooling_attention)
-    class_token, patches = torch.zeros(2, 1, layout.num_tokens).unbind()
-    class_token[0, 0], patches[0, layout.patches] = 1.0, 1.0 / layout.num_patches
-    common = [ClosedReadout(patches, "average over patches")]
-    if layout.num_prefix_tokens:
-        every = torch.full((1, layout.num_tokens), 1.0 / layout.num_tokens)
-        common += [ClosedReadout(class_token, "class token"), ClosedReadout(every, ALL_TOKENS)]
-    return [declared, *(readout for readout in common if readout.name != declared.name)]
-
-
-def _declared_readout(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> ClosedReadout:
-    transformer: Any = transformer_of(model)
-    by_library = library_readout(model, layout)
-    if by_library is not None:
-        return ClosedReadout(*by_library, convention="support" if by_library[1] == _BOTH_TOKENS else "exact")
-    if pooling_attention is not None:
+    pooling = library_pooling(model)
+    if pooling is None and pooling_attention is not None:
         weights = pool_queries(model, layout, pooling_attention.detach().mean(dim=1))
-        return ClosedReadout(weights, ATTENTION_POOLING, "pooling")
+        declared = ClosedReadout(weights, ATTENTION_POOLING, "pooling")
+    else:
+        declared = _closed_readout(pooling or _timm_pooling(model, layout), layout)
+    common = [PATCH_MEAN, *([_CLASS_TOKEN, ALL_TOKENS] if layout.num_prefix_tokens else [])]
+    return [declared, *(_closed_readout(name, layout) for name in common if name != declared.name)]
+
+
+def _closed_readout(pooling: str, layout: TokenLayout) -> ClosedReadout:
     weights = torch.zeros(1, layout.num_tokens)
+    if pooling == _CLASS_TOKEN:
+        weights[0, 0] = 1.0
+    elif pooling == BOTH_TOKENS:
+        weights[0, :2] = 0.5
+    elif "all tokens" in pooling:
+        weights[:] = 1.0 / layout.num_tokens
+    else:
+        weights[0, layout.patches] = (0.5 if pooling == HALVES else 1.0) / layout.num_patches
+        weights[0, 0] += 0.5 if pooling == HALVES else 0.0
+    return ClosedReadout(weights, pooling, "support" if pooling == BOTH_TOKENS else "exact")
+
+
+def _timm_pooling(model: nn.Module, layout: TokenLayout) -> str:
+    """Return the name of the pooling that the attributes of a timm model declare."""
+    transformer: Any = transformer_of(model)
     pool = getattr(transformer, "global_pool", None)
     if getattr(transformer, "head_dist", None) is not None and layout.num_prefix_tokens == 2:
-        weights[0, :2] = 0.5
-        return ClosedReadout(weights, _BOTH_TOKENS, "support")
+        return BOTH_TOKENS
     if has_class_token(model, layout) and pool not in ("avg", "avgmax", "max"):
-        weights[0, 0] = 1.0
-        return ClosedReadout(weights, "class token")
-    include_prefix = bool(getattr(transformer, "pool_include_prefix", False))
-    pooled = slice(0, None) if include_prefix else layout.patches
-    weights[0, pooled] = 1.0 / weights[0, pooled].numel()
-    words = {"avg": "average", "max": "maximum", "avgmax": "average and maximum"}.get(str(pool), "average")
-    over = "all tokens" if include_prefix and layout.num_prefix_tokens else "patches"
-    return ClosedReadout(weights, f"{words} over {over}" + ("" if pool else " (the model does not pool)"))
+        return _CLASS_TOKEN
+    include_prefix = layout.num_prefix_tokens and getattr(transformer, "pool_include_prefix", False)
+    words = {"max": "maximum", "avgmax": "average and maximum"}.get(str(pool), "average")
+    over = "all tokens" if include_prefix else "patches"
+    return f"{words} over {over}" + ("" if pool else " (the model does not pool)")
 
 
 def pool_queries(model: nn.Module, layout: TokenLayout, queries: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from torch import nn
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods.fusion import check_layer
 from vitflow.models.anatomy import class_tokens, transformer_of
-from vitflow.models.libraries import library_blocks, library_norms
+from vitflow.models.libraries import FIRST_NORMS, library_blocks
 
-# Names of the first norm of a block.
-_FIRST_NORMS = ("norm1", "in_norm", "norm_out")
+# Names of the first norm of a block in timm.
+_TIMM_NORMS = ("norm1", "in_norm", "norm_out")
 # Names of late blocks, which add the class token.
 _LATE_BLOCKS = ("blocks_token_only", "cls_attn_blocks")
 # Names of the norm after the last block.
@@ -23,9 +23,8 @@ def block_norms(model: nn.Module) -> list[str]:
     They are the first norms of the blocks if all blocks have the same tokens or the model has a class token; otherwise
     the stages in timm's `feature_info`, or the convolutions.
     """
-    norms = library_norms(model)
-    if norms:
-        return norms
+    if stacks := library_blocks(model):
+        return [f"{path}.{norm}" for path, blocks in stacks.items() for norm in _first_norms(blocks)]
     transformer: Any = transformer_of(model)
     root = next(path for path, module in model.named_modules() if module is transformer)
     blocks, stages = _one_stack(transformer), _stages(transformer)
@@ -35,7 +34,7 @@ def block_norms(model: nn.Module) -> list[str]:
         paths = [f"blocks.{path}" for path in paths] if len(paths) == len(blocks) else []
         paths += _late_norms(transformer)
     if not paths and (class_tokens(transformer) or not stages):
-        paths = [path for path, _ in transformer.named_modules() if path.split(".")[-1] == _FIRST_NORMS[0]]
+        paths = [path for path, _ in transformer.named_modules() if path.split(".")[-1] == "norm1"]
     paths = paths or [path for path, _ in stages]
     paths = paths or [path for path, module in transformer.named_modules() if isinstance(module, nn.Conv2d)]
     return [".".join(filter(None, (root, path))) for path in paths]
@@ -44,11 +43,11 @@ def block_norms(model: nn.Module) -> list[str]:
 def _first_norms(blocks: nn.Module) -> list[str]:
     """Return the path of the first norm of each block that has one."""
     paths = []
-    for index, block in enumerate(blocks.children()):
+    for name, block in blocks.named_children():
         norms = [path for path, module in block.named_modules() if "norm" in type(module).__name__.lower()]
-        first = next((name for name in _FIRST_NORMS if hasattr(block, name)), norms[0] if norms else None)
-        if first is not None:
-            paths.append(f"{index}.{first}")
+        known = [norm for norm in (*_TIMM_NORMS, *FIRST_NORMS) if hasattr(block, norm)]
+        if known or norms:
+            paths.append(f"{name}.{(known or norms)[0]}")
     return paths
 
 

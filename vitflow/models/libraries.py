@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, UnsupportedModelError
@@ -23,21 +22,23 @@ from vitflow.models.processors import from_processor
 # Names of the patch embedding and of prefix tokens in transformers.
 _PATCHES = ("patch_embeddings", "patch_embedding")
 _PREFIX = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
-# Names of the first norm of a block.
-_FIRST_NORMS = ("layernorm_before", "layer_norm1", "ln_1", "norm1")
-# Readouts of classifiers of transformers, by class name; by default the class token.
-_PATCH_MEAN = "average over patches"
-_HALVES = "half class token, half average over patches"
-_READOUTS = {
-    "DeiTForImageClassificationWithTeacher": "class and distillation token",
-    "Dinov2ForImageClassification": _HALVES,
-    "Dinov2WithRegistersForImageClassification": _HALVES,
-    "CLIPForImageClassification": _PATCH_MEAN,
-    "MetaClip2ForImageClassification": _PATCH_MEAN,
-    "SiglipForImageClassification": _PATCH_MEAN,
-    "IJepaForImageClassification": _PATCH_MEAN,
-    "SwinForImageClassification": _PATCH_MEAN,
-    "Swinv2ForImageClassification": _PATCH_MEAN,
+#: Names of the first norm of a block.
+FIRST_NORMS = ("layernorm_before", "layer_norm1", "ln_1", "norm1")
+# Names of poolings.
+PATCH_MEAN = "average over patches"
+HALVES = "half class token, half average over patches"
+BOTH_TOKENS = "class and distillation token"
+# Poolings of classifiers of transformers, by class name; by default the class token.
+_POOLINGS = {
+    "DeiTForImageClassificationWithTeacher": BOTH_TOKENS,
+    "Dinov2ForImageClassification": HALVES,
+    "Dinov2WithRegistersForImageClassification": HALVES,
+    "CLIPForImageClassification": PATCH_MEAN,
+    "MetaClip2ForImageClassification": PATCH_MEAN,
+    "SiglipForImageClassification": PATCH_MEAN,
+    "IJepaForImageClassification": PATCH_MEAN,
+    "SwinForImageClassification": PATCH_MEAN,
+    "Swinv2ForImageClassification": PATCH_MEAN,
 }
 # Activation by problem type.
 _READINGS: Mapping[Any, str] = {"multi_label_classification": "sigmoid", "regression": "value"}
@@ -139,35 +140,16 @@ def library_layout(model: nn.Module, input_size: tuple[int, int]) -> TokenLayout
     return TokenLayout(embedding.num_prefix_tokens, max(rows, 1), max(cols, 1), embedding.num_suffix_tokens)
 
 
-def library_readout(model: nn.Module, layout: TokenLayout) -> tuple[Tensor, str] | None:
-    """Return the readout weights [1, tokens] of a classifier and their description; None if unknown."""
-    pretrained = _pretrained(model)
-    embedding = embedding_of(model)
-    pooled = None if embedding is None else getattr(embedding.module, "pool_type", None)  # of open_clip
-    if pretrained is None and pooled != "avg":
-        return None
+def library_pooling(model: nn.Module) -> str | None:
+    """Return the name of a classifier's pooling, as in `closed_readouts`; None if unknown."""
+    pretrained, embedding = _pretrained(model), embedding_of(model)
     names = [kind.__name__ for kind in type(pretrained).__mro__]
-    readout = next((_READOUTS[name] for name in names if name in _READOUTS), None)
-    if readout is None and (pooled == "avg" or getattr(_config(pretrained), "use_mean_pooling", False)):
-        readout = _PATCH_MEAN  # BEiT and Data2Vec
-    weights = torch.zeros(1, layout.num_tokens)
-    if readout is None:
-        return None
-    if readout == "class and distillation token":
-        weights[0, :2] = 0.5
-    else:
-        weights[0, layout.patches] = (0.5 if readout == _HALVES else 1.0) / layout.num_patches
-        weights[0, 0] += 0.5 if readout == _HALVES else 0.0
-    return weights, readout
-
-
-def library_norms(model: nn.Module) -> list[str]:
-    """Return the path of each block's first norm, first block first; empty for models of timm."""
-    return [
-        f"{path}.{name}.{next(norm for norm in _FIRST_NORMS if hasattr(block, norm))}"
-        for path, blocks in library_blocks(model).items()
-        for name, block in blocks.named_children()
-    ]
+    known = next((_POOLINGS[name] for name in names if name in _POOLINGS), None)
+    averages = (
+        getattr(_config(pretrained), "use_mean_pooling", False)  # BEiT and Data2Vec
+        or (embedding is not None and getattr(embedding.module, "pool_type", None) == "avg")  # open_clip
+    )
+    return PATCH_MEAN if known is None and averages else known
 
 
 def library_blocks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
@@ -179,7 +161,7 @@ def library_blocks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
         and len(module)
-        and all(any(hasattr(block, norm) for norm in _FIRST_NORMS) for block in module)
+        and all(any(hasattr(block, norm) for norm in FIRST_NORMS) for block in module)
     }
 
 

@@ -1,6 +1,6 @@
 """The modules of a model: searches, and a cache that is valid while the modules are the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -44,13 +44,24 @@ def those_that(holds: Callable[[nn.Module], bool]) -> Callable[[nn.Module], list
 
 
 def with_paths(model: nn.Module, search: Callable[[nn.Module], list[nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that a search finds, each with its path, without the path of wrappers."""
+    """Return the modules that a search finds, each with its path as in `module_paths`."""
     holds = search.__wrapped__  # type: ignore[attr-defined]
-    return [(path.replace("_orig_mod.", ""), module) for path, module in model.named_modules() if holds(module)]
+    return [(path, module) for path, module in module_paths(model) if holds(module)]
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return True if a module is compiled with torch.compile, in any of its forms."""
+def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module as `named_modules` does, skipping torch.compile wrappers."""
+    for path, module in model.named_modules():
+        if "_orig_mod" not in module._modules:
+            yield ".".join(part for part in path.split(".") if part != "_orig_mod"), module
+
+
+def runs_compiled(model: nn.Module) -> bool:
+    """Return True if the model or a part of it is compiled with torch.compile, in any of its forms."""
+    return any(map(_is_compiled, modules_of(model)))
+
+
+def _is_compiled(module: nn.Module) -> bool:
     return (
         "_orig_mod" in module._modules
         or module._compiled_call_impl is not None
@@ -82,5 +93,5 @@ def _marks(model: nn.Module) -> list[Any]:
     """Return marks that change if a module is replaced, compiled, added or removed, or gets a forward method."""
     modules = modules_of(model)
     names = [tuple(module._modules) for module in modules]
-    forwards = [("forward" in vars(module), is_compiled(module)) for module in modules]
+    forwards = [("forward" in vars(module), _is_compiled(module)) for module in modules]
     return [*map(ref, modules), *map(type, modules), *names, *forwards]

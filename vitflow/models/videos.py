@@ -1,20 +1,18 @@
-"""Video models of transformers: VideoMAE, ViViT and V-JEPA 2, which attend over all tubelets of a clip."""
+"""Video models of transformers: VideoMAE, ViViT, V-JEPA 2 and TimeSformer, as models of one tall image."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from vitflow.errors import ShapeError, UnsupportedModelError
+from vitflow.errors import ShapeError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.libraries import library_id, processor_settings
 from vitflow.models.parts import those_that
 from vitflow.models.processors import from_processor
 
 # Model types of transformers and the number of tokens before the tubelets.
-_PREFIX = {"videomae": 0, "vivit": 1, "vjepa2": 0}
-# Model types whose attention has no full matrix over the tubelets, and why.
-_REFUSED = {"timesformer": "attends over time and space in separate layers"}
+_PREFIX = {"videomae": 0, "vivit": 1, "vjepa2": 0, "timesformer": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +44,9 @@ class StackedFrames(nn.Module):
     Args:
         model: a video model of transformers.
 
-    Raises:
-        UnsupportedModelError: the attention of the model is not over all tubelets.
+    Attributes:
+        divided: True if attention over time and over space is in separate layers (TimeSformer), whose tokens are in
+            another order: only methods without attention apply.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,6 +54,7 @@ class StackedFrames(nn.Module):
         self.model = model
         self.shape = _shape_of(model)
         config: Any = _video_parts(model)[0].config
+        self.divided = config.model_type == "timesformer"
         times, rows, cols = self.shape.grid
         self.layout = TokenLayout(_PREFIX[config.model_type], times * rows, cols)
 
@@ -98,14 +98,9 @@ def is_video_model(model: nn.Module) -> bool:
 def _shape_of(model: nn.Module) -> ClipShape:
     """Read the clip of a video model from its configuration."""
     config: Any = _video_parts(model)[0].config
-    if config.model_type in _REFUSED:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} {_REFUSED[config.model_type]}, which is not supported: its attention has no "
-            "matrix over the tubelets of a clip. Use VideoMAE, ViViT or V-JEPA 2, or an image model for each frame."
-        )
     frames = getattr(config, "num_frames", None) or config.frames_per_clip
     size = _pair(getattr(config, "image_size", None) or config.crop_size)
-    tubelet, patch = config.tubelet_size, getattr(config, "patch_size", None)
+    tubelet, patch = getattr(config, "tubelet_size", 1), getattr(config, "patch_size", None)
     if isinstance(tubelet, int):
         tubelet = (tubelet, *_pair(patch))
     length, height, width = (int(side) for side in tubelet)
@@ -119,4 +114,4 @@ def _pair(size: Any) -> tuple[int, int]:
 @those_that
 def _video_parts(module: nn.Module) -> bool:
     config = vars(module).get("config")
-    return getattr(config, "model_type", None) in {*_PREFIX, *_REFUSED}
+    return getattr(config, "model_type", None) in _PREFIX

@@ -18,8 +18,8 @@ from torch.func import functional_call
 
 from vitflow.errors import ShapeError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import ClosedReadout, module_paths, runs_compiled
-from vitflow.models.parts import kept_with_outputs
+from vitflow.models.anatomy import ClosedReadout
+from vitflow.models.parts import kept_with_outputs, module_paths, runs_compiled
 from vitflow.recording.attention_kinds import is_pooling
 from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
 from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_norm, token_norms, tokens_of, with_tokens

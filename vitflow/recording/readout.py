@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import module_paths
+from vitflow.models.parts import module_paths
 
 # Maps the return value of a model to the explained outputs, [batch, outputs].
 Read = Callable[[Any], Tensor | None]

@@ -18,18 +18,10 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, Vitfl
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.models.anatomy import (
-    ATTENTION_POOLING,
-    closed_readouts,
-    feature_layout,
-    logits_of,
-    read_layout,
-    runs_compiled,
-    unwrap,
-)
+from vitflow.models.anatomy import ATTENTION_POOLING, closed_readouts, feature_layout, logits_of, read_layout, unwrap
 from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import refuse_unseen
-from vitflow.models.parts import with_paths
+from vitflow.models.parts import runs_compiled, with_paths
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.heads import Call
 from vitflow.recording.interception import Interception

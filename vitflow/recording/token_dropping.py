@@ -174,6 +174,8 @@ def _run(
 
 
 def _blocks(model: nn.Module) -> nn.Sequential | nn.ModuleList:
+    if getattr(model, "divided", False):
+        raise UnsupportedModelError("It attends over time and space in separate layers.")
     transformer = transformer_of(model)
     blocks = getattr(transformer, "blocks", None) or next(iter(library_blocks(model).values()), None)
     if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import layout_of_count, module_paths, tensors_in
-from vitflow.models.parts import kept_with, with_paths
+from vitflow.models.anatomy import layout_of_count, tensors_in
+from vitflow.models.parts import kept_with, module_paths, with_paths
 from vitflow.recording.attending import Listener
 from vitflow.recording.attention_kinds import may_attend, other_attention
 from vitflow.recording.heads import FEW_TOKENS, Call, block_paths_of, on_few_tokens

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import layout_of_count, module_paths
+from vitflow.models.anatomy import layout_of_count
+from vitflow.models.parts import module_paths
 from vitflow.recording.attending import Listener
 from vitflow.recording.attention_kinds import arrangement
 from vitflow.recording.interception import Interception

@@ -53,6 +53,7 @@ def explain_generation(
     layout: Layout = None,
     neutral: Any = None,
     through_tower: bool = False,
+    blank: bool = False,
     name: str | None = None,
     trust_remote_code: bool = False,
     **options: Any,
@@ -77,6 +78,8 @@ def explain_generation(
         layout: positions of the patch tokens in the prompt, for unknown model families.
         neutral: another prompt for the same images, such as "Describe the image.", required by `image(relative=True)`.
         through_tower: record the vision tower, too, to propagate maps to its patches; not for a video.
+        blank: also compute the probability of each token with the image replaced by its mean colour; not for models
+            with an image encoder and cross-attention.
         name: display name of the model; by default its id.
         trust_remote_code: allow models whose repository contains Python code, and run it.
         options: options of `model.generate`, such as max_new_tokens=20 or do_sample=True, and of the method, such as
@@ -133,6 +136,8 @@ def explain_generation(
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     elif neutral is not None or through_tower or layout is not None:
         raise OptionError("neutral, through_tower and layout require image.")
+    if blank and (images is None or languages.has_encoder(model)):
+        raise OptionError("blank requires an image in the prompt of a vision-language model.")
     arguments, tokenizer = arguments_of(inputs, tokenizer, model, generate)
     started = time.perf_counter()
     prompts, generated, rows, self_shares = _explained(model, arguments, tokenizer, definition, used)
@@ -145,6 +150,7 @@ def explain_generation(
             prepared = {name: arguments[name] for name in inputs}
             tower = tower_rows(model, prepared, images.parts, residual=used.get("residual", 0.5))
         images = replace(images, tower=tower)
+    probabilities = _with_and_without_image(model, arguments, prompts[0], generated[0]) if blank else None
     values = array_of(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
     n = values.shape[1]
     start = values.shape[2] - n + 1  # the last generated token is not an input
@@ -161,6 +167,7 @@ def explain_generation(
         self_share=None if self_shares is None else array_of(self_shares.permute(0, 2, 1)),
         seconds=time.perf_counter() - started,
         images=images,
+        probabilities=probabilities,
         model_note=model_note(model),
     )
     return generation[0] if len(generation) == 1 else generation
@@ -176,6 +183,26 @@ def _explained(
             return _stacked(explain_pairs(model, arguments, tokenizer, method, options))
         prompts, generated = split(generate_tokens(model, arguments), arguments, tokenizer, model)
     return _stacked(_teacher_forced(model, arguments, prompts, generated, method, options))
+
+
+def _with_and_without_image(
+    model: nn.Module, arguments: Mapping[str, Any], prompt: Words, generated: Words
+) -> NDArray[np.float32]:
+    """Return the probability of each generated token, with the image and with its mean colour instead, [n, 2]."""
+    ids = torch.tensor([(prompt + generated).ids[:-1]], device=device_of(model))
+    inputs = extra_inputs(model, arguments, 0, prompt.length, generated.length - 1)
+    blank = dict(inputs)
+    for name, value in inputs.items():
+        if value.is_floating_point() and name.startswith("pixel_values"):
+            # of an image [..., height, width], or of its patches [patches, pixels]
+            blank[name] = value.mean(dim=(-2, -1) if value.ndim > 2 else 0, keepdim=True).expand_as(value)
+    columns = []
+    with evaluating(model), torch.no_grad(), languages.reading(model):
+        for given in (inputs, blank):
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0, prompt.length - 1 :]
+            shares = logits.float().softmax(dim=-1)
+            columns.append(shares.gather(1, torch.tensor(generated.ids, device=shares.device).unsqueeze(1)))
+    return array_of(torch.cat(columns, dim=1))
 
 
 def _neutral_rows(

@@ -63,6 +63,8 @@ class Generation:
             field; else None.
         seconds: time of the generation and the method.
         images: images of the prompt and the positions of their patch tokens; None without images.
+        probabilities: probability of each generated token with the image, and with its mean colour instead, float32
+            [n, 2]; None unless requested by `blank`.
         model_note: note on the model, if its metadata has one.
     """
 
@@ -76,6 +78,7 @@ class Generation:
     self_share: NDArray[np.float32] | None = None
     seconds: float = 0.0
     images: PromptImages | None = None
+    probabilities: NDArray[np.float32] | None = None
     model_note: str = ""
 
     def __repr__(self) -> str:
@@ -178,7 +181,19 @@ class Generation:
         )
         index = self.images.parts[parts[0]].image
         flags = {"relative": relative, "without_earlier": without_earlier, "through_tower": through}
-        return self._saliency(grid, placement, index, name, flags, {**facts, "layer": top + 1})
+        return self._saliency(
+            grid, placement, index, name, flags, {**facts, **self._blank_facts(word), "layer": top + 1}
+        )
+
+    def _blank_facts(self, word: str | int | Sequence[int]) -> dict[str, Any]:
+        """Return the probability of a word with and without the image, if known: the product over its tokens."""
+        if self.probabilities is None:
+            return {}
+        _, written = self._one_prompt()
+        tokens = [word] if isinstance(word, str | int) else word
+        indices = sorted({index for token in tokens for index in written.find(token)})
+        image, blank = (round(float(each), 6) for each in self.probabilities[indices].astype(np.float64).prod(axis=0))
+        return {"blank": {"value": blank, "with_image": image, "display": f"{blank:.1%} (with the image {image:.1%})"}}
 
     def clip(
         self,
@@ -394,6 +409,7 @@ class Generation:
             "among_generated": self.among_generated.tolist(),
             "self_share": None if self.self_share is None else self.self_share.tolist(),
             "images": [] if self.images is None else self.images.to_list(),
+            "probabilities": None if self.probabilities is None else self.probabilities.tolist(),
             "model": self.model,
             **method_record(TEXT_METHODS[self.method], self.options),
             "seconds": round(self.seconds, 4),

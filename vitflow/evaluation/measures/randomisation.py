@@ -15,7 +15,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.methods.ranks import spearman
 from vitflow.models.anatomy import transformer_of
-from vitflow.models.libraries import library_norms
+from vitflow.models.libraries import library_blocks
 
 # Default number of stages, evenly spaced from the head to the whole model.
 DEFAULT_STAGES = 5
@@ -153,8 +153,7 @@ def _holder_of_blocks(model: nn.Module) -> nn.Module | None:
     blocks = getattr(transformer_of(model), "blocks", None)
     if isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks):
         return blocks
-    norms = library_norms(model)  # "encoder.layers.encoder_layer_0.ln_1": norm, block, holder from right to left
-    return model.get_submodule(norms[0].rsplit(".", 2)[0]) if norms else None
+    return next(iter(library_blocks(model).values()), None)
 
 
 def _redraw(module: nn.Module) -> None:

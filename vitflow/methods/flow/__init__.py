@@ -1,1 +1,1 @@
-"""Attention flow: the maximum flow from the answer to each token, exact."""
+"""Attention flow: exact maximum flow from the output to each token."""

@@ -33,11 +33,11 @@ class FlowResult:
     Attributes:
         values: float64 [batch, sinks], the maximum flow into each sink, in the same unit as attention.
         cuts: float64 [batch, sinks], the smaller of the two trivial cuts: min(Σ source capacities, Σ_i Â_s[i, j]).
-        cut_layer: int64 [batch, sinks], where the minimum cut runs: the number of the layer whose edges make up most of
-            its capacity. The window's first layer for a flow that fills its sink; one more than the window's last layer
-            for one that takes all that the source has.
+        cut_layer: int64 [batch, sinks], the layer of the minimum cut: the one whose edges have most of its capacity.
+            The window's first layer if the edges of the sink are saturated; the window's last layer plus 1 if the
+            capacity of the source is.
         layers: the window, (first, last), counted from 1.
-        sinks: the input tokens that the last axis stands for.
+        sinks: the input tokens along the last axis.
         num_prefix_tokens: number of tokens before the patches.
         reference: the flows of uniform attention among visible keys, if the result is relative to them.
         self_mask: mask of the source's own token among the sinks, bool; None without a reference.
@@ -71,7 +71,7 @@ class FlowResult:
     def saturated(self) -> Tensor:
         """Mask of flows that equal their trivial cut, to a relative 1e-9, of the shape of `values`.
 
-        Such a value says nothing of the layers between: it is the first layer's column sum, or all that the source has.
+        Such a value is the first layer's column sum or the source's capacity, whatever the layers between.
         """
         return self.values >= self.cuts * (1 - SATURATED)
 
@@ -99,11 +99,11 @@ def attention_flow(
     visible: Sequence[Tensor] | Tensor | None = None,
     progress: Progress | None = None,
 ) -> FlowResult:
-    """Attention flow: for each input token the maximum flow that the layers let through from the source.
+    """Attention flow: the maximum flow from the source to each input token through the layers.
 
     The graph has a node (l, i) for token i after layer l and an edge of capacity Â_l[i, j] from (l, i) to (l − 1, j).
     Each sink has its own maximum flow. Over many layers most flows are *saturated*: they equal the first layer's
-    column sums and say nothing of the layers above; look at `saturated_share`, and take fewer layers.
+    column sums and do not depend on the layers above. Check `saturated_share`, and use fewer layers.
 
     Args:
         attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first; or one
@@ -118,12 +118,12 @@ def attention_flow(
         residual: α, the share of the residual connection; the paper uses 0.5.
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.
         all_sources: solve from every token of every layer of the window, as the paper does for a sentence.
-        causal, attention_mask, visible: as for `attention_rollout`; with "receptive_field" `normalized` is relative to
-            the flows of uniform attention, and those are solved as well.
+        causal, attention_mask, visible: as for `attention_rollout`; with "receptive_field", `normalized` is relative to
+            the flows of uniform attention, which are solved too.
         progress: called with the number of further flows solved, such as the `update` of a progress bar.
 
     Raises:
-        OptionError: an option lies outside its range, or the graph is too large for `all_sources`.
+        OptionError: an option is out of range, or the graph is too large for `all_sources`.
         ShapeError: wrong shapes, or values that are not finite or negative.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.2.
@@ -224,23 +224,8 @@ def _solve(
     capacities: Floats, source: int | Floats, *, sinks: Sequence[int], progress: Progress | None
 ) -> tuple[Floats, Floats, NDArray[np.intp]]:
     """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one image."""
-    if not isinstance(source, int):
-        source = _as_token(capacities[-1], source)
     flow = max_flow(capacities, source, sinks, progress=progress)
-    given = capacities[-1, source].sum() if isinstance(source, int) else source.sum()
-    cuts = np.minimum(given, capacities[0].sum(axis=0)[list(sinks)])
-    return flow.values, cuts, flow.crossing.argmax(axis=1)
-
-
-def _as_token(top: Floats, source: Floats) -> int | Floats:
-    """Replace a source on a single token by that token, if it supplies exactly the outgoing capacity."""
-    [tokens] = np.nonzero(source)
-    if len(tokens) == 1:
-        token = int(tokens[0])
-        taken = top[token].sum()
-        if abs(source[token] - taken) <= 1e-12 * taken:
-            return token
-    return source
+    return flow.values, flow.bounds, flow.crossing.argmax(axis=1)
 
 
 def _all_sources(capacities: Floats, solve: Any) -> tuple[Floats, ...]:

@@ -45,7 +45,7 @@ def attention_graph(
         layout: names patches by row and column; its prefix tokens replace `num_prefix_tokens`.
 
     Raises:
-        OptionError: an option lies outside its range, or there is no such image.
+        OptionError: an option is out of range, or there is no such image.
         ShapeError: wrong shapes, or values that are not finite or negative.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.2.

@@ -1,6 +1,6 @@
 """The compiled search behind `max_flow`: blocking flows along shortest paths (Dinic), from a source to one sink.
 
-Flow goes down, from supply to demand; the search goes up, from demand to supply, because the minimum cut mostly lies
+Flow goes down, from supply to demand; the search goes up, from demand to supply, because the minimum cut is mostly
 near the sink.
 
 The first phase follows the layers straight up, which mostly gives nearly the maximum. In the later phases `_label`

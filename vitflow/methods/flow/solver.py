@@ -2,8 +2,8 @@
 
 What makes all sinks together cheap:
 
-- Sinks share the layers between. What the source cannot reach is left out of them once, and of the others only edges
-  with a capacity are looked at: after `discard_ratio`, a few in a hundred.
+- Sinks share the layers between. Nodes that the source cannot reach and edges without capacity are left out once; after
+  `discard_ratio`, a few in a hundred edges remain.
 - No flow exceeds the source's capacity or the sink's incoming capacity. A flow that reaches either is a maximum: no
   search for a cut is needed.
 - Passing the source's capacity down in proportion to the edges (attention rollout, where rows sum to 1) is a feasible
@@ -178,6 +178,7 @@ class MaxFlow:
 
     Attributes:
         values: [sinks], the maximum flow into each sink.
+        bounds: [sinks], the smaller of the two trivial cuts, the source's capacity and the sink's incoming edges.
         crossing: [sinks, layers + 1], the capacity of the minimum cut's edges in each layer, first layer first, and
             last the source's own capacity in the cut. The sum over the last axis equals the value: it is added up from
             the capacities, independently of the flow. A sink that reaches a trivial cut has all of it in column 0 (the
@@ -185,6 +186,7 @@ class MaxFlow:
     """
 
     values: Floats
+    bounds: Floats
     crossing: Floats
 
 
@@ -195,12 +197,11 @@ def max_flow(
 
     The graph has node layers 0 … L of N tokens; the edge from (l + 1, i) to (l, j) has the capacity
     `capacities[l, i, j]`. Sinks are tokens of layer 0. A value is within a relative 1e-11 of its minimum cut.
-    `attention_flow` makes all this of attention, and checks it.
 
     Args:
         capacities: [layers, tokens, tokens], finite and not negative, first layer first. The transpose of a
             C-contiguous [layers, keys, queries] array is used without a copy.
-        source: a token of layer L, which gives as much as its edges take; or capacities [tokens] of a super-source.
+        source: a token of layer L, with the capacity of its edges; or capacities [tokens] of a super-source.
         sinks: tokens of layer 0; all by default.
         progress: called with the number of further sinks solved, such as the `update` of a progress bar.
 
@@ -211,35 +212,42 @@ def max_flow(
     array([0.6, 0.8])
     """
     upward = np.ascontiguousarray(capacities.transpose(0, 2, 1), dtype=np.float64)  # [layers, keys, queries]
-    layers, tokens = upward.shape[:2]
-    # What the source can send to each node on top of the layers between its own edges and those of the sinks.
-    inner, supply = (upward[1:-1], upward[-1, :, source].copy()) if isinstance(source, int) else (upward[1:], source)
+    supply = source
+    if isinstance(supply, int):
+        supply = np.where(np.arange(upward.shape[1]) == source, upward[-1, :, source].sum(), 0.0)
     total = float(supply.sum())
-    if isinstance(source, int) and layers == 1:  # the sinks' edges are the source's
-        supply = np.where(np.arange(tokens) == source, total, 0.0)
     demands = upward[0] if sinks is None else upward[0][list(sinks)]  # [sinks, tokens]
     arrived = demands.sum(axis=1)
     bounds = np.minimum(total, arrived)
-    if not len(inner):
-        values, crossing = _without_layers(supply, demands)
+    closed = _closed_form(upward, supply, demands)
+    if closed is None:
+        inner = InnerGraph(upward[1:], supply, torch.get_num_threads())
+        values, crossing = inner.solve(demands, bounds, progress=progress)
+    else:
+        values, crossing = closed
         if progress:
             progress(len(demands))
-    else:
-        values, crossing = InnerGraph(inner, supply, torch.get_num_threads()).solve(demands, bounds, progress=progress)
     reached = values >= bounds
     at_sink, at_source = reached & (arrived <= total), reached & (arrived > total)
-    # All boundaries: the inner graph of a source token lacks the last one, the source's own capacity.
-    crossing = np.pad(crossing, ((0, 0), (0, layers + 1 - crossing.shape[1])))
     crossing[reached] = 0.0
     crossing[at_sink, 0] = arrived[at_sink]
     crossing[at_source, -1] = total
-    return MaxFlow(values, crossing)
+    return MaxFlow(values, bounds, crossing)
 
 
-def _without_layers(supply: Floats, demands: Floats) -> tuple[Floats, Floats]:
-    """Return the flow through edge-disjoint paths, Σ_k min(supply_k, demand_k): values, and cuts by boundary."""
+def _closed_form(upward: Floats, supply: Floats, demands: Floats) -> tuple[Floats, Floats] | None:
+    """Return the flow through edge-disjoint paths, Σ_k min(supply_k, demand_k): values, and cuts by boundary.
+
+    It requires one layer, or two from a single token with the capacity of its edges; otherwise None is returned.
+    """
+    edges = upward[-1][:, supply > 0]
+    if len(upward) == 2 and edges.shape[1] == 1 and supply.sum() >= edges.sum() * (1 - EXACT):
+        supply = edges[:, 0]
+    elif len(upward) > 1:
+        return None
     scarce = demands > supply  # [sinks, tokens]
     passed = np.minimum(demands, supply)
-    at_source = np.where(scarce, passed, 0.0).sum(axis=1)
-    at_sink = np.where(scarce, 0.0, passed).sum(axis=1)
-    return passed.sum(axis=1), np.stack([at_sink, at_source], axis=1)
+    crossing = np.zeros((len(demands), len(upward) + 1))
+    crossing[:, 0] = np.where(scarce, 0.0, passed).sum(axis=1)
+    crossing[:, 1] = np.where(scarce, passed, 0.0).sum(axis=1)
+    return passed.sum(axis=1), crossing
