@@ -192,7 +192,8 @@ def test_a_clip_is_explained_as_in_the_library(ask, clip):
     with np.load(next(file for file in files if file.endswith(".npz"))) as saved:
         np.testing.assert_array_equal(saved["shares"], expected.shares)
     assert sorted(Path(file).suffix for file in files) == [".mp4", ".npz", ".pdf", ".png"]
-    assert "vitflow.explain_clip('star.mp4', model='demo', method='gae', target='yellow star', frames=4)" in code
+    assert "explainer = vitflow.Explainer('demo')" in code
+    assert "vitflow.explain_clip('star.mp4', model=explainer, method='gae', target='yellow star', frames=4)" in code
     assert ["yellow star", "yellow star"] in classes["choices"] and not notes
     with Image.open(figure) as drawn:
         assert drawn.width > drawn.height
@@ -279,7 +280,7 @@ def tabs():
     """Return the actions of the buttons of both tabs."""
     pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
     from vitflow.app import images, words
-    from vitflow.app.asking import Models
+    from vitflow.app.actions import Models
 
     models = Models(["demo"], ["demo-caption"])
     return SimpleNamespace(images=images._Answers(models), words=words._Answers(models), names=images._NAMES)
@@ -338,12 +339,12 @@ def test_a_page_computes_a_result_only_if_its_address_names_one(tabs, tmp_path, 
 def test_a_clip_is_explained_with_a_video_model(clip, tmp_path, monkeypatch):
     from tests.explaining.test_videos import CONFIG, built
     from vitflow.app import clips
-    from vitflow.app.asking import Models
+    from vitflow.app.actions import Models
 
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     models = Models(["video"], [])
     explainer = vitflow.Explainer(built("VideoMAE", num_labels=5), data_config=CONFIG)
-    monkeypatch.setattr(models, "explainer", lambda name, fit: explainer)
+    monkeypatch.setattr(models, "explainer", lambda name, fit: (explainer, ""))
     *_, files, code, _, notes = clips._Answers(models).clip({"path": str(clip)}, "video", "gae", "2", 4)
     with np.load(files[-1]) as saved:
         assert len(saved["shares"]) == 4 and saved["grid"].ndim == 3
@@ -383,7 +384,7 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tmp_path,
     from safetensors.torch import save_file
 
     from vitflow.app import images
-    from vitflow.app.asking import Models
+    from vitflow.app.actions import Models
 
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path / "gradio"))
     monkeypatch.chdir(tmp_path)
@@ -399,7 +400,7 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tmp_path,
     exec(code, names)
     np.testing.assert_array_equal(grid_of(files), names["saliency"].grid)
     assert names["explainer"].class_names == ["ash", "birch", "cedar"] and "birch" in classes["choices"]
-    assert models.explainer("demo", "crop", ()).class_names[0] == "red heart"  # the others have their own
+    assert models.explainer("demo", "crop")[0].class_names[0] == "red heart"  # the others have their own
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ def test_a_video_has_bounds(web, tmp_path):
 
 def test_a_large_video_is_refused_and_reading_one_has_a_time_limit(tmp_path, monkeypatch):
     from vitflow.app import clips
-    from vitflow.app.asking import TimeLimitError, limited
+    from vitflow.app.actions import TimeLimitError, limited
 
     path = tmp_path / "short.mp4"
     video(path, np.zeros((30, 16, 16, 3), np.uint8))
@@ -376,7 +376,7 @@ def test_no_bad_request_leaves_a_traceback_in_the_console(page, web):
 
 
 def test_time_counts_from_the_first_step_and_what_is_hopeless_is_stopped_early():
-    from vitflow.app.asking import TimeLimitError, limited
+    from vitflow.app.actions import TimeLimitError, limited
     from vitflow.explaining.progress import tracking
 
     clock = [0.0]

@@ -16,6 +16,7 @@ from vitflow.cli.options import DEFAULT_MODEL
 from vitflow.demo import sample_images
 from vitflow.errors import ModelError
 from vitflow.models import hub
+from vitflow.text.languages import hub_for
 
 VERBS = {"explain": ["-o", "out"], "compare": ["-o", "out/strip.png"], "folder": ["-o", "out"]}
 LIMITS = "model: vitflow_demo knows eight drawn shapes only"
@@ -158,7 +159,7 @@ def test_the_hub_is_requested_once_for_all_that_one_model_needs(monkeypatch):
     monkeypatch.setattr(hub, "hub_answers", lambda: not requested.append(1))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for times in (1, 2):
-        with hub.hub_for("owner/model"), hub.hub_for("owner/model"), hub.hub_for("owner/model"):
+        with hub_for("owner/model"), hub_for("owner/model"), hub_for("owner/model"):
             assert not constants.HF_HUB_OFFLINE
         assert len(requested) == times
 

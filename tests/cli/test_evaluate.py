@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.exceptions import MissingParameter
 from click.testing import CliRunner
 from PIL import Image
 
@@ -46,8 +47,8 @@ def test_the_tables_have_a_row_for_each_method():
 
 
 def test_data_is_required():
-    result = invoke(*SHORT)
-    assert "Missing argument 'DATA'" in str(result.exception)
+    error = invoke(*SHORT).exception
+    assert isinstance(error, MissingParameter) and error.param.name == "data"
 
 
 def test_json_is_one_object():

@@ -11,10 +11,12 @@ import timm
 import torch
 from click.testing import CliRunner
 
+import vitflow
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, ShapeError
-from vitflow.images.reading import bands_in_colour, read_bands
+from vitflow.folder.draw import draw_run, read_grids
+from vitflow.images.reading import bands_in_colour, read_bands, read_image
 
 CONFIG = {
     "input_size": (5, 64, 64),
@@ -229,3 +231,31 @@ def test_the_command_line_explains_an_array_or_a_tiff_file(tmp_path, name):
     (tmp_path / "data.json").write_text("[]")
     refused = CliRunner().invoke(cli, arguments + settings)
     assert refused.exit_code == 2 and "JSON object" in refused.output
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_folder_of_tiff_files_is_explained_and_drawn_again(tmp_path, workers):
+    pytest.importorskip("tifffile")
+    (tmp_path / "in").mkdir()
+    for index in range(2):
+        tiff(tmp_path / "in" / f"{index}.tif", field() + np.uint16(50 * index))
+    tiff(tmp_path / "in" / "other.tif", field()[:, :, :4])
+    explainer = Explainer(multispectral(), data_config=CONFIG, channels=(3, 2, 1))
+    summary = vitflow.explain_folder(
+        tmp_path / "in", tmp_path / "out", model=explainer, methods=["gae"], target=1, workers=workers, report=True
+    )
+    assert (summary.explained, summary.failed) == (2, 1)
+    assert "got shape (64, 64, 4) in 'other.tif'" in next(iter(summary.failures()))["message"]
+    grids = {row["input"]: maps["gae"] for row, maps in read_grids(tmp_path / "out")}
+    direct = explainer.explain(tmp_path / "in" / "1.tif", method="gae", target=1)
+    np.testing.assert_allclose(grids["1.tif"], direct.grid, rtol=2e-3)
+    drawn = draw_run(tmp_path / "out", tmp_path / "again", format="png")
+    assert [each.error for each in drawn] == [None, None]
+    assert np.abs(read_image(drawn[1].paths[0]).astype(int) - direct.overlay()).max() < 3  # grids are float16
+
+
+def test_a_batch_of_arrays_with_channels_is_explained():
+    explainer = Explainer(multispectral(), data_config=CONFIG)
+    batch = vitflow.folder.BatchExplainer(lambda: explainer, methods=["gae"], target=1)
+    result = batch({"id": np.array(["a", "b"]), "image": [field(), field()[:, :, :3]]})
+    assert list(result["status"]) == ["explained", "failed"]

@@ -62,6 +62,8 @@ def test_several_classes_and_large_videos_are_refused(explainer, drawn, tmp_path
         explain_clip(drawn[0], model=explainer, target="top3")
     video(tmp_path / "clip.mp4", drawn[0])
     assert len(read_video(tmp_path / "clip.mp4", 4, max_frames=8)) == 4
+    video(tmp_path / "still.mp4", drawn[0][:1])
+    assert len(read_video(tmp_path / "still.mp4", 4)) == 1
     for limit, words in (
         ({"max_frames": 7}, "at most 7 frames"),
         ({"max_pixels": 96 * 95}, "at most 9,120 pixels a frame"),

@@ -450,7 +450,7 @@ def test_images_that_vanish_or_may_not_be_read(tmp_path, monkeypatch):
     source = fill(tmp_path / "in", 8)
     real = decode_file
 
-    def vanish(path, max_pixels):
+    def vanish(path, max_pixels, channels):
         if path.endswith("5.jpg"):
             Path(path).unlink()
         if path.endswith("6.jpg"):
@@ -847,7 +847,7 @@ def test_the_report_remembers_the_bound_on_pixels(tmp_path, monkeypatch):
     bounds = []
     real = decode_file
     monkeypatch.setattr(
-        "vitflow.folder.draw.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
+        "vitflow.folder.draw.decode_file", lambda path, bound, channels: (bounds.append(bound), real(path, bound))[1]
     )
     source = fill(tmp_path / "in", 1)
     run(source, tmp_path / "out", max_pixels=5000)

@@ -19,7 +19,7 @@ from tests.typed import forked
 from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
 from vitflow.folder.draw import draw_run, read_grids, report_run
-from vitflow.runs import saved
+from vitflow.runs import saved, store
 from vitflow.runs.saved import FILE, SavedRun, is_inside
 from vitflow.runs.store import Run
 
@@ -68,6 +68,16 @@ def test_rows_are_detected_again_and_later_ones_replace_earlier_ones(tmp_path):
     with closing(sqlite3.connect(tmp_path / FILE)) as db:
         assert db.execute("SELECT count(*) FROM maps").fetchone() == (2,)
         assert db.execute("SELECT input FROM rows WHERE value = 2").fetchone() == ("caf\\xe9\nnew.jpg",)
+
+
+def test_rows_that_arrive_within_a_second_are_written_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_INTERVAL", 60.0)
+    with Run(tmp_path, FINGERPRINT) as run:
+        run.missing(["a", "b"], lambda row: True)
+        run.put([made("a")])
+        run.put([made("b")])
+        assert list(kept(tmp_path)) == ["a"]
+    assert list(kept(tmp_path)) == ["a", "b"]
 
 
 def test_inputs_of_the_latest_run_come_in_its_order_and_the_others_are_kept(tmp_path):

@@ -14,7 +14,7 @@ from matplotlib.offsetbox import OffsetImage
 from matplotlib.text import Text
 from PIL import Image
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import OptionError
 from vitflow.images import FIGURE_FORMATS, typesetting
 from vitflow.images.charts import Series, draw_lines
 from vitflow.images.figures import Cell, Column, draw_bands, save_figure
@@ -192,14 +192,6 @@ def test_an_unknown_file_type_names_the_known_ones(name, tmp_path):
     with pytest.raises(OptionError, match=r"Unknown file type .* Known: \.pdf, \.png, \.svg"):
         save_figure(strip(["tabby"]), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_blocks_that_do_not_fit_the_columns_are_refused():
-    cell = Cell(noise(10, 10))
-    with pytest.raises(ShapeError, match="Expected 2 columns of 1 or 1 cells"):
-        draw_bands([([Column("a"), Column("b")], [[[cell]]])])
-    with pytest.raises(ShapeError, match=r"1 or 3 cells each, got \[2, 3\]"):
-        draw_bands([([Column("a"), Column("b")], [[[cell] * 2, [cell] * 3]])])
 
 
 @pytest.mark.parametrize("size", [(480, 640), (640, 480), (1, 5000), (5000, 1), (96, 96), (3000, 2000)])

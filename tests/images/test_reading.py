@@ -607,7 +607,7 @@ def test_places_that_cannot_be_written_to(tmp_path):
         write_image(tmp_path / "file" / "map.png", RGB)
     with pytest.raises(ImageError, match=r"Could not write 'folder\.png'"):
         write_image(tmp_path / "folder.png", RGB)
-    with pytest.raises(ImageError, match="an image of 1 × 17000 pixels .*Choose another format"):
+    with pytest.raises(ImageError, match="1 × 17000 pixels.*WebP limit"):
         write_image(tmp_path / "long.webp", np.zeros((17_000, 1, 3), np.uint8))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder.png"]
 

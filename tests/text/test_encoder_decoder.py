@@ -255,7 +255,7 @@ def test_weighting_and_discarding_change_the_rows_and_leave_their_sum():
 def test_what_is_no_encoder_with_a_decoder_is_refused_by_name():
     with pytest.raises(OptionError, match="start_layer"):
         written(t5(), SOURCE, start_layer=4)
-    with pytest.raises(OptionError, match="at most 40 tokens to write after a beginning of 1, as BartFor.*got 41"):
+    with pytest.raises(OptionError, match="at most 40 new tokens after a beginning of 1, as BartFor.*got 41"):
         written(bart(), SOURCE, max_new_tokens=41)
     with pytest.raises(OptionError, match="num_beams=1"):
         written(t5(), SOURCE, num_beams=2)

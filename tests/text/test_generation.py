@@ -205,12 +205,12 @@ def test_a_model_is_taken_by_its_folder(tmp_path):
 
 def test_more_than_the_model_has_positions_for_is_refused_before_anything_is_written():
     model = built("GPT2LMHeadModel")  # of 64 positions
-    with pytest.raises(OptionError, match="at most 56 tokens to write after a prompt of 9.*got 1000000000: lower"):
+    with pytest.raises(OptionError, match="at most 56 new tokens after a prompt of 9.*got 1000000000: lower"):
         written(model, new=10**9)
     assert written(model, new=56, eos_token_id=None).generated_tokens.length == 56
     with pytest.raises(OptionError, match="a shorter text than a prompt of 66, as GPT2LMHeadModel"):
         explain_generation(model, torch.ones(1, 66, dtype=torch.long), max_new_tokens=2)
-    with pytest.raises(OptionError, match="at most 56 tokens .* got 61"):
+    with pytest.raises(OptionError, match="at most 56 new tokens .* got 61"):
         explain_generation(model, prompt(), max_length=70)
     with pytest.raises(OptionError, match="token ids of GPT2LMHeadModel below 50, got 77"):
         explain_generation(model, torch.tensor([[5, 77]]), max_new_tokens=2)
@@ -335,3 +335,27 @@ def test_other_mistakes_are_reported_before_anything_is_written():
         model(prompt(), **cached(model, cache))
     with pytest.raises(OptionError, match="cache with 9 tokens"):
         written(model, **cached(model, cache))
+
+
+def test_arguments_of_tokens_are_those_of_each_prompt_of_a_batch():
+    model = built("GPT2LMHeadModel")
+    ids, types = prompt().expand(2, -1).clone(), torch.zeros(2, 9, dtype=torch.long)
+    types[1] = 7  # GPT-2 adds the embeddings of these ids
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": types}
+    options = {"min_new_tokens": 2, "max_new_tokens": 2, "do_sample": False, "method": "attention"}
+    both = explain_generation(model, inputs, **options)
+    for row in range(2):
+        alone = {name: value[row : row + 1] for name, value in inputs.items()}
+        np.testing.assert_allclose(both[row].values, explain_generation(model, alone, **options).values, atol=1e-6)
+    assert np.abs(both[0].values - both[1].values).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "option", [{"causal": "x"}, {"head_fusion": "x"}, {"discard_ratio": 2.0}, {"residual": 1.5}, {"below": "x"}]
+)
+def test_values_are_checked_before_text_is_generated(option, monkeypatch):
+    model = built("GPT2LMHeadModel")
+    monkeypatch.setattr(type(model), "generate", None)  # a call would be a TypeError
+    method = "flow" if "below" in option else "rollout"
+    with pytest.raises(OptionError, match=f"(?i){next(iter(option)).replace('_', '.')}"):
+        explain_generation(model, prompt(), method=method, **option)

@@ -10,10 +10,9 @@ from tests import references
 from tests.recording.test_languages import SIZES, built
 from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
-from vitflow.methods.tokens import TokenLayout
 from vitflow.text import Words, explain_text, layouts_of
 from vitflow.text.labels import words_of
-from vitflow.text.layout import Grid, Prefix, SequenceLayout
+from vitflow.text.layout import Grid, SequenceLayout
 
 transformers = pytest.importorskip("transformers")
 
@@ -256,11 +255,11 @@ def test_what_a_model_cannot_read_is_reported(wordpieces):
 def test_a_layout_reports_each_part_its_place():
     words = Words(("what", " is", " this", "?"), (5, 6, 7, 8), (False,) * 4)
     for side, start in (("left", 3), ("right", 0)):
-        layout = SequenceLayout((Prefix(1), words[:1], Grid(2, 3), words[1:]), num_padding=3, padding=side)
+        layout = SequenceLayout((words[:1], Grid(2, 3), words[1:]), num_padding=3, padding=side)
         vector = torch.arange(layout.num_tokens)
-        assert layout.num_tokens == 14 and layout.words == words
-        assert layout.to_words(vector).tolist() == [start + place for place in (1, 8, 9, 10)]
-        assert layout.to_grid(vector).tolist() == [[start + 2 + 3 * row + col for col in range(3)] for row in range(2)]
+        assert layout.num_tokens == 13 and layout.words == words
+        assert layout.to_words(vector).tolist() == [start + place for place in (0, 7, 8, 9)]
+        assert layout.to_grid(vector).tolist() == [[start + 1 + 3 * row + col for col in range(3)] for row in range(2)]
         assert layout.to_grid(vector.expand(5, -1)).shape == (5, 2, 3)
     texts = torch.tensor([[0, 0, 5, 6], [5, 6, 7, 8]])
     padded, whole = layouts_of(texts, (texts > 0).int())
@@ -272,13 +271,12 @@ def test_a_layout_reports_each_part_its_place():
         layouts_of(torch.tensor([[0, 5, 0]]), torch.tensor([[0, 1, 0]]))
     with pytest.raises(ShapeError, match="got 3 in a row"):
         layouts_of(torch.tensor([[9, 9, 9]]), image_token=9)
-    image = SequenceLayout.of(TokenLayout(1, 2, 2))
-    vector = torch.arange(5)
-    assert torch.equal(image.to_grid(vector), TokenLayout(1, 2, 2).to_grid(vector)) and not len(image.to_words(vector))
-    with pytest.raises(ShapeError, match="Expected 5 tokens"):
+    image = SequenceLayout((Grid(2, 2),))
+    assert not len(image.to_words(torch.arange(4)))
+    with pytest.raises(ShapeError, match="Expected 4 tokens"):
         image.to_grid(torch.arange(6))
     with pytest.raises(OptionError, match="grid index below 1"):
-        image.to_grid(vector, 1)
+        image.to_grid(torch.arange(4), 1)
     with pytest.raises(OptionError, match="Unknown padding 'top'"):
         SequenceLayout((words,), padding="top")
     with pytest.raises(ShapeError, match="same length, got 1, 2 and 1"):

@@ -53,7 +53,7 @@ def serve(
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # read when Gradio is loaded
     os.environ["OPENCV_FFMPEG_LOGLEVEL"] = "-8"  # quiet: the page shows what is wrong with a video
     try:
-        from vitflow.app.asking import Models
+        from vitflow.app.actions import Models
         from vitflow.app.page import launch
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("gradio"):

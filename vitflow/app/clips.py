@@ -6,9 +6,9 @@ from typing import Any
 
 import gradio as gr
 
-from vitflow.app.asking import Models, answer_column, asks, class_field, drawn
+from vitflow.app.actions import Models, class_field, connect, drawn, result_fields
 from vitflow.errors import ImageError, OptionError
-from vitflow.explaining.captions import python_call
+from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.clips import FRAMES, explain_clip, read_video
 from vitflow.explaining.method_table import list_methods
 from vitflow.images import VIDEO_FORMATS
@@ -29,7 +29,7 @@ class _Answers:
     def clip(self, video: Any, model: str, method: str, target: str, frames: int) -> tuple[Any, ...]:
         """Explain a video."""
         path = _checked(video)
-        explainer = self._models.explainer(model, "crop")
+        explainer, call = self._models.explainer(model, "crop")
         of_video = explainer.model if isinstance(explainer.model, StackedFrames) else None
         count = frames if of_video is None else of_video.shape.frames
         images = read_video(path, count, max_frames=_VIDEO_FRAMES, max_pixels=_FRAME_PIXELS)
@@ -38,8 +38,8 @@ class _Answers:
         name = f"{path.stem}-clip"
         image, files = drawn(clip.figure(), name, clip.save, (".mp4", ".npz"))
         arguments["frames"] = None if of_video else frames
-        made = python_call("vitflow.explain_clip", path.name, model=self._models.in_python(model), **arguments)
-        code = f"import vitflow\n\nclip = {made}\nclip.save('{name}.png')"
+        made = python_call("vitflow.explain_clip", path.name, model=Code("explainer"), **arguments)
+        code = f"import vitflow\n\nexplainer = {call}\nclip = {made}\nclip.save('{name}.png')"
         return image, None, files, code, gr.update(choices=["", *(explainer.class_names or [])]), []
 
 
@@ -74,6 +74,6 @@ def clips_tab(models: Models) -> None:
             frames = gr.Slider(1, _MOST_FRAMES, value=FRAMES, step=1, label="Frames", info=hint)
             go = gr.Button("Explain", variant="primary")
         with gr.Column(scale=3, min_width=320):
-            *answer, notes = answer_column("Upload a video to see which of its frames the output is attributed to.")
+            *answer, notes = result_fields("Upload a video to see which of its frames the output is attributed to.")
     for trigger in (go.click, video.upload):
-        asks(trigger, _Answers(models).clip, [video, model, method, target, frames], [*answer, target, notes])
+        connect(trigger, _Answers(models).clip, [video, model, method, target, frames], [*answer, target, notes])

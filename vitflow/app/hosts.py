@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vitflow.errors import OptionError, check_known, whole_number
 
-# What stands for every address of a machine.
+# Hosts that mean every address of a machine.
 _EVERY_ADDRESS = ("0.0.0.0", "::", "")
 _LOCAL = ("localhost", "127.0.0.1", "::1")
-# Gradio fetches a URL that stands in this path for whoever asks.
+# Gradio would fetch a URL in this path for any visitor.
 _FETCHES = re.compile(r"/file=[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
@@ -159,10 +159,10 @@ def is_click(event: Any) -> bool:
 
 
 def checked(field: Any, value: Any) -> Any:
-    """Return True for a plain value of a field.
+    """Return the value of a field, with an empty text for None.
 
     Raises:
-        OptionError: the field declares that it takes no such value.
+        OptionError: the value is not one that the field declares.
     """
     name = _name_of(field)
     if isinstance(field, gr.Slider):

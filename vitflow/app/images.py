@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from vitflow.app.asking import Models, answer_column, asks, class_field, drawn, path_of, photograph, shared
+from vitflow.app.actions import Models, class_field, connect, drawn, image_field, path_of, result_fields, shared
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import Code, python_call
@@ -19,13 +19,13 @@ from vitflow.explaining.targets import Contrast, is_several, top_count
 from vitflow.images import BACKGROUNDS, FITS, INTERPOLATIONS
 from vitflow.images.map_figure import image_bounds
 
-# The method that is chosen first, and what answers for a patch where the chosen one does not.
+# The default method, and the method for a clicked patch if the selected one does not support patches.
 _METHOD, _OF_PATCHES = "gae", "rollout"
-# The options of methods that have a field. A patch is clicked; the last two change the time of an answer alone.
+# Method options with a field: a patch is clicked, and the last two change the duration only.
 _OPTIONS = [
     option for option in METHOD_OPTIONS.values() if option.name not in ("patch", "occlusion_batch", "peer_options")
 ]
-# What a visitor may ask for at most, where the table of options has no limit.
+# Maximum values for visitors of options without a limit in the table.
 _MOST = {"masks": 4096, "cells": 64, "random_seed": 2**31 - 1}
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 _REGION = "left, top, right and bottom in pixels, such as 40,20,300,260"
@@ -55,8 +55,8 @@ class _Request:
         prompts = tuple(filter(None, map(str.strip, given["prompts"].splitlines())))
         if len(prompts) > _MOST_PROMPTS:
             raise OptionError(f"Expected at most {_MOST_PROMPTS} prompts, got {len(prompts)}.")
-        name, region = given["model"], _read_region(given["region"])
-        self.explainer = models.explainer(name, given["fit"], prompts, region)
+        region = _read_region(given["region"])
+        self.explainer, made = models.explainer(given["model"], given["fit"], prompts, region)
         target, against = given["target"] or None, given["against"]
         if (top_count(target) or 1) > _MOST_TARGETS:
             raise OptionError(f"Expected at most 'top{_MOST_TARGETS}' on this page, got {target!r}.")
@@ -65,11 +65,6 @@ class _Request:
         self.drawing = {name: given[name] for name in _DRAWING if given[name] not in _USUAL}
         options = [option for option in _OPTIONS if given[option.name] and self.method.accepts(option.name)]
         self.options = {option.name: _read(option, given[option.name]) for option in options}
-        fit = None if given["fit"] == "crop" else given["fit"]
-        outputs = python_call("vitflow.prompts", list(prompts)) if prompts else None
-        if not prompts and models.takes_region(name):
-            outputs = models.region_in_python(name, region)
-        made = python_call("vitflow.Explainer", models.in_python(name), outputs=outputs, fit=fit)
         self.code = f"import vitflow\n\nexplainer = {made}"
 
 
@@ -240,7 +235,7 @@ def images_tab(models: Models, samples: Sequence[str | Path], first_prompts: Seq
     answers = _Answers(models)
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
-            image, examples = photograph(samples)
+            image, examples = image_field(samples)
             model = gr.Dropdown(models.images, label="Model")
             methods = [(f"{one.title}: {one.question}", one.name) for one in list_methods()]
             method = gr.Dropdown(methods, value=_METHOD, label="Method")
@@ -269,7 +264,7 @@ def images_tab(models: Models, samples: Sequence[str | Path], first_prompts: Seq
                 contours = gr.Checkbox(label="Contours")
                 options = [_field(option, _METHOD) for option in _OPTIONS]
         with gr.Column(scale=3, min_width=320):
-            *answer, notes = answer_column("Click the photograph below to see what that patch of it looks at.")
+            *answer, notes = result_fields("Click the photograph below to see what that patch of it looks at.")
     view = gr.Textbox("", visible="hidden", max_length=_PROMPT_CHARACTERS)
     fields = [image, model, method, target, prompts, against, fit, background, interpolation, contours, *options]
     fields.append(region)
@@ -283,18 +278,18 @@ def images_tab(models: Models, samples: Sequence[str | Path], first_prompts: Seq
     if not samples and "demo" in models.images:  # which alone knows the drawn ones
         hidden = gr.update(value="", visible=False)
         chosen = chosen.then(lambda: ("demo", hidden, hidden), None, [model, region, prompts], **_PRIVATE)
-    results = [asks(trigger, answers.explain, fields, drawing) for trigger in (go.click, uploaded.then, chosen.then)]
+    results = [connect(trigger, answers.explain, fields, drawing) for trigger in (go.click, uploaded.then, chosen.then)]
     results += [
-        asks(answer[0].select, answers._patch, [answer[1], *fields], drawing),
-        asks(compare_button.click, answers.compare, fields, drawing),
+        connect(answer[0].select, answers._patch, [answer[1], *fields], drawing),
+        connect(compare_button.click, answers.compare, fields, drawing),
     ]
     for result in results:
         result.then(None, [*fields, view], None, **address)
-    asks(method.change, answers._method, [method], [*options, notes])
-    asks(model.input, answers._model, [model], [region, prompts, target, notes])
-    asks(image.select, answers._corner, [model, region], [region, notes])
+    connect(method.change, answers._method, [method], [*options, notes])
+    connect(model.input, answers._model, [model], [region, prompts, target, notes])
+    connect(image.select, answers._corner, [model, region], [region, notes])
 
     def restored(request: gr.Request) -> list[Any]:
         return _restored(models, samples, [*fields, view], request)
 
-    asks(loaded(restored, None, [*fields, view], **_PRIVATE).then, answers._open, [*fields, view], drawing)
+    connect(loaded(restored, None, [*fields, view], **_PRIVATE).then, answers._open, [*fields, view], drawing)

@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from vitflow.app.asking import Models, limited
+from vitflow.app.actions import Models, limited
 from vitflow.app.clips import clips_tab
 from vitflow.app.hosts import HostCheck, is_click, received, refusal
 from vitflow.app.images import images_tab

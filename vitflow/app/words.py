@@ -6,7 +6,7 @@ from typing import Any
 
 import gradio as gr
 
-from vitflow.app.asking import Models, answer_column, asks, drawn, path_of, photograph
+from vitflow.app.actions import Models, connect, drawn, image_field, path_of, result_fields
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.captions import python_call
 from vitflow.explaining.strips import draw_words
@@ -111,7 +111,7 @@ def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
         with gr.Column(scale=2, min_width=320):
             question = gr.Radio([_CAPTION, _READ, _WRITE], value=_CAPTION, label="Question")
             with gr.Column() as seeing:
-                image, examples = photograph(samples)
+                image, examples = image_field(samples)
             longest: dict[str, Any] = {"lines": 2, "max_length": _CHARACTERS}
             text = gr.Textbox("", label="Text", info="The text, or what to ask about the image.", **longest)
             model = gr.Dropdown(models.words, label="Model")
@@ -122,8 +122,8 @@ def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
             go = gr.Button("Explain", variant="primary")
         with gr.Column(scale=3, min_width=320):
             words = gr.HighlightedText(show_label=False, color_map=_SHADES, show_inline_category=False, render=False)
-            answer = answer_column("Click a word below to see what it rests on.", words)
+            answer = result_fields("Click a word below to see what it rests on.", words)
     for trigger in (go.click, image.upload, examples.load_input_event.then):
-        asks(trigger, answers.words, [question, model, image, text, method, count], [words, *answer])
-    asks(words.select, answers._word, [answer[1]], [words, *answer])
+        connect(trigger, answers.words, [question, model, image, text, method, count], [words, *answer])
+    connect(words.select, answers._word, [answer[1]], [words, *answer])
     question.change(lambda kind: gr.update(visible=kind == _CAPTION), question, seeing, api_visibility="private")

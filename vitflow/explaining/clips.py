@@ -409,7 +409,7 @@ def read_video(
         chosen = set(
             ((np.arange(min(count, decoded)) + 0.5) * decoded / max(min(count, decoded), 1)).astype(int).tolist()
         )
-        video.set(cv2.CAP_PROP_POS_FRAMES, 0)
+        video.open(os.fspath(path))  # from the start again; seeking fails in a video of one frame
         images = []
         for number in range(decoded):
             if not video.grab():

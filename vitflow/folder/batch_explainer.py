@@ -16,7 +16,7 @@ from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import Decoded, decode_file, failed
 from vitflow.folder.plan import Input
 from vitflow.folder.work import InputImage, auto_batch, check_target, compute_maps, describe, make_job
-from vitflow.images.reading import MAX_PIXELS, read_image
+from vitflow.images.reading import MAX_PIXELS, read_channels
 from vitflow.runs.batches import Batches
 from vitflow.runs.columns import as_text, columns_of_maps, kinds_in, map_of, values_of_maps
 
@@ -158,10 +158,12 @@ class BatchExplainer:
     def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[InputImage]:
         for image_id, image in zip(ids, images, strict=True):
             name = str(image_id)
-            yield InputImage(Input(name, "", ""), decode_given(image, printable(name), self._max_pixels))
+            channels = self._loaded().explainer.spec.channels
+            decoded = decode_given(image, printable(name), self._max_pixels, channels)
+            yield InputImage(Input(name, "", ""), decoded)
 
 
-def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
+def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
     """Read an image from a column (see `BatchExplainer`); a failure becomes an error in the result.
 
     >>> decode_given(b"no image", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
@@ -170,13 +172,13 @@ def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded
     if isinstance(image, Mapping):  # from a dataset without decoding
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, str | Path):
-        return decode_file(str(image), max_pixels)
+        return decode_file(str(image), max_pixels, channels)
     facts: dict[str, Any] = {}
     if isinstance(image, bytes | bytearray | memoryview):
         image = bytes(image)
         facts = {"size": len(image), "sha256": hashlib.sha256(image).hexdigest()}
     try:
-        return Decoded(read_image(image, max_pixels=max_pixels), **facts)
+        return Decoded(read_channels(image, channels, max_pixels=max_pixels), **facts)
     except Exception as error:
         return failed(error, name, facts)
 

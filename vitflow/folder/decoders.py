@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ImageError, OptionError, load_extra, printable
 from vitflow.files import is_remote
-from vitflow.images.reading import MAX_PIXELS, read_image
+from vitflow.images.reading import MAX_PIXELS, read_channels
 
 #: Timeout for decoding an image, in seconds.
 PATIENCE = 60.0
@@ -56,7 +56,7 @@ class Decoded:
     """The result of reading one file: its pixels, or an error.
 
     Attributes:
-        image: uint8 RGB [height, width, 3]; None if it could not be read.
+        image: uint8 RGB [height, width, 3], or float32 [height, width, channels]; None if it could not be read.
         size: size of the file in bytes; None if there is no file.
         mtime_ns: modification time in nanoseconds, before the file was read.
         sha256: SHA-256 of the file's bytes.
@@ -64,7 +64,7 @@ class Decoded:
         message: the error message.
     """
 
-    image: NDArray[np.uint8] | None = None
+    image: NDArray[Any] | None = None
     size: int | None = None
     mtime_ns: int | None = None
     sha256: str | None = None
@@ -77,8 +77,13 @@ class Decoded:
         return 0 if self.image is None else self.image.nbytes
 
 
-def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
+def decode_file(path: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
     """Read one file or URL; a failure becomes an error in the result, never an exception.
+
+    Args:
+        path: the file or URL.
+        max_pixels: images with more pixels are refused.
+        channels: number of channels of the model; 3 and 1: read RGB.
 
     >>> decode_file("no such file.png").error
     'FileNotFoundError'
@@ -89,7 +94,7 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
         if is_remote(path):
             content = read_url(path)
             facts = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            return Decoded(read_image(path, max_pixels=max_pixels, content=content), **facts)
+            return Decoded(read_channels(path, channels, max_pixels=max_pixels, content=content), **facts)
         status = os.stat(path)  # noqa: PTH116 - a name that may not be text
         facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
         if stat.S_ISDIR(status.st_mode):
@@ -100,7 +105,7 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
                 content = file.read(_AT_ONCE) if status.st_size <= _AT_ONCE else None
                 digest = hashlib.file_digest(file, "sha256") if content is None else hashlib.sha256(content)
             facts["sha256"] = digest.hexdigest()
-        return Decoded(read_image(path, max_pixels=max_pixels, content=content), **facts)
+        return Decoded(read_channels(path, channels, max_pixels=max_pixels, content=content), **facts)
     except Exception as error:  # no file content may stop the run
         return failed(error, path, facts)
 
@@ -248,12 +253,15 @@ class DecoderPool:
         workers: number of processes; with 0, this process reads images, one at a time, without protection.
         max_pixels: images with more pixels are refused.
         patience: timeout per image in seconds.
+        channels: number of channels, as for `decode_file`.
     """
 
-    def __init__(self, workers: int, *, max_pixels: int = MAX_PIXELS, patience: float = PATIENCE) -> None:
-        self._max_pixels, self._patience = max_pixels, patience
+    def __init__(
+        self, workers: int, *, max_pixels: int = MAX_PIXELS, patience: float = PATIENCE, channels: int = 3
+    ) -> None:
+        self._max_pixels, self._patience, self._channels = max_pixels, patience, channels
         self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
-        self._children = [Child(__name__, str(max_pixels), str(patience)) for _ in range(workers)]
+        self._children = [Child(__name__, str(max_pixels), str(patience), str(channels)) for _ in range(workers)]
         for child in self._children:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="vitflow-decode")
@@ -264,14 +272,14 @@ class DecoderPool:
 
     def _decode(self, path: str) -> Decoded:
         if not self._children:
-            return decode_file(path, self._max_pixels)
+            return decode_file(path, self._max_pixels, self._channels)
         child, started = self._idle.get(), time.monotonic()
         try:
             answer = child.ask(os.fsencode(path))
             start = 4 + int.from_bytes(answer[:4], "little")
             facts = json.loads(answer[4:start].tobytes())
-            shape = facts.pop("shape")
-            return Decoded(None if shape is None else answer[start:].reshape(shape), **facts)
+            shape, dtype = facts.pop("shape"), facts.pop("dtype")
+            return Decoded(None if shape is None else answer[start:].view(dtype).reshape(shape), **facts)
         except InterruptedError as error:
             return Decoded(error="InterruptedError", message=str(error))
         except ChildDied as died:
@@ -304,21 +312,24 @@ def _facts(path: str) -> dict[str, Any]:
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
-def serve(max_pixels: str, patience: str) -> None:
+def serve(max_pixels: str, patience: str, channels: str) -> None:
     """Decode the files whose paths are requested: the main function of a `DecoderPool` process."""
-    _limit_memory(int(max_pixels))
-    answer_requests(partial(_answer, max_pixels=int(max_pixels), patience=float(patience)))
+    _limit_memory(int(max_pixels), int(channels))
+    answer_requests(
+        partial(_answer, max_pixels=int(max_pixels), patience=float(patience), channels=int(channels)),
+    )
 
 
-def _answer(path: bytes, max_pixels: int, patience: float) -> list[bytes | memoryview]:
+def _answer(path: bytes, max_pixels: int, patience: float, channels: int) -> list[bytes | memoryview]:
     """Return the length of a JSON header, the header with the facts of a file, and its pixels."""
     limit_time(patience)
-    decoded = decode_file(os.fsdecode(path), max_pixels)
+    decoded = decode_file(os.fsdecode(path), max_pixels, channels)
     limit_time(0)
     facts = {name: getattr(decoded, name) for name in ("size", "mtime_ns", "sha256", "error", "message")}
-    shape = None if decoded.image is None else decoded.image.shape
-    header = json.dumps(facts | {"shape": shape}).encode()
-    pixels = b"" if decoded.image is None else np.ascontiguousarray(decoded.image).data.cast("B")
+    image = decoded.image
+    form = {"shape": None, "dtype": None} if image is None else {"shape": image.shape, "dtype": str(image.dtype)}
+    header = json.dumps(facts | form).encode()
+    pixels = b"" if image is None else np.ascontiguousarray(image).data.cast("B")
     return [len(header).to_bytes(4, "little"), header, pixels]
 
 
@@ -332,13 +343,13 @@ def limit_time(seconds: float) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _limit_memory(max_pixels: int) -> None:
-    """Limit the memory of decoders; 32 bytes per pixel suffice for any permitted image."""
+def _limit_memory(max_pixels: int, channels: int) -> None:
+    """Limit the memory of decoders; 32 bytes per pixel suffice for any permitted image, and 16 for a channel."""
     try:
         import resource
     except ImportError:  # not available on this system
         return
-    bound = 2**31 + 32 * max_pixels
+    bound = 2**31 + max(32, 16 * channels) * max_pixels
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or bound < hard:
         resource.setrlimit(resource.RLIMIT_AS, (bound, hard))

@@ -30,7 +30,7 @@ from vitflow.folder.decoders import decode_file
 from vitflow.folder.work import encode_overlay
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.images.pen import Pen
-from vitflow.images.reading import read_image
+from vitflow.images.reading import bands_in_colour, read_image
 from vitflow.runs.columns import Maps, Row, by_rank, placement_of
 from vitflow.runs.saved import FILE, SavedRun
 
@@ -154,7 +154,7 @@ def draw_run(
 
         def draw(row: Row, maps: Maps) -> Drawn:
             try:
-                pixels = read_photograph(row, source, saved.max_pixels)
+                pixels = read_photograph(row, source, saved.max_pixels, settings)
                 placement = placement_of(row["placement"])
                 paths = []
                 ranked = (
@@ -192,23 +192,28 @@ def not_named(url: str) -> str:
     )
 
 
-def read_photograph(row: Mapping[str, Any], root: str, max_pixels: int) -> NDArray[np.uint8]:
+def read_photograph(
+    row: Mapping[str, Any], root: str, max_pixels: int, settings: Mapping[str, Any]
+) -> NDArray[np.uint8]:
     """Read an explained image, uint8 RGB [height, width, 3], and check that it has not changed.
 
     Args:
         row: the row of the image.
         root: the folder or URL that the run read.
         max_pixels: images with more pixels are refused.
+        settings: the fingerprint of the run, with the number of channels and which of them are displayed.
 
     Raises:
         VitflowError: it cannot be read, or has changed.
     """
-    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", max_pixels)
+    displayed = settings.get("channels")  # of models with other inputs than RGB
+    channels = 3 if displayed is None else settings["input"]["channels"]
+    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", max_pixels, channels)
     if decoded.image is None:
         raise VitflowError(decoded.message)
     if decoded.sha256 != row["sha256"] or decoded.image.shape[:2] != (row["height"], row["width"]):
         raise ShapeError("The image has changed since the run: run vitflow folder again.")
-    return decoded.image
+    return decoded.image if displayed is None else bands_in_colour(decoded.image, displayed)
 
 
 def _in_parallel(draw: Callable[[Row, Maps], Drawn], rows: Iterable[tuple[Row, Maps]]) -> Iterator[Drawn]:
@@ -247,7 +252,7 @@ def report_run(
         def photograph(row: Mapping[str, Any]) -> bytes:
             if is_remote(run["root"]):
                 raise ImageError(not_named(run["root"]))
-            return thumbnail(read_photograph(row, run["root"], saved.max_pixels))
+            return thumbnail(read_photograph(row, run["root"], saved.max_pixels, run))
 
         def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
             for row, maps in saved.with_maps(keys):

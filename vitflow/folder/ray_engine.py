@@ -111,7 +111,8 @@ def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Ro
 
     try:
         request, batches = _loaded(request_file)
-        images = [InputImage(item, decode_file(item.path, request.max_pixels)) for item in inputs]
+        channels = batches.explainer.spec.channels
+        images = [InputImage(item, decode_file(item.path, request.max_pixels, channels)) for item in inputs]
         results = compute_maps(batches, images, request.job)
         return [describe(image, result, request.job) for image, result in zip(images, results, strict=True)]
     except Exception as error:  # concerns all images; errors of single images are in their rows

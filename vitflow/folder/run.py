@@ -259,7 +259,8 @@ def explain_folder(
         if engine == "ray":
             run_on_ray(wanted, Request(model, known, job, size, max_pixels), run, tally, address, actors)
             return
-        with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels) as decoders:
+        channels = explainer.spec.channels
+        with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels, channels=channels) as decoders:
             Pipeline(
                 partial(compute_maps, job=job),
                 partial(draw_files, job=job),

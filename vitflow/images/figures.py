@@ -1,6 +1,6 @@
 """Figures for papers and screens, made with matplotlib: strips of images in columns, and how figures become files.
 
-Nothing here touches pyplot, so no window opens and no global state of the caller changes.
+pyplot is not used, so no window opens and no global state of the caller changes.
 """
 
 import base64
@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.offsetbox import HPacker, VPacker
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, ShapeError, unknown_name
+from vitflow.errors import OptionError, unknown_name
 from vitflow.files import write_atomically
 from vitflow.images import DPI, FIGURE_FORMATS
 from vitflow.images.pen import Bar
@@ -91,28 +91,17 @@ def draw_bands(
     """Lay out images in columns under heads, with captions, colour bars and a note below.
 
     Args:
-        bands: one or more strips below each other. Of each its columns, the heads from left to right; and its blocks of
-            one or more rows. For each column a block has one cell per row, or a single cell that stands for all its
-            rows and is drawn once, in the first.
-        bars: the colours, one bar below the other.
-        note: what holds for all of it; its own line breaks are kept.
+        bands: strips below each other: the heads of its columns, and its blocks of one or more rows. For each column a
+            block has one cell per row, or a single cell, which is drawn in the first row.
+        bars: colour bars, below each other.
+        note: text below; its line breaks are kept.
         dpi: pixels per inch of the images.
-
-    Raises:
-        ShapeError: a block has another number of columns, or a column of it neither one cell nor one per row.
 
     >>> grey = np.full((60, 80, 3), 128, dtype=np.uint8)
     >>> figure = draw_bands([([Column("Image"), Column("Rollout")], [[[Cell(grey)], [Cell(grey, ("cat",))]]])])
     >>> [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
     ['Image', 'Rollout', 'cat']
     """
-    for columns, blocks in bands:
-        for block in blocks:
-            rows = max((len(cells) for cells in block), default=0)
-            if len(block) != len(columns) or any(len(cells) not in (1, rows) for cells in block):
-                raise ShapeError(
-                    f"Expected {len(columns)} columns of 1 or {rows} cells each, got {[len(cells) for cells in block]}."
-                )
     images = [cell.image for _, blocks in bands for block in blocks for cells in block for cell in cells]
     width = max(_NARROWEST, *(image.shape[1] / dpi for image in images))
     most = max(len(columns) for columns, _ in bands)

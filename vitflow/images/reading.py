@@ -180,11 +180,10 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         with write_atomically(target) as file:
             Image.fromarray(array).save(file, **options)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None)  # the rest of the error names the unfinished file
-        remedy = "Choose another place, or make room and allow writing there" if reason else "Choose another format"
+        reason = getattr(error, "strerror", None) or error  # the rest of the error names the unfinished file
+        size = f"{array.shape[1]} × {array.shape[0]} pixels"
         raise ImageError(
-            f"Could not write {image_name(path)!r}, an image of {array.shape[1]} × {array.shape[0]} pixels (width × "
-            f"height) in {str(target.parent)!r}: {reason or error}. {remedy}."
+            f"Could not write {image_name(path)!r} ({size}) in {str(target.parent)!r}: {reason}. Choose another place."
         ) from error
 
 
@@ -249,10 +248,7 @@ def _eight_bits(image: Image.Image, name: str) -> NDArray[np.uint8]:
         return (values >> 8).astype(np.uint8)
     largest = float(values.max())
     if not np.isfinite(values).all():
-        raise ImageError(
-            f"Expected finite pixel values in {name!r}, got NaN or infinity in a 32-bit float image. "
-            f"Replace them (for example by np.nan_to_num) and pass the array, scaled to 0 … 1."
-        )
+        raise ImageError(f"Expected finite pixel values in {name!r}, got NaN or infinity: pass an array without them.")
     scales = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
     full = next((scale for scale in scales if largest <= scale), max(2.0**32 - 1, largest))
     return np.clip(np.rint(values.astype(np.float64) * (255.0 / full)), 0, 255).astype(np.uint8)
@@ -285,6 +281,11 @@ def _from_array(array: NDArray[Any]) -> NDArray[np.uint8]:
     if array.ndim == 2:
         return _grey_to_rgb(array)
     return _over_white(array) if array.shape[2] == 4 else array.copy(order="C")
+
+
+def read_channels(source: ImageSource, channels: int, **options: Any) -> NDArray[Any]:
+    """Read an image by `read_image` for 1 or 3 channels, otherwise by `read_bands`, with their options."""
+    return read_image(source, **options) if channels in (1, 3) else read_bands(source, channels, **options)
 
 
 def read_bands(

@@ -1,4 +1,4 @@
-"""Boxes of words and images, which matplotlib lays out; words are data and never formulas."""
+"""Boxes of text and images, laid out by matplotlib; text is never parsed as a formula."""
 
 import math
 import textwrap
@@ -48,7 +48,7 @@ class QuietFigure(Figure):
 
 @contextmanager
 def without_glyph_warnings() -> Iterator[None]:
-    """Keep matplotlib from warning of characters that no font has: a box says as much."""
+    """Suppress matplotlib's warnings about characters that no font has; they are drawn as boxes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(?s).*[Gg]lyph.*", category=UserWarning)
         warnings.filterwarnings("ignore", message=r".*does not support.*natively", category=UserWarning)
@@ -64,14 +64,14 @@ def words(
     weight: str = "normal",
     **style: Any,
 ) -> list[Artist]:
-    """Break paragraphs into lines of a width in inches, each at most this many, in one box; no words have no box."""
+    """Return the box of paragraphs, each wrapped to at most `lines` lines of a width in inches; none for no text."""
     broken = [line for text in paragraphs for line in wrap(text, width, size, lines, weight)]
     textprops = {**plain(size), "weight": weight, "multialignment": align, "linespacing": 1.1, **style}
     return [TextArea("\n".join(broken), textprops=textprops, multilinebaseline=True)] if broken else []
 
 
 class _Image(OffsetImage):
-    """An image that begins at a whole pixel: it keeps its own pixels then."""
+    """An image that begins at a whole pixel, so that it is not resampled."""
 
     def get_window_extent(self, renderer: Any = None) -> Bbox:
         """Return its box in pixels of the page."""
@@ -160,10 +160,9 @@ def decimal(value: float | None, digits: int = 3, *, signed: bool = False) -> st
 
 
 def readable(*values: float, largest: float | None = None) -> tuple[tuple[str, ...], str]:
-    """Numbers in as many decimals as give the largest two digits, and the power of 10 that they are to be taken by.
+    """Format numbers with as many decimals as give the largest two digits, and a common power of 10.
 
-    The power is empty unless the numbers are too small or too large to be written out. The caller may name the number
-    that gets two digits.
+    The power is empty unless the numbers are very small or large. `largest` replaces the largest of them.
 
     >>> readable(0.00021, 0.0134), readable(-0.5, 0.0, 2.0), readable(1.2e-6, 3.4e-5)
     ((('0', '0.013'), ''), (('−0.5', '0', '2'), ''), (('1', '34'), '× 10⁻⁶'))

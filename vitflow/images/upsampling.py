@@ -1,4 +1,4 @@
-"""From patches to pixels: a map spread over the image that it belongs to, by the inverse of the preprocessing."""
+"""Upsampling of maps from patches to the pixels of the image, by the inverse of the preprocessing."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,17 +29,17 @@ def upsample(
     interpolation: Interpolation = "linear",
     image: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.float32]:
-    """Spread a map over patches to the pixels of the original image that the model saw.
+    """Upsample a map from patches to the pixels of the original image that the model saw.
 
-    The grid is resized to the model input, and that is carried back by the inverse of the resize and crop of the
-    preprocessing. Pixel centres correspond throughout; beyond the outermost patch centres the values stay constant.
+    The grid is resized to the model input, which is mapped back by the inverse of the resize and crop of the
+    preprocessing. Pixel centres are aligned; beyond the outermost patch centres the values are constant.
 
     Args:
         grid: one value per patch, [rows, cols].
-        placement: how the image became the model input.
-        interpolation: "linear" stays within the values of the grid; so does "smooth", without edges or corners but
-            with lower peaks; "cubic" is smooth and may overshoot; "nearest" gives each pixel the value of the patch in
-            which its centre lies; "guided" lets edges follow the image, and keeps the mean of each patch.
+        placement: position of the model input on the image.
+        interpolation: "linear" stays within the values of the grid; so does "smooth", a quadratic B-spline with lower
+            peaks; "cubic" is smooth and may overshoot; "nearest" gives each pixel the value of the patch that contains
+            its centre; "guided" aligns edges with those of the image, and keeps the mean of each patch.
         image: the image, uint8 RGB [height, width, 3], for "guided".
 
     Returns:
@@ -102,14 +102,14 @@ def upsample(
 def lay_together(
     grids: Sequence[NDArray[np.floating[Any]]], placements: Sequence[Placement]
 ) -> tuple[NDArray[np.float32], Placement]:
-    """One map over a whole image of several that lie on parts of it, which may overlap: weights are added by area.
+    """Combine maps of parts of an image, which may overlap, into one map of the whole image.
 
-    Each patch spreads its weight evenly over where it lies; a cell of the new map, about as large as the smallest
-    patch, has what falls into it. The sum stays, but for what lies beyond the image.
+    The weight of each patch is distributed evenly over its area; cells of the new map are about as large as the
+    smallest patch. The sum is preserved, except for what is outside the image.
 
     Args:
         grids: maps [rows, cols].
-        placements: where each lies, all on the same image.
+        placements: their placements on the same image.
 
     >>> left, right = (Placement((2, 4), (2, 4), (0, x), (2, 2)) for x in (0, 2))
     >>> lay_together([np.array([[1.0]]), np.array([[2.0]])], [left, right])[0]
@@ -146,10 +146,10 @@ def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.flo
 
 
 def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Lines [patches, …] at places from 0 to 1 along their first axis, by the quadratic B-spline: [places, …].
+    """Interpolate [patches, …] at positions from 0 to 1 along the first axis by a quadratic B-spline: [positions, …].
 
-    Each is a weighted mean of the three next to its place; the outermost are continued outwards. As a product of
-    matrices, BLAS would spin after it.
+    Each value is a weighted mean of the three nearest patches; the outermost values continue outwards. No product of
+    matrices: the threads of BLAS would spin afterwards.
     """
     at = places * len(lines) - 0.5
     nearest = np.rint(at).astype(np.int64)
@@ -169,7 +169,7 @@ def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.flo
 
 
 def _patch_of_pixels(axis: int, first: int, last: int, count: int, placement: Placement) -> NDArray[np.int64]:
-    """Row (axis 0) or column (axis 1) of the patch in which the centre of each pixel from first to last lies."""
+    """Return the row (axis 0) or column (axis 1) of the patch that contains the centre of each pixel."""
     size, resized = placement.image_size[axis], placement.resized_size[axis]
     # In whole numbers, as Placement.seen_box does: (k + 1/2) · resized / size − offset, in units of patches.
     centres = (2 * np.arange(first, last, dtype=np.int64) + 1) * resized - 2 * size * placement.offset[axis]

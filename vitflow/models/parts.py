@@ -46,7 +46,11 @@ def those_that(holds: Callable[[nn.Module], bool]) -> Callable[[nn.Module], list
 def with_paths(model: nn.Module, search: Callable[[nn.Module], list[nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Return the modules that a search finds, each with its path, without the path of wrappers."""
     holds = search.__wrapped__  # type: ignore[attr-defined]
-    return [(path.replace("_orig_mod.", ""), module) for path, module in model.named_modules() if holds(module)]
+    return [
+        (".".join(part for part in path.split(".") if part != "_orig_mod"), module)
+        for path, module in model.named_modules()
+        if holds(module)
+    ]
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -13,7 +13,6 @@ from vitflow.methods.fusion import check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.models.anatomy import read_layout
 from vitflow.models.languages import reads_text
-from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
@@ -53,7 +52,6 @@ def explain_pairs(
             layer.
     """
     check_known("method for encoders and decoders", method.name, ("rollout", "attention", "flow", "gae"))
-    refuse_other_layers(model, method.name)
     gradients = "gradients" in method.needs
     if gradients:
         refuse_inference_tensors(model)

@@ -18,21 +18,23 @@ from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id, model_note
 from vitflow.models.hub import bundled
 from vitflow.models.languages import decoder_path
+from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text import languages
 from vitflow.text.encoder_decoder import ExplainedText, explain_pairs
 from vitflow.text.generation import Generation
 from vitflow.text.image_tokens import tower_rows
-from vitflow.text.images import Layout, Video, with_images, with_neutral, with_source
+from vitflow.text.images import Layout, Video, with_images, with_source
 from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
+from vitflow.text.layer_rows import check_options
 from vitflow.text.layout import Words
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
+from vitflow.text.prompt_images import with_neutral
 from vitflow.text.read_rows import RowsRead, array_of, read_rows
 from vitflow.text.writing import (
     arguments_of,
     extra_inputs,
     generate_tokens,
-    generate_with_rollout,
     refuse_not_causal,
     split,
 )
@@ -51,6 +53,7 @@ def explain_generation(
     layout: Layout = None,
     neutral: Any = None,
     through_tower: bool = False,
+    blank: bool = False,
     name: str | None = None,
     trust_remote_code: bool = False,
     **options: Any,
@@ -75,6 +78,8 @@ def explain_generation(
         layout: positions of the patch tokens in the prompt, for unknown model families.
         neutral: another prompt for the same images, such as "Describe the image.", required by `image(relative=True)`.
         through_tower: record the vision tower, too, to propagate maps to its patches; not for a video.
+        blank: also compute the probability of each token with the image replaced by its mean colour; not for models
+            with an image encoder and cross-attention.
         name: display name of the model; by default its id.
         trust_remote_code: allow models whose repository contains Python code, and run it.
         options: options of `model.generate`, such as max_new_tokens=20 or do_sample=True, and of the method, such as
@@ -100,6 +105,7 @@ def explain_generation(
     method = (PLAIN if image is None else IMAGE_DEFAULT) if method is None else method
     definition, used = text_method(method, given)
     used = for_kind(used, decoder=True)
+    check_options(used)
     if isinstance(model, nn.Module):
         model = unwrap(model)
     else:
@@ -130,6 +136,8 @@ def explain_generation(
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     elif neutral is not None or through_tower or layout is not None:
         raise OptionError("neutral, through_tower and layout require image.")
+    if blank and (images is None or languages.has_encoder(model)):
+        raise OptionError("blank requires an image in the prompt of a vision-language model.")
     arguments, tokenizer = arguments_of(inputs, tokenizer, model, generate)
     started = time.perf_counter()
     prompts, generated, rows, self_shares = _explained(model, arguments, tokenizer, definition, used)
@@ -142,6 +150,7 @@ def explain_generation(
             prepared = {name: arguments[name] for name in inputs}
             tower = tower_rows(model, prepared, images.parts, residual=used.get("residual", 0.5))
         images = replace(images, tower=tower)
+    probabilities = _with_and_without_image(model, arguments, prompts[0], generated[0]) if blank else None
     values = array_of(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
     n = values.shape[1]
     start = values.shape[2] - n + 1  # the last generated token is not an input
@@ -158,6 +167,7 @@ def explain_generation(
         self_share=None if self_shares is None else array_of(self_shares.permute(0, 2, 1)),
         seconds=time.perf_counter() - started,
         images=images,
+        probabilities=probabilities,
         model_note=model_note(model),
     )
     return generation[0] if len(generation) == 1 else generation
@@ -167,14 +177,32 @@ def _explained(
     model: nn.Module, arguments: Mapping[str, Any], tokenizer: Any, method: Method, options: dict[str, Any]
 ) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
     """Generate text: return prompts, generated tokens, rows [batch, layers, rows, tokens] and self-shares."""
+    refuse_other_layers(model, method.name)
     with evaluating(model), torch.no_grad():
         if languages.has_encoder(model):
             return _stacked(explain_pairs(model, arguments, tokenizer, method, options))
-        if method.name == "rollout":
-            sequences, rows, self_shares = generate_with_rollout(model, arguments, options)
-            return *split(sequences, arguments, tokenizer, model), rows, self_shares
         prompts, generated = split(generate_tokens(model, arguments), arguments, tokenizer, model)
     return _stacked(_teacher_forced(model, arguments, prompts, generated, method, options))
+
+
+def _with_and_without_image(
+    model: nn.Module, arguments: Mapping[str, Any], prompt: Words, generated: Words
+) -> NDArray[np.float32]:
+    """Return the probability of each generated token, with the image and with its mean colour instead, [n, 2]."""
+    ids = torch.tensor([(prompt + generated).ids[:-1]], device=device_of(model))
+    inputs = extra_inputs(model, arguments, 0, prompt.length, generated.length - 1)
+    blank = dict(inputs)
+    for name, value in inputs.items():
+        if value.is_floating_point() and name.startswith("pixel_values"):
+            # of an image [..., height, width], or of its patches [patches, pixels]
+            blank[name] = value.mean(dim=(-2, -1) if value.ndim > 2 else 0, keepdim=True).expand_as(value)
+    columns = []
+    with evaluating(model), torch.no_grad(), languages.reading(model):
+        for given in (inputs, blank):
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0, prompt.length - 1 :]
+            shares = logits.float().softmax(dim=-1)
+            columns.append(shares.gather(1, torch.tensor(generated.ids, device=shares.device).unsqueeze(1)))
+    return array_of(torch.cat(columns, dim=1))
 
 
 def _neutral_rows(
@@ -184,7 +212,7 @@ def _neutral_rows(
     arguments, _ = arguments_of(inputs, processor.tokenizer, model, {})
     ids = arguments["input_ids"][:, arguments["attention_mask"][0].bool()]
     length = ids.shape[1]
-    return array_of(_rows_at(model, arguments, ids, length, [(length - 1, None)], method, options).rows[:, 0].T)
+    return array_of(_rows_at(model, arguments, 0, ids, length, [(length - 1, None)], method, options).rows[:, 0].T)
 
 
 def _teacher_forced(
@@ -196,32 +224,34 @@ def _teacher_forced(
     options: dict[str, Any],
 ) -> Iterator[ExplainedText]:
     """Compute the rows of a method in one pass over each generated text."""
-    for prompt, new in zip(prompts, generated, strict=True):
+    for index, (prompt, new) in enumerate(zip(prompts, generated, strict=True)):
+        source = index * len(arguments["input_ids"]) // len(prompts)  # num_return_sequences may be above 1
         ids = torch.tensor([(prompt + new).ids[:-1]], device=device_of(model))
         targets = list(enumerate(new.ids, start=prompt.length - 1))
-        result = _rows_at(model, arguments, ids, prompt.length, targets, method, options)
+        result = _rows_at(model, arguments, source, ids, prompt.length, targets, method, options)
         yield ExplainedText(prompt, new, result.rows, result.self_share)
 
 
 def _rows_at(
     model: nn.Module,
     arguments: Mapping[str, Any],
+    prompt: int,
     ids: Tensor,
     length: int,
     targets: Sequence[tuple[int, int | None]],
     method: Method,
     options: dict[str, Any],
 ) -> RowsRead:
-    """Compute the rows of a method for targets in a text [1, tokens] whose prompt has `length` tokens."""
+    """Compute the rows of a method for targets in a text [1, tokens], whose prompt (an index) has `length` tokens."""
     readout = torch.eye(ids.shape[1], device=ids.device)[[position for position, _ in targets]]
-    extra = extra_inputs(model, arguments, length, ids.shape[1] - length)
+    extra = extra_inputs(model, arguments, prompt, length, ids.shape[1] - length)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
     within = decoder_path(model)
     return read_rows(model, inputs, readout, method, options, targets=targets, within=within)
 
 
 def _stacked(texts: Iterable[ExplainedText]) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
-    """Stack rows and self-shares, with prompts padded on the left as by `generate_with_rollout`."""
+    """Stack rows and self-shares, with prompts padded on the left."""
     texts = list(texts)
     prompts, generated = [text.prompt for text in texts], [text.generated for text in texts]
     start, n = (max(words.length for words in batch) for batch in (prompts, generated))

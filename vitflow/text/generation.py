@@ -17,10 +17,10 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.images.geometry import Placement
 from vitflow.methods.fusion import check_layer
-from vitflow.text.images import PromptImages, subtract_earlier
 from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, grouped_words, hide, labels_of, text_of
 from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS
+from vitflow.text.prompt_images import PromptImages, subtract_earlier
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
 from vitflow.text.textpage import ShownImage, TextRow, page_of
@@ -63,6 +63,8 @@ class Generation:
             field; else None.
         seconds: time of the generation and the method.
         images: images of the prompt and the positions of their patch tokens; None without images.
+        probabilities: probability of each generated token with the image, and with its mean colour instead, float32
+            [n, 2]; None unless requested by `blank`.
         model_note: note on the model, if its metadata has one.
     """
 
@@ -76,6 +78,7 @@ class Generation:
     self_share: NDArray[np.float32] | None = None
     seconds: float = 0.0
     images: PromptImages | None = None
+    probabilities: NDArray[np.float32] | None = None
     model_note: str = ""
 
     def __repr__(self) -> str:
@@ -83,8 +86,8 @@ class Generation:
             content = f"{len(self)} prompts of at most {self.values.shape[2]} tokens"
         else:
             text = text_of(self.prompt_tokens + self.generated_tokens)
-            written, prompt = self.generated_tokens.length, self.prompt_tokens.length
-            content = f"{text[:_SHOWN]!r}, {written} tokens after a prompt of {prompt}"
+            generated, prompt = self.generated_tokens.length, self.prompt_tokens.length
+            content = f"{text[:_SHOWN]!r}, {generated} tokens after a prompt of {prompt}"
         return f"Generation({content}, {self.method}, {self.values.shape[-1]} layers, {printable(self.model)})"
 
     def __len__(self) -> int:
@@ -96,25 +99,25 @@ class Generation:
             if index not in (0, -1):
                 raise OptionError(f"Expected index 0 for a single prompt, got {index}.")
             return self
-        prompt, written = self.prompt_tokens[index], self.generated_tokens[index]
-        n, m = written.length, prompt.length
+        prompt, generated = self.prompt_tokens[index], self.generated_tokens[index]
+        n, m = generated.length, prompt.length
         start = self.values.shape[2] - m
         return replace(
             self,
             values=self.values[index, :n, start:],
             among_generated=self.among_generated[index, :n, :n],
             prompt_tokens=prompt,
-            generated_tokens=written,
+            generated_tokens=generated,
             self_share=None if self.self_share is None else self.self_share[index, :n],
         )
 
     @property
     def answer(self) -> str:
         """The generated text without end-of-sequence tokens."""
-        _, written = self._one_prompt()
-        while written.length and written.special[-1]:
-            written = written[:-1]
-        return text_of(written).strip()
+        _, generated = self._one_prompt()
+        while generated.length and generated.special[-1]:
+            generated = generated[:-1]
+        return text_of(generated).strip()
 
     def words(self, stop_words: Iterable[str] = ENGLISH_STOP_WORDS) -> tuple[dict[str, tuple[int, ...]], list[str]]:
         """Return the generated content words with the indices of their tokens, and the stop words and punctuation.
@@ -124,9 +127,9 @@ class Generation:
         Args:
             stop_words: words to exclude from the content words.
         """
-        _, written = self._one_prompt()
+        _, generated = self._one_prompt()
         stopped, content, rest = {word.casefold() for word in stop_words}, dict[str, tuple[int, ...]](), list[str]()
-        for word, indices in grouped_words(written):
+        for word, indices in grouped_words(generated):
             if word.casefold() in stopped or not word[0].isalnum():
                 rest += [] if word in rest else [word]
                 continue
@@ -178,7 +181,19 @@ class Generation:
         )
         index = self.images.parts[parts[0]].image
         flags = {"relative": relative, "without_earlier": without_earlier, "through_tower": through}
-        return self._saliency(grid, placement, index, name, flags, {**facts, "layer": top + 1})
+        return self._saliency(
+            grid, placement, index, name, flags, {**facts, **self._blank_facts(word), "layer": top + 1}
+        )
+
+    def _blank_facts(self, word: str | int | Sequence[int]) -> dict[str, Any]:
+        """Return the probability of a word with and without the image, if known: the product over its tokens."""
+        if self.probabilities is None:
+            return {}
+        _, written = self._one_prompt()
+        tokens = [word] if isinstance(word, str | int) else word
+        indices = sorted({index for token in tokens for index in written.find(token)})
+        image, blank = (round(float(each), 6) for each in self.probabilities[indices].astype(np.float64).prod(axis=0))
+        return {"blank": {"value": blank, "with_image": image, "display": f"{blank:.1%} (with the image {image:.1%})"}}
 
     def clip(
         self,
@@ -216,9 +231,9 @@ class Generation:
         self, word: str | int | Sequence[int], layer: int | None, without_earlier: bool
     ) -> tuple[NDArray[np.float64], float, int, str]:
         """Return the row of a word over the prompt, its sum with earlier generated tokens, its layer and the word."""
-        _, written = self._one_prompt()
+        _, generated = self._one_prompt()
         tokens = [word] if isinstance(word, str | int) else word
-        indices = sorted({index for token in tokens for index in written.find(token)})
+        indices = sorted({index for token in tokens for index in generated.find(token)})
         if not indices:
             raise OptionError("Expected a word or token indices, got an empty sequence.")
         layer = self.options.get("layer", -1) if layer is None else layer
@@ -228,7 +243,7 @@ class Generation:
         total = row.sum() + self.among_generated[indices, :, top].mean(axis=0).sum()
         if without_earlier:
             row = subtract_earlier(row, rows[:start], self.among_generated[start, :start, top])
-        return row, float(total), top, text_of(written[start : indices[-1] + 1]).strip()
+        return row, float(total), top, text_of(generated[start : indices[-1] + 1]).strip()
 
     def _saliency(
         self,
@@ -266,10 +281,10 @@ class Generation:
         Raises:
             OptionError: index out of range, or several prompts: use `generation[0]`.
         """
-        prompt, written = self._one_prompt()
-        index = whole_number("the generated token", number, -written.length, written.length - 1) % written.length
+        prompt, generated = self._one_prompt()
+        index = whole_number("the generated token", number, -generated.length, generated.length - 1) % generated.length
         position = prompt.length + index
-        words, hidden = self._shown(prompt + written, special, stop_words)
+        words, hidden = self._shown(prompt + generated, special, stop_words)
         weights = self._full_rows()[index, :, -1]
         return ShadedText(
             words,
@@ -291,16 +306,16 @@ class Generation:
             generated: show a column per generated token instead of their sum.
             special, stop_words: as for `shaded`.
         """
-        prompt, written = self._one_prompt()
+        prompt, new = self._one_prompt()
         index = check_layer("layer", layer, self.values.shape[2])
-        words, hidden = self._shown(prompt + written if generated else prompt, special, stop_words)
+        words, hidden = self._shown(prompt + new if generated else prompt, special, stop_words)
         return Sheet(
             words,
             self._full_rows()[:, : words.length, index],
-            [label.text for label in labels_of(written)],
+            [label.text for label in labels_of(new)],
             rest=None if generated else np.nansum(self.among_generated[:, :, index], axis=1),
             rest_name="generated",
-            self_tokens=list(range(prompt.length - 1, prompt.length - 1 + written.length)),
+            self_tokens=list(range(prompt.length - 1, prompt.length - 1 + new.length)),
             self_share=None if self.self_share is None else float(np.mean(self.self_share[:, index])),
             hidden=hidden,
             title="Attribution of each generated token",
@@ -324,10 +339,10 @@ class Generation:
 
         Write the page with `generation.page().save("generation.html")`.
         """
-        prompt, written = self._one_prompt()
-        m, words = prompt.length, prompt + written
+        prompt, generated = self._one_prompt()
+        m, words = prompt.length, prompt + generated
         full = np.concatenate([self.values, self.among_generated], axis=1)
-        self_share = [None] * written.length if self.self_share is None else self.self_share
+        self_share = [None] * generated.length if self.self_share is None else self.self_share
         rows = [
             TextRow(label.text, (m + i,), m + i, full[i].T, at=m + i - 1, self_share=self_share[i])
             for i, label in enumerate(labels_of(words)[m:])
@@ -384,16 +399,17 @@ class Generation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, with `values` and `among_generated` as nested lists."""
-        prompt, written = self._one_prompt()
+        prompt, generated = self._one_prompt()
         return {
             "prompt_tokens": list(prompt.strings),
             "prompt_ids": list(prompt.ids),
-            "generated_tokens": list(written.strings),
-            "generated_ids": list(written.ids),
+            "generated_tokens": list(generated.strings),
+            "generated_ids": list(generated.ids),
             "values": self.values.tolist(),
             "among_generated": self.among_generated.tolist(),
             "self_share": None if self.self_share is None else self.self_share.tolist(),
             "images": [] if self.images is None else self.images.to_list(),
+            "probabilities": None if self.probabilities is None else self.probabilities.tolist(),
             "model": self.model,
             **method_record(TEXT_METHODS[self.method], self.options),
             "seconds": round(self.seconds, 4),

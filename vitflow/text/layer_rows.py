@@ -3,15 +3,16 @@
 All functions take one text: matrices and masks are [tokens, tokens], query weights are a readout [rows, tokens].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitflow.errors import ShapeError
+from vitflow.errors import check_known
 from vitflow.methods.flow.attention_flow import attention_flow
-from vitflow.methods.fusion import add_residual, check_layer, discard_low
+from vitflow.methods.fusion import add_residual, check_fraction, check_head_fusion, check_layer, discard_low
 from vitflow.methods.rollout import relevance
 from vitflow.methods.tokens import (
     Causal,
@@ -20,6 +21,15 @@ from vitflow.methods.tokens import (
     self_token,
     uniform_attention,
 )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise OptionError for values of options that no method for texts accepts, before text is generated."""
+    check_causal(options.get("causal"))
+    check_head_fusion(options.get("head_fusion", "mean"))
+    check_known("below", options.get("below", "none"), ("none", "rollout"))
+    for name in ("discard_ratio", "residual"):
+        check_fraction(name, options.get(name, 0.0))
 
 
 def rollout_rows(
@@ -50,7 +60,6 @@ def rollout_rows(
     <BLANKLINE>
             [[0.4375, 0.5625]]])
     """
-    check_causal(causal)
     first = check_layer("start_layer", start_layer, len(matrices))
     relative = causal == "receptive_field"
 
@@ -111,7 +120,6 @@ def flow_rows(
     Returns:
         As for `rollout_rows`, with a row for each window.
     """
-    check_causal(causal)
     relative = causal == "receptive_field"
 
     def rows(given: Sequence[Tensor], ratio: float) -> Tensor:
@@ -167,21 +175,11 @@ class Streams:
         encoder: encoder self-attention [m, m].
         decoder: decoder self-attention [n, n].
         crossing: cross-attention [n, m].
-
-    Raises:
-        ShapeError: different numbers of decoder and crossing matrices, or none.
     """
 
     encoder: Sequence[Tensor]
     decoder: Sequence[Tensor]
     crossing: Sequence[Tensor]
-
-    def __post_init__(self) -> None:
-        if not self.crossing or len(self.decoder) != len(self.crossing):
-            raise ShapeError(
-                "Expected cross-attention in each layer of the decoder, got "
-                f"{len(self.crossing)} in {len(self.decoder)} layers."
-            )
 
     def steps(self) -> list[Tensor]:
         """Return the joint graph: one matrix [m + n, m + n] per step, source tokens first.

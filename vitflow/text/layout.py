@@ -1,20 +1,12 @@
-"""Layout of token sequences: text tokens, image patches, prefix tokens and padding."""
+"""Layout of token sequences: text tokens, image patches and padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from vitflow.errors import OptionError, ShapeError, check_known
-from vitflow.methods.tokens import TokenLayout
 
 Padding = Literal["left", "right"]
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Tokens that represent neither image nor text, such as class and register tokens."""
-
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +97,7 @@ class Grid:
         return self.rows * self.cols
 
 
-Part = Prefix | Words | Grid
+Part = Words | Grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +105,18 @@ class SequenceLayout:
     """Layout of a token sequence: its parts in order, and padding on one side.
 
     Attributes:
-        parts: prefix tokens, words and patch grids in sequence order.
+        parts: words and patch grids in sequence order.
         num_padding: number of padding tokens.
         padding: side of the padding, "left" or "right".
 
     >>> import torch
     >>> prompt = Words(("what", " is", " it"), (5, 6, 7), (False,) * 3)
-    >>> layout = SequenceLayout((Prefix(1), Grid(2, 2), prompt), num_padding=2, padding="left")
-    >>> layout.num_tokens, layout.place(2)
-    (10, slice(7, 10, None))
-    >>> layout.to_words(torch.arange(10)), layout.to_grid(torch.arange(10))
-    (tensor([7, 8, 9]), tensor([[3, 4],
-            [5, 6]]))
+    >>> layout = SequenceLayout((Grid(2, 2), prompt), num_padding=2, padding="left")
+    >>> layout.num_tokens, layout.place(1)
+    (9, slice(6, 9, None))
+    >>> layout.to_words(torch.arange(9)), layout.to_grid(torch.arange(9))
+    (tensor([6, 7, 8]), tensor([[2, 3],
+            [4, 5]]))
     """
 
     parts: tuple[Part, ...]
@@ -133,12 +125,6 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         check_known("padding", self.padding, get_args(Padding))
-
-    @classmethod
-    def of(cls, layout: TokenLayout) -> "SequenceLayout":
-        """Return the layout of an image encoder: prefix tokens, then patches."""
-        prefix = (Prefix(layout.num_prefix_tokens),) if layout.num_prefix_tokens else ()
-        return cls((*prefix, Grid(layout.rows, layout.cols)))
 
     @property
     def num_tokens(self) -> int:

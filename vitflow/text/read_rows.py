@@ -1,5 +1,6 @@
 """Rows of any method for selected tokens of a text, computed in one forward pass."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -118,7 +119,10 @@ def read_rows(
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(model):
         fusion, weighting = options.get("head_fusion", "mean"), options.get("value_weighted", False)
         kept = {"within": within, **kept_matrices(method, options)}
-        trace, hidden = _record(model, inputs, kept, hidden="features" in method.needs)
+        arguments: dict[str, Any] = dict(inputs)
+        if not method.class_specific and "logits_to_keep" in inspect.signature(model.forward).parameters:
+            arguments["logits_to_keep"] = 1  # those of all tokens can take more memory than the attention
+        trace, hidden = _record(model, arguments, kept, hidden="features" in method.needs)
         fused = trace.fused(fusion, value_weighted=False if gradients else weighting)
         matrices = torch.stack([layer[0] for layer in fused])
         text = ReadText(trace, _visible(trace, inputs), readout.to(matrices), targets, hidden)

@@ -26,6 +26,7 @@ from vitflow.recording.probing import is_causal
 from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
 from vitflow.text.labels import caption, hide, labels_of, text_of, words_in, words_of
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
+from vitflow.text.layer_rows import check_options
 from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.read_rows import RowsRead, array_of, read_rows
@@ -257,6 +258,7 @@ def explain_text(
     with reading(model):
         causal = is_causal(model)
     used = for_kind(used, decoder=causal)
+    check_options(used)
     started = time.perf_counter()
     selected = _selected(words, token, tokenizer, causal)
     readout = torch.zeros(1, words.length)

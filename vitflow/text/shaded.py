@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -184,12 +183,13 @@ class ShadedText(View):
 
 def _by_word(tokens: Sequence[_Token]) -> list[list[_Token]]:
     """Group tokens into words."""
-    index, indices = 0, []
-    for before, token in zip([None, *tokens], tokens, strict=False):
-        index += before is not None and (token.label.space or before.label.newline)
-        indices.append(index)
-    pairs = zip(indices, tokens, strict=True)
-    return [[token for _, token in group] for _, group in groupby(pairs, lambda pair: pair[0])]
+    groups: list[list[_Token]] = []
+    for token in tokens:
+        if groups and not token.label.space and not groups[-1][-1].label.newline:
+            groups[-1].append(token)
+        else:
+            groups.append([token])
+    return groups
 
 
 def _draw_token(area: DrawingArea, token: _Token, left: float, width: float) -> None:

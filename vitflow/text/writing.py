@@ -1,4 +1,4 @@
-"""Text generation: arguments of `generate`, generated sequences, and rollout computed during generation."""
+"""Text generation: arguments of `generate`, generated sequences, and arguments of a pass over a finished text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,20 +8,16 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.explaining.progress import tracking
-from vitflow.methods.growing_rollout import GrowingRollout
 from vitflow.models.languages import decoder_of, reads_cache, reads_text
-from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import Hook, device_of
 from vitflow.recording.probing import is_causal
-from vitflow.recording.writing import follow_writing
 from vitflow.text import languages
 from vitflow.text.image_tokens import image_token
 from vitflow.text.labels import words_of
 from vitflow.text.languages import generation_setting, reading
 from vitflow.text.layout import Words
 
-_CAPACITY = 64  # initial capacity in tokens if max_new_tokens is not set
-_MAX_CAPACITY = 1024  # limit of the initial capacity, to save memory
+_DEFAULT_STEPS = 20  # max_new_tokens of transformers, for the display of progress
 
 
 def refuse_not_causal(model: nn.Module) -> None:
@@ -56,6 +52,7 @@ def call_generate(model: nn.Module, arguments: Mapping[str, Any], before: Callab
 def generate_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     """Generate text; return prompts and generated tokens, ids [batch, tokens]."""
     most = arguments["input_ids"].shape[1]
+    steps = generation_setting(model, arguments, "max_new_tokens")
 
     def check(args: Any, kwargs: Any) -> None:
         nonlocal most
@@ -66,33 +63,10 @@ def generate_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
                 "tokens of their own to predict the next one are not supported."
             )
         most += 1
+        progress(1)
 
-    return call_generate(model, arguments, check)
-
-
-def generate_with_rollout(
-    model: nn.Module, arguments: Mapping[str, Any], options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Generate text with incremental rollout; return sequences, rows [batch, layers, rows, tokens] and self-shares."""
-    refuse_other_layers(model, "rollout")
-    start = arguments["input_ids"].shape[1]
-    steps = int(generation_setting(model, arguments, "max_new_tokens") or _CAPACITY)
-    used = {name: options[name] for name in ("discard_ratio", "residual", "start_layer", "causal")}
-    rollout = GrowingRollout(start + min(steps, _MAX_CAPACITY), **used)
-    with tracking("generation", steps) as progress:
-        recording = follow_writing(
-            model,
-            rollout,
-            head_fusion=options["head_fusion"],
-            value_weighted=options["value_weighted"],
-            visible=options["causal"] == "receptive_field" or bool(options["discard_ratio"]),
-            progress=progress,
-        )
-        with recording:
-            sequences = generate_tokens(model, arguments)
-    read = sequences.shape[1] - 1  # one extra pass may have run before all texts were seen to have ended
-    rows, self_share = rollout.rows(start - 1, read)
-    return sequences, rows[..., :read], self_share
+    with tracking("generation", int(steps or _DEFAULT_STEPS)) as progress:
+        return call_generate(model, arguments, check)
 
 
 def split(
@@ -179,27 +153,30 @@ def arguments_of(
     return arguments, tokenizer
 
 
-def extra_inputs(model: nn.Module, arguments: Mapping[str, Any], length: int, written: int) -> dict[str, Tensor]:
+def extra_inputs(
+    model: nn.Module, arguments: Mapping[str, Any], prompt: int, length: int, generated: int
+) -> dict[str, Tensor]:
     """Return the arguments of a forward pass over a generated text besides its ids: pixels, sizes, token types.
 
     Args:
         model: vision-language or language model.
-        arguments: arguments of `generate` for one prompt.
+        arguments: arguments of `generate`.
+        prompt: index of the prompt.
         length: number of tokens of the prompt without padding.
-        written: number of generated tokens; for PaliGemma they have the token type of the suffix.
+        generated: number of generated tokens; for PaliGemma they have the token type of the suffix.
     """
     shape = arguments["input_ids"].shape
     tensors = {name: arguments[name] for name in arguments if name not in _OF_THE_TEXT}
     tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-    if tensors and shape[0] > 1:
-        raise OptionError(f"{', '.join(tensors)} require a single prompt, got {shape[0]}.")
+    of_tokens = [name for name, value in tensors.items() if value.shape == shape and not value.is_floating_point()]
+    others = {name: value for name, value in tensors.items() if name not in of_tokens}
+    if others and shape[0] > 1:
+        raise OptionError(f"{', '.join(others)} require a single prompt, got {shape[0]}.")
     token_type = 1 if getattr(getattr(model, "config", None), "model_type", "") == "paligemma" else 0
-    return {
-        name: torch.nn.functional.pad(value[:, shape[1] - length :], (0, written), value=token_type)
-        if value.shape == shape and not value.is_floating_point()
-        else value
-        for name, value in tensors.items()
-    }
+    for name in of_tokens:
+        types = tensors[name][prompt : prompt + 1, shape[1] - length :]
+        others[name] = torch.nn.functional.pad(types, (0, generated), value=token_type)
+    return others
 
 
 def _on(device: torch.device, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,6 +240,6 @@ def _check_length(model: nn.Module, generate: Mapping[str, Any], start: int, wha
         return
     most = limit - start + 1  # the last generated token is not an input
     raise OptionError(
-        f"Expected {f'at most {most} tokens to write after' if most > 0 else 'a shorter text than'} {what} of "
+        f"Expected {f'at most {most} new tokens after' if most > 0 else 'a shorter text than'} {what} of "
         f"{start}, as {type(model).__name__} has positions for {limit}, got {steps}: lower max_new_tokens."
     )

@@ -53,6 +53,12 @@ from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 @click.option(
     "--through-tower", panel="Method", is_flag=True, help="Propagate the maps to the patches of the vision tower."
 )
+@click.option(
+    "--blank",
+    panel="Method",
+    is_flag=True,
+    help="Also report the probability of each word with the image replaced by its mean colour.",
+)
 @shared.output_option(
     help="File for the strip of maps, .png, .pdf or .svg; or a folder, with / at its end.  [default: "
     "IMAGE-caption.png here]",
@@ -91,6 +97,7 @@ def caption(image: Path, **given: Any) -> None:
         trust_remote_code=given["trust_remote_code"],
         neutral=given["neutral"],
         through_tower=given["through_tower"],
+        blank=given["blank"],
         max_new_tokens=given["generate"],
         do_sample=False,
         **options,
@@ -138,7 +145,10 @@ def _shares(result: Any) -> str:
             f"{index * result.span + 1}"
         )
     facts = result.facts
+    blank = ""
+    if "blank" in facts:
+        blank = f"; probability {facts['blank']['with_image']:.1%}, for a blank image {facts['blank']['value']:.1%}"
     return (
         f"{facts['on_image']:4.0%} on the image; of that {facts['on_edges']:.0%} on its edges, "
-        f"{facts['on_first_patch']:.0%} on its first patch"
+        f"{facts['on_first_patch']:.0%} on its first patch{blank}"
     )

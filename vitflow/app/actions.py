@@ -37,7 +37,7 @@ from vitflow.text.languages import load_language_model, load_processor
 class Models:
     """Models of a page by name: `images` for images, `words` for texts and captions.
 
-    `checkpoint` and `class_names` are of the first one for photographs, as for `load_model`.
+    `checkpoint` and `class_names` belong to the first image model, as for `load_model`.
     """
 
     def __init__(
@@ -56,12 +56,19 @@ class Models:
 
     def _explainer(
         self, name: str, fit: str, prompts: tuple[str, ...] = (), region: tuple[float, ...] | None = None
-    ) -> Explainer:
+    ) -> tuple[Explainer, Code]:
+        """Return an explainer, and the Python call that makes it."""
         model = self._image_model(name)
-        outputs: Any = prompt_scores(prompts) if prompts else None
-        if not prompts and (region or has_regions(model)):
-            outputs = about_region(model, region)
-        return Explainer(model, device=default_device(), fit=fit, outputs=outputs)
+        outputs: Any = None
+        made: Code | None = None
+        if prompts:
+            outputs, made = prompt_scores(prompts), python_call("vitflow.prompts", list(prompts))
+        elif region or has_regions(model):
+            question = "vitflow.masks" if is_segmenting(model) else "vitflow.boxes"
+            outputs, made = about_region(model, region), python_call(question, *([region] if region else []))
+        explainer = Explainer(model, device=default_device(), fit=fit, outputs=outputs)
+        changed = None if fit == "crop" else fit
+        return explainer, python_call("vitflow.Explainer", self._in_python(name), outputs=made, fit=changed)
 
     def takes_prompts(self, name: str) -> bool:
         """Return True if an image model is used with prompts."""
@@ -71,15 +78,10 @@ class Models:
         """Return True for a detector or a segmentation model."""
         return has_regions(self._image_model(name))
 
-    def region_in_python(self, name: str, region: tuple[float, ...] | None) -> Code:
-        """Return the call that asks an image model about a region."""
-        function = "masks" if is_segmenting(self._image_model(name)) else "boxes"
-        return python_call(f"vitflow.{function}", *([region] if region else []))
-
     def _image_model(self, name: str) -> Any:
         return self._kept(self._load, name, self.images)
 
-    def in_python(self, name: str) -> str:
+    def _in_python(self, name: str) -> str:
         """Return an image model as an argument of a Python call."""
         given = self._given(name)
         return python_call("vitflow.load_model", name, **given) if given else name
@@ -144,7 +146,7 @@ def limited(seconds: float, now: Callable[[], float] = time.monotonic) -> Abstra
     return shown_by(display)
 
 
-def asks(
+def connect(
     trigger: Any, function: Callable[..., Sequence[Any]], inputs: Sequence[Any], outputs: Sequence[Any], **more: Any
 ) -> Any:
     """Connect a trigger with a function whose last output is the notes; after an error, only these are shown.
@@ -174,7 +176,7 @@ def _messages(kind: str, lines: Iterable[object]) -> str:
     return "".join(f'<p class="{kind}" role="status">{line}</p>' for line in words)
 
 
-def photograph(samples: Sequence[str | Path]) -> tuple[Any, Any]:
+def image_field(samples: Sequence[str | Path]) -> tuple[Any, Any]:
     """Build the upload field for an image, with samples below."""
     sources: Any = ["upload", "clipboard", "webcam"]
     shown: dict[str, Any] = {"height": 155, "sources": sources, "buttons": ["fullscreen"]}
@@ -194,7 +196,7 @@ def class_field(hint: str) -> gr.Dropdown:
     return gr.Dropdown([""], value="", label="Class", info=hint, allow_custom_value=True, min_width=160)
 
 
-def answer_column(hint: str, words: Any = None) -> list[Any]:
+def result_fields(hint: str, words: Any = None) -> list[Any]:
     """Build the output fields: figure, click target, files, code, and notes."""
     gr.Markdown(hint)
     notes = gr.HTML(elem_classes="messages")
