@@ -285,15 +285,16 @@ class _Probe(Listener):
 class _Identities(Interception):
     """Interception that replaces attention by the identity, and detects known token mixing."""
 
+    listener: _Probe
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(self.listener, _Probe):
-            name = getattr(func, "__name__", "")
-            if name in (*_KNOWN, *_SUMMARIES) and _mixes(name, args, kwargs or {}):
-                self.listener.explain()
-            if is_softmax(func):
-                identity = self.listener.identity(func(*args, **(kwargs or {})))
-                if identity is not None:
-                    return identity
+        name = getattr(func, "__name__", "")
+        if name in (*_KNOWN, *_SUMMARIES) and _mixes(name, args, kwargs or {}):
+            self.listener.explain()
+        if is_softmax(func):
+            identity = self.listener.identity(func(*args, **(kwargs or {})))
+            if identity is not None:
+                return identity
         return super().__torch_function__(func, types, args, kwargs)
 
 
