@@ -1,4 +1,4 @@
-"""How many masks `masks="auto"` uses, and how close its maps are to those of 512 other masks.
+"""Measure how many masks `masks="auto"` uses, and how close its maps are to those of 512 other masks.
 
 python -m tests.benchmarks.masks --checkpoint FILE --images FOLDER [--count 10]
 """

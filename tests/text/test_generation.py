@@ -269,20 +269,6 @@ def test_a_progress_bar_is_reported_of_every_step():
     assert sum(steps) == NEW
 
 
-def test_room_is_made_where_more_is_written_than_was_said():
-    model = built("GPT2LMHeadModel")
-    from vitflow.methods import growing_rollout
-
-    expected = written(model, **PAPER)
-    grown = growing_rollout.GrowingRollout(3)
-    from vitflow.recording.writing import follow_writing
-
-    with follow_writing(model, grown), torch.no_grad():
-        model.generate(prompt(), min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False)
-    rows, _ = grown.rows(8, 14)
-    np.testing.assert_allclose(rows[0].permute(1, 2, 0).numpy(), joined(expected), atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -1,6 +1,6 @@
 """Collection of intercepted attention by layer, fused immediately if possible."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,7 +40,7 @@ class Listening(Listener):
     Attributes:
         model: the unwrapped model.
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
-        gradients, values, keys, visible, on_layer, residual, within: as for `record_attention`.
+        gradients, values, keys, visible, residual, within: as for `record_attention`.
         pooling: attention of a pooling head, if there is one.
         batch: the number of images or texts of the pass.
         seen: True if any attention was recorded.
@@ -57,13 +57,12 @@ class Listening(Listener):
         values: bool,
         keys: bool,
         visible: bool,
-        on_layer: Callable[[AttentionLayer], None] | None,
         residual: float,
         within: str,
     ) -> None:
         self.model, self.fusions, self.values = model, fusions, values
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
-        self.on_layer, self.residual, self.within = on_layer, residual, within
+        self.residual, self.within = residual, within
 
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
@@ -221,9 +220,7 @@ class Listening(Listener):
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.seen = True
         self.recorded.append(layer.name)
-        if self.on_layer is not None:
-            self.on_layer(layer)
-        elif self.residual and self._is_whole(layer.example.shape):
+        if self.residual and self._is_whole(layer.example.shape):
             pile_up(self._trace.layers, layer, self.residual, normal)
         else:
             self._trace.layers.append(layer)

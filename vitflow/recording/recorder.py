@@ -103,7 +103,6 @@ class record_attention:
         layout: TokenLayout | None = None,
         keys: bool = False,
         visible: bool = False,
-        on_layer: Callable[[AttentionLayer], None] | None = None,
         residual: float = 0.0,
         outputs: Callable[[Any], Tensor | None] = logits_of,
         readout: Tensor | None = None,
@@ -114,8 +113,8 @@ class record_attention:
         check_fraction("residual", residual)
         kept = _checked(fusions if head_fusion is None else [*fusions, (head_fusion, value_weighted)])
         self._called, self._model = model, unwrap(model)
-        if residual and (gradients or keys or visible or on_layer or len(kept) != 1):
-            raise OptionError("residual > 0 requires one fusion, and neither gradients, keys, visible nor on_layer.")
+        if residual and (gradients or keys or visible or len(kept) != 1):
+            raise OptionError("residual > 0 requires one fusion, and neither gradients, keys nor visible.")
         self._gradients = gradients
         values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
         if head is not None and head.reads_several:
@@ -127,7 +126,6 @@ class record_attention:
             values=values,
             keys=keys,
             visible=visible,
-            on_layer=on_layer,
             residual=residual,
             within=within,
         )
