@@ -101,7 +101,7 @@ def test_a_layer_whose_patches_attend_to_nothing_is_left_out():
     np.testing.assert_array_equal(co_attention([empty, *layers]).matrix, co_attention(layers).matrix)
     with pytest.raises(ShapeError, match="at least one layer, got 1 layers"):
         co_attention([empty])
-    with pytest.raises(ShapeError, match="not zero"):
+    with pytest.raises(ShapeError, match="nonzero keys"):
         key_affinity([torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])])
 
 

@@ -359,7 +359,8 @@ def _is_token_wise(norm: Cut, cuts: Sequence[Cut], top: TokenLayout) -> bool:
     token = tuple(slice(None) if axis == channels else place for axis, place in enumerate(places))
     chosen = torch.zeros_like(norm.tensor)
     chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
-    before = [cut.tensor for cut in reversed(cuts[: cuts.index(norm)]) if cut.tokens and not cut.norm]
+    earlier = reversed(cuts[: cuts.index(norm)])
+    before = [cut.tensor for cut in earlier if cut.tokens and not cut.norm and not cut.other]
     reached = torch.autograd.grad(norm.tensor, before, chosen, retain_graph=True, allow_unused=True)
     nearest = next((gradient for gradient in reached if gradient is not None and _is_nonzero(gradient)), None)
     if nearest is None:

@@ -209,12 +209,12 @@ class Listening(Listener):
         side_by_side = len(parts) == self.batch > 1 and all(part.tensor.ndim == 3 for part in parts)
         by_image = any(count % self.batch for count, _, _ in shapes) or (side_by_side and not is_head_by_head(module))
         if by_image or len(shapes) > 1 or any(queries != keys for _, queries, keys in shapes):
-            pieces, remedy = (
-                ("image by image", "Explain one image at a time, or use") if by_image else ("chunk by chunk", "Use")
-            )
+            how, remedy = "computes its attention chunk by chunk", "Use"
+            if by_image:
+                how, remedy = "computes its attention image by image", "Explain one image at a time, or use"
             raise UnsupportedModelError(
-                f"{type(module).__name__} ({name}) computes its attention {pieces}, in {len(parts)} pieces. {remedy} "
-                "sampling, occlusion, gradcam or input_gradient."
+                f"{type(module).__name__} ({name}) {how}, in {len(parts)} pieces. {remedy} sampling, occlusion, gradcam "
+                "or input_gradient."
             )
 
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:

@@ -136,11 +136,12 @@ def _layer_map(
     if method == "attention":
         tokens = raw_attention([fused[-1]], readout=readout, **options)
     else:
-        options |= {"residual": residual, "start_layer": start_layer}
+        options["residual"] = residual
         if method == "rollout":
-            tokens = attention_rollout(fused, readout=readout, **options)
+            tokens = attention_rollout(fused, readout=readout, start_layer=start_layer, **options)
         else:
-            tokens = torch.as_tensor(attention_flow(fused, source=readout, **options).values)
+            window = (check_layer("start_layer", start_layer, len(fused)) + 1, len(fused))
+            tokens = torch.as_tensor(attention_flow(fused, source=readout, layers=window, **options).values)
     grid: NDArray[np.float64] = trace.layout.to_grid(tokens)[0].double().cpu().numpy()
     largest = float(grid.max())
     return np.round(grid / largest, 6) if largest > 0 else grid
