@@ -23,9 +23,9 @@ from vitflow.recording.layers import (
     AttentionLayer,
     FusionKey,
     ModuleAttention,
+    append_to_product,
     close_layer,
     identity_rows,
-    pile_up,
     read_values,
 )
 from vitflow.recording.trace import Trace
@@ -213,15 +213,15 @@ class Listening(Listener):
             if by_image:
                 how, remedy = "computes its attention image by image", "Explain one image at a time, or use"
             raise UnsupportedModelError(
-                f"{type(module).__name__} ({name}) {how}, in {len(parts)} pieces. {remedy} sampling, occlusion, gradcam "
-                "or input_gradient."
+                f"{type(module).__name__} ({name}) {how}, in {len(parts)} pieces. {remedy} sampling, occlusion, "
+                "gradcam or input_gradient."
             )
 
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.seen = True
         self.recorded.append(layer.name)
         if self.residual and self._is_whole(layer.example.shape):
-            pile_up(self._trace.layers, layer, self.residual, normal)
+            append_to_product(self._trace.layers, layer, self.residual, normal)
         else:
             self._trace.layers.append(layer)
 
