@@ -180,7 +180,7 @@ def on_few_tokens(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
         return with_tokens(output, torch.cat([tokens, every[:, FEW_TOKENS:].to(tokens)], dim=1))
 
     with hooked(
-        Hook(model.get_submodule(path), partial(act, path), before=act is shorten, in_aside=True)
+        Hook(model.get_submodule(path), partial(act, path), before=act is shorten, while_unrecorded=True)
         for path in blocks
         for act in (shorten, extend)
     ):
@@ -209,7 +209,7 @@ class _Cuts:
         containers = {last[:i] for i, sign in enumerate(last) if sign == "."}
         for path, module in module_paths(self._model):
             if path in self._blocks:
-                yield Hook(module, partial(self._enter, path), before=True, in_aside=True)
+                yield Hook(module, partial(self._enter, path), before=True, while_unrecorded=True)
                 act: Callable[..., Any] = partial(self._cut, path)
             elif path in containers or (path and is_norm(module)):
                 act = partial(self._keep, path, path not in containers)
@@ -217,7 +217,7 @@ class _Cuts:
                 act = partial(self._keep_pooled, path)
             else:
                 continue
-            yield Hook(module, act, before=False, in_aside=True, first=True)
+            yield Hook(module, act, before=False, while_unrecorded=True, first=True)
 
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
         self.inputs[path] = tokens_of(args or kwargs.get("hidden_states"))

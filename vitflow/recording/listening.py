@@ -17,7 +17,7 @@ from vitflow.recording.attention_kinds import (
     is_pooling,
     other_attention,
 )
-from vitflow.recording.isolation import is_aside
+from vitflow.recording.isolation import is_unrecorded
 from vitflow.recording.layers import (
     Arrange,
     AttentionLayer,
@@ -82,7 +82,7 @@ class Listening(Listener):
 
     def running(self) -> str | None:
         """Return the path of the running module; None outside of `within`, or without attention between tokens."""
-        if not self.path or is_aside():
+        if not self.path or is_unrecorded():
             return None
         name, module = self.path[-1]
         if self.within and name != self.within and not name.startswith(f"{self.within}."):

@@ -60,7 +60,7 @@ def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[st
             sums[path] = sums.get(path, 0.0) + output_sums
 
     hooks = (
-        Hook(module, partial(note, path), before=False, in_aside=True)
+        Hook(module, partial(note, path), before=False, while_unrecorded=True)
         for path, module in model.named_modules()
         if path and module._modules
     )
@@ -177,7 +177,7 @@ def _token_outputs(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tens
             outputs[name, calls[name]] = tokens.clone()  # some are modified in place later
 
     with hooked(
-        Hook(module, partial(keep, name), before=False, in_aside=True) for name, module in model.named_modules()
+        Hook(module, partial(keep, name), before=False, while_unrecorded=True) for name, module in model.named_modules()
     ):
         model(input_ids=text)
     return outputs

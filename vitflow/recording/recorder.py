@@ -28,10 +28,10 @@ from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (
     Hook,
     hooked,
+    model_lock,
     refuse_checkpointing,
     refuse_compiled,
     refuse_meta_default,
-    turn,
     uncompiled,
 )
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
@@ -137,7 +137,7 @@ class record_attention:
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
-            stack.enter_context(turn(self._model))
+            stack.enter_context(model_lock(self._model))
             refuse_meta_default(self._model)
             if hasattr(self, "_interception"):
                 raise VitflowError("This recording is open already: create another record_attention(model).")
