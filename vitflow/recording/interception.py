@@ -139,7 +139,7 @@ class Interception(TorchFunctionMode):
                 scores = scores.reshape(*attention.shape[:-1], -1)
                 precise = self._precise(attention, scores if itself else None)
                 visible = self._visible(scores[..., : attention.shape[-1]])
-                replacement = self.listener.saw(precise, values, not itself, key, visible)
+                replacement = self.listener.on_attention(precise, values, not itself, key, visible)
                 return replacement.mT if turned and replacement is not None else replacement
         return None
 
@@ -158,7 +158,9 @@ class Interception(TorchFunctionMode):
             square = probabilities.shape[-1] == probabilities.shape[-2]
             of_text = self.listener.wants_visible  # which may attend within a window, with other shapes
             if probabilities.ndim == 4 and (square or of_text or scores.shape in shapes):
-                self.listener.saw(self._precise(probabilities, scores), None, False, key, self._visible(scores))
+                self.listener.on_attention(
+                    self._precise(probabilities, scores), None, False, key, self._visible(scores)
+                )
 
     def _visible(self, scores: Tensor) -> Tensor | None:
         if not self.listener.wants_visible or scores.ndim not in (3, 4):

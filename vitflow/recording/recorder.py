@@ -165,8 +165,8 @@ class record_attention:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        unseen = kind is None and self._attention and self._ran and not self._listening.seen
-        refusal = self._listening.nothing_seen() if unseen else None
+        missing = kind is None and self._attention and self._ran and not self._listening.recorded_any
+        refusal = self._listening.no_attention_error() if missing else None
         self._stack.close()  # another thread may use this recorder after the lock is released
         if refusal is not None:
             raise refusal

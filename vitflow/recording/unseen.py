@@ -252,7 +252,7 @@ class _Probe(Listener):
         name = super().running()
         return name if name in self._attending else None
 
-    def saw(
+    def on_attention(
         self,
         probabilities: Tensor,
         value: Tensor | None,

@@ -120,7 +120,7 @@ class _Probe(Listener):
         self._made = [(given, output), *self._made[:7]]
         self.note(output)
 
-    def saw(
+    def on_attention(
         self,
         probabilities: Tensor,
         value: Tensor | None,
