@@ -309,24 +309,24 @@ class record_attention:
             refusal = refusal or self._unseen(layers)
         if not layers or refusal is not None:
             layout = self._layout_without_attention(size)
-            trace.lay_out(layers, layout, refusal=refusal)
+            trace.set_layers(layers, layout, refusal=refusal)
             return layout
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         layout = max(layouts, key=lambda layout: layout.num_patches)
-        trace.lay_out(layers, layout)
+        trace.set_layers(layers, layout)
         top = layers[-1].tokens.queries
         closed = closed_readouts(self._model, top, self._listening.pooling)
         pooled = self._listening.pooling if closed[0].name == ATTENTION_POOLING else None
         given = None if self._readout is None else _normalized(self._readout, len(pixels), top).to(layers[-1].example)
-        trace.read_out(closed, pooled, given)
+        trace.set_readouts(closed, pooled, given)
         return layout
 
     def _unseen(self, layers: list[AttentionLayer]) -> str | None:
         """Return why a product of these layers would be incomplete, or None."""
-        if self._within or self.trace.again is None:
+        if self._within or self.trace.call is None:
             return None
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        return unseen_mixing(self.trace.again, layouts, self._listening.recorded, self._listening.unapplied)
+        return unseen_mixing(self.trace.call, layouts, self._listening.recorded, self._listening.unapplied)
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""
