@@ -1,4 +1,4 @@
-"""Record the attention of a forward pass; no other module of vitflow modifies a model.
+"""Record the attention of a forward pass.
 
 While a model runs inside `record_attention`, a torch function mode intercepts `F.scaled_dot_product_attention`,
 `softmax` and the products that apply it, and module hooks identify the calling module. `attn_drop`, which fused
