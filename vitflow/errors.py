@@ -54,7 +54,7 @@ class ValueNormsError(UnsupportedModelError):
     """The model does not support value weighting; `args` contain only the reason."""
 
     def __str__(self) -> str:
-        return f"{self.args[0]} Use value_weighted=False."
+        return f"{self.args[0]} Use value_weighted=False (--value-weighted off)."
 
 
 class NoAttentionError(UnsupportedModelError):

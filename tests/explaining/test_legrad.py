@@ -12,7 +12,7 @@ from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.gradients import legrad
 from vitflow.models.blocks import block_paths
-from vitflow.recording.probing import answer_from
+from vitflow.recording.probing import output_from_tokens
 from vitflow.recording.recorder import record_attention
 
 CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}
@@ -68,20 +68,20 @@ def test_the_rest_of_a_model_of_transformers_runs_on_other_tokens(name):
     with torch.no_grad(), record_attention(model, attention=False, features=[last]) as trace:
         wanted = model(pixels).logits
     tokens = trace.features[last].requires_grad_()
-    actual = answer_from(model, torch.randn_like(pixels), last, tokens).logits
+    actual = output_from_tokens(model, torch.randn_like(pixels), last, tokens).logits
     assert torch.allclose(actual, wanted, atol=1e-5) and actual.requires_grad
-    assert not torch.allclose(answer_from(model, pixels, last, tokens.square()).logits, wanted, atol=1e-3)
+    assert not torch.allclose(output_from_tokens(model, pixels, last, tokens.square()).logits, wanted, atol=1e-3)
 
 
 def test_the_model_is_left_as_it_was():
     model, pixels = literal_vit.timm_model().train(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
     before = sum(len(module._forward_hooks) for module in model.modules())
     with pytest.raises(RuntimeError):  # tokens of another width
-        answer_from(model, pixels, "blocks.2", torch.zeros(1, 17, 5, dtype=torch.float64))
-    answer_from(model, pixels, "blocks.2", torch.zeros(1, 17, 24, dtype=torch.float64))
+        output_from_tokens(model, pixels, "blocks.2", torch.zeros(1, 17, 5, dtype=torch.float64))
+    output_from_tokens(model, pixels, "blocks.2", torch.zeros(1, 17, 24, dtype=torch.float64))
     assert torch.is_grad_enabled() and model.training
     with torch.no_grad():
-        answer_from(model, pixels, "blocks.2", torch.zeros(1, 17, 24, dtype=torch.float64))
+        output_from_tokens(model, pixels, "blocks.2", torch.zeros(1, 17, 24, dtype=torch.float64))
         assert not torch.is_grad_enabled()
     assert sum(len(module._forward_hooks) for module in model.modules()) == before
 

@@ -245,7 +245,7 @@ def test_the_default_weighting_is_left_out_where_it_does_not_apply_and_that_is_s
     for ours, theirs in zip(again, actual, strict=True):
         np.testing.assert_array_equal(ours.grid, theirs.grid)
     for method, how in itertools.product(methods, (True, "output")):
-        with pytest.raises(ValueNormsError, match=r"Use value_weighted=False\."):
+        with pytest.raises(ValueNormsError, match=r"Use value_weighted=False \(--value-weighted off\)\."):
             explainer.explain(IMAGE, method=method, value_weighted=how)
     assert issubclass(ValueNormsError, UnsupportedModelError)
 

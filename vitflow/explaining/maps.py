@@ -24,7 +24,7 @@ from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ATTENTION_POOLING, pool_queries
 from vitflow.models.blocks import block_paths
-from vitflow.recording.probing import answer_from
+from vitflow.recording.probing import output_from_tokens
 from vitflow.recording.trace import Trace
 
 Patch = Sequence[int]
@@ -355,6 +355,6 @@ def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> 
             mean = tokens.mean(dim=1, keepdim=True)
             means = torch.where(read.to(tokens.device).unsqueeze(-1), mean, tokens[:, :prefix])
             tokens = torch.cat([means, tokens[:, prefix:]], dim=1)
-        numbers = trace.outputs.numbers(answer_from(trace.model, trace.pixels, last, tokens))
+        numbers = trace.outputs.numbers(output_from_tokens(trace.model, trace.pixels, last, tokens))
         assert numbers is not None
         return numbers.gather(1, trace.class_indices.to(numbers.device).view(-1, 1))

@@ -1,1 +1,1 @@
-"""One forward pass of a model as it is, recorded: the only place that touches a running model."""
+"""Record one forward pass of an unmodified model; hooks on running models are defined only in this package."""

@@ -14,9 +14,10 @@ from vitflow.recording.attention_kinds import other_attention
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
 # The maximum number of probabilities per part on a CPU if only fused matrices are kept, to fit its cache.
 _CACHED_PROBABILITIES = 2**20
-# Fraction of them from which an image is a part of its own, without copies: for one thread, and for several threads.
+# Images with at most this fraction of them in total are processed together (single-threaded, multi-threaded); a larger
+# image is processed alone, without copies.
 _SINGLE_THREAD, _MULTI_THREAD = 1 / 32, 1 / 2
-# A score that is this much below the largest of its row has a probability of 0: exp(-746) is 0 in float64.
+# Scores more than this below the row maximum have probability 0: exp(-746) is 0 in float64.
 _FAR_BELOW = 1000.0
 
 
@@ -39,11 +40,11 @@ class Listener:
             return None
         return self.path[-1][0]
 
-    def streams(self, query: Tensor) -> bool:
-        """Return True if this call's probabilities are only needed fused, so that parts of the batch suffice."""
+    def accepts_parts(self, query: Tensor) -> bool:
+        """Return True if only fused probabilities of this call are needed, so that they can be computed in parts."""
         return False
 
-    def saw(
+    def on_attention(
         self,
         probabilities: Tensor,
         value: Tensor | None,
@@ -62,7 +63,7 @@ class Listener:
         """
         raise NotImplementedError
 
-    def saw_in_parts(
+    def on_attention_parts(
         self, parts: Iterator["Part"], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None
     ) -> None:
         """Receive attention part by part; it is computed while `parts` is iterated.
@@ -106,15 +107,15 @@ def attend(
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     plain = exact and dropout_p == 0.0 and query.shape[:2] == key.shape[:2] == value.shape[:2]
     visible = seen_keys(attn_mask) if listener.wants_visible and attn_mask is not None else None
-    if plain and not torch.is_grad_enabled() and listener.streams(query):
+    if plain and not torch.is_grad_enabled() and listener.accepts_parts(query):
         output: list[Tensor] = []
         parts = _attend_in_parts(query, key, value, attn_mask, scale, output)
-        listener.saw_in_parts(parts, (query, key, value), attn_mask is None, visible)
+        listener.on_attention_parts(parts, (query, key, value), attn_mask is None, visible)
         return output[0]
     probabilities = _probabilities(query, key, attn_mask, scale, enable_gqa)
     if listener.gradients and not probabilities.requires_grad:
         probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph starts here
-    replacement = listener.saw(probabilities, value, False, key, visible)
+    replacement = listener.on_attention(probabilities, value, False, key, visible)
     if replacement is not None:
         return replacement
     if dropout_p == 0.0 and (exact or listener.gradients):
@@ -161,9 +162,9 @@ def _attend_in_parts(
                 torch.softmax(scores, dim=-1, out=scores)
             else:
                 by_head = scores.unflatten(0, (-1, heads))
-                _, unseeing = _mask(by_head, mask[in_batch, :, in_image], in_place=True)
+                _, fully_masked = _mask(by_head, mask[in_batch, :, in_image], in_place=True)
                 torch.softmax(scores, dim=-1, out=scores)
-                by_head.masked_fill_(unseeing, 0.0)
+                by_head.masked_fill_(fully_masked, 0.0)
             torch.bmm(scores, v, out=out)
             yield Part(in_batch, in_image, scores, out)
 
@@ -172,11 +173,11 @@ def _mask(scores: Tensor, mask: Tensor, in_place: bool = False) -> tuple[Tensor,
     """Return masked scores, and the queries that see no key, for which torch's function returns zeros."""
     if mask.dtype != torch.bool:
         scores = scores.add_(mask) if in_place else scores + mask
-        unseeing = (scores == -math.inf).all(dim=-1, keepdim=True)
-        return (scores.masked_fill_ if in_place else scores.masked_fill)(unseeing, 0.0), unseeing
-    unseeing = ~mask.any(dim=-1, keepdim=True)
-    unseen = ~(mask | unseeing)
-    return (scores.masked_fill_ if in_place else scores.masked_fill)(unseen, -math.inf), unseeing
+        fully_masked = (scores == -math.inf).all(dim=-1, keepdim=True)
+        return (scores.masked_fill_ if in_place else scores.masked_fill)(fully_masked, 0.0), fully_masked
+    fully_masked = ~mask.any(dim=-1, keepdim=True)
+    masked = ~(mask | fully_masked)
+    return (scores.masked_fill_ if in_place else scores.masked_fill)(masked, -math.inf), fully_masked
 
 
 def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None, enable_gqa: bool) -> Tensor:
@@ -190,8 +191,8 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, scale: float
         scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
         if mask is None:
             return scores.softmax(dim=-1)
-        scores, unseeing = _mask(scores, mask)
-        return scores.softmax(dim=-1).masked_fill(unseeing, 0.0)
+        scores, fully_masked = _mask(scores, mask)
+        return scores.softmax(dim=-1).masked_fill(fully_masked, 0.0)
 
 
 def seen_keys(mask: Tensor) -> Tensor:

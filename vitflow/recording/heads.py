@@ -26,9 +26,10 @@ from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_n
 
 # Tolerance for the difference between a closed form and the gradient, by bytes per element.
 _ROUNDING = {8: 1e-9, 4: 1e-5, 2: 2e-2}
-_FROM_INPUT = "also from the image directly, without its blocks"
-_AROUND = "from several blocks, with connections around some of them"
-# Up to this many outputs are tested one by one; of more, random combinations of all, and the largest one.
+_FROM_INPUT = "also directly from the image, bypassing its blocks"
+_SKIPPED = "from several blocks, with skip connections around some of them"
+# Maximum number of outputs that are tested individually; with more, two random combinations and the largest output are
+# tested.
 _FEW_OUTPUTS = 8
 
 
@@ -180,7 +181,7 @@ def on_few_tokens(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
         return with_tokens(output, torch.cat([tokens, every[:, FEW_TOKENS:].to(tokens)], dim=1))
 
     with hooked(
-        Hook(model.get_submodule(path), partial(act, path), before=act is shorten, in_aside=True)
+        Hook(model.get_submodule(path), partial(act, path), before=act is shorten, while_unrecorded=True)
         for path in blocks
         for act in (shorten, extend)
     ):
@@ -209,7 +210,7 @@ class _Cuts:
         containers = {last[:i] for i, sign in enumerate(last) if sign == "."}
         for path, module in module_paths(self._model):
             if path in self._blocks:
-                yield Hook(module, partial(self._enter, path), before=True, in_aside=True)
+                yield Hook(module, partial(self._enter, path), before=True, while_unrecorded=True)
                 act: Callable[..., Any] = partial(self._cut, path)
             elif path in containers or (path and is_norm(module)):
                 act = partial(self._keep, path, path not in containers)
@@ -217,7 +218,7 @@ class _Cuts:
                 act = partial(self._keep_pooled, path)
             else:
                 continue
-            yield Hook(module, act, before=False, in_aside=True, first=True)
+            yield Hook(module, act, before=False, while_unrecorded=True, first=True)
 
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
         self.inputs[path] = tokens_of(args or kwargs.get("hidden_states"))
@@ -256,7 +257,7 @@ def _head(
     """Derive the head from one forward pass on noise."""
     if outputs is None or outputs.ndim != 2 or not cuts.cuts:
         return Head(None, tuple(blocks))
-    holding, paths, scores = list(closed), set[str](), _scores(outputs)
+    candidates, paths, scores = list(closed), set[str](), _scores(outputs)
     for score in scores:
         every = [*cuts.earlier, *cuts.cuts]
         gradients = torch.autograd.grad(score, [cut.tensor for cut in every], retain_graph=True, allow_unused=True)
@@ -264,12 +265,12 @@ def _head(
             cut.gradient = gradient
         tap, earlier = _tap(cuts, top)
         paths |= earlier if tap is None else {tap.path, *earlier}
-        holding = [readout for readout in holding if _holds(tap, cuts, top, readout)]
+        candidates = [readout for readout in candidates if _matches_gradient(tap, cuts, top, readout)]
     taps = _taps(paths, cuts, blocks)
     if paths.isdisjoint(blocks[:-1]):
-        return Head(holding[0].name if holding and scores else None, tuple(blocks), taps)
+        return Head(candidates[0].name if candidates and scores else None, tuple(blocks), taps)
     to_input = [torch.autograd.grad(score, noise, retain_graph=True, allow_unused=True)[0] for score in scores]
-    refusal = _FROM_INPUT if any(map(_is_nonzero, to_input)) else "" if _is_chain(cuts, blocks) else _AROUND
+    refusal = _FROM_INPUT if any(map(_is_nonzero, to_input)) else "" if _is_chain(cuts, blocks) else _SKIPPED
     return Head(None, tuple(blocks), taps, refusal)
 
 
@@ -331,25 +332,25 @@ def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
     for cut in sorted(reversed(cuts.cuts), key=lambda cut: cut.other):  # noqa: C414 - the latest of equals first
         if not cut.tokens or not _is_nonzero(cut.gradient) or token_norms(cut.tensor, top) is None:
             continue
-        around = _around(cut, cuts)
+        bypassing = _bypassing_blocks(cut, cuts)
         token_wise = not cut.norm or _is_token_wise(cut, cuts.cuts, top)
-        if token_wise and (cut is last or last.path not in around):
-            return cut, around - {last.path}
+        if token_wise and (cut is last or last.path not in bypassing):
+            return cut, bypassing - {last.path}
     return None, set()
 
 
-def _around(cut: Cut, cuts: _Cuts) -> set[str]:
-    """Return the paths of the blocks that gradients reach without passing a cut."""
+def _bypassing_blocks(cut: Cut, cuts: _Cuts) -> set[str]:
+    """Return the paths of the blocks with gradients that bypass the cut."""
     blocks = [block for block in (*cuts.earlier, cuts.cuts[0]) if _is_nonzero(block.gradient)]
     leaves = [block.tensor for block in blocks]
     passed = torch.autograd.grad(cut.tensor, leaves, cut.gradient, retain_graph=True, allow_unused=True)
-    around = set()
+    bypassing = set()
     for block, through in zip(blocks, passed, strict=True):
         assert block.gradient is not None
         rest = block.gradient if through is None else block.gradient - through
         if rest.abs().max() > _ROUNDING[rest.dtype.itemsize] * block.gradient.abs().max():
-            around.add(block.path)
-    return around
+            bypassing.add(block.path)
+    return bypassing
 
 
 def _is_token_wise(norm: Cut, cuts: Sequence[Cut], top: TokenLayout) -> bool:
@@ -369,11 +370,11 @@ def _is_token_wise(norm: Cut, cuts: Sequence[Cut], top: TokenLayout) -> bool:
     return norms is not None and int((norms > 0).sum()) <= 1
 
 
-def _holds(tap: Cut | None, cuts: _Cuts, top: TokenLayout, closed: ClosedReadout) -> bool:
+def _matches_gradient(tap: Cut | None, cuts: _Cuts, top: TokenLayout, closed: ClosedReadout) -> bool:
     """Return True if the closed form agrees with the gradient."""
     if closed.convention == "pooling":
         pools = [cut for cut in cuts.cuts if not cut.tokens and _is_nonzero(cut.gradient)]
-        return any(not _around(pool, cuts) for pool in pools)
+        return any(not _bypassing_blocks(pool, cuts) for pool in pools)
     if tap is None or tap.gradient is None:
         return False
     norms = token_norms(tap.gradient, top)

@@ -134,17 +134,17 @@ class Interception(TorchFunctionMode):
                 else:
                     pending.clear()
                 self._applied.add(name)
-                attention, values, turned = applied
+                attention, values, transposed = applied
                 itself = by_itself or _is_copy(attention, probabilities)
                 scores = scores.reshape(*attention.shape[:-1], -1)
                 precise = self._precise(attention, scores if itself else None)
                 visible = self._visible(scores[..., : attention.shape[-1]])
-                replacement = self.listener.saw(precise, values, not itself, key, visible)
-                return replacement.mT if turned and replacement is not None else replacement
+                replacement = self.listener.on_attention(precise, values, not itself, key, visible)
+                return replacement.mT if transposed and replacement is not None else replacement
         return None
 
     def ended(self, name: str) -> None:
-        """Finish a module: pass on a softmax that no observed product applied.
+        """Report softmaxes that no observed product applied to values, at the end of a module.
 
         If the module applied other attention, or if no product has the shape of the scores, the softmax is treated as
         one over features.
@@ -156,9 +156,11 @@ class Interception(TorchFunctionMode):
             return
         for probabilities, scores, key in left:
             square = probabilities.shape[-1] == probabilities.shape[-2]
-            of_text = self.listener.wants_visible  # which may attend within a window, with other shapes
+            of_text = self.listener.wants_visible  # text may attend within a window, with other shapes
             if probabilities.ndim == 4 and (square or of_text or scores.shape in shapes):
-                self.listener.saw(self._precise(probabilities, scores), None, False, key, self._visible(scores))
+                self.listener.on_attention(
+                    self._precise(probabilities, scores), None, False, key, self._visible(scores)
+                )
 
     def _visible(self, scores: Tensor) -> Tensor | None:
         if not self.listener.wants_visible or scores.ndim not in (3, 4):
@@ -199,17 +201,17 @@ def _applied(first: Tensor, second: Tensor, probabilities: Tensor) -> tuple[Tens
     The attention has the shape of the softmax, or is a view of it with the same last two axes.
     """
     like = probabilities.shape
-    turned = second.ndim >= 2 and second.mT.shape == like
-    turned = turned and (first.shape != like or second.data_ptr() == probabilities.data_ptr())
-    if turned:
+    transposed = second.ndim >= 2 and second.mT.shape == like
+    transposed = transposed and (first.shape != like or second.data_ptr() == probabilities.data_ptr())
+    if transposed:
         first, second = second.mT, first.mT
     if first.shape == like:
-        return first, second, turned
+        return first, second, transposed
     viewed = first.shape[-2:] == like[-2:] and first.numel() == probabilities.numel()
     # The last column may be an attention sink without a value.
     without_sink = first.ndim == len(like) and first.shape == probabilities[..., : first.shape[-1]].shape
     same = (viewed or without_sink) and first.data_ptr() == probabilities.data_ptr()
-    return (first, second, turned) if same else None
+    return (first, second, transposed) if same else None
 
 
 def _is_same(tensor: Tensor, probabilities: Tensor) -> bool:

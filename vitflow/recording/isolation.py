@@ -13,19 +13,19 @@ from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.models.parts import modules_of
 
 _guard = threading.Lock()
-_turns: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
 
 
-def turn(model: nn.Module) -> AbstractContextManager[Any]:
+def model_lock(model: nn.Module) -> AbstractContextManager[Any]:
     """Return the reentrant lock of a model, for threads that record it or change its mode."""
     with _guard:
-        return _turns.setdefault(model, threading.RLock())
+        return _locks.setdefault(model, threading.RLock())
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run a model in eval mode under its lock, and restore the mode of each module."""
-    with turn(model):
+    with model_lock(model):
         training = [module for module in modules_of(model) if module.training]
         if training:
             model.eval()
@@ -49,7 +49,7 @@ def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
         torch.autocast(device.type, enabled=False),
         torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=accelerator),
         evaluating(model),
-        aside(),
+        unrecorded(),
     ):
         kept = [(vars(module), dict(vars(module))) for module in modules_of(model)]
         try:
@@ -91,7 +91,7 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
     """
     refuse_without_weights(model)
     if dtype is not None:
-        with turn(model):
+        with model_lock(model):
             model.to(dtype)
     if device is None:
         return device_of(model)
@@ -99,7 +99,7 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
         device = torch.device(device)
         if device.type == "meta":
             raise TypeError("it computes shapes, but no values.")
-        with turn(model):
+        with model_lock(model):
             model.to(device)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         raise OptionError(f"The device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
@@ -109,25 +109,25 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
 class _Thread(threading.local):
     """Thread-local state."""
 
-    aside = False
+    unrecorded = False
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def unrecorded() -> Iterator[None]:
     """Run a model without being recorded by this thread."""
-    before, _thread.aside = _thread.aside, True
+    before, _thread.unrecorded = _thread.unrecorded, True
     try:
         yield
     finally:
-        _thread.aside = before
+        _thread.unrecorded = before
 
 
-def is_aside() -> bool:
-    """Return True if this thread currently runs a model `aside`."""
-    return _thread.aside
+def is_unrecorded() -> bool:
+    """Return True if this thread is inside `unrecorded`."""
+    return _thread.unrecorded
 
 
 class Hook:
@@ -141,7 +141,7 @@ class Hook:
             forward pass, or with the arguments and the output after it.
         before: True to act before the forward pass; otherwise it acts afterwards.
         always: after an exception, also act, with the output None.
-        in_aside: act only while the thread runs a model `aside`.
+        while_unrecorded: act only inside `unrecorded`; otherwise only outside of it.
         first: act before the module's other hooks, which then see the replaced output. transformers collects hidden
             states by hooks.
     """
@@ -153,10 +153,10 @@ class Hook:
         *,
         before: bool,
         always: bool = False,
-        in_aside: bool = False,
+        while_unrecorded: bool = False,
         first: bool = False,
     ) -> None:
-        self._module, self._thread, self._in_aside = module, threading.get_ident(), in_aside
+        self._module, self._thread, self._while_unrecorded = module, threading.get_ident(), while_unrecorded
         self._act: Callable[..., Any] | None = act
         with _guard:  # torch assigns hook ids without a lock
             self._handle = (
@@ -168,8 +168,9 @@ class Hook:
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         """Call the hook in its thread and on its module; otherwise return None."""
         act = self._act
-        mine = module is self._module and threading.get_ident() == self._thread and _thread.aside == self._in_aside
-        return act(*given) if mine and act is not None else None
+        mine = module is self._module and threading.get_ident() == self._thread
+        applies = mine and _thread.unrecorded == self._while_unrecorded
+        return act(*given) if applies and act is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Inert, ()

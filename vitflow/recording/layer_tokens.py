@@ -22,8 +22,8 @@ from vitflow.recording.windows import Size, Windows, find_windows, token_orders
 def decoder_stacks(layers: Sequence[AttentionLayer], batch: int) -> set[str]:
     """Return the names of the stacks of a decoder on top: the last layers, in stacks with cross-attention.
 
-    Their queries are no image tokens, even if there are as many of them as patches. The decoder is a part of the head:
-    its outputs have gradients at the tokens of the layers below.
+    Their queries are not image tokens, even if their number equals the number of patches. The decoder is a part of the
+    head: its outputs have gradients at the tokens of the layers below.
     """
     stacks = [stack_of(layer.name) for layer in layers]
     square = {layer.example.shape[-1] for layer in layers if len(set(layer.example.shape[-2:])) == 1}
@@ -37,7 +37,7 @@ def decoder_stacks(layers: Sequence[AttentionLayer], batch: int) -> set[str]:
 
 
 def _reads_others(layer: AttentionLayer, batch: int, square: set[int]) -> bool:
-    """Return True if a layer's queries, of which there is no grid, attend to the tokens of other layers."""
+    """Return True if a layer's queries have no grid and attend to the tokens of other layers."""
     queries, keys = layer.example.shape[-2:]
     return (
         len(layer.example) == batch and 1 < queries != keys and keys in square and math.isqrt(queries) ** 2 != queries
@@ -75,7 +75,7 @@ def find_tokens(
         windowed = _assumed_windows(model, layers, batch, size) if pixels.is_meta else find_windows(model, pixels)
     located = [replace(layer, located=_locate(model, layer, batch, size, layout, windowed)) for layer in layers]
     grids = {layer.tokens.keys.num_patches for layer in located if layer.located is not None}
-    # As many windows as patches: attention within each patch, which does not mix patches.
+    # If there is one window per patch, the layer attends within patches and does not mix them.
     mixing = [layer for layer in located if layer.located is not None or len(layer.example) // batch not in grids]
     unknown = next((layer for layer in mixing if layer.located is None), None)
     if unknown is None:

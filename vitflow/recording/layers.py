@@ -102,7 +102,10 @@ class AttentionLayer:
     def tokens(self) -> LayerTokens:
         """Tokens of this layer and their positions; raises VitflowError if unknown."""
         if self.located is None:
-            raise VitflowError(f"The token positions of {self.name} are unknown.")
+            raise VitflowError(
+                f"The token positions of {self.name} are unknown. Pass layout=TokenLayout(...), or use gradcam, "
+                "input_gradient or occlusion."
+            )
         return self.located
 
 
@@ -117,8 +120,8 @@ def close_layer(
         module: the module at that path.
         fusions: the requested fusions; applied now, so that only one layer's heads are in memory.
     """
-    seen = [part.values for part in parts if part.values is not None]
-    values = seen[0] if len(seen) == 1 else join_values(seen) if seen else None
+    recorded = [part.values for part in parts if part.values is not None]
+    values = recorded[0] if len(recorded) == 1 else join_values(recorded) if recorded else None
     vectors = [part.keys for part in parts if part.keys is not None]
     keys = torch.cat(vectors, dim=-1) if len(vectors) == len(parts) else None
     mixed = any(part.mixed for part in parts)
@@ -130,8 +133,8 @@ def close_layer(
     return layer
 
 
-def pile_up(layers: list[AttentionLayer], layer: AttentionLayer, residual: float, normal: bool) -> None:
-    """Append a layer, multiplied into the product of up to three layers, which takes the memory of one.
+def append_to_product(layers: list[AttentionLayer], layer: AttentionLayer, residual: float, normal: bool) -> None:
+    """Append a layer, or multiply it into the last product (at most three layers per product, stored as one matrix).
 
     `normal` is True if the rows of each head sum to 1.
     """

@@ -17,15 +17,15 @@ from vitflow.recording.attention_kinds import (
     is_pooling,
     other_attention,
 )
-from vitflow.recording.isolation import is_aside
+from vitflow.recording.isolation import is_unrecorded
 from vitflow.recording.layers import (
     Arrange,
     AttentionLayer,
     FusionKey,
     ModuleAttention,
+    append_to_product,
     close_layer,
     identity_rows,
-    pile_up,
     read_values,
 )
 from vitflow.recording.trace import Trace
@@ -43,7 +43,7 @@ class Listening(Listener):
         gradients, values, keys, visible, residual, within: as for `record_attention`.
         pooling: attention of a pooling head, if there is one.
         batch: the number of images or texts of the pass.
-        seen: True if any attention was recorded.
+        recorded_any: True if any attention was recorded.
         recorded: paths of the finished layers, in order.
         unapplied: paths of the modules of which only the softmax was observed, not its product with values.
     """
@@ -66,7 +66,7 @@ class Listening(Listener):
 
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
-        self._trace, self.seen = trace, False
+        self._trace, self.recorded_any = trace, False
         self._keep_heads = self.gradients or not self.fusions
         self.begin()
 
@@ -82,7 +82,7 @@ class Listening(Listener):
 
     def running(self) -> str | None:
         """Return the path of the running module; None outside of `within`, or without attention between tokens."""
-        if not self.path or is_aside():
+        if not self.path or is_unrecorded():
             return None
         name, module = self.path[-1]
         if self.within and name != self.within and not name.startswith(f"{self.within}."):
@@ -92,7 +92,7 @@ class Listening(Listener):
             self._other.add(other)
         return None if other is not None else name
 
-    def saw(
+    def on_attention(
         self,
         probabilities: Tensor,
         value: Tensor | None,
@@ -123,7 +123,7 @@ class Listening(Listener):
         part = ModuleAttention(probabilities, arrange, values, mixed, keys, visible)
         self._open.setdefault(layer, []).append(part)
 
-    def streams(self, query: Tensor) -> bool:
+    def accepts_parts(self, query: Tensor) -> bool:
         """Return True if only fused probabilities are needed, so that they can be computed in parts."""
         name, module = self.path[-1]
         return not (
@@ -137,7 +137,9 @@ class Listening(Listener):
             or arrangement(module, query, self.batch) is not None
         )
 
-    def saw_in_parts(self, parts: Iterator[Part], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None) -> None:
+    def on_attention_parts(
+        self, parts: Iterator[Part], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None
+    ) -> None:
         """Receive a layer part by part, and fuse each part."""
         query, key, value = qkv
         name = self.path[-1][0]
@@ -218,10 +220,10 @@ class Listening(Listener):
             )
 
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
-        self.seen = True
+        self.recorded_any = True
         self.recorded.append(layer.name)
         if self.residual and self._is_whole(layer.example.shape):
-            pile_up(self._trace.layers, layer, self.residual, normal)
+            append_to_product(self._trace.layers, layer, self.residual, normal)
         else:
             self._trace.layers.append(layer)
 
@@ -229,7 +231,7 @@ class Listening(Listener):
         """Return True if a layer attends from all tokens of each image to all tokens."""
         return shape[0] == self.batch and shape[-2] == shape[-1]
 
-    def nothing_seen(self) -> NoAttentionError:
+    def no_attention_error(self) -> NoAttentionError:
         """Return the error for a forward pass without recorded attention."""
         instead = " and ".join(sorted(self._other)) or "convolution or mixing of another kind"
         return NoAttentionError(

@@ -1,7 +1,7 @@
 """Behavioural fingerprints: a model's outputs and activations for two fixed images.
 
-Weights and settings do not determine what a model computes: it may have lists, functions, unregistered tensors, hooks
-or edited code. All of these that matter show in its outputs or activations.
+Weights and settings do not determine what a model computes: Python attributes, hooks and code also affect the result.
+Any relevant difference changes its outputs or activations.
 """
 
 import base64
@@ -60,7 +60,7 @@ def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[st
             sums[path] = sums.get(path, 0.0) + output_sums
 
     hooks = (
-        Hook(module, partial(note, path), before=False, in_aside=True)
+        Hook(module, partial(note, path), before=False, while_unrecorded=True)
         for path, module in model.named_modules()
         if path and module._modules
     )
@@ -177,7 +177,7 @@ def _token_outputs(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tens
             outputs[name, calls[name]] = tokens.clone()  # some are modified in place later
 
     with hooked(
-        Hook(module, partial(keep, name), before=False, in_aside=True) for name, module in model.named_modules()
+        Hook(module, partial(keep, name), before=False, while_unrecorded=True) for name, module in model.named_modules()
     ):
         model(input_ids=text)
     return outputs
@@ -191,7 +191,7 @@ def _changes(before: Tensor, after: Tensor, position: int) -> bool:
     return bool(((before - after)[:, :position].abs() > least).any())
 
 
-def answer_from(model: nn.Module, pixels: Tensor, path: str, tokens: Tensor) -> Any:
+def output_from_tokens(model: nn.Module, pixels: Tensor, path: str, tokens: Tensor) -> Any:
     """Return a model's output with the output of one module replaced by these tokens.
 
     The model runs once more, without gradients up to that module; its output is differentiable by the tokens.
@@ -206,7 +206,7 @@ def answer_from(model: nn.Module, pixels: Tensor, path: str, tokens: Tensor) -> 
     >>> model = timm.create_model("test_vit").eval()
     >>> tokens = torch.zeros(1, 101, 64)
     >>> expected = model.head(model.norm(tokens)[:, 0]).detach()
-    >>> [float((answer_from(model, pixels, "blocks.5", tokens).detach() - expected).abs().max())
+    >>> [float((output_from_tokens(model, pixels, "blocks.5", tokens).detach() - expected).abs().max())
     ...  for pixels in torch.randn(2, 1, 3, 160, 160)]
     [0.0, 0.0]
     """

@@ -39,7 +39,7 @@ class Head:
         blocks: path of the block of each attention layer, first layer first.
         taps: paths of the modules whose output tokens the head reads, lowest first: blocks, or a norm after the last
             block; empty if no module returns these tokens.
-        refusal: why the taps cannot be explained, or an empty string.
+        refusal: reason why the taps cannot be explained, or an empty string.
     """
 
     closed: str | None

@@ -1,4 +1,4 @@
-"""Record the attention of a forward pass; no other module of vitflow modifies a model.
+"""Record the attention of a forward pass.
 
 While a model runs inside `record_attention`, a torch function mode intercepts `F.scaled_dot_product_attention`,
 `softmax` and the products that apply it, and module hooks identify the calling module. `attn_drop`, which fused
@@ -28,10 +28,10 @@ from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (
     Hook,
     hooked,
+    model_lock,
     refuse_checkpointing,
     refuse_compiled,
     refuse_meta_default,
-    turn,
     uncompiled,
 )
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
@@ -137,7 +137,7 @@ class record_attention:
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
-            stack.enter_context(turn(self._model))
+            stack.enter_context(model_lock(self._model))
             refuse_meta_default(self._model)
             if hasattr(self, "_interception"):
                 raise VitflowError("This recording is open already: create another record_attention(model).")
@@ -165,8 +165,8 @@ class record_attention:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        unseen = kind is None and self._attention and self._ran and not self._listening.seen
-        refusal = self._listening.nothing_seen() if unseen else None
+        missing = kind is None and self._attention and self._ran and not self._listening.recorded_any
+        refusal = self._listening.no_attention_error() if missing else None
         self._stack.close()  # another thread may use this recorder after the lock is released
         if refusal is not None:
             raise refusal
@@ -309,24 +309,24 @@ class record_attention:
             refusal = refusal or self._unseen(layers)
         if not layers or refusal is not None:
             layout = self._layout_without_attention(size)
-            trace.lay_out(layers, layout, refusal=refusal)
+            trace.set_layers(layers, layout, refusal=refusal)
             return layout
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         layout = max(layouts, key=lambda layout: layout.num_patches)
-        trace.lay_out(layers, layout)
+        trace.set_layers(layers, layout)
         top = layers[-1].tokens.queries
         closed = closed_readouts(self._model, top, self._listening.pooling)
         pooled = self._listening.pooling if closed[0].name == ATTENTION_POOLING else None
         given = None if self._readout is None else _normalized(self._readout, len(pixels), top).to(layers[-1].example)
-        trace.read_out(closed, pooled, given)
+        trace.set_readouts(closed, pooled, given)
         return layout
 
     def _unseen(self, layers: list[AttentionLayer]) -> str | None:
         """Return why a product of these layers would be incomplete, or None."""
-        if self._within or self.trace.again is None:
+        if self._within or self.trace.call is None:
             return None
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        return unseen_mixing(self.trace.again, layouts, self._listening.recorded, self._listening.unapplied)
+        return unseen_mixing(self.trace.call, layouts, self._listening.recorded, self._listening.unapplied)
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""

@@ -218,4 +218,4 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: 
 def _agree(first: Tensor, second: Tensor) -> bool:
     tolerance = 1e-3 if first.dtype.itemsize >= 4 else 5e-2
     difference = (first.double() - second.double()).abs().max()
-    return bool(difference <= tolerance * first.double().abs().max())  # False where there is NaN
+    return bool(difference <= tolerance * first.double().abs().max())  # False if there is NaN

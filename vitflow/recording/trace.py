@@ -58,11 +58,11 @@ class Trace:
         output: what the model returned.
         logits: the explained outputs, [batch, classes].
         model: the model, for methods that run it again.
-        refusal: why rollout and flow do not apply to this model, or None.
+        refusal: reason why rollout and flow do not apply to this model, or None.
         affinities: patch affinities by kind and patch grid, filled on request.
         names: paths of the attention modules that ran, first layer first, without those of a decoder on top.
         read: maps the model's return value to the explained outputs.
-        again: the call of the model, for other pixels.
+        call: the recorded model call, repeatable on other pixels.
         candidates: differentiable tokens that the head may read, by the path of the module that returned them.
     """
 
@@ -79,7 +79,7 @@ class Trace:
     affinities: dict[tuple[str, tuple[int, int]], Affinity] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     read: Read = logits_of
-    again: Call | None = None
+    call: Call | None = None
     candidates: dict[str, Tensor] = field(default_factory=dict)
     _layout: TokenLayout | None = None
     _top: TokenLayout | None = None
@@ -88,17 +88,17 @@ class Trace:
     _heads: dict[Read, Head] = field(default_factory=dict)
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
 
-    def begin(self, pixels: Tensor | None = None, read: Read = logits_of, again: Call | None = None) -> None:
+    def begin(self, pixels: Tensor | None = None, read: Read = logits_of, call: Call | None = None) -> None:
         """Reset the trace for a new forward pass on this model input."""
-        Trace.__init__(self, model=self.model, pixels=pixels, read=read, again=again)
+        Trace.__init__(self, model=self.model, pixels=pixels, read=read, call=call)
 
-    def lay_out(
+    def set_layers(
         self, layers: Sequence[AttentionLayer], layout: TokenLayout | None, *, refusal: str | None = None
     ) -> None:
-        """Set the layers and the token layout, or the refusal."""
+        """Set the layers and the token layout, or the reason for a refusal."""
         self.layers, self._layout, self.refusal = list(layers), layout, refusal
 
-    def read_out(self, closed: Sequence[ClosedReadout], pooled: Tensor | None, given: Tensor | None) -> None:
+    def set_readouts(self, closed: Sequence[ClosedReadout], pooled: Tensor | None, given: Tensor | None) -> None:
         """Set the closed-form readouts, the attention of a pooling head, and the readout given by the caller."""
         self.closed, self.pooled, self._given, self._top = closed, pooled, given, self.layers[-1].tokens.queries
 
@@ -185,13 +185,13 @@ class Trace:
         It is not needed if the model returns tokens instead of outputs [batch, outputs] (the declared pooling is used),
         or on the meta device.
         """
-        logits, again = self.logits, self.again
-        if not self.closed or again is None or self._given is not None or again.pixels.is_meta:
+        logits, call = self.logits, self.call
+        if not self.closed or call is None or self._given is not None or call.pixels.is_meta:
             return None
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             return None
         if self.read not in self._heads:
-            self._heads[self.read] = observed_head(again, self.names, self.top, self.closed, self.read)
+            self._heads[self.read] = observed_head(call, self.names, self.top, self.closed, self.read)
         return self._heads[self.read]
 
     @property
@@ -281,10 +281,12 @@ class Trace:
             )
         tokens = [self.candidates[path] for path in head.taps if path in self.candidates]
         if not tokens or len(tokens) < len(head.taps) or not all(each.requires_grad for each in tokens):
-            why = "this pass was recorded without gradients" if head.taps else "it has none for any tokens"
+            cause, remedy = "this pass was recorded without gradients", "record with gradients=True"
+            if not head.taps:
+                cause, remedy = "it has no gradient at the tokens of any module", "use sampling or occlusion"
             raise UnsupportedModelError(
-                f"This output of {model} has no known pooling, so its readout is a gradient, but {why}. Record with "
-                "gradients=True, or pass readout= with a weight for each token of the top layer."
+                f"This output of {model} has no known pooling, so its readout requires a gradient, but {cause}. Pass "
+                f"readout= with a weight for each token of the top layer, or {remedy}."
             )
         return tokens
 
@@ -458,9 +460,10 @@ class Trace:
             unread = {layer.name for layer in self.layers[head.layers_below(head.taps[-1]) :]}
         for (name, _), gradient in zip(parts, raw, strict=False):
             if gradient is None and name not in unread:
+                remedy = "gradcam, input_gradient, sampling or occlusion" if pixels else "method='attention'"
                 raise UnsupportedModelError(
-                    f"The attention of {name} has no part in the logits of {type(self.model).__name__}, or was copied: "
-                    "it has no gradient. Use a method without gradients, such as rollout or occlusion."
+                    f"The logits of {type(self.model).__name__} do not depend on the recorded attention of {name} "
+                    f"(unused or copied), so its gradient is None. Use {remedy}."
                 )
         gradients = iter(
             torch.zeros_like(source) if gradient is None else gradient.to(_wider(gradient.dtype)) / scale

@@ -136,8 +136,10 @@ class _Probe(Listener):
         """Yield the hooks of a forward pass."""
         for path, module in module_paths(self._model):
             if module._modules or not type(module).__module__.startswith("torch.nn.modules."):
-                yield Hook(module, partial(self._enter, path, module), before=True, in_aside=True)
-                yield Hook(module, partial(self._leave, path), before=False, always=True, in_aside=True, first=True)
+                yield Hook(module, partial(self._enter, path, module), before=True, while_unrecorded=True)
+                yield Hook(
+                    module, partial(self._leave, path), before=False, always=True, while_unrecorded=True, first=True
+                )
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if path in self._attending or not path:
@@ -250,7 +252,7 @@ class _Probe(Listener):
         name = super().running()
         return name if name in self._attending else None
 
-    def saw(
+    def on_attention(
         self,
         probabilities: Tensor,
         value: Tensor | None,

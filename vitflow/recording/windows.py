@@ -86,8 +86,8 @@ class _Probe(Listener):
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
         for name, module in module_paths(self._model):
-            yield Hook(module, partial(self._enter, name, module), before=True, in_aside=True)
-            yield Hook(module, partial(self._leave, name), before=False, always=True, in_aside=True)
+            yield Hook(module, partial(self._enter, name, module), before=True, while_unrecorded=True)
+            yield Hook(module, partial(self._leave, name), before=False, always=True, while_unrecorded=True)
 
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args and isinstance(args[0], Tensor) else None
@@ -120,7 +120,7 @@ class _Probe(Listener):
         self._made = [(given, output), *self._made[:7]]
         self.note(output)
 
-    def saw(
+    def on_attention(
         self,
         probabilities: Tensor,
         value: Tensor | None,
