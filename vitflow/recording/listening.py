@@ -213,8 +213,8 @@ class Listening(Listener):
             if by_image:
                 how, remedy = "computes its attention image by image", "Explain one image at a time, or use"
             raise UnsupportedModelError(
-                f"{type(module).__name__} ({name}) {how}, in {len(parts)} pieces. {remedy} sampling, occlusion, gradcam "
-                "or input_gradient."
+                f"{type(module).__name__} ({name}) {how}, in {len(parts)} pieces. {remedy} sampling, occlusion, "
+                "gradcam or input_gradient."
             )
 
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
