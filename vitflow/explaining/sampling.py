@@ -107,7 +107,7 @@ def sample(
         trace: the trace of the images.
         masks: number of masks, or "auto".
         keep, cells, random_seed: options of the masks.
-        occlusion_batch: masks per forward pass; with dropped tokens, the same number of tokens.
+        occlusion_batch: masks per forward pass; if tokens are dropped, scaled to the same total number of tokens.
         settled: for masks="auto", called after every 32 masks with the index of the image, the masks, their outputs and
             the grid, until it returns True.
 
