@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import vitflow
 from vitflow.methods.fusion import raw_attention
-from vitflow.methods.rollout import for_the_class, relevance
+from vitflow.methods.rollout import gradient_weighted_attention, relevance
 
 PAIRS, KEYS, VALUES = 12, 24, 24
 TOKENS = ["<s>", *(f"k{number}" for number in range(1, KEYS + 1)), *(f"v{number}" for number in range(1, VALUES + 1))]
@@ -137,7 +137,7 @@ def rows_of(model: nn.Module, ids: Tensor, truth: Tensor) -> dict[str, Tensor]:
                 window = "all layers" if layers == "all" else f"last {layers} layers"
                 actual[f"flow, {window}{relative}"] = flow.normalized
         heads = [one.detach() for one in trace.heads(value_weighted=weighting)]
-        actual[f"GAE{reported}"] = relevance(for_the_class(heads, gradients, "mean"), readout=last)
+        actual[f"GAE{reported}"] = relevance(gradient_weighted_attention(heads, gradients, "mean"), readout=last)
     return actual
 
 

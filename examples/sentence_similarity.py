@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import vitflow
-from vitflow.methods.rollout import for_the_class, relevance
+from vitflow.methods.rollout import gradient_weighted_attention, relevance
 from vitflow.text.labels import hide, words_of
 from vitflow.text.languages import load_language_model
 from vitflow.text.shaded import ShadedText
@@ -30,7 +30,7 @@ def shaded(model: nn.Module, tokenizer: object, sentence: str, other: str) -> tu
     with vitflow.record_attention(model, gradients=True) as trace:
         mean = model(**inputs).last_hidden_state.mean(1)
     similarity = nn.functional.cosine_similarity(mean, goal)
-    layers = for_the_class(
+    layers = gradient_weighted_attention(
         [heads.detach() for heads in trace.heads()], trace.gradients_of(similarity).attentions, "mean"
     )
     tokens = inputs["input_ids"].shape[1]

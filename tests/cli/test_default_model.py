@@ -38,7 +38,7 @@ def away(monkeypatch, tmp_path):
     """The hub is away, and its cache is empty."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "hub_answers", lambda: False)
+    monkeypatch.setattr(hub, "hub_responds", lambda: False)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_weights_without_a_model_are_those_of_the_default_one(here, monkeypatch,
 def test_the_hub_is_requested_only_for_what_it_has_and_its_silence_costs_seconds(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     requested, states = [], []
-    monkeypatch.setattr(hub, "hub_answers", lambda: bool(requested.append(1)))
+    monkeypatch.setattr(hub, "hub_responds", lambda: bool(requested.append(1)))
     monkeypatch.setattr(hub.timm, "create_model", lambda *_, **__: states.append(constants.HF_HUB_OFFLINE))
     hub.create_model("vit_tiny_patch16_224", pretrained=False)
     (tmp_path / "config.json").write_text('{"architecture": "test_vit"}')
@@ -156,7 +156,7 @@ def test_the_hub_is_requested_only_for_what_it_has_and_its_silence_costs_seconds
 
 def test_the_hub_is_requested_once_for_all_that_one_model_needs(monkeypatch):
     requested: list[int] = []
-    monkeypatch.setattr(hub, "hub_answers", lambda: not requested.append(1))
+    monkeypatch.setattr(hub, "hub_responds", lambda: not requested.append(1))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for times in (1, 2):
         with hub_for("owner/model"), hub_for("owner/model"), hub_for("owner/model"):
@@ -175,4 +175,4 @@ def test_whether_the_hub_answers(does, monkeypatch):
             return "503"
 
     monkeypatch.setattr(hub, "get_session", Client)
-    assert hub.hub_answers(0.2) == (does == "answers")
+    assert hub.hub_responds(0.2) == (does == "answers")

@@ -16,7 +16,7 @@ from vitflow.explaining.method_table import get_method
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import cells
 from vitflow.methods.gradients import grad_cam, input_gradient
-from vitflow.methods.rollout import attention_rollout, for_the_class, relevance
+from vitflow.methods.rollout import attention_rollout, gradient_weighted_attention, relevance
 from vitflow.models.blocks import block_norm
 from vitflow.recording.trace import Trace
 
@@ -209,11 +209,11 @@ def random_pair(layers: int = 4, heads: int = 2, tokens: int = 7) -> tuple[Tenso
 
 
 def gae(attention: Tensor, gradients: Tensor, head_fusion: Any = "mean", **options: Any) -> Tensor:
-    return relevance(for_the_class(attention, gradients, head_fusion), **options)
+    return relevance(gradient_weighted_attention(attention, gradients, head_fusion), **options)
 
 
 def gradient_rollout(attention: Tensor, gradients: Tensor, head_fusion: Any = "mean", **options: Any) -> Tensor:
-    return attention_rollout(for_the_class(attention, gradients, head_fusion), **options)
+    return attention_rollout(gradient_weighted_attention(attention, gradients, head_fusion), **options)
 
 
 @pytest.mark.parametrize("function", [gae, gradient_rollout])

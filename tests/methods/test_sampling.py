@@ -14,7 +14,7 @@ from vitflow import Contrast, Explainer, load_model
 from vitflow.demo import draw_image, sample_images
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
 from vitflow.explaining.saliency import contrasted
-from vitflow.methods.cells import draw_masks, halves, mean_differences
+from vitflow.methods.cells import draw_masks, mean_differences, split_half_maps
 from vitflow.methods.ranks import spearman
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
 from vitflow.methods.regression import regress
@@ -66,7 +66,7 @@ def test_a_score_that_is_a_sum_over_patches_is_detected_again():
 def test_the_halves_are_every_other_mask():
     kept = draw_masks(4, 4, masks=20, keep=0.5)
     scores = torch.randn(20, dtype=torch.float64)
-    first, second = halves(kept, scores)
+    first, second = split_half_maps(kept, scores)
     torch.testing.assert_close(first, mean_differences(kept[[*range(0, 20, 2)]], scores[[*range(0, 20, 2)]]))
     torch.testing.assert_close(second, mean_differences(kept[[*range(1, 20, 2)]], scores[[*range(1, 20, 2)]]))
 
@@ -134,7 +134,9 @@ def test_the_map_equals_a_loop_over_masks_of_the_model_run_by_hand():
         expected = np.reshape(references.mean_differences(kept.tolist(), scores), (4, 4))
         np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
         assert expected.min() < 0 < expected.max()
-        reliability = spearman(*(half.numpy() for half in halves(kept, torch.tensor(scores, dtype=torch.float64))))
+        reliability = spearman(
+            *(half.numpy() for half in split_half_maps(kept, torch.tensor(scores, dtype=torch.float64)))
+        )
         assert saliency.facts == {"reliability": round(reliability, 3), "hidden": "tokens dropped"}
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitflow import record_attention
-from vitflow.models.parts import kept_with, modules_of, those_that, with_paths
+from vitflow.models.parts import model_cache, module_search, modules_of, with_paths
 from vitflow.recording import recorder
 
 SIZE = {"img_size": 32, "patch_size": 16, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 4}
@@ -112,9 +112,9 @@ def test_another_pooling_is_read_anew():
 
 def test_a_part_that_moves_to_another_module_is_noticed():
     model = nn.Sequential(nn.Sequential(Eager(), Eager()), nn.Sequential(Eager()))
-    paths = [path for path, _ in with_paths(model, those_that(lambda module: isinstance(module, Eager)))]
+    paths = [path for path, _ in with_paths(model, module_search(lambda module: isinstance(module, Eager)))]
     assert paths == ["0.0", "0.1", "1.0"]
-    eager = those_that(lambda module: isinstance(module, Eager))
+    eager = module_search(lambda module: isinstance(module, Eager))
     assert len(with_paths(model, eager)) == 3
     moved = model[0]._modules.pop("1")
     model[1]._modules = {"1": moved, **model[1]._modules}
@@ -150,8 +150,8 @@ def test_modules_come_in_the_order_of_torch():
 
 def test_the_cache_is_emptied_when_modules_change():
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
-    kept_with(model)["key"] = "value"
-    assert kept_with(model) == {"key": "value"}
+    model_cache(model)["key"] = "value"
+    assert model_cache(model) == {"key": "value"}
     for change in (
         lambda: model.append(nn.ReLU()),
         lambda: model.__setitem__(0, nn.ReLU()),
@@ -160,8 +160,8 @@ def test_the_cache_is_emptied_when_modules_change():
         lambda: model[0].compile(),
     ):
         change()
-        assert kept_with(model) == {}
-        kept_with(model)["key"] = "value"
+        assert model_cache(model) == {}
+        model_cache(model)["key"] = "value"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_families_that_are_known_show_as_much_as_one_that_is_not(name, monkeypat
     model = timm.create_model(name, img_size=2 * int(patch), depth=2, embed_dim=48, num_heads=2).eval()
     few, answer = recorded(model, 2 * int(patch))
     watched = len(recorder.with_paths(model, recorder.may_attend))
-    every = those_that(lambda module: bool(module._modules))
+    every = module_search(lambda module: bool(module._modules))
     monkeypatch.setattr(recorder, "may_attend", every)
     all_of_it, same = recorded(model, 2 * int(patch))
     assert watched <= 3 < len(every(model)) and torch.equal(answer, same)

@@ -428,7 +428,7 @@ def test_a_processor_that_brings_code_is_refused(tmp_path):
 
 
 def test_an_id_that_is_not_there_is_reported_in_seconds(monkeypatch):
-    monkeypatch.setattr("vitflow.models.hub.hub_answers", lambda: False)
+    monkeypatch.setattr("vitflow.models.hub.hub_responds", lambda: False)
     started = time.perf_counter()
     for options in ({"image": photograph()}, {}):  # a processor and a tokenizer that are not there are no other fault
         with pytest.raises(

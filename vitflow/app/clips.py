@@ -70,7 +70,7 @@ def clips_tab(models: Models) -> None:
             methods = [(f"{one.title}: {one.question}", one.name) for one in list_methods()]
             method = gr.Dropdown(methods, value="gae", label="Method")
             target = class_field("Name or number; empty: the likeliest.")
-            hint = "Frames at equal distances; a video model reads as many as it was trained with."
+            hint = "Evenly spaced frames; a video model reads as many as it was trained with."
             frames = gr.Slider(1, _MOST_FRAMES, value=FRAMES, step=1, label="Frames", info=hint)
             go = gr.Button("Explain", variant="primary")
         with gr.Column(scale=3, min_width=320):

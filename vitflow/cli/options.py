@@ -191,8 +191,7 @@ model_options = _together(
         "--channels",
         panel="Images",
         metavar="R,G,B",
-        help="Channels displayed as red, green and blue, from 0, for a model with other inputs than RGB (TIFF "
-        "and .npy files).",
+        help="Channels displayed as red, green and blue, from 0, for models with non-RGB input (TIFF and .npy files).",
     ),
     click.option(
         "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device to run on.  [default: a GPU if available]"
@@ -219,7 +218,7 @@ question_options = _together(
         metavar="TEXT",
         multiple=True,
         help="Explain the similarity to this text instead of a class; repeatable. For CLIP, SigLIP, SigLIP 2, "
-        "open_clip and the bundled demo-text; for OWL-ViT and OWLv2, detect what it names.",
+        "open_clip and the bundled demo-text; for OWL-ViT and OWLv2, the object to detect.",
     ),
     click.option(
         "--template",
@@ -271,7 +270,8 @@ def figure_option(what: str, kind: str) -> Callable[[_Command], _Command]:
     """Option for the only output file of a command, a figure or its numbers."""
     return output_option(
         help=f"File for the {what}: {', '.join(FIGURE_FORMATS)}; or .json for the numbers; or a folder, with / at its "
-        f"end.  [default: IMAGE-{kind}.png here; of several, IMAGE-and-N-more-{kind}.png]"
+        f"end.  [default: IMAGE-{kind}.png in the current folder; for several images, "
+        f"IMAGE-and-N-more-{kind}.png]"
     )
 
 

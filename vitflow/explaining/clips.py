@@ -90,7 +90,7 @@ class Clip:
 
     @property
     def key_frames(self) -> list[int]:
-        """Indices of the maps that figures show, at equal distances."""
+        """Indices of the maps that figures show, evenly spaced."""
         indices: list[int] = np.unique(np.linspace(0, len(self.frames) - 1, _SHOWN).round().astype(int)).tolist()
         return indices
 
@@ -243,7 +243,7 @@ def explain_clip(
     The explained output of an image model is the mean of the frames' logits.
 
     Args:
-        clip: a video file (of which frames at equal distances are taken); or frames: a list of images, an array
+        clip: a video file (of which evenly spaced frames are taken); or frames: a list of images, an array
             [frames, height, width, 3], or normalised model inputs [frames, channels, height, width].
         model: an `Explainer`, a model id, or a module: an image model, or VideoMAE, ViViT, V-JEPA 2 or
             TimeSformer of transformers.
@@ -383,7 +383,7 @@ def frames_of(clip: ClipSource, count: int) -> list[Any]:
 def read_video(
     path: str | os.PathLike[str], count: int, *, max_frames: int | None = None, max_pixels: int = MAX_PIXELS
 ) -> NDArray[np.uint8]:
-    """Read frames of a video file at equal distances, uint8 RGB [frames, height, width, 3].
+    """Read evenly spaced frames of a video file, uint8 RGB [frames, height, width, 3].
 
     Args:
         path: the file, in a format that OpenCV reads.

@@ -33,10 +33,10 @@ from vitflow.models.pairs import (
     called,
     is_pair,
     is_prompted_detector,
+    pair_data_config,
     pair_of,
     prompt_outputs,
     refuse_without_prompts,
-    seen_by,
 )
 from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
@@ -124,7 +124,7 @@ class ImageModel:
             data_config = data_config or library_data_config(self.model)
             self.model, outputs = headless(self.model), Outputs(count=0)
         if prompted is not None:
-            data_config = data_config or seen_by(self.model, prompted.processor)
+            data_config = data_config or pair_data_config(self.model, prompted.processor)
             name = name or called(self.model)
             self.model = PromptedDetector(self.model, prompted)
         self.regions: Regions | None = None
@@ -449,7 +449,7 @@ def _stacked(model: nn.Module, data_config: Any) -> tuple[StackedFrames, dict[st
 def _displayed(channels: Sequence[int] | None, count: int) -> tuple[int, ...]:
     """Check which three channels are displayed as red, green and blue; by default the first three."""
     if channels is not None and count in (1, 3):
-        raise OptionError("channels requires a model with other inputs than RGB or grey: leave it out.")
+        raise OptionError("channels requires a model with input other than RGB or grey: leave it out.")
     if channels is None:
         return (0, 1, 2) if count > 2 else (0, count - 1, count - 1)
     if len(channels) != 3 or not all(isinstance(each, int) and 0 <= each < count for each in channels):

@@ -135,11 +135,13 @@ def _for_the_class(
     An attention-pooling head is treated like a layer: its readout is its fused (A ⊙ ∇A)⁺, rows summing to 1.
     """
     gradient = trace.backward()
-    matrices = rollouts.for_the_class(trace.heads(value_weighted=value_weighted), gradient.attentions, head_fusion)
+    matrices = rollouts.gradient_weighted_attention(
+        trace.heads(value_weighted=value_weighted), gradient.attentions, head_fusion
+    )
     by_attention = trace.pooled is not None and trace.pooling == ATTENTION_POOLING
     if patch is not None or not by_attention or trace.pooled is None or gradient.pooled is None:
         return readout_of(trace, patch), matrices
-    [queries] = rollouts.for_the_class([trace.pooled.detach()], [gradient.pooled], head_fusion)
+    [queries] = rollouts.gradient_weighted_attention([trace.pooled.detach()], [gradient.pooled], head_fusion)
     weights = pool_queries(trace.model, trace.top, queries)
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny), matrices
 

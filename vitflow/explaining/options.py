@@ -168,7 +168,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "occlusion_batch",
             int,
-            "Masked images per forward pass (the same number of tokens if masked tokens are dropped).",
+            "Masked images per forward pass. If masked tokens are dropped, the batch is scaled to the same total "
+            "number of tokens.",
             metavar="N≥1",
         ),
         Option(
@@ -280,7 +281,7 @@ OPTIONS: dict[str, Option] = {
             "Colour map of matplotlib.",
             metavar="NAME",
             scope="drawing",
-            default_help="plasma; red above and blue below 0 if a map has both",
+            default_help="plasma; a diverging map (red positive, blue negative) if the map has both signs",
         ),
         Option(
             "alpha",
@@ -326,7 +327,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "contours",
             bool,
-            "Draw contours around the highest values that hold 10, 25 and 50 % of the map's sum.",
+            "Draw contours around the highest values that contain 10, 25 and 50 % of the map's sum.",
             scope="drawing",
         ),
     )

@@ -15,7 +15,7 @@ from vitflow.explaining.options import OPTIONS
 from vitflow.explaining.progress import tracking
 from vitflow.explaining.refining import affinity_of, make_maps
 from vitflow.explaining.targeted_trace import TargetedTrace
-from vitflow.methods.cells import cell_owners, draw_masks, halves, mean_differences
+from vitflow.methods.cells import cell_owners, draw_masks, mean_differences, split_half_maps
 from vitflow.methods.ranks import spearman
 from vitflow.methods.refinement import AffinityName
 from vitflow.methods.regression import regress
@@ -84,7 +84,7 @@ def sampling(
         grids.append(weights.reshape(grid))
         if std is not None:
             significant.append((weights > _NORMAL_95 * std).reshape(grid))
-        reliability = spearman(*(half.numpy() for half in halves(used, scores[:, targets[image]])))
+        reliability = spearman(*(half.numpy() for half in split_half_maps(used, scores[:, targets[image]])))
         facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": hidden})
         if masks == "auto":
             facts[-1]["masks_used"] = len(scores)
@@ -107,7 +107,7 @@ def sample(
         trace: the trace of the images.
         masks: number of masks, or "auto".
         keep, cells, random_seed: options of the masks.
-        occlusion_batch: masks per forward pass; with dropped tokens, the same number of tokens.
+        occlusion_batch: masks per forward pass; if tokens are dropped, scaled to the same total number of tokens.
         settled: for masks="auto", called after every 32 masks with the index of the image, the masks, their outputs and
             the grid, until it returns True.
 

@@ -55,7 +55,7 @@ def scale_range(
 
     With robust, the limits are the 2nd and the 98th percentile, as in seaborn, so that one outlying patch does not
     darken all others; where both fall on the same value, as in a map that is almost everywhere 0, the extremes are
-    used. Without it they are the extremes. A map with negative values gets limits at equal distances from 0: the 98th
+    used. Without it they are the extremes. A map with negative values gets limits symmetric about 0: the 98th
     percentile of its absolute values, or the largest. A map that is constant up to the rounding of float32 gives two
     equal limits, and blend() draws it in the one colour of low values.
 

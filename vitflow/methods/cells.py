@@ -1,4 +1,4 @@
-"""Cells: the model input cut into rows × cols rectangles, for methods that look at pixels and not at tokens."""
+"""Cells: the model input cut into rows × cols rectangles, for methods that operate on pixels instead of tokens."""
 
 from collections.abc import Callable
 
@@ -104,7 +104,7 @@ def occlusion(
         rows: patches from top to bottom.
         cols: patches from left to right.
         batch_size: images with a blanked patch per call of `predict`; affects the time only.
-        progress: called with the number of patches hidden since the last call.
+        progress: called with the number of patches occluded since the last call.
 
     Returns:
         [batch, rows, cols].
@@ -252,15 +252,15 @@ def mean_differences(kept: Tensor, scores: Tensor) -> Tensor:
         )
     if len(kept) < 2:
         raise ShapeError(f"Expected at least two masks, got {len(kept)}.")
-    answers = scores.detach().cpu().double()
-    answers = answers - answers.mean(dim=0)
+    centred_scores = scores.detach().cpu().double()
+    centred_scores = centred_scores - centred_scores.mean(dim=0)
     masks = kept.cpu().double()
     masks = masks - masks.mean(dim=0)
-    spread = masks.square().sum(dim=0)  # exactly 0 where all masks agree
-    return torch.where(spread > 0, masks / spread.where(spread > 0, 1.0), 0.0).T @ answers
+    spread = masks.square().sum(dim=0)  # exactly 0 if all masks agree
+    return torch.where(spread > 0, masks / spread.where(spread > 0, 1.0), 0.0).T @ centred_scores
 
 
-def halves(kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+def split_half_maps(kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maps of the even and the odd masks; their agreement is the split-half reliability.
 
     Args:
@@ -270,7 +270,7 @@ def halves(kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         Two maps of `mean_differences`.
 
     >>> kept = torch.tensor([[True, False], [True, False], [False, True], [False, True]])
-    >>> [half.tolist() for half in halves(kept, torch.tensor([3.0, 4.0, 1.0, 1.0]))]
+    >>> [half.tolist() for half in split_half_maps(kept, torch.tensor([3.0, 4.0, 1.0, 1.0]))]
     [[2.0, -2.0], [3.0, -3.0]]
     """
     if len(kept) < 4:

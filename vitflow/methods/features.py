@@ -10,7 +10,7 @@ from vitflow.errors import OutsideGridError, ShapeError
 
 
 def similarity(features: Tensor, reference: Tensor) -> Tensor:
-    """Cosine of the features of each patch and a reference: x · r / (|x| |r|), and 0 where one of them is 0.
+    """Cosine of the features of each patch and a reference: x · r / (|x| |r|), and 0 if one of them is 0.
 
     Args:
         features: x, [batch, patches, width].

@@ -155,7 +155,7 @@ def normalize_rows(matrix: Tensor) -> Tensor:
 def add_residual(fused: Tensor, residual: float = 0.5) -> Tensor:
     """Mix in the residual connection: Â = rownorm(α I + (1 − α) W), for W [..., tokens, tokens].
 
-    A row of W that was discarded whole becomes the row of the identity, also at α = 0.
+    A row of W with all entries discarded becomes the identity row, even if α = 0.
 
     Args:
         fused: fused attention W; its rows need not sum to 1.
@@ -216,8 +216,8 @@ def carry_rows(rows: Tensor, fused: Tensor, residual: float) -> Tensor:
 def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> list[Tensor]:
     """Check a stack of attention layers and return it as a list of [B, H, N, N] or fused [B, N, N], first layer first.
 
-    A single tensor with a leading layer axis is split. Half precision becomes float32; where a layer is float64,
-    all are. In errors, layers are numbered from `first`.
+    A single tensor with a leading layer axis is split. Half precision becomes float32; if a layer is float64, all
+    become float64. In errors, layers are numbered from `first`.
 
     Raises:
         ShapeError: no layers; a layer is not a dense tensor of real numbers, is empty or not square, differs from the
@@ -234,7 +234,8 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> l
         if (shape[0], shape[-1]) != (layers[0].shape[0], layers[0].shape[-1]):
             raise ShapeError(
                 f"Expected the same batch and number of tokens in every layer, got {tuple(layers[0].shape)} in layer "
-                f"{first} and {shape} in layer {number}. Hierarchical models change their tokens between stages."
+                f"{first} and {shape} in layer {number}. Hierarchical models change their tokens "
+                "between stages: use vitflow.Explainer, which supports them."
             )
         if layer.numel() == 0:
             raise ShapeError(
@@ -245,7 +246,7 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> l
         if not (torch.isfinite(low) and torch.isfinite(high)) or low < 0:
             raise ShapeError(
                 f"Expected finite attention values of at least 0, got values from {low.item():g} to {high.item():g} "
-                f"in layer {number}."
+                f"in layer {number}. Pass probabilities, after the softmax."
             )
     dtype = torch.float64 if any(layer.dtype == torch.float64 for layer in layers) else torch.float32
     return [layer.to(dtype) for layer in layers]
@@ -289,7 +290,9 @@ def check_layer(name: str, layer: int, count: int) -> int:
 def one_head(attention: Tensor, head: int) -> Tensor:
     """One head of [batch, heads, tokens, tokens], [batch, tokens, tokens]; OptionError if there is no such head."""
     if attention.ndim == 3:
-        raise OptionError("Expected attention with all heads for a single head, got fused attention.")
+        raise OptionError(
+            "Expected attention with all heads for a single head, got fused attention. Record without head_fusion."
+        )
     return attention[:, whole_number("head", head, 0, attention.shape[1] - 1)]
 
 

@@ -62,7 +62,7 @@ def input_gradient(gradients: Tensor, *, rows: int, cols: int) -> Tensor:
         ShapeError: the gradients are not [batch, channels, height, width], or there are more patches than pixels.
 
     Source: Simonyan et al., "Deep Inside Convolutional Networks: Visualising Image Classification Models and Saliency
-    Maps", ICLR 2014 workshop, with the sum over a patch for the maximum over channels.
+    Maps", ICLR 2014 workshop, with a sum over each patch instead of a maximum over channels.
 
     >>> import torch
     >>> input_gradient(torch.tensor([[[[1.0, -2.0], [0.0, 3.0]]]]), rows=1, cols=2)
@@ -130,7 +130,7 @@ class Values:
         gram: W_Oᵀ W_O, if it is known already.
 
     Raises:
-        ShapeError: the projection does not take the joined heads.
+        ShapeError: the projection does not match the concatenated heads.
 
     >>> values = Values(torch.tensor([[[[1.0], [0.0]], [[0.0], [2.0]]]]), torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
     >>> values.norms()
@@ -171,9 +171,9 @@ class Values:
 
         - False: A[h, i, j] itself.
         - True: A[h, i, j] · ‖v_j W_O‖, the length of what token j passes on to token i through head h.
-        - "output": A[h, i, j] · (v_j W_O · o_i)⁺ / ‖o_i‖, that vector's length along the output o_i = Σ_hj A[h, i, j]
-          v_j W_O that all of them make together; what points elsewhere cancels out there, and does not count. Without
-          the cut at 0, the row of token i sums to ‖o_i‖ over all heads and tokens.
+        - "output": A[h, i, j] · (v_j W_O · o_i)⁺ / ‖o_i‖, that vector's length along the attention output
+          o_i = Σ_hj A[h, i, j] v_j W_O; components orthogonal to o_i are ignored. Without the clamp at 0, row i sums to
+          ‖o_i‖ over all heads and tokens.
 
         Args:
             attention: [batch, heads, tokens, tokens] of the same layer.
@@ -183,9 +183,9 @@ class Values:
         Returns:
             [batch, heads, tokens, tokens], not normalised.
 
-        Source: Kobayashi et al., EMNLP 2020, for the norm. For the part along the output: the same vectors, measured as
-        Ferrando et al., "Measuring the Mixing of Contextual Information in the Transformer", EMNLP 2022, measure them
-        (by how near they come to their sum), with the inner product for the distance.
+        Source: Kobayashi et al., EMNLP 2020, for the norm. For the length along the output: the same vectors, as in
+        Ferrando et al., "Measuring the Mixing of Contextual Information in the Transformer", EMNLP 2022, who use the
+        distance to the sum of the vectors; here the inner product with the sum.
         """
         check_value_weighting(value_weighted)
         if value_weighted is False:
@@ -229,5 +229,5 @@ def fuse_weighted(
     if value_weighted is False:
         return fuse_heads(attention, head_fusion)
     if values is None:
-        raise OptionError("Value weighting needs the value vectors of the layer, got none.")
+        raise OptionError("value_weighted requires the value vectors of the layer, got none. Record with values=True.")
     return normalize_rows(fuse_heads(values.weigh(attention, value_weighted, mixed), head_fusion))

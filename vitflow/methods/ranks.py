@@ -83,9 +83,12 @@ def is_constant(values: Values) -> bool:
 
 def _check(first: Values, second: Values) -> None:
     if first.shape != second.shape or first.size < 2:
-        raise ShapeError(f"Expected two maps of one shape with at least 2 values, got {first.shape}, {second.shape}.")
+        raise ShapeError(
+            f"Expected two maps of one shape with at least 2 values, got {first.shape} and {second.shape}: resample "
+            "one to the grid of the other."
+        )
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
-        raise ShapeError("Expected finite values, got NaN or infinite ones.")
+        raise ShapeError("Expected finite values, got NaN or infinite ones: leave out these patches in both maps.")
 
 
 def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor:

@@ -30,7 +30,7 @@ def regress(kept: Tensor, scores: Tensor, factor: Tensor, noise: float = NOISE) 
     s = μ + X w + ε with X = m − m̄ (centred masks), w ~ N(0, σ² c F Fᵀ), ε ~ N(0, σ² λ), and c such that the kernel
     K = c X F Fᵀ Xᵀ has trace N. The posterior has mean c F Fᵀ Xᵀ (K + λ I)⁻¹ (s − s̄) and covariance
     σ² (c F Fᵀ − c² F Fᵀ Xᵀ (K + λ I)⁻¹ X F Fᵀ), where σ² = (s − s̄)ᵀ (K + λ I)⁻¹ (s − s̄) / N maximises the marginal
-    likelihood. Patches with correlated weights share what the masks say about them.
+    likelihood. Correlated weights share evidence from the masks.
 
     Args:
         kept: m, kept patches of each mask, bool [masks, patches].

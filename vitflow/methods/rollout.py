@@ -56,7 +56,7 @@ def attention_rollout(
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.
         readout: weight of each token of the top layer in the model's output, [tokens] or [batch, tokens].
         causal: for attention restricted to visible keys, as in a decoder: "raw"; or "receptive_field", the rollout
-            divided by that of uniform attention over the same keys, where a row's own token is 0 and the others sum to
+            divided by that of uniform attention over the same keys; then a row's own token is 0 and the others sum to
             1. In both cases, values are discarded per row.
         attention_mask: [batch, tokens], 1 for tokens and 0 for padding, as in transformers; padding has no effect.
         visible: mask of the keys that each query may see, layers of bool [batch, tokens, tokens] or one for all; by
@@ -136,7 +136,7 @@ def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor
     With a `readout` q only the row qᵀ (I + W_L) ⋯ (I + W_s) is computed, from the top, in O(L · N²).
 
     Args:
-        layers: W_l as `for_the_class` makes them, [batch, tokens, tokens], first layer first.
+        layers: W_l as returned by `gradient_weighted_attention`, [batch, tokens, tokens], first layer first.
         start_layer: s, the first layer of the product; 1 is the paper.
         readout: weight of each token of the top layer in the model's output, [tokens] or [batch, tokens].
 
@@ -168,7 +168,7 @@ def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor
     return row.squeeze(1)
 
 
-def for_the_class(
+def gradient_weighted_attention(
     attentions: Sequence[Tensor] | Tensor, gradients: Sequence[Tensor] | Tensor, head_fusion: SignedFusion
 ) -> list[Tensor]:
     """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens], specific to one class.
@@ -190,7 +190,7 @@ def for_the_class(
     probabilities, per image, and its layers in the order of the attention.
 
     >>> layer = torch.tensor([[[[0.5, 0.5], [0.5, 0.5]]]])
-    >>> weights = for_the_class([layer], [torch.tensor([[[[0.0, 2.0], [-1.0, 0.0]]]])], "mean")
+    >>> weights = gradient_weighted_attention([layer], [torch.tensor([[[[0.0, 2.0], [-1.0, 0.0]]]])], "mean")
     >>> attention_rollout(weights), relevance(weights)
     (tensor([[[0.5000, 0.5000],
              [0.0000, 1.0000]]]), tensor([[[1., 1.],

@@ -31,9 +31,9 @@ class LayerTokens:
 
     Attributes:
         queries: layout of the tokens that attend.
-        keys: layout of the tokens that are attended to; coarser than `queries` where keys are pooled, finer where
+        keys: layout of the tokens that are attended to; coarser than `queries` if keys are pooled, finer if
             queries are.
-        query_index: index in `queries` of each window's queries, [windows, queries], −1 for padding; None where one
+        query_index: index in `queries` of each window's queries, [windows, queries], −1 for padding; None if one
             window contains all tokens in order. A token that is not a query of any window passes the layer unchanged.
         key_index: index in `keys` of each window's keys, [windows, keys], likewise.
     """
@@ -67,10 +67,10 @@ def staged_rollout(
     """Compute the row qᵀ Â_L ⋯ Â_s of attention rollout, for layers with windows and stages.
 
     Each layer equals its dense matrix: Â = rownorm(α I + (1 − α) W), where W contains the probabilities of each window
-    at its tokens, summed where windows overlap, and 0 at padding. If layers differ in their tokens, it is assumed that
-    operations between attention layers (merging, convolution, pooling) preserve positions, and that each token of a
-    coarser grid covers its area evenly, whatever the weights of the merge. A class token that joins late keeps its
-    share.
+    at its tokens, summed if windows overlap, and 0 at padding. If layers differ in their tokens, it is assumed that
+    operations between attention layers (merging, convolution, pooling) preserve positions, and that each coarse
+    token covers its area uniformly, regardless of the merge weights. A class token that is added in a late layer keeps
+    its share.
 
     Args:
         matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first.
@@ -135,7 +135,7 @@ def staged_attention(
         discard_ratio: as for `staged_rollout`.
 
     Returns:
-        The row, [batch, tokens], and the layout of its tokens. Where layers differ in their tokens, the rows of W_l are
+        The row, [batch, tokens], and the layout of its tokens. If layers differ in their tokens, the rows of W_l are
         normalised to 1.
 
     Raises:
@@ -154,8 +154,8 @@ def staged_attention(
         row = raw_attention(whole, readout=readout, discard_ratio=discard_ratio, num_prefix_tokens=prefix)
         return row, among.keys
     row = check_readout(readout, len(matrix), tokens[-1].queries.num_tokens).to(matrix)
-    asking = carry(row, tokens[-1].queries, among.queries)
-    return _through(asking, among.queries, matrix, among, discard_ratio, 0.0, additive=False)
+    query_row = carry(row, tokens[-1].queries, among.queries)
+    return _through(query_row, among.queries, matrix, among, discard_ratio, 0.0, additive=False)
 
 
 def _checked(matrix: Tensor, layer: LayerTokens) -> Tensor:
@@ -187,13 +187,13 @@ def _through(
         finer = max(layout, layer.queries, key=lambda one: one.num_patches)
         finer = replace(finer, num_prefix_tokens=layer.queries.num_prefix_tokens)
         row, layout = carry(row, layout, finer), finer
-    asking = carry(row, layout, layer.queries)
+    query_row = carry(row, layout, layer.queries)
     query_index, key_index = _indices(layer, matrix.device)
     valid = (query_index >= 0).unsqueeze(-1) & (key_index >= 0).unsqueeze(-2)  # [windows, queries, keys]
     weights = _discard(matrix.masked_fill(~valid, 0.0), valid, key_index, layer, discard_ratio)
-    gathered = _pad(asking)[:, query_index]  # [batch, windows, queries]
+    gathered = _pad(query_row)[:, query_index]  # [batch, windows, queries]
     if additive:
-        passed, kept = gathered, torch.ones_like(asking)
+        passed, kept = gathered, torch.ones_like(query_row)
     else:
         sums = _scatter(weights.sum(dim=-1), query_index, layer.queries.num_tokens)  # of each row of W
         kept, factors = residual_shares(sums, residual)
@@ -260,20 +260,19 @@ def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
     return torch.cat([prefix, _by_area(row, source, target, source)], dim=1)
 
 
-def _by_area(values: Tensor, source: TokenLayout, target: TokenLayout, whole: TokenLayout) -> Tensor:
+def _by_area(values: Tensor, source: TokenLayout, target: TokenLayout, unit: TokenLayout) -> Tensor:
     """Return each patch of the target as the sum over patches of the source, weighted by overlapping area.
 
     Args:
         values: over the tokens of the source, [batch, tokens].
         source, target: layouts over the same image.
-        whole: the one of both whose patches have the area 1: sums of shares of the source's, or means within the
-            target's.
+        unit: the layout whose patch area is 1: `source` to sum, `target` to average.
 
     Returns:
         [batch, patches of the target].
     """
-    down = (_overlaps(source.rows, target.rows) * whole.rows).to(values)
-    across = (_overlaps(source.cols, target.cols) * whole.cols).to(values)
+    down = (_overlaps(source.rows, target.rows) * unit.rows).to(values)
+    across = (_overlaps(source.cols, target.cols) * unit.cols).to(values)
     patches: Tensor = down @ source.to_grid(values) @ across.T
     return patches.flatten(1)
 

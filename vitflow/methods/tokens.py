@@ -183,5 +183,5 @@ def relative_to(weights: Tensor, reference: Tensor, is_self: Tensor | None = Non
 
 def self_token(readout: Tensor) -> Tensor:
     """Return a mask of the token of a readout [batch, tokens] with a single token; empty for several tokens."""
-    spoken = readout != 0
-    return spoken & (spoken.sum(dim=-1, keepdim=True) == 1)
+    nonzero = readout != 0
+    return nonzero & (nonzero.sum(dim=-1, keepdim=True) == 1)

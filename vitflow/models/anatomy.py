@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.libraries import BOTH_TOKENS, HALVES, PATCH_MEAN, library_layout, library_pooling
-from vitflow.models.parts import those_that
+from vitflow.models.parts import module_search
 
 # Attribute names of the output projection of attention modules.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
@@ -56,7 +56,7 @@ def transformer_of(model: nn.Module) -> nn.Module:
     return next(iter(_embeds_patches(model)), model)
 
 
-@those_that
+@module_search
 def _embeds_patches(module: nn.Module) -> bool:
     return hasattr(module, "patch_embed")
 
@@ -270,7 +270,8 @@ def pool_queries(model: nn.Module, layout: TokenLayout, queries: Tensor) -> Tens
     if missing not in (0, layout.num_prefix_tokens) or layout.num_suffix_tokens:
         raise UnsupportedModelError(
             f"The attention pooling of {type(transformer).__name__} has {weights.shape[-1]} tokens, expected "
-            f"{layout.num_tokens} or the {layout.num_patches} patches."
+            f"{layout.num_tokens} or the {layout.num_patches} patches. Pass readout=, or use gradcam, input_gradient "
+            "or occlusion."
         )
     return torch.nn.functional.pad(weights, (missing, 0))
 

@@ -57,7 +57,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if not is_file(path):
-        raise ModelError(f"No checkpoint file at {path}.")
+        raise ModelError(f"Expected a checkpoint, .safetensors or a torch file, got no file at {path}. Check the path.")
     checkpoint = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     for name, weight in checkpoint.weights.items():
         # A view in a file of a few bytes may have the size of a terabyte.
@@ -72,7 +72,7 @@ def _read_safetensors(path: Path) -> Checkpoint:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except Exception as error:  # a damaged file makes the reader raise nearly anything
+    except Exception as error:  # a corrupt file may raise almost any exception
         raise ModelError(f"{path} is not a safetensors file or is damaged: {error}.") from error
     names = next((_names(metadata[key]) for key in _NAME_KEYS if key in metadata), None)
     return Checkpoint(_without_prefixes(weights), names, metadata)
@@ -85,7 +85,7 @@ def _read_torch(path: Path) -> Checkpoint:
         with _allowed(argparse.Namespace), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the pickle protocol; the error below is clearer
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file makes torch raise nearly anything
+    except Exception as error:  # a corrupt file may raise almost any exception
         if isinstance(error, pickle.UnpicklingError) and re.search("unsupported (global|class)", str(error), re.I):
             raise ModelError(
                 f"{path} contains objects other than tensors, which could run code when loaded. Save only the "
@@ -131,7 +131,7 @@ def _check_container(path: Path) -> None:
         try:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
-        except Exception as error:  # a damaged archive makes the reader raise nearly anything
+        except Exception as error:  # a corrupt archive may raise almost any exception
             raise ModelError(f"{path} is not a torch checkpoint or is damaged: {error}.") from error
         if unpacked > 10 * path.stat().st_size:
             raise ModelError(f"{path} is not a weights file: it would unpack to {unpacked:,} bytes.")

@@ -225,7 +225,7 @@ def _imagenet_names(subset: str | None) -> list[str] | None:
 
 
 def _shortest_unique(descriptions: Sequence[str]) -> list[str]:
-    """Return the first of each class's comma-separated names, or as many as make it unique."""
+    """Return the shortest unique prefix of each class's comma-separated names."""
     parts = [text.split(", ") for text in descriptions]
     names = [part[0] for part in parts]
     for length in range(2, 6):
@@ -291,10 +291,13 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
 
 def _check_input(config: Mapping[str, Any], model: nn.Module) -> None:
     """Raise ModelError if the data config of a model has entries of the wrong type or length."""
-    for name, count in (("input_size", 3), ("mean", None), ("std", None), ("crop_pct", 0)):
+    for name, count in (("input_size", 3), ("mean", -1), ("std", -1), ("crop_pct", 0)):
         value = config[name]
         parts = [value] if count == 0 else value
         numbers = isinstance(parts, Sequence) and all(isinstance(part, Real) for part in parts)
-        if not numbers or (count and len(parts) != count):
-            expected = "a number" if count == 0 else "three numbers"
-            raise ModelError(f"Expected {name} of {model_id(model)} to be {expected}, got {str(value)[:60]!r}.")
+        if not numbers or (count > 0 and len(parts) != count):
+            expected = {0: "a number", 3: "three numbers"}.get(count, "a list of numbers, one for each channel")
+            raise ModelError(
+                f"Expected {name} of {model_id(model)} to be {expected}, got {type(value).__name__} "
+                f"{str(value)[:60]!r}. Pass it in data_config."
+            )

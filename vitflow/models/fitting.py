@@ -16,7 +16,7 @@ from vitflow.models.hub import without_values
 
 Weights = Mapping[str, Tensor]
 
-# Architecture options that a file may set: sizes and switches of timm models, nothing that reads, fetches or runs.
+# Architecture options that a file may set: sizes and flags only; options that load files or run code are excluded.
 ARCHITECTURE_OPTIONS = frozenset(
     {"img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "depths", "num_heads", "mlp_ratio"}
     | {"global_pool", "class_token", "reg_tokens", "pos_embed", "no_embed_class", "pre_norm", "final_norm", "fc_norm"}
@@ -73,7 +73,9 @@ def _dtype(weight: Tensor) -> str:
     return str(weight.dtype).removeprefix("torch.")
 
 
-def misfit(raw: Weights, weights: Weights, model: nn.Module, path: Path, name: str, reason: str = "") -> ModelError:
+def mismatch_error(
+    raw: Weights, weights: Weights, model: nn.Module, path: Path, name: str, reason: str = ""
+) -> ModelError:
     """Return the error that lists how a file's weights differ from a model's, with a guess of the right model.
 
     Args:

@@ -1,4 +1,7 @@
-"""Load models of timm, transformers and open_clip by name; an unreachable hub delays this by seconds only."""
+"""Load models of timm, transformers and open_clip by name.
+
+If the hub is unreachable, loading falls back to its cache after a few seconds.
+"""
 
 import json
 import logging
@@ -51,11 +54,20 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
         if "pretrained tag" in str(error):
             tags = ", ".join(sorted(timm.list_pretrained(f"{name.split('.')[0]}.*"))) or "none"
             raise ModelError(f"No pretrained weights are known for {name!r}. Known tags: {tags}.") from error
-        raise ModelError(f"{name!r} cannot be loaded: {error}") from error
+        raise ModelError(
+            f"{name!r} cannot be loaded: {str(error).rstrip('.')}. Expected weights of this architecture: leave out "
+            "options that change it, or pass other weights (--checkpoint FILE, checkpoint=…)."
+        ) from error
     except TypeError as error:
-        raise ModelError(f"{name!r} cannot be built with these options: {error}.") from error
+        raise ModelError(
+            f"{name!r} cannot be built with these options: {error}. Expected options of timm.create_model for this "
+            "model: leave out the others."
+        ) from error
     except (KeyError, AttributeError, AssertionError, IndexError, ArithmeticError) as error:  # invalid config.json
-        raise ModelError(f"{name!r} cannot be built: {type(error).__name__}: {error}.") from error
+        raise ModelError(
+            f"{name!r} cannot be built: {type(error).__name__}: {error}. Expected valid options, and a config.json as "
+            "written by timm.models.save_for_hf: correct the options, or save the model again."
+        ) from error
     except (OSError, ValueError) as error:  # network and file errors of the hub client are OSErrors
         if local:
             raise ModelError(
@@ -135,7 +147,7 @@ def quiet_hub(*, requested: bool) -> Iterator[None]:
     logger, offline = logging.getLogger("huggingface_hub"), constants.HF_HUB_OFFLINE
     level = logger.level
     logger.setLevel(logging.ERROR)
-    constants.HF_HUB_OFFLINE = offline or (requested and not (_RESPONDED.get() or hub_answers()))
+    constants.HF_HUB_OFFLINE = offline or (requested and not (_RESPONDED.get() or hub_responds()))
     responded = _RESPONDED.set(_RESPONDED.get() or (requested and not constants.HF_HUB_OFFLINE))
     try:
         yield
@@ -150,7 +162,7 @@ def bundled(name: str | Path) -> str | Path:
     return {"demo-caption": DEMO_CAPTION, "demo-text": DEMO_TEXT}.get(str(name), name)
 
 
-def hub_answers(seconds: float = _TIMEOUT) -> bool:
+def hub_responds(seconds: float = _TIMEOUT) -> bool:
     """Return True if the hub responds within `seconds`, including name resolution, with any status."""
     responses: list[object] = []
 
@@ -199,7 +211,10 @@ def load_transformers(name: str) -> nn.Module:
             model, info = kind.from_pretrained(source, config=config, output_loading_info=True, **options)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # includes errors of the hub client
         if local:
-            raise ModelError(f"The model in {printable(source)} cannot be loaded: {_first_line(error)}") from error
+            raise ModelError(
+                f"The model in {printable(source)} cannot be loaded: {_first_line(error).rstrip('.')}. "
+                "Expected a folder with config.json and weights: save the model again with save_pretrained."
+            ) from error
         raise ModelError(
             f"{printable(name)!r} is not a model of timm, and cannot be fetched from the Hugging Face hub as a "
             f"transformers model ({type(error).__name__}) and is not in its cache. Remedies: download its folder (hf "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError, UnsupportedModelError
 from vitflow.files import is_file
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.parts import those_that
+from vitflow.models.parts import module_search
 from vitflow.models.processors import from_processor
 
 # Names of the patch embedding and of prefix tokens in transformers.
@@ -50,7 +50,7 @@ _RECORDABLE = ("sdpa", "eager")
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Patch embedding of a model that is not of timm.
+    """Patch embedding of a non-timm model.
 
     Attributes:
         module: the embedding module.
@@ -84,7 +84,7 @@ def embedding_of(model: nn.Module) -> Embedding | None:
     return Embedding(owner, 1, _pair(owner.patch_size), _pair(owner.image_size), 3, dynamic=False)
 
 
-@those_that
+@module_search
 def _embeds(module: nn.Module) -> bool:
     inside = module._modules
     of_torchvision = inside.get("conv_proj") is not None and hasattr(module, "class_token")
@@ -165,7 +165,7 @@ def library_blocks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]
     }
 
 
-def refuse_unseen(model: nn.Module) -> None:
+def check_recordable(model: nn.Module) -> None:
     """Check that the attention of a transformers model can be recorded.
 
     Raises:
@@ -265,7 +265,7 @@ def library_reading(model: nn.Module) -> str | None:
 
 
 def library_data_config(model: nn.Module) -> dict[str, Any]:
-    """Return the known entries of timm's data config for a model that is not of timm.
+    """Return the known entries of timm's data config for a non-timm model.
 
     The size is read from the model; normalisation and crop from the image processor in its folder or the hub's cache.
     """
@@ -303,12 +303,12 @@ def _pretrained(model: nn.Module) -> nn.Module | None:
     return next(iter(_is_pretrained(model)), None)
 
 
-@those_that
+@module_search
 def _is_pretrained(module: nn.Module) -> bool:
     return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
 
 
-@those_that
+@module_search
 def _is_configured(module: nn.Module) -> bool:
     return "config" in vars(module)
 

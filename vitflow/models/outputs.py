@@ -19,12 +19,14 @@ from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
 #: Activations: probabilities that sum to 1, independent probabilities, cosines, or unchanged values.
 ACTIVATIONS = ("softmax", "sigmoid", "cosine", "value")
 
-# Tolerance between two computations of one row, as a share of the largest number: in batches of the same size, by the
-# precision of the model; and in batches of different sizes, in any precision.
+# Relative tolerance between two computations of the same row: by dtype for equal batch sizes, and one value for
+# different batch sizes.
 _ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 _OF_ANOTHER_SIZE = 0.25
 
-_NO_REST = "Expected several outputs for a contrast with the rest, got one: leave out against."
+_NO_REST = (
+    "Expected several outputs for a contrast with the rest, got one: leave out against, or give rest in Outputs(…)."
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -39,14 +41,14 @@ class Outputs:
         activation: one of `ACTIVATIONS`; with a single output, softmax is replaced by sigmoid.
         unit: unit of values without activation, such as "years".
         scale: factor of the cosines in the numbers.
-        made_of: further sources of the numbers, for JSON: a folder run or an evaluation is resumed only if they are
-            unchanged.
+        made_of: extra entries of the fingerprint, for JSON; a run is resumed only if they are unchanged.
         rest: maps the output to the reference of each output, [batch, k] or [batch, 1]; None for the mean of the other
             outputs.
         against: description of this reference.
         images: reference image of each output, uint8 RGB [height, width, 3], displayed next to the map.
         apart: explain each output minus its reference by default.
-        followed: outputs of changed images, whose object another output may give; None for these outputs.
+        followed: outputs to use for perturbed images, in which another output (query) may detect the object; None for
+            the same outputs.
 
     >>> outputs = Outputs(lambda output: output[:, :2] - output[:, 2:], ("left", "right"), 2)
     >>> outputs.numbers(torch.tensor([[1.0, 2.0, 3.0, 5.0]]))
@@ -126,7 +128,10 @@ class Outputs:
         rows, columns = numbers.shape[0], numbers.shape[-1]
         if not isinstance(rest, Tensor) or rest.shape not in ((rows, columns), (rows, 1)):
             got = f"shape {tuple(rest.shape)}" if isinstance(rest, Tensor) else f"{rest!r:.60}"
-            raise ModelError(f"Expected rest to return a tensor [{rows}, {columns}] or [{rows}, 1], got {got}.")
+            raise ModelError(
+                f"Expected rest to return a tensor [{rows}, {columns}] or [{rows}, 1], got {got}: "
+                "return one row per image, with one reference or one for each output."
+            )
         return [numbers, rest]
 
     @property
@@ -147,7 +152,11 @@ class Outputs:
     def _less_the_rest(self, output: Any) -> Tensor:
         numbers, *rest = self.with_rest(output) or [torch.empty(0)]
         if numbers.ndim != 2:
-            raise OptionError("A contrast with the rest requires classes, and this model has none.")
+            got = f"shape {tuple(numbers.shape)}" if numbers.numel() else "none"
+            raise OptionError(
+                f"Expected logits [images, classes] for a contrast with the rest, got {got}: leave out against, or "
+                "pass outputs=."
+            )
         if rest:
             return numbers - rest[0]
         if numbers.shape[1] == 1:

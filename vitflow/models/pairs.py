@@ -56,7 +56,10 @@ class ImageTower(nn.Module):
         self.visual_projection = visual_projection
         embedding = embedding_of(vision_model)
         if embedding is None:
-            raise UnsupportedModelError(f"{type(vision_model).__name__} has no known patch embedding.")
+            raise UnsupportedModelError(
+                f"Expected an image encoder with a patch embedding, such as that of CLIPModel or SiglipModel, got "
+                f"{type(vision_model).__name__}: load a CLIP, SigLIP or SigLIP 2 model."
+            )
         self.image_size, self.patch_size = embedding.image_size, embedding.patch_size
         self.patchified, self.dynamic = embedding.patchified, embedding.dynamic
 
@@ -95,7 +98,7 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
 
     Args:
         model: CLIPModel, SiglipModel or Siglip2Model of transformers, or a model of open_clip.
-        processor: its processor or tokenizer; by default found by the name by which the model was loaded.
+        processor: its processor or tokenizer; by default loaded from the model's name_or_path.
 
     Raises:
         UnsupportedModelError: the model has no text encoder, or no pooling head.
@@ -119,11 +122,11 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
         )
     tower = ImageTower(owner.vision_model, getattr(owner, "visual_projection", None))
     tower.note = model_note(model)
-    seen = seen_by(model, processor)
+    seen = pair_data_config(model, processor)
     return Pair(tower, text_encoder(owner, processor), **numbers, data_config=seen, name=called(model))
 
 
-def seen_by(model: nn.Module, processor: Any) -> dict[str, Any]:
+def pair_data_config(model: nn.Module, processor: Any) -> dict[str, Any]:
     """Return the known entries of a model's data config, as in timm; those of its processor first."""
     image_processor = getattr(processor, "image_processor", None)
     return library_data_config(model) | ({} if image_processor is None else from_processor(image_processor.to_dict()))
@@ -275,8 +278,8 @@ def prompts(
 
     Args:
         texts: the prompts, which are the names of the outputs.
-        templates: sentences with {} in the place of the prompt, such as "a photo of {}"; embeddings are averaged.
-        processor: processor or tokenizer of the model; by default found by the name by which the model was loaded.
+        templates: templates in which {} is replaced by the prompt, such as "a photo of {}"; embeddings are averaged.
+        processor: processor or tokenizer of the model; by default loaded from the model's name_or_path.
         raw: explain the score of a prompt; by default the score minus the mean score of the other prompts, or, for a
             single prompt, minus the score of an empty prompt.
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vitflow.errors import ShapeError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.libraries import library_id, processor_settings
-from vitflow.models.parts import those_that
+from vitflow.models.parts import module_search
 from vitflow.models.processors import from_processor
 
 # Model types of transformers and the number of tokens before the tubelets.
@@ -111,7 +111,7 @@ def _pair(size: Any) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-@those_that
+@module_search
 def _video_parts(module: nn.Module) -> bool:
     config = vars(module).get("config")
     return getattr(config, "model_type", None) in _PREFIX

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.models.languages import text_config
-from vitflow.models.parts import those_that
+from vitflow.models.parts import module_search
 from vitflow.recording.layers import Arrange, AttentionLayer
 
 # Softmaxes that are not attention between tokens.
@@ -99,7 +99,7 @@ def _kind(module: nn.Module) -> str:
     return type(module).__name__
 
 
-@those_that
+@module_search
 def may_attend(module: nn.Module) -> bool:
     """Return True if a module with submodules may compute attention itself, unless its class excludes that."""
     parts = [part for part in module._modules.values() if part is not None]
@@ -227,6 +227,6 @@ def _refused(model: nn.Module) -> nn.Module | None:
     return next(iter(_is_refused(model)), None)
 
 
-@those_that
+@module_search
 def _is_refused(module: nn.Module) -> bool:
     return _kind(module) in _REFUSED

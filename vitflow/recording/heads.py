@@ -19,7 +19,7 @@ from torch.func import functional_call
 from vitflow.errors import ShapeError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout
-from vitflow.models.parts import kept_with_outputs, module_paths, runs_compiled
+from vitflow.models.parts import module_paths, output_cache, runs_compiled
 from vitflow.recording.attention_kinds import is_pooling
 from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
 from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_norm, token_norms, tokens_of, with_tokens
@@ -117,7 +117,7 @@ def observed_head(
         closed: closed-form readouts of known poolings, the declared one first.
         read: maps the return value of the model to its outputs.
     """
-    known = kept_with_outputs(call.model, read)
+    known = output_cache(call.model, read)
     key = (observed_head, closed[0].name, top.num_prefix_tokens, layers[-1])
     if key not in known:
         known[key] = _observe(call, block_paths_of(call.model, layers), top, closed, read)

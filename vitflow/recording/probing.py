@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitflow.models.anatomy import tensors_in
 from vitflow.models.languages import plain_token_ids
 from vitflow.models.libraries import forward_options
-from vitflow.models.parts import kept_with
+from vitflow.models.parts import model_cache
 from vitflow.recording.isolation import Hook, device_of, evaluating, hooked, trial, uncompiled
 from vitflow.recording.readout import with_tokens
 
@@ -144,7 +144,7 @@ def is_causal(model: nn.Module) -> bool:
     >>> [is_causal(BertModel(BertConfig(is_decoder=writes, **sizes))) for writes in (False, True)]
     [False, True]
     """
-    known = kept_with(model)
+    known = model_cache(model)
     if is_causal not in known:
         with trial(model, device_of(model)):
             known[is_causal] = _test_causal(model)

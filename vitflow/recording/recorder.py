@@ -20,7 +20,7 @@ from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import ATTENTION_POOLING, closed_readouts, feature_layout, logits_of, read_layout, unwrap
 from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
-from vitflow.models.libraries import refuse_unseen
+from vitflow.models.libraries import check_recordable
 from vitflow.models.parts import runs_compiled, with_paths
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.heads import Call
@@ -149,7 +149,7 @@ class record_attention:
             self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._unhook)
             if self._attention:
-                refuse_unseen(self._model)
+                check_recordable(self._model)
             stack.enter_context(hooked(self._fixed_hooks()))
             self._watch()
             if runs_compiled(self._called):

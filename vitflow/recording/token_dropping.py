@@ -14,7 +14,7 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ALL_TOKENS, closed_readouts, logits_of, read_layout, transformer_of, unwrap
 from vitflow.models.libraries import forward_options, library_blocks
-from vitflow.models.parts import kept_with_outputs
+from vitflow.models.parts import output_cache
 from vitflow.recording.isolation import Hook, evaluating, hooked
 from vitflow.recording.readout import Read
 
@@ -85,7 +85,7 @@ def droppable_tokens(
     10
     """
     model = unwrap(model)
-    known = kept_with_outputs(model, outputs)
+    known = output_cache(model, outputs)
     key = run_on_patches, tuple(pixels.shape[1:]), layout
     if key not in known:
         known[key] = _try(model, pixels, layout, outputs)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, tensors_in
-from vitflow.models.parts import kept_with, module_paths, with_paths
+from vitflow.models.parts import model_cache, module_paths, with_paths
 from vitflow.recording.attending import Listener
 from vitflow.recording.attention_kinds import may_attend, other_attention
 from vitflow.recording.heads import FEW_TOKENS, Call, block_paths_of, on_few_tokens
@@ -52,7 +52,7 @@ def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[st
         unapplied: paths of the modules of which only the softmax was observed.
     """
     model = call.model
-    known, key = kept_with(model), (unseen_mixing, *names)
+    known, key = model_cache(model), (unseen_mixing, *names)
     if key not in known and not call.pixels.is_meta:
         known[key] = _find(call, layouts, names, unapplied)
     path: str | None = known.get(key)

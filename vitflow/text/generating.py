@@ -70,7 +70,7 @@ def explain_generation(
             encoder.
         video: the video of the prompt: a file, or frames as a list of images or an array [frames, height, width, 3],
             2 per second; for other rates, pass processor output, too.
-        frames: the number of frames of a video file, at equal distances; by default 8.
+        frames: the number of frames of a video file, evenly spaced; by default 8.
         tokenizer: tokenizer; by default the one saved with the model. Without a tokenizer, tokens are shown as ids.
         processor: image processor; by default the one saved with the model.
         method: "rollout", "attention", "flow", "gae" or "logit_lens". By default "rollout"; with images or a video

@@ -152,7 +152,7 @@ def relevance_rows(layers: Sequence[Tensor], readout: Tensor, *, start_layer: in
     """Compute rows of generic attention explainability, qᵀ (I + W_l) ⋯ (I + W_s) for l = 1 … L: [layers, rows, tokens].
 
     Args:
-        layers: W_l as returned by `for_the_class`, [tokens, tokens].
+        layers: W_l as returned by `gradient_weighted_attention`, [tokens, tokens].
         readout: query weights [rows, tokens].
         start_layer: as for `relevance`.
     """
@@ -210,7 +210,7 @@ def relevance_across(streams: Streams, row: int, *, start_layer: int = 1) -> Ten
     adds R̄_ttᵀ W′ R̄_ss to R_ts, where R̄ is I plus R − I with each row normalised to sum 1.
 
     Args:
-        streams: W and W′ as returned by `for_the_class`.
+        streams: W and W′ as returned by `gradient_weighted_attention`.
         row: index of the decoder token.
         start_layer: first encoder layer to include; 1 in the paper.
 

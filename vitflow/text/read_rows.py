@@ -16,7 +16,7 @@ from vitflow.explaining.progress import tracking
 from vitflow.methods.flow.layers import LayerRange, default_window, parse_window
 from vitflow.methods.fusion import HeadFusion, check_layer
 from vitflow.methods.gradients import ValueWeighting
-from vitflow.methods.rollout import for_the_class
+from vitflow.methods.rollout import gradient_weighted_attention
 from vitflow.models.languages import decoder_of
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
@@ -241,7 +241,10 @@ def _relevant_layers(
             gradients = trace.gradients_of(_score(trace, position, target)).attentions
             # Layer by layer, because encoder and decoder matrices differ in shape.
             pairs = zip(weighted, gradients, strict=True)
-            yield [for_the_class([layer], [gradient], head_fusion)[0][0].detach() for layer, gradient in pairs]
+            yield [
+                gradient_weighted_attention([layer], [gradient], head_fusion)[0][0].detach()
+                for layer, gradient in pairs
+            ]
             progress(1)
 
 

@@ -42,7 +42,7 @@ from vitflow.cli.output import say
     panel="Model",
     multiple=True,
     metavar="TEXT",
-    help="Prompt to begin with, for a first --model of images and texts; repeatable.",
+    help="Prompt to begin with, if the first --model is an image-text model; repeatable.",
 )
 @click.option(
     "--host",

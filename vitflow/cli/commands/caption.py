@@ -33,7 +33,7 @@ from vitflow.text.method_table import IMAGE_DEFAULT, text_method
     panel="Text",
     type=click.IntRange(min=1),
     metavar="N≥1",
-    help=f"Frames of a video, at equal distances ({', '.join(VIDEO_FORMATS)}).  [default: 8]",
+    help=f"Frames of a video, evenly spaced ({', '.join(VIDEO_FORMATS)}).  [default: 8]",
 )
 @click.option(
     "--model",

@@ -89,10 +89,10 @@ def _hub() -> str:
     """Check that models can be downloaded by name."""
     from huggingface_hub import constants
 
-    from vitflow.models.hub import hub_answers
+    from vitflow.models.hub import hub_responds
 
     if constants.HF_HUB_OFFLINE:
         return "not checked: HF_HUB_OFFLINE is set"
-    if hub_answers(_PATIENCE):
+    if hub_responds(_PATIENCE):
         return "reachable"
     return f"not reachable within {_PATIENCE:g} s: only cached models and local folders can be loaded"

@@ -50,7 +50,7 @@ from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OP
     "--frames",
     type=click.IntRange(min=1),
     metavar="N≥1",
-    help=f"Frames of a video, at equal distances ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
+    help=f"Frames of a video, evenly spaced ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
 )
 @click.option("--controls", is_flag=True, help="Video models: compare with shuffled frames and a repeated first frame.")
 @click.option("--blank", is_flag=True, help="Also report the score of the image replaced by its mean colour.")

@@ -25,7 +25,7 @@ from vitflow.cli.output import output_file, save_result, say, say_model_note
     "--foreground",
     panel="Method",
     is_flag=True,
-    help="Hide the background: the sign of the first component that covers more of the image borders.",
+    help="Hide background patches: those on the side of the first component that covers more of the image border.",
 )
 @shared.drawing_option("alpha", "1")
 @shared.drawing_option("interpolation")

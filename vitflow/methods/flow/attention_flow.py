@@ -71,7 +71,7 @@ class FlowResult:
     def saturated(self) -> Tensor:
         """Mask of flows that equal their trivial cut, to a relative 1e-9, of the shape of `values`.
 
-        Such a value is the first layer's column sum or the source's capacity, whatever the layers between.
+        Such a value is the first layer's column sum or the source's capacity, regardless of the layers in between.
         """
         return self.values >= self.cuts * (1 - SATURATED)
 

@@ -1,15 +1,15 @@
 """The compiled search behind `max_flow`: blocking flows along shortest paths (Dinic), from a source to one sink.
 
-Flow goes down, from supply to demand; the search goes up, from demand to supply, because the minimum cut is mostly
+Flow goes down, from supply to demand; the search goes up, from demand to supply, because the minimum cut is usually
 near the sink.
 
-The first phase follows the layers straight up, which mostly gives nearly the maximum. In the later phases `_label`
+The first phase follows the layers straight up, which usually gives nearly the maximum. In the later phases `_label`
 gives each node its distance to an unmet demand in the residual graph, and `_block` blocks all shortest paths. When no
 supply can be labelled any more, the labelled nodes are the sink's side of a minimum cut.
 
-It ends in floating point too: each step sets at least one residual, supply or demand to exactly 0 (x − x) or closes a
-node, and creates residuals only against the direction of its path. So the distance from demand to supply grows strictly
-from phase to phase, up to the number of nodes.
+It also terminates in floating point: each step sets at least one residual, supply or demand to exactly 0 (x − x) or
+closes a node, and creates residuals only against the direction of its path, so the distance from demand to supply
+strictly increases in each phase, up to the number of nodes.
 
 All compiled functions that call each other stay in this one file: numba's cache on disk notices a change in the file of
 a function, but not in another file that it calls.
@@ -30,8 +30,8 @@ class Workspace(NamedTuple):
 
     residual: Floats  # [edges]
     slot: Ints  # [edges]: 1 + position in the log for an edge that has been used, otherwise 0
-    log: Ints  # the edges that have been used, and for each:
-    carried: Floats  # what it carries; capacity − residual would lose small amounts on large edges
+    log: Ints  # ids of the used edges; the next three fields are per entry
+    carried: Floats  # flow on the edge; capacity − residual would lose small amounts on large edges
     below: Ints  # its lower node
     following: Ints  # the position of the next used edge below the same upper node, -1 for none
     first: Ints  # [nodes]: the position of the first used edge below each node, -1 for none
@@ -44,12 +44,12 @@ class Workspace(NamedTuple):
     queue: Ints  # [nodes]: the labelled nodes, by level
     path: Ints  # the nodes of a path, from the sink upwards
     steps: Ints  # its edges, −1 − position in the log for used edges that it goes back on
-    room: Floats  # what is still requested of each node of the path
-    sent: Floats  # what it has passed on already
+    room: Floats  # remaining demand of each node on the path
+    sent: Floats  # flow already sent by it
 
 
 def workspace(graph: Graph) -> Workspace:
-    """Allocate for one thread; memory that is never written to is never committed."""
+    """Allocate the buffers of one thread; the OS commits only pages that are written."""
     nodes, edges = len(graph.layer), len(graph.capacity)
 
     def ints(size: int) -> Ints:
@@ -177,14 +177,14 @@ def _label(graph: Graph, work: Workspace) -> bool:
         x += 1
         if v >= top and supply[v - top] > 0.0:
             return True
-        for e in range(row[v], row[v + 1]):  # what may still come down to this node
+        for e in range(row[v], row[v + 1]):  # forward residual edges
             i = above[e]
             if level[i] < 0 and residual[e] > 0.0:
                 level[i] = level[v] + 1
                 queue[size] = i
                 size += 1
         position = first[v]
-        while position >= 0:  # what has come down from this node may go back
+        while position >= 0:  # backward residual edges
             k = below[position]
             if level[k] < 0 and carried[position] > 0.0:
                 level[k] = level[v] + 1

@@ -83,7 +83,7 @@ def default_window(layers: LayerRange, count: int) -> LayerRange:
 def check_window(
     attentions: Sequence[Tensor] | Tensor, layers: LayerRange, top: int | None = None
 ) -> tuple[list[Tensor], int]:
-    """Return the checked layers of the window, up to layer `top` if given, and the number of the first.
+    """Return the checked layers of the window, up to layer `top` if given, and the 1-based index of the first layer.
 
     Raises:
         OptionError: there are no such layers, or the window does not contain layer `top`.
@@ -110,8 +110,8 @@ def layer_capacities(
 ) -> NDArray[np.float64]:
     """Compute the matrices Â of one image of the batch, in float64: [layers, queries, keys], stored by columns.
 
-    Heads are fused in their own precision where they are; the rest happens on the CPU. Where keys are not visible to
-    all, values are discarded in each row among those that are.
+    Heads are fused on their device in their dtype; the rest runs on the CPU. With a visibility mask, values are
+    discarded per row, among the visible keys.
     """
     tokens = layers[0].shape[-1]
     check_prefix(num_prefix_tokens, tokens)
@@ -138,10 +138,10 @@ Ints = NDArray[np.int32]
 
 
 class Graph(NamedTuple):
-    """The layers that all sinks share, m of edges between m + 1 of nodes, numbered from the lowest layer up."""
+    """The layers shared by all sinks: m edge layers between m + 1 node layers, numbered from the lowest."""
 
     layer: Ints  # [nodes]: the layer of each node, from 0
-    row: Ints  # [nodes + 1]: where the edges above each node begin
+    row: Ints  # [nodes + 1]: index of the first edge above each node
     above: Ints  # [edges]: the upper node
     capacity: Floats  # [edges]
     supply: Floats  # [top nodes]

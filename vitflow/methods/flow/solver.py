@@ -1,14 +1,14 @@
 """Strategy around the compiled search: the part of the graph and the thread for each sink.
 
-What makes all sinks together cheap:
+Optimizations for solving all sinks:
 
-- Sinks share the layers between. Nodes that the source cannot reach and edges without capacity are left out once; after
-  `discard_ratio`, a few in a hundred edges remain.
+- All sinks share the inner layers. Nodes that the source cannot reach and edges without capacity are left out once;
+  after `discard_ratio`, a few percent of the edges remain.
 - No flow exceeds the source's capacity or the sink's incoming capacity. A flow that reaches either is a maximum: no
   search for a cut is needed.
-- Passing the source's capacity down in proportion to the edges (attention rollout, where rows sum to 1) is a feasible
-  flow; what it delivers to a layer may be taken as the supply of the layers below. A sink that reaches its bound there
-  does so in the whole graph. In deep graphs three or four layers mostly suffice.
+- Propagating the source's capacity down in proportion to the edges (attention rollout, if rows sum to 1) is a feasible
+  flow; the flow that arrives at a layer is a valid supply for the layers below. A sink that reaches its bound with this
+  supply does so in the whole graph. In deep graphs three or four layers are usually enough.
 - Only sinks that fall short are solved in the whole graph, down to a minimum cut.
 """
 
@@ -99,11 +99,11 @@ class InnerGraph:
 
 @dataclass(slots=True)
 class Window:
-    """The lowest layers, with what reaches them as their supply.
+    """The lowest layers, supplied with the propagated flow.
 
     Attributes:
         graph: the layers.
-        nodes: the tokens that its nodes stand for, by layer.
+        nodes: the token of each node, by layer.
         workers: threads to use at most.
     """
 
@@ -138,11 +138,10 @@ def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indi
     """Propagate the supply to each layer of nodes, lowest first, in proportion to the capacities.
 
     Returns:
-        The supplies [tokens], and the tokens that the source reaches, by what reaches them, most first. Paths that draw
-        on plentiful nodes first leave the scarce ones to those who need them: it makes straight paths nearly optimal,
-        and the residual search short.
+        The supplies [tokens], and the reachable tokens, sorted by supply in descending order. Augmenting through nodes
+        with large supply first makes straight paths nearly optimal and shortens the residual search.
     """
-    supplies, reached = [supply], [supply > 0]  # shares may be too small for a number
+    supplies, reached = [supply], [supply > 0]  # shares may underflow
     for matrix in upward[::-1]:  # [keys, queries]
         taken = matrix.sum(axis=0)
         share = np.minimum(np.divide(supplies[0], taken, out=np.zeros_like(taken), where=taken > 0), 1.0)
