@@ -372,7 +372,7 @@ def test_arrays_that_are_no_images(array, message):
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "got an empty or another file"),
         (None, "got NoneType"),
         (bytearray(b"x"), "got bytearray"),
-        (io.BytesIO(b"x"), r"got BytesIO\. Of an open file, pass file\.read\(\)"),
+        (io.BytesIO(b"x"), r"got BytesIO\. For an open file, pass file\.read\(\)"),
         ("no/such/image.jpg", "Expected an image at 'no/such/image.jpg', but there is no such file"),
         ("https://example.org/cat.jpg", "must be downloaded first"),
         ("", r"got the folder '\.'\. vitflow\.explain_folder explains all images in it"),
@@ -429,7 +429,7 @@ ENCODED = {
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.5, 0.9, 0.99])
 def test_truncated_files(fmt, share):
     data = ENCODED[fmt]
-    with pytest.raises(ImageError, match=r"truncated or damaged|got an empty or another file"):
+    with pytest.raises(ImageError, match=r"truncated or corrupt|got an empty or another file"):
         read_image(data[: int(len(data) * share)])
 
 

@@ -166,8 +166,8 @@ def compare(
         images: one image or a list: paths, bytes, PIL images, RGB arrays, or normalised tensors.
         model: a model id (see `load_model`), a module, or an `Explainer` with its fit and device.
         methods: names, or (name, options) pairs; by default `DEFAULT_METHODS`, without class-specific methods if the
-            model has no classes, and without methods that the model does not support (with a warning). Include "random"
-            and "centre" in a list of your own to keep the baselines.
+            model has no classes, and without methods that the model does not support (with a warning). A custom
+            list has no baselines unless it includes "random" and "centre".
         targets: one class or several, by index or name, or "top5", or an array with the class index of each image; or
             contrasts, which only class-specific methods explain; by default the predicted class. Methods that are not
             class-specific give one map per image.

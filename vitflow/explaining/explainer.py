@@ -43,7 +43,7 @@ from vitflow.models.outputs import Outputs
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 
-_NOT_BLANK = "blank requires the score of a class, prompt or function: leave it out."
+_NOT_BLANK = "blank=True requires a score of a class, prompt or function. Omit blank."
 
 
 @takes_method_options
@@ -319,7 +319,7 @@ class Explainer(ImageModel):
     def explain_supported(
         self, image: ImageInput, methods: Sequence[MethodChoice], **arguments: Any
     ) -> tuple[list[Saliency], list[MethodChoice]]:
-        """Explain one image without the methods that the model does not support, of which a warning gives the reasons.
+        """Explain one image with the methods that the model supports; warn about the others.
 
         Args:
             image: the image.

@@ -66,8 +66,10 @@ def explore(
 
     >>> from vitflow.demo import sample_images
     >>> page = explore(sample_images()[0], model="demo", methods=["gae"])
-    >>> page.html[:15], page.notes[1]
-    ('<!doctype html>', 'Single heads are stored in 8 bits: each number within 3.1% of its value, the faintest as 0.')
+    >>> page.html[:15]
+    '<!doctype html>'
+    >>> page.notes[1]
+    'Single heads are stored in 8 bits: each number within 3.1% of its value, the smallest values as 0.'
     """
     sources = at_least_one(images)
     if not max_size > 0:

@@ -35,9 +35,9 @@ class Method:
         paper: source.
         presets: named sets of options for `preset`; "paper" is the published definition.
         implies: option values that select a preset, {(option, value): preset}.
-        refined: "after" its function, by the common step; "positive": likewise, with negative values clamped; "within"
-            its function; or "never": no options `refine`, `affinity`, `shifts`. "positive" and "within" functions
-            receive the refinement options.
+        refined: when the map is refined: "after": by the common step after the function; "positive": the same, with
+            negative values clamped to 0; "within": by the function itself; "never": no refinement options (`refine`,
+            `affinity`, `shifts`). "positive" and "within" functions receive the refinement options.
         question: the question that its map answers.
         title: name in figures and pages; by default `name`.
 
@@ -380,7 +380,7 @@ register_method(
     "vitflow.explaining.maps:centre",
     title="Centre prior",
     summary="Baseline: a Gaussian at the centre of the image.",
-    question="What does a map look like that always points to the centre?",
+    question="What does a map that always highlights the centre look like?",
     defaults={"sigma": 0.25},
     refined="never",
 )

@@ -1,7 +1,7 @@
 """Methods of other packages: `captum:NAME` for the attribution classes of captum, `cam:NAME` for pytorch-grad-cam.
 
-The peer computes its map of the model and target by its own code; this module gives it the model, the input and the
-layer, and places the result. Maps equal those of a direct call.
+captum or pytorch-grad-cam computes the map; this module passes the model, the input and the layer, and returns the
+result on the patch grid. Maps equal those of a direct call.
 """
 
 import inspect
@@ -56,7 +56,7 @@ def peer_method(name: str) -> Method:
         name,
         peer.cam if package == "cam" else peer.captum,
         summary=f"{wanted} as computed by {extra}.",
-        question="Which patches does another package attribute the score of this class to?",
+        question="Which patches is the score of this class attributed to by this method?",
         defaults={"peer_options": {}, **({"layer": -1} if takes_layer else {})},
         needs=frozenset({"predict"}),
         class_specific=True,

@@ -23,7 +23,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
-#: Largest number of masks of masks="auto", and the number of masks after which it compares maps.
+#: Maximum number of masks with masks="auto", and the number of masks after which it compares maps.
 MOST_MASKS, MASKS_PER_STEP = 256, 32
 # A map is settled if this share of its strongest patches stays the same in two steps in a row.
 _SETTLED = 0.9

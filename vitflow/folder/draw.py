@@ -66,7 +66,7 @@ def open_run(folder: str | os.PathLike[str]) -> SavedRun:
     run = SavedRun(folder) if Path(folder, FILE).is_file() else None
     if run is None or run.fingerprint.get("kind") != "folder":
         raise OptionError(
-            f"There is no folder run in {os.fspath(folder)!r}: make one with vitflow folder IN -o OUT, and name OUT."
+            f"No folder run in {os.fspath(folder)!r}. Create one with `vitflow folder IN -o OUT` and pass OUT."
         )
     settings = run.fingerprint
     known = all(isinstance(settings.get(name), kind) for name, kind in _RUN.items()) and run.max_pixels

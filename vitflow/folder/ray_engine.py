@@ -63,7 +63,7 @@ def check_engine(engine: str, address: str | None, actors: int | None, **local: 
 
 
 def _load_ray() -> Any:
-    load_extra("ray.data", "The engine ray", "ray", otherwise="take --engine local")
+    load_extra("ray.data", "The engine ray", "ray", otherwise="use --engine local")
     return load_extra("ray", "The engine ray", "ray")
 
 
