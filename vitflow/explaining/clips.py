@@ -110,13 +110,13 @@ class Clip:
             options: options of `Saliency.overlay`.
         """
         from vitflow.images.charts import draw_clip
-        from vitflow.images.figures import file_too
+        from vitflow.images.figures import draw_and_save
 
         images = self.overlays(**options)
         first = self.frames[0]
         lines = [line for line in captions.class_lines(self.score) if line]
         title = f"{first.definition.title}: {', '.join(lines)}" if lines else first.definition.title
-        return file_too(
+        return draw_and_save(
             path,
             lambda: draw_clip(
                 {number: images[number] for number in self.key_frames},

@@ -135,7 +135,7 @@ DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "g
 
 #: Prefixes of methods that are classes of other packages, such as "captum:IntegratedGradients".
 PEERS = ("captum:", "cam:")
-_PEER_METHOD = "vitflow.explaining.peers:peer_method"
+_EXTERNAL_METHOD = "vitflow.explaining.peers:external_method"
 
 _PAPER = "Abnar & Zuidema, ACL 2020"
 
@@ -173,7 +173,7 @@ def register_method(
 def get_method(name: str) -> Method:
     """Return the method of that name, or of a class of another package; OptionError lists the known ones."""
     if name not in METHODS and name.startswith(PEERS):
-        method: Method = _loaded(_PEER_METHOD)(name)
+        method: Method = _loaded(_EXTERNAL_METHOD)(name)
         return method
     check_known("method", name, METHODS)
     return METHODS[name]

@@ -245,7 +245,7 @@ class FigureResult:
         return bundle(repr(self), self.figure(dpi=NOTEBOOK_DPI))
 
 
-def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:
+def draw_and_save(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:
     """Draw a figure and, with a path, also write it there; the suffix is checked first."""
     if path is not None:
         check_format(path)

@@ -99,7 +99,7 @@ def upsample(
     return heatmap
 
 
-def lay_together(
+def merge_maps(
     grids: Sequence[NDArray[np.floating[Any]]], placements: Sequence[Placement]
 ) -> tuple[NDArray[np.float32], Placement]:
     """Combine maps of parts of an image, which may overlap, into one map of the whole image.
@@ -112,7 +112,7 @@ def lay_together(
         placements: their placements on the same image.
 
     >>> left, right = (Placement((2, 4), (2, 4), (0, x), (2, 2)) for x in (0, 2))
-    >>> lay_together([np.array([[1.0]]), np.array([[2.0]])], [left, right])[0]
+    >>> merge_maps([np.array([[1.0]]), np.array([[2.0]])], [left, right])[0]
     array([[1., 2.]], dtype=float32)
     """
     size = placements[0].image_size
