@@ -387,7 +387,7 @@ def test_what_is_no_image(source, message):
 def test_tensors_are_shown_the_way():
     import torch
 
-    with pytest.raises(ImageError, match=r"got Tensor\. A tensor .* tensor\.permute\(1, 2, 0\)\.numpy\(\)"):
+    with pytest.raises(ImageError, match=r"got Tensor\. Pass a tensor .* tensor\.permute\(1, 2, 0\)\.numpy\(\)"):
         read_image(torch.zeros(3, 4, 4))
 
 
@@ -415,7 +415,7 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Image, "open", refuse)
-    with pytest.raises(ImageError, match=r"Could not read 'cat\.png': Permission denied\. Check who may read"):
+    with pytest.raises(ImageError, match=r"Could not read 'cat\.png': Permission denied\. Check its permissions"):
         read_image(path)
 
 
