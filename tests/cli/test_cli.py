@@ -376,8 +376,8 @@ def test_a_class_that_the_model_all_but_rules_out_gets_a_note(command, here, ima
     assert code == 0
     [note] = [line for line in err.splitlines() if line.startswith("note: ")]
     assert (
-        "purple ring: the model gives this class 0.012 %" in note
-        and "shows what would raise it, not what it saw" in note
+        "purple ring: the probability of this class is 0.012 %" in note
+        and "shows what would increase its score, not evidence for its presence" in note
     )
     for arguments in (["--method", "gae"], ["--method", "rollout", "--class", "purple ring"]):
         assert "note: " not in here(command, "--model", "demo", images[0], *arguments)[2]

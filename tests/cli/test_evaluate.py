@@ -82,7 +82,7 @@ def test_a_folder_with_an_output(folder, tmp_path):
     assert again.stdout == result.stdout
     other = invoke(folder, "--model", "demo", *SHORT, "--method", "gradcam", "-o", out)
     assert other.exit_code == 2
-    assert "holds a run with other options" in other.stderr
+    assert "contains a run with other options" in other.stderr
     assert "--overwrite" in other.stderr
     assert (
         "| gradcam |"

@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from vitflow.errors import VitflowError
-from vitflow.evaluation.choices import ask
+from vitflow.evaluation.choices import choose_target
 from vitflow.evaluation.datasets import open_dataset
 from vitflow.models.checkpoints import read_class_names
 
@@ -252,7 +252,7 @@ def read(data: Path, images: Path | None, counts: Counts) -> None:
         sample.name.encode("utf-8", "surrogateescape")
         try:
             image = sample.read()
-            ask(image, len(NAMES), NAMES)
+            choose_target(image, len(NAMES), NAMES)
         except (VitflowError, OSError) as error:
             counts.add("rows with an error")
             assert len(str(error)) < 10_000

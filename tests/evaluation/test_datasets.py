@@ -11,7 +11,7 @@ from vitflow.demo import CLASS_NAMES, draw_image
 from vitflow.errors import ImageError, OptionError, ShapeError
 from vitflow.evaluation import Region, open_dataset
 from vitflow.evaluation.annotations import Labelled, union
-from vitflow.evaluation.choices import ask
+from vitflow.evaluation.choices import choose_target
 
 SIZE = (30, 40)  # height, width
 
@@ -98,7 +98,7 @@ def test_masks_with_classes(folder):
         (None, True),
     ]
     assert (regions[1].mask(SIZE) == (values == 2)).all()
-    question = ask(by_name(open_dataset(folder))["cat.jpg"], 3, ["tabby", "tiger cat", "lion"])
+    question = choose_target(by_name(open_dataset(folder))["cat.jpg"], 3, ["tabby", "tiger cat", "lion"])
     assert question.target == 1  # it covers more pixels
     assert (question.region == (values == 2)).all()
     assert (question.unknown == (values == 255)).all()
@@ -114,7 +114,7 @@ def test_a_mask_value_without_a_class_is_reported(folder):
 def test_a_mask_of_another_size_is_reported(folder):
     Image.fromarray(np.ones((10, 10), np.uint8)).save(folder / "cat_mask.png")
     with pytest.raises(ShapeError, match=r"30 × 40 pixels .* got 10 × 10"):
-        ask(by_name(open_dataset(folder))["cat.jpg"], 0, None)
+        choose_target(by_name(open_dataset(folder))["cat.jpg"], 0, None)
 
 
 def test_a_broken_mask_is_reported(folder):
@@ -335,54 +335,54 @@ def test_the_class_that_covers_most_is_requested_with_all_its_objects():
         Region("tabby", (20, 0, 28, 8)),
         Region("tabby", (20, 10, 28, 18)),
     ]
-    question = ask(photo(*regions), 3, NAMES)
+    question = choose_target(photo(*regions), 3, NAMES)
     assert question.target == 0  # 128 pixels in two objects against 81 in one
     assert (question.region == painted((20, 0, 28, 8), (20, 10, 28, 18))).all()
 
 
 def test_the_images_class_goes_first():
     regions = [Region("pug", (0, 0, 9, 9)), Region("tabby", (20, 0, 23, 3))]
-    question = ask(photo(*regions, label="tabby"), 3, NAMES)
+    question = choose_target(photo(*regions, label="tabby"), 3, NAMES)
     assert question.target == 0
     assert (question.region == painted((20, 0, 23, 3))).all()
-    question = ask(photo(Region(None, (1, 1, 4, 4)), label=2), 3, None)
+    question = choose_target(photo(Region(None, (1, 1, 4, 4)), label=2), 3, None)
     assert (question.target, int(question.region.sum())) == (2, 9)
 
 
 def test_classes_that_the_model_does_not_have_leave_the_question_to_its_answer():
     regions = [Region("zebra", (0, 0, 9, 9)), Region("tram", (20, 0, 23, 3))]
-    question = ask(photo(*regions), 3, NAMES)
+    question = choose_target(photo(*regions), 3, NAMES)
     assert question.target is None
     assert (question.region == painted((0, 0, 9, 9), (20, 0, 23, 3))).all()
-    assert ask(photo(*regions, label=99), 3, NAMES).target is None
-    assert ask(photo(*regions), 0, None).target is None
+    assert choose_target(photo(*regions, label=99), 3, NAMES).target is None
+    assert choose_target(photo(*regions), 0, None).target is None
 
 
 def test_of_some_known_classes_one_is_requested():
     regions = [Region("zebra", (0, 0, 20, 20)), Region("HEN", (30, 0, 33, 3))]
-    question = ask(photo(*regions), 3, NAMES)
+    question = choose_target(photo(*regions), 3, NAMES)
     assert (question.target, int(question.region.sum())) == (2, 9)
 
 
 def test_unknown_pixels_are_those_that_no_object_claims():
     entry, crowd = np.zeros(SIZE, bool), np.zeros(SIZE, bool)
     entry[:10], crowd[5:20] = True, True
-    question = ask(photo(Region("hen", entry), Region(None, crowd, unknown=True)), 3, NAMES)
+    question = choose_target(photo(Region("hen", entry), Region(None, crowd, unknown=True)), 3, NAMES)
     assert (question.unknown == (crowd & ~entry)).all()
 
 
 def test_an_image_without_objects_asks_for_the_answer_and_nothing_is_right():
-    question = ask(photo(), 3, NAMES)
+    question = choose_target(photo(), 3, NAMES)
     assert question.target is None
     assert not question.region.any()
-    assert ask(Labelled(np.zeros((*SIZE, 3), np.uint8), None, "pug"), 3, NAMES).region is None
+    assert choose_target(Labelled(np.zeros((*SIZE, 3), np.uint8), None, "pug"), 3, NAMES).region is None
 
 
 @pytest.mark.shared
 def test_the_boxed_photographs(shared_data):
     dataset = open_dataset(shared_data / "boxes")
     assert (len(dataset), dataset.has_regions) == (60, True)
-    question = ask(dataset.samples[0].read(), 1000, None)
+    question = choose_target(dataset.samples[0].read(), 1000, None)
     assert question.target == 993
     assert question.region.sum() == (282 - 28) * (294 - 82)
     labels = open_dataset(shared_data / "photos")
@@ -417,8 +417,8 @@ def test_an_iterable_gives_masks_boxes_and_classes(folder, kind):
     first, second, third = (sample.read() for sample in dataset.samples)
     assert (union_of(first) == painted((5, 4, 20, 12))).all()
     assert [region.label for region in second.regions] == [1, 2]
-    assert ask(second, 3, None).target == 2
-    assert (ask(second, 3, None).region == painted((5, 4, 20, 12))).all()
+    assert choose_target(second, 3, None).target == 2
+    assert (choose_target(second, 3, None).region == painted((5, 4, 20, 12))).all()
     assert (third.regions, third.label) == (None, 2)
 
 
@@ -428,4 +428,4 @@ def test_an_iterable_gives_masks_boxes_and_classes(folder, kind):
 def test_a_wrong_truth_is_its_images_error(truth):
     [sample] = open_dataset([(np.zeros((*SIZE, 3), np.uint8), truth)]).samples
     with pytest.raises(ShapeError, match="Expected"):
-        ask(sample.read(), 3, None)
+        choose_target(sample.read(), 3, None)

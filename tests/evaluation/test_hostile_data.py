@@ -18,7 +18,7 @@ from pycocotools import mask as coco
 from vitflow import Explainer
 from vitflow.errors import ImageError, ModelError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation import Region, evaluate, open_dataset
-from vitflow.evaluation.choices import ask
+from vitflow.evaluation.choices import choose_target
 from vitflow.folder.decoders import decode_file
 from vitflow.images.reading import read_image
 from vitflow.models.checkpoints import read_class_names
@@ -42,7 +42,7 @@ def results(dataset) -> dict[str, str | None]:
     actual: dict[str, str | None] = {}
     for sample in dataset.samples:
         try:
-            ask(sample.read(), 3, ["tabby", "dog", "hen"])
+            choose_target(sample.read(), 3, ["tabby", "dog", "hen"])
             actual[sample.name] = None
         except VitflowError as error:
             actual[sample.name] = str(error)

@@ -466,7 +466,7 @@ def test_a_folder_run_is_not_written_over(folder, explainer, tmp_path):
     from vitflow import explain_folder
 
     explain_folder(folder, tmp_path / "out", model=explainer, methods=["rollout"], workers=0)
-    with pytest.raises(OptionError, match="holds a folder run, not an evaluation"):
+    with pytest.raises(OptionError, match="contains a folder run, not an evaluation"):
         evaluate(folder, model=explainer, methods=["gae"], metrics=["roc_auc"], output=tmp_path / "out")
 
 

@@ -35,5 +35,5 @@ def test_a_score_of_the_drawn_object_vanishes_on_a_blank_image():
 
 def test_outputs_without_a_single_score_are_refused():
     explainer, image = vitflow.Explainer("demo"), sample_images()[0]
-    with pytest.raises(vitflow.VitflowError, match="blank requires the score"):
+    with pytest.raises(vitflow.VitflowError, match="blank=True requires a score"):
         explainer.explain(image, target=vitflow.Contrast(0, 1), blank=True)

@@ -174,7 +174,7 @@ def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):
     assert set(inspect.signature(explain_folder).parameters) == FREE | set(others) | set(METHOD_OPTIONS)
     run_folder(source, tmp_path / "out")
     for name, value in others.items():
-        with pytest.raises(OptionError, match="holds a run with other options"):
+        with pytest.raises(OptionError, match="contains a run with other options"):
             run_folder(source, tmp_path / "out", **(value if name == "options" else {name: value}))
 
 
@@ -201,7 +201,7 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
     evaluate(**usual, output=tmp_path / "out")
     for name, value in others.items():
         changed = usual | (value if name == "options" else {name: value})
-        with pytest.raises(OptionError, match="holds a run with other options"):
+        with pytest.raises(OptionError, match="contains a run with other options"):
             evaluate(**changed, output=tmp_path / "out")
 
 

@@ -17,7 +17,7 @@ from vitflow.cli import cli
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.explaining.method_table import get_method
-from vitflow.explaining.peers import peer_method
+from vitflow.explaining.peers import external_method
 from vitflow.methods.cells import sum_cells
 
 captum = pytest.importorskip("captum.attr")
@@ -161,11 +161,11 @@ def test_unknown_names_are_reported():
 
 
 def test_a_missing_package_prints_its_command(monkeypatch):
-    peer_method.cache_clear()
+    external_method.cache_clear()
     monkeypatch.setitem(sys.modules, "captum.attr", None)
     with pytest.raises(OptionError, match=r"--method captum:Saliency needs captum.*pip install 'vitflow\[captum\]'"):
         get_method("captum:Saliency")
-    peer_method.cache_clear()
+    external_method.cache_clear()
 
 
 def test_commands_take_them_like_other_methods(tmp_path):

@@ -117,7 +117,8 @@ def test_controls_report_shuffled_and_repeated_frames(model):
     assert repeated.startswith("First frame repeated: ")
     assert list(clip.controls) == clip.to_dict()["controls"] and clip.controls[0] in clip.notes()
     assert (
-        clip.notes()[0] == "Share: the sum of the map of 2 frames above the lowest value of the clip, as a part of all."
+        clip.notes()[0]
+        == "Share: the fraction of the 2 frames of the sum of all maps above the lowest value of the clip."
     )
     assert clip.to_dict()["frames"] == 8
     assert any(note.startswith("The line in a frame marks the region") for note in clip.notes())
@@ -125,7 +126,8 @@ def test_controls_report_shuffled_and_repeated_frames(model):
 
 def test_notes_explain_maps_with_negative_values(model):
     clip = explain_clip(FRAMES, model=Explainer(model, data_config=CONFIG), method="occlusion", target=1)
-    assert (clip.grid < 0).any() and clip.notes()[0].startswith("Share: the sum of the map of 2 frames above 0, ")
+    assert (clip.grid < 0).any()
+    assert clip.notes()[0] == "Share: the fraction of the 2 frames of the sum of all maps above 0."
     [colours] = [note for note in clip.notes() if note.startswith("Colours diverge")]
     assert "above 0" in colours
     assert "The grey line in the curve marks equal shares." in clip.notes()

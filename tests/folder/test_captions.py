@@ -94,7 +94,7 @@ def test_a_second_run_does_what_is_missing_or_changed(images, tmp_path, captione
     shutil.copy(images / "a.png", images / "broken.png")
     summary = caption_folder(images, out, recursive=True, **captioner)
     assert len(made) == 4 and (summary.kept, summary.explained, summary.failed) == (1, 3, 0)
-    with pytest.raises(OptionError, match="holds a run with other options: .*prompt was"):
+    with pytest.raises(OptionError, match="contains a run with other options: .*prompt was"):
         caption_folder(images, out, recursive=True, **captioner | {"prompt": "<image> is"})
     assert caption_folder(images, out, overwrite=True, limit=1, **captioner).kept == 0
     assert not (out / "below/b-caption.png").exists()
@@ -139,4 +139,4 @@ def test_on_the_command_line(images, tmp_path):
     assert done.exit_code == 1 and "1 explained, 1 failed" in done.stderr, done.output
     assert done.stdout.strip().endswith("manifest.jsonl")
     report = CliRunner().invoke(cli, ["report", str(tmp_path / "out")])
-    assert report.exit_code == 2 and "no folder run" in report.stderr
+    assert report.exit_code == 2 and "No folder run" in report.stderr

@@ -215,7 +215,7 @@ def test_a_server_that_stalls_costs_a_row(tmp_path, explainer, web, monkeypatch)
     url, place, _ = web
     fill(place, 1)
     (place / "stalled.jpg").touch()
-    monkeypatch.setattr("vitflow.folder.run.DecoderPool", partial(DecoderPool, patience=3.0))
+    monkeypatch.setattr("vitflow.folder.run.DecoderPool", partial(DecoderPool, timeout=3.0))
     summary = run(url, tmp_path / "out", model=explainer, workers=1)
     [row] = summary.failures()
     assert (row["input"], row["error"], summary.explained) == ("stalled.jpg", "TimeoutError", 1)

@@ -482,7 +482,7 @@ def slow_image(path: Path) -> Path:
 def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path):
     source = fill(tmp_path / "in", 3)
     slow = slow_image(tmp_path / "slow.png")
-    with DecoderPool(1, patience=0.3) as pool:
+    with DecoderPool(1, timeout=0.3) as pool:
         assert pool.submit(str(source / "0.jpg")).result().image.shape == (40, 48, 3)
         hung = pool.submit(str(slow)).result()
         assert hung.error == "TimeoutError" and hung.size == slow.stat().st_size

@@ -190,10 +190,10 @@ def test_files_that_a_power_cut_left_empty_are_made_again(tmp_path, explainer):
 
 
 OTHERS = {
-    "text": (lambda path: path.write_text("mine, and longer than a hundred bytes " * 9), "is not a run of vitflow"),
+    "text": (lambda path: path.write_text("mine, and longer than a hundred bytes " * 9), "is not a vitflow run"),
     "database": (
         lambda path: sqlite3.connect(path).execute("CREATE TABLE notes (a)").close(),
-        "is not a run of vitflow",
+        "is not a vitflow run",
     ),
 }
 
@@ -253,7 +253,7 @@ def test_a_run_of_another_version_is_refused_in_one_sentence(tmp_path):
     Run(tmp_path, FINGERPRINT).close()
     change(tmp_path, "PRAGMA user_version = 99")
     for make in (SavedRun, lambda place: Run(place, FINGERPRINT)):
-        with pytest.raises(OptionError, match=r"holds a run of another version of vitflow.*--overwrite"):
+        with pytest.raises(OptionError, match=r"contains a run of another version of vitflow.*--overwrite"):
             make(tmp_path)
     Run(tmp_path, FINGERPRINT, overwrite=True).close()
 

@@ -381,9 +381,9 @@ def test_the_patch_at_a_point_is_the_one_whose_box_holds_it(fit):
             if 0 <= row < grid[0] and 0 <= col < grid[1]:
                 actual[row, col] = placed.patch_at(y + 0.5, x + 0.5, grid)
             else:
-                with pytest.raises(OptionError, match="did not see"):
+                with pytest.raises(OptionError, match="inside the region that the model saw"):
                     placed.patch_at(y + 0.5, x + 0.5, grid)
     assert len(actual) > grid[0] and all(requested == answered for requested, answered in actual.items())
     for y, x in [(-0.1, 5.0), (90.0, 5.0), (5.0, 160.0), (math.nan, 5.0)]:
-        with pytest.raises(OptionError, match="got one outside"):
+        with pytest.raises(OptionError, match="inside the image of"):
             placed.patch_at(y, x, grid)

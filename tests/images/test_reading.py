@@ -372,7 +372,7 @@ def test_arrays_that_are_no_images(array, message):
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "got an empty or another file"),
         (None, "got NoneType"),
         (bytearray(b"x"), "got bytearray"),
-        (io.BytesIO(b"x"), r"got BytesIO\. Of an open file, pass file\.read\(\)"),
+        (io.BytesIO(b"x"), r"got BytesIO\. For an open file, pass file\.read\(\)"),
         ("no/such/image.jpg", "Expected an image at 'no/such/image.jpg', but there is no such file"),
         ("https://example.org/cat.jpg", "must be downloaded first"),
         ("", r"got the folder '\.'\. vitflow\.explain_folder explains all images in it"),
@@ -387,7 +387,7 @@ def test_what_is_no_image(source, message):
 def test_tensors_are_shown_the_way():
     import torch
 
-    with pytest.raises(ImageError, match=r"got Tensor\. A tensor .* tensor\.permute\(1, 2, 0\)\.numpy\(\)"):
+    with pytest.raises(ImageError, match=r"got Tensor\. Pass a tensor .* tensor\.permute\(1, 2, 0\)\.numpy\(\)"):
         read_image(torch.zeros(3, 4, 4))
 
 
@@ -415,7 +415,7 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Image, "open", refuse)
-    with pytest.raises(ImageError, match=r"Could not read 'cat\.png': Permission denied\. Check who may read"):
+    with pytest.raises(ImageError, match=r"Could not read 'cat\.png': Permission denied\. Check its permissions"):
         read_image(path)
 
 
@@ -429,7 +429,7 @@ ENCODED = {
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.5, 0.9, 0.99])
 def test_truncated_files(fmt, share):
     data = ENCODED[fmt]
-    with pytest.raises(ImageError, match=r"truncated or damaged|got an empty or another file"):
+    with pytest.raises(ImageError, match=r"truncated or corrupt|got an empty or another file"):
         read_image(data[: int(len(data) * share)])
 
 

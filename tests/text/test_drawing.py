@@ -20,7 +20,7 @@ from vitflow.text.labels import ENGLISH_STOP_WORDS, hide, labels_of
 from vitflow.text.layout import Words
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
-from vitflow.text.view import POSITIVE, Trust
+from vitflow.text.view import POSITIVE, RowSummary
 
 STRINGS = ("[CLS]", "the", " key", " to", " the", " cab", "inet", "s", " is", " lost", ".", "[SEP]")
 HOSTILE = (
@@ -65,7 +65,7 @@ def all_views(words: Words, hidden=None) -> list:
 
 
 def test_the_trust_line_reports_shares_and_entropy():
-    trust = Trust.of(WEIGHTS, WORDS, self_share=0.15, hidden=hide(WORDS, stop_words=ENGLISH_STOP_WORDS))
+    trust = RowSummary.of(WEIGHTS, WORDS, self_share=0.15, hidden=hide(WORDS, stop_words=ENGLISH_STOP_WORDS))
     assert trust.special == pytest.approx(0.35)
     assert trust.first == pytest.approx(0.3)
     assert trust.hidden == pytest.approx({"special tokens": 0.35, "stop words": 0.01 + 0.01 + 0.01 + 0.15})
@@ -76,7 +76,7 @@ def test_the_trust_line_reports_shares_and_entropy():
 
 
 def test_uniform_weights_have_the_most_entropy_and_unseen_tokens_do_not_count():
-    trust = Trust.of([0.25, 0.25, 0.25, 0.25, np.nan], words_of("abcde"))
+    trust = RowSummary.of([0.25, 0.25, 0.25, 0.25, np.nan], words_of("abcde"))
     assert trust.entropy == pytest.approx(2.0) == trust.most
     assert trust.special is None and "special" not in str(trust)
 

@@ -19,7 +19,7 @@ from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining.method_table import get_method
 from vitflow.images.geometry import Placement
-from vitflow.images.upsampling import lay_together, upsample
+from vitflow.images.upsampling import merge_maps, upsample
 from vitflow.models.languages import decoder_path
 from vitflow.text import Generation, ImageTokens, Words, explain_generation
 from vitflow.text.image_tokens import tower_rows
@@ -219,7 +219,7 @@ def test_maps_laid_together_hold_what_falls_into_each_cell():
         Placement(size, size, (-10, 6), (40, 40)),  # padded above
     ]
     grids = [generator.random((5, 6)), generator.random((6, 8)), generator.random((4, 5))]
-    actual, placement = lay_together(grids, placements)
+    actual, placement = merge_maps(grids, placements)
     assert actual.shape == (10, 14) and placement.sees_everything
     canvas = np.zeros(size)
     for grid, place in zip(grids, placements, strict=True):

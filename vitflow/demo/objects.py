@@ -61,7 +61,7 @@ def place_objects(
     width: int,
     lean: float | None = None,
 ) -> list[Placed]:
-    """Choose sizes, places, turns and colours of one to three objects, each a (colour family, shape).
+    """Choose sizes, places, rotations and colours of one to three objects, each a (colour family, shape).
 
     Shapes have any rotation, or with `lean` at most this many degrees from upright.
     """

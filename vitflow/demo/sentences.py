@@ -1,4 +1,4 @@
-"""Sentences about drawn images: a small grammar in which every sentence is true or false of every image.
+"""Sentences about drawn images: a small grammar in which every sentence is true or false for every image.
 
     sentence = phrase | phrase relation phrase | phrase relation phrase "and" phrase
     phrase   = "a red heart" | "a heart" | "something red"

@@ -89,7 +89,7 @@ def _image(sample: Sample) -> Any:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class TargetRegion:
     """Target class and true region of an image.
 
     Attributes:
@@ -105,7 +105,7 @@ class Question:
     objects: Mapping[int, Mask] = field(default_factory=dict)
 
 
-def ask(image: Labelled, num_classes: int, class_names: Sequence[str] | None) -> Question:
+def choose_target(image: Labelled, num_classes: int, class_names: Sequence[str] | None) -> TargetRegion:
     """Choose the target class and its region.
 
     1. The label of the image, if the model has this class.
@@ -126,7 +126,7 @@ def ask(image: Labelled, num_classes: int, class_names: Sequence[str] | None) ->
     size = image.image.shape[0], image.image.shape[1]
     target = _index(image.label, num_classes, class_names)
     if image.regions is None:
-        return Question(target)
+        return TargetRegion(target)
     check_count(len(image.regions))
     unknown = [region for region in image.regions if region.unknown]
     known = [region for region in image.regions if not region.unknown]
@@ -137,7 +137,7 @@ def ask(image: Labelled, num_classes: int, class_names: Sequence[str] | None) ->
     if target is None:  # the first of tied classes
         target = max(objects, key=lambda index: int(objects[index].sum()), default=None)
     region_mask = objects[target] if target in objects else union(known, size)
-    return Question(target, region_mask, union(unknown, size) & ~region_mask if unknown else None, objects)
+    return TargetRegion(target, region_mask, union(unknown, size) & ~region_mask if unknown else None, objects)
 
 
 def _index(label: Label, num_classes: int, class_names: Sequence[str] | None) -> int | None:

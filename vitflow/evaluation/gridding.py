@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, VitflowError
 from vitflow.evaluation.annotations import Labelled
-from vitflow.evaluation.choices import ask
+from vitflow.evaluation.choices import choose_target
 from vitflow.evaluation.datasets import Sample
 from vitflow.evaluation.measures.localisation import Heatmap, Mask, roc_auc
 from vitflow.evaluation.measures.sanity import as_it_is
@@ -200,11 +200,11 @@ def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> di
     for sample in sorted(samples, key=lambda sample: random_order(sample.name, seed)):
         try:
             image = sample.read()
-            question = ask(image, explainer.num_classes, explainer.class_names)
+            truth = choose_target(image, explainer.num_classes, explainer.class_names)
         except (VitflowError, OSError):
             continue  # reported in the row of the image
-        if question.target is not None and _is_predicted(explainer, image, question.target):
-            candidates.append((sample, question.target, frozenset(question.objects) | {question.target}))
+        if truth.target is not None and _is_predicted(explainer, image, truth.target):
+            candidates.append((sample, truth.target, frozenset(truth.objects) | {truth.target}))
     grids: dict[str, Grid] = {}
     while members := _first_grid(candidates):
         candidates = [candidate for candidate in candidates if candidate not in members]

@@ -12,9 +12,9 @@ from torch import nn
 from vitflow.errors import VitflowError
 from vitflow.evaluation.choices import (
     applicable_methods,
-    ask,
     check_options,
     choose,
+    choose_target,
     possible_groups,
 )
 from vitflow.evaluation.collecting import collect
@@ -222,8 +222,8 @@ class _Run:
             name = sample.name
             try:
                 image = sample.read()
-                question = ask(image, self.explainer.num_classes, self.explainer.class_names)
-                cases.append(Case(name, image, question, self.groups[name], self.grids.get(name)))
+                truth = choose_target(image, self.explainer.num_classes, self.explainer.class_names)
+                cases.append(Case(name, image, truth, self.groups[name], self.grids.get(name)))
             except (VitflowError, OSError) as error:
                 yield failed_row({"input": name}, error) | stamps[name]
         for row in measure(batches, cases, self.protocol):

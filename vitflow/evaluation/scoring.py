@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import stops_all
 from vitflow.evaluation.annotations import Labelled
-from vitflow.evaluation.choices import Question, blurred, twin_of
+from vitflow.evaluation.choices import TargetRegion, blurred, twin_of
 from vitflow.evaluation.gridding import Grid, ObjectScore, score_object
 from vitflow.evaluation.measures import randomisation, sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
@@ -79,14 +79,14 @@ class Case:
     Attributes:
         name: name of the sample.
         image: the image and its annotations.
-        question: target class and region.
+        truth: target class and region.
         groups: groups of metrics to measure on this image, a subset of the protocol's.
         grid: the grid that contains the image, if any.
     """
 
     name: str
     image: Labelled
-    question: Question
+    truth: TargetRegion
     groups: tuple[str, ...]
     grid: Grid | None = None
 
@@ -114,10 +114,10 @@ def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) ->
     maps: dict[str, list[Saliency]] = {}
     count = len(protocol.methods)
     for has_target in (True, False):
-        batch = [case for case in cases if (case.question.target is not None) == has_target]
+        batch = [case for case in cases if (case.truth.target is not None) == has_target]
         if not batch:
             continue
-        targets = np.array([case.question.target for case in batch]) if has_target else None
+        targets = np.array([case.truth.target for case in batch]) if has_target else None
         images = [case.image.image for case in batch]
         flat = explainer.explain_batch(images, methods=protocol.methods, targets=targets)
         for index, case in enumerate(batch):
@@ -127,13 +127,13 @@ def _explain(explainer: Explainer, cases: Sequence[Case], protocol: Protocol) ->
 
 def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: Protocol) -> dict[str, Any]:
     """Return the row of an image; everything that is measured by map is a dict by label."""
-    first, region = maps[0], case.question.region
+    first, region = maps[0], case.truth.region
     by_label = dict(zip(protocol.labels, maps, strict=True))
     row: dict[str, Any] = {
         "input": case.name,
         "status": "measured",
         "groups": list(case.groups),
-        "target_source": "prediction" if case.question.target is None else "label",
+        "target_source": "prediction" if case.truth.target is None else "label",
         "class_index": first.target,
         "class_name": first.class_name,
         "probability": first.probability,
@@ -146,7 +146,7 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
         "values": {},
     }
     if "localisation" in case.groups:
-        _add_localisation(row, case.question, by_label)
+        _add_localisation(row, case.truth, by_label)
     if "faithfulness" in case.groups and first.target is not None:
         _add_faithfulness(row, explainer, by_label, protocol)
     if "sanity" in case.groups:
@@ -154,7 +154,7 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
     if "grid" in case.groups:
         _add_grid(row, explainer, case, protocol)
     if "correlation" in case.groups:
-        result = rank_correlation([case.image.image], model=explainer, target=case.question.target)
+        result = rank_correlation([case.image.image], model=explainer, target=case.truth.target)
         values = result.values[..., 0]  # [references, methods, layers]
         row["correlation"] = {
             "methods": result.methods,
@@ -174,14 +174,14 @@ def _by_metric(scores: Mapping[str, Any], attributes: Mapping[str, str]) -> dict
     }
 
 
-def _add_localisation(row: dict[str, Any], question: Question, maps: Mapping[str, Saliency]) -> None:
+def _add_localisation(row: dict[str, Any], truth: TargetRegion, maps: Mapping[str, Saliency]) -> None:
     scores: dict[str, Localisation | None] = dict.fromkeys(maps)
-    if question.region is not None:
+    if truth.region is not None:
         for label, saliency in maps.items():
             heatmap = _heatmap(saliency)
-            if question.unknown is not None:
-                heatmap[question.unknown] = np.nan
-            scores[label] = localise(heatmap, question.region)
+            if truth.unknown is not None:
+                heatmap[truth.unknown] = np.nan
+            scores[label] = localise(heatmap, truth.region)
     row["values"] |= _by_metric(scores, _LOCALISATION)
     row["overlap"] = {label: score.overlap for label, score in scores.items() if score is not None}
 
@@ -233,7 +233,7 @@ def _add_grid(row: dict[str, Any], explainer: Explainer, case: Case, protocol: P
     row["grid"] = None if case.grid is None else case.grid.names
     if case.grid is not None:
         row["values"] |= _by_metric(case.grid.scores(explainer, protocol.methods, case.name), _GRID)
-    objects = case.question.objects
+    objects = case.truth.objects
     if len(objects) < 2:
         return
     flat = explainer.explain_batch([case.image.image], methods=protocol.methods, targets=list(objects))

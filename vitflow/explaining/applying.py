@@ -188,7 +188,8 @@ def _score_facts(score: Score, method: Method, trace: TargetedTrace, outputs: Ou
         limit = min(_IMPROBABLE, 0.5 / trace.probabilities.shape[1])
         if (share := score.probability) is not None and share < limit:
             facts["note"] = (
-                f"the model gives this class {100 * share:.2g} %: the map shows what would raise it, not what it saw"
+                f"the probability of this class is {100 * share:.2g} %: the map shows what would increase its score, "
+                "not evidence for its presence"
             )
     cosines = outputs.activation == "softmax" and outputs.scale != 1.0
     if cosines and trace.numbers is not None and score.index is not None:

@@ -10,7 +10,7 @@ from vitflow.explaining.method_table import Method, get_method
 from vitflow.explaining.options import REFINING, option_in_words
 from vitflow.explaining.targets import Contrast, Score
 
-# Split-half Spearman correlation below which another seed may well give another map.
+# Split-half Spearman correlation below which maps differ between seeds.
 _LOW_RELIABILITY = 0.2
 # Channels listed in a note.
 _SHOWN_BANDS = 6

@@ -110,13 +110,13 @@ class Clip:
             options: options of `Saliency.overlay`.
         """
         from vitflow.images.charts import draw_clip
-        from vitflow.images.figures import file_too
+        from vitflow.images.figures import draw_and_save
 
         images = self.overlays(**options)
         first = self.frames[0]
         lines = [line for line in captions.class_lines(self.score) if line]
         title = f"{first.definition.title}: {', '.join(lines)}" if lines else first.definition.title
-        return file_too(
+        return draw_and_save(
             path,
             lambda: draw_clip(
                 {number: images[number] for number in self.key_frames},
@@ -131,9 +131,9 @@ class Clip:
         """Return the notes of the caption."""
         above = f"logit of {self.score.name}" if self.score.name else "output"
         if self.joint:
-            frames = "a frame" if self.span == 1 else f"{self.span} frames"
+            part = "the frame's fraction" if self.span == 1 else f"the fraction of the {self.span} frames"
             level = "0" if (self.grid < 0).any() else "the lowest value of the clip"
-            notes = [f"Share: the sum of the map of {frames} above {level}, as a part of all."]
+            notes = [f"Share: {part} of the sum of all maps above {level}."]
         else:
             notes = [
                 f"Share of a frame: its {above} above the lowest one of the clip; the map of a frame is scaled to it. "
@@ -202,8 +202,8 @@ class Clip:
 def frame_shares(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     """Return the share of each frame in the mean of logits: its logit above the lowest one, as a share of their sum.
 
-    The mean is a sum over frames, so this is exact, up to the logit that all frames have. Equal logits have equal
-    shares.
+    The mean is a sum over frames, so this is exact, up to the smallest logit, which is common to all frames. Equal
+    logits have equal shares.
 
     Args:
         logits: logit of the target in each frame, [frames].
@@ -251,7 +251,7 @@ def explain_clip(
         target: class index or name; by default the class with the largest mean logit.
         frames: the number of frames of a video file; by default 8, or as many as the video model reads.
         controls: also explain the clip with its frames shuffled and with its first frame repeated, and report how the
-            shares change (video models only): a share that stays as it is shows nothing about time.
+            shares change (video models only): a share that does not change is no evidence that the map depends on time.
         options: options of the method.
 
     Raises:

@@ -24,7 +24,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_image
 from vitflow.images import figures
-from vitflow.images.figures import FigureResult, file_too
+from vitflow.images.figures import FigureResult, draw_and_save
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.typesetting import decimal
 from vitflow.methods.ranks import Values, spearman, top_overlap
@@ -166,8 +166,8 @@ def compare(
         images: one image or a list: paths, bytes, PIL images, RGB arrays, or normalised tensors.
         model: a model id (see `load_model`), a module, or an `Explainer` with its fit and device.
         methods: names, or (name, options) pairs; by default `DEFAULT_METHODS`, without class-specific methods if the
-            model has no classes, and without methods that the model does not support (with a warning). Include "random"
-            and "centre" in a list of your own to keep the baselines.
+            model has no classes, and without methods that the model does not support (with a warning). A custom
+            list has no baselines unless it includes "random" and "centre".
         targets: one class or several, by index or name, or "top5", or an array with the class index of each image; or
             contrasts, which only class-specific methods explain; by default the predicted class. Methods that are not
             class-specific give one map per image.
@@ -292,7 +292,7 @@ class Comparison(FigureResult):
             OptionError: a drawing option out of range, or another file type.
         """
         pen = Pen.of(width, drawing)
-        return file_too(path, lambda: draw_comparison(self.images, pen, same_scale=same_scale, timings=timings))
+        return draw_and_save(path, lambda: draw_comparison(self.images, pen, same_scale=same_scale, timings=timings))
 
     def records(self) -> list[dict[str, Any]]:
         """Return a record of each image for JSON: its maps without values, and their agreement."""

@@ -43,7 +43,7 @@ from vitflow.models.outputs import Outputs
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 
-_NOT_BLANK = "blank requires the score of a class, prompt or function: leave it out."
+_NOT_BLANK = "blank=True requires a score of a class, prompt or function. Omit blank."
 
 
 @takes_method_options
@@ -122,7 +122,7 @@ class Explainer(ImageModel):
         VitflowError: the model cannot be loaded, or an option is invalid.
     """
 
-    _weighable = True  # False once value weighting has failed for the model
+    _supports_value_weighting = True  # False once value weighting has failed for the model
 
     def has_target(self, targets: Any) -> bool:
         """Return True if there are targets, or outputs other than the model's classes."""
@@ -319,7 +319,7 @@ class Explainer(ImageModel):
     def explain_supported(
         self, image: ImageInput, methods: Sequence[MethodChoice], **arguments: Any
     ) -> tuple[list[Saliency], list[MethodChoice]]:
-        """Explain one image without the methods that the model does not support, of which a warning gives the reasons.
+        """Explain one image with the methods that the model supports; warn about the others.
 
         Args:
             image: the image.
@@ -376,7 +376,7 @@ class Explainer(ImageModel):
         requested.
         """
         weighting_requested = any("value_weighted" in each.requested for each in chosen)
-        if not self._weighable and not weighting_requested:
+        if not self._supports_value_weighting and not weighting_requested:
             chosen = [each.with_options(value_weighted=False) for each in chosen]
         while True:
             kept = recorded_for(chosen, self.model)
@@ -396,6 +396,6 @@ class Explainer(ImageModel):
                 plain = [each.with_options(value_weighted=False) for each in chosen]
                 if weighting_requested or plain == chosen:
                     raise
-                self._weighable = False
+                self._supports_value_weighting = False
                 warnings.warn(f"{error.args[0]} Value weighting is switched off.", VitflowWarning, stacklevel=2)
             chosen = plain

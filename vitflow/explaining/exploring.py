@@ -66,8 +66,10 @@ def explore(
 
     >>> from vitflow.demo import sample_images
     >>> page = explore(sample_images()[0], model="demo", methods=["gae"])
-    >>> page.html[:15], page.notes[1]
-    ('<!doctype html>', 'Single heads are stored in 8 bits: each number within 3.1% of its value, the faintest as 0.')
+    >>> page.html[:15]
+    '<!doctype html>'
+    >>> page.notes[1]
+    'Single heads are stored in 8 bits: each number within 3.1% of its value, the smallest values as 0.'
     """
     sources = at_least_one(images)
     if not max_size > 0:
@@ -108,13 +110,13 @@ class _Explorer:
         explainer: the explainer.
         methods: methods to compute in advance; None for all that the model supports.
         targets: targets of class-specific methods.
-        room: maximum bytes per image.
+        max_bytes: maximum bytes per image.
     """
 
     explainer: Explainer
     methods: Sequence[MethodChoice] | None
     targets: Targets
-    room: float
+    max_bytes: float
 
     def explore(self, source: ImageInput, index: int) -> ExploredImage:
         """Record and compute everything that the page needs for an image."""
@@ -201,7 +203,7 @@ class _Explorer:
     def _heads(self, image: PlacedImage, explored: ExploredImage) -> None:
         """Add every head, unless they are clearly too large."""
         fused = next(iter(explored.attention.values()))
-        if fused.size > self.room:
+        if fused.size > self.max_bytes:
             return
         heads = [layer[0].float().clamp_min(0).cpu() for layer in self.explainer.record(image).heads()]
         if len({len(layer) for layer in heads}) == 1:

@@ -21,7 +21,7 @@ from vitflow.explaining.similarity import layer_features
 from vitflow.explaining.strips import in_rows
 from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import DPI, Interpolation, figures, overlay
-from vitflow.images.figures import Cell, Column, FigureResult, file_too
+from vitflow.images.figures import Cell, Column, FigureResult, draw_and_save
 from vitflow.images.geometry import Placement
 from vitflow.images.pen import Pen
 from vitflow.images.reading import image_name
@@ -116,7 +116,7 @@ class Features(FigureResult):
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
         pen = Pen.of(width, {"dpi": dpi, "interpolation": interpolation, "alpha": alpha})
-        return file_too(path, lambda: self._draw(pen))
+        return draw_and_save(path, lambda: self._draw(pen))
 
     def _draw(self, pen: Pen) -> Figure:
         columns = []

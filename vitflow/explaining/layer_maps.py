@@ -21,7 +21,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import SHARES, bars_of, in_rows, map_cell
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.images import figures
-from vitflow.images.figures import Block, Cell, Column, FigureResult, file_too
+from vitflow.images.figures import Block, Cell, Column, FigureResult, draw_and_save
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.reading import image_name
 from vitflow.methods.fusion import check_layer
@@ -79,7 +79,7 @@ class LayerMaps(FigureResult):
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
         pen = Pen.of(width, drawing)
-        return file_too(path, lambda: self._draw(pen))
+        return draw_and_save(path, lambda: self._draw(pen))
 
     def _draw(self, pen: Pen) -> Figure:
         limits = {id(each): pen.limits(each.grid) for each in self.saliencies}

@@ -53,8 +53,8 @@ class Maps:
 def over_taps(function: Callable[..., Maps]) -> Callable[..., Maps]:
     """Compute a map from each block that the head reads, and return their mean weighted by the shares of these blocks.
 
-    A map that starts at a patch, or a model whose head reads only its last block, has one start: nothing is averaged.
-    Layer numbers above a block mean this block.
+    Nothing is averaged if the map starts at a patch, or if the head reads only the last block. Layer indices above a
+    block are clamped to that block.
     """
 
     @functools.wraps(function)

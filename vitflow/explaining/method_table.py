@@ -35,9 +35,9 @@ class Method:
         paper: source.
         presets: named sets of options for `preset`; "paper" is the published definition.
         implies: option values that select a preset, {(option, value): preset}.
-        refined: "after" its function, by the common step; "positive": likewise, with negative values clamped; "within"
-            its function; or "never": no options `refine`, `affinity`, `shifts`. "positive" and "within" functions
-            receive the refinement options.
+        refined: when the map is refined: "after": by the common step after the function; "positive": the same, with
+            negative values clamped to 0; "within": by the function itself; "never": no refinement options (`refine`,
+            `affinity`, `shifts`). "positive" and "within" functions receive the refinement options.
         question: the question that its map answers.
         title: name in figures and pages; by default `name`.
 
@@ -135,7 +135,7 @@ DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "g
 
 #: Prefixes of methods that are classes of other packages, such as "captum:IntegratedGradients".
 PEERS = ("captum:", "cam:")
-_PEER_METHOD = "vitflow.explaining.peers:peer_method"
+_EXTERNAL_METHOD = "vitflow.explaining.peers:external_method"
 
 _PAPER = "Abnar & Zuidema, ACL 2020"
 
@@ -173,7 +173,7 @@ def register_method(
 def get_method(name: str) -> Method:
     """Return the method of that name, or of a class of another package; OptionError lists the known ones."""
     if name not in METHODS and name.startswith(PEERS):
-        method: Method = _loaded(_PEER_METHOD)(name)
+        method: Method = _loaded(_EXTERNAL_METHOD)(name)
         return method
     check_known("method", name, METHODS)
     return METHODS[name]
@@ -380,7 +380,7 @@ register_method(
     "vitflow.explaining.maps:centre",
     title="Centre prior",
     summary="Baseline: a Gaussian at the centre of the image.",
-    question="What does a map look like that always points to the centre?",
+    question="What does a map that always highlights the centre look like?",
     defaults={"sigma": 0.25},
     refined="never",
 )

@@ -1,7 +1,7 @@
 """Methods of other packages: `captum:NAME` for the attribution classes of captum, `cam:NAME` for pytorch-grad-cam.
 
-The peer computes its map of the model and target by its own code; this module gives it the model, the input and the
-layer, and places the result. Maps equal those of a direct call.
+captum or pytorch-grad-cam computes the map; this module passes the model, the input and the layer, and returns the
+result on the patch grid. Maps equal those of a direct call.
 """
 
 import inspect
@@ -36,7 +36,7 @@ _PACKAGES = {"captum": ("captum.attr", "captum"), "cam": ("pytorch_grad_cam", "g
 
 
 @cache
-def peer_method(name: str) -> Method:
+def external_method(name: str) -> Method:
     """Return the method for an attribution class of another package.
 
     Args:
@@ -50,13 +50,13 @@ def peer_method(name: str) -> Method:
     classes = _classes(load_extra(module, f"--method {name}", extra), package)
     if wanted not in classes:
         raise OptionError(unknown_name(f"class of {extra}", wanted, classes))
-    peer = _Peer(name, classes[wanted])
-    takes_layer = package == "cam" or peer.takes("layer")
+    external = _ExternalMethod(name, classes[wanted])
+    takes_layer = package == "cam" or external.takes("layer")
     return Method(
         name,
-        peer.cam if package == "cam" else peer.captum,
+        external.cam if package == "cam" else external.captum,
         summary=f"{wanted} as computed by {extra}.",
-        question="Which patches does another package attribute the score of this class to?",
+        question="Which patches is the score of this class attributed to by this method?",
         defaults={"peer_options": {}, **({"layer": -1} if takes_layer else {})},
         needs=frozenset({"predict"}),
         class_specific=True,
@@ -105,7 +105,7 @@ class _Explained(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Peer:
+class _ExternalMethod:
     """A class of another package and its functions for the method table."""
 
     name: str
@@ -126,8 +126,8 @@ class _Peer:
                 made["layer"] = trace.model.get_submodule(block_norm(trace.model, layer))
             for key, value in _features(attribute, pixels, rows, cols).items():
                 options.setdefault(key, value)
-            peer = self.kind(model, **made)
-            result = peer.attribute(
+            method = self.kind(model, **made)
+            result = method.attribute(
                 pixels, **({"target": trace.class_indices} if "target" in attribute else {}), **options
             )
         result = result[0] if isinstance(result, tuple) and len(result) == 1 else result

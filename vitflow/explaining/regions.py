@@ -80,7 +80,7 @@ def masks(region: Any = None) -> Masks:
 
     Args:
         region: a mask [height, width] of the image, True inside; a box (left, top, right, bottom) or a point (x, y) in
-            its pixels; by default where the model predicts the target class.
+            its pixels; by default the pixels for which the model predicts the target class.
 
     Raises:
         OptionError: the region is none of these.
@@ -104,7 +104,7 @@ def masks(region: Any = None) -> Masks:
 
 
 def about_region(model: nn.Module, region: Any = None, prompts: Prompts | None = None) -> Boxes | Masks:
-    """Return what a model explains about a region: a class inside it for segmentation, otherwise a detection."""
+    """Return `Masks` for a segmentation model, otherwise `Boxes`."""
     return masks(region) if is_segmenting(model) else boxes(region, prompts=prompts)
 
 
@@ -128,7 +128,7 @@ class Selected:
 
 
 class Regions:
-    """The outputs of a question about regions: bound to a detection or a region while an image is explained.
+    """Outputs for a detection or region; the current one is set by `binding` while an image is explained.
 
     One object serves all images, so that the head of a model is observed once for a question.
 
@@ -246,7 +246,7 @@ class Regions:
             overlaps = iou(places, _input_shares(self.question.box, placement))
             if not overlaps.any():
                 raise OutsideImageError(
-                    f"None of the {len(scores)} detections overlaps the box {self.question.box}. Remedy: give another "
+                    f"None of the {len(scores)} detections overlaps the box {self.question.box}. Give another "
                     "box, or the target 'top5' without a box to see the most probable detections."
                 )
         best, classes = (ranked * overlaps.unsqueeze(1)).max(dim=1)
@@ -294,7 +294,7 @@ class Regions:
             weights, words = (predicted == index).double(), "where the model predicts the class"
             if not weights.any():
                 raise OutsideImageError(
-                    "The model predicts this class nowhere in the image. Remedy: pass a region, or another class."
+                    "The model predicts this class nowhere in the image. Pass a region, or another class."
                 )
             inputs: list[Any] = list(placement.to_input(y.astype(np.float64), x.astype(np.float64)))
             cells = [

@@ -186,11 +186,11 @@ class Saliency:
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
-        from vitflow.images.figures import file_too
+        from vitflow.images.figures import draw_and_save
         from vitflow.images.map_figure import draw_map
 
         pen = Pen.of(width, drawing)
-        return file_too(
+        return draw_and_save(
             path,
             lambda: draw_map(
                 pen,

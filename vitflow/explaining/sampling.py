@@ -23,10 +23,10 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
-#: Largest number of masks of masks="auto", and the number of masks after which it compares maps.
+#: Maximum number of masks with masks="auto", and the number of masks after which it compares maps.
 MOST_MASKS, MASKS_PER_STEP = 256, 32
-# A map is settled if this share of its strongest patches stays the same in two steps in a row.
-_SETTLED = 0.9
+# A map has converged if this share of its strongest patches stays the same in two steps in a row.
+_CONVERGED = 0.9
 # Standard deviations of a normal distribution on each side of its mean that hold 95 %.
 _NORMAL_95 = 1.96
 
@@ -37,7 +37,7 @@ def sampling(
     """Weight of each patch in the log-odds of the target, from random masks of all patches.
 
     The difference of means is over masks with and without the patch. The regression has the affinity of refinement as
-    the factor of its prior covariance. With masks="auto" each image gets masks until its map is settled.
+    the factor of its prior covariance. With masks="auto" each image gets masks until its map has converged.
     """
     check_known("estimator", estimator, OPTIONS["estimator"].choices)
     targets = trace.class_indices.tolist()
@@ -65,7 +65,7 @@ def sampling(
 
     strongest: dict[int, list[set[int]]] = {}
 
-    def settled(image: int, kept: Tensor, scores: Tensor, grid: tuple[int, int]) -> bool:
+    def converged(image: int, kept: Tensor, scores: Tensor, grid: tuple[int, int]) -> bool:
         """Return True if the last two steps hardly changed the strongest tenth of the patches."""
         values, spread = estimate(image, kept, scores, grid)[0].clamp_min(0.0), affinities(grid)
         if spread is not None:
@@ -74,9 +74,9 @@ def sampling(
         top = set(values.topk(max(1, round(0.1 * len(values)))).indices.tolist())
         tops = strongest.setdefault(image, [])
         tops.append(top)
-        return len(tops) > 2 and all(len(top & before) >= _SETTLED * len(top) for before, top in pairwise(tops[-3:]))
+        return len(tops) > 2 and all(len(top & before) >= _CONVERGED * len(top) for before, top in pairwise(tops[-3:]))
 
-    kept, outputs, grid, hidden = sample(trace, masks=masks, settled=settled if masks == "auto" else None, **drawn)
+    kept, outputs, grid, hidden = sample(trace, masks=masks, converged=converged if masks == "auto" else None, **drawn)
     grids, facts, significant = [], [], []
     for image, scores in enumerate(outputs):
         used = kept[: len(scores)]
@@ -99,7 +99,7 @@ def sample(
     cells: int,
     random_seed: int,
     occlusion_batch: int,
-    settled: Callable[[int, Tensor, Tensor, tuple[int, int]], bool] | None = None,
+    converged: Callable[[int, Tensor, Tensor, tuple[int, int]], bool] | None = None,
 ) -> tuple[Tensor, list[Tensor], tuple[int, int], str]:
     """Run the model on masked images.
 
@@ -108,8 +108,8 @@ def sample(
         masks: number of masks, or "auto".
         keep, cells, random_seed: options of the masks.
         occlusion_batch: masks per forward pass; if tokens are dropped, scaled to the same total number of tokens.
-        settled: for masks="auto", called after every 32 masks with the index of the image, the masks, their outputs and
-            the grid, until it returns True.
+        converged: for masks="auto", called after every 32 masks with the index of the image, the masks, their outputs
+            and the grid, until it returns True.
 
     Returns:
         Kept patches of each mask, bool [masks, patches]; the log-odds [masks, classes] of each image, for its first
@@ -132,13 +132,13 @@ def sample(
         for number, (image, rows) in enumerate(zip(images, known, strict=True)):  # a row for each mask
             count = 0
             while count < len(kept):
-                start, count = count, len(kept) if settled is None else count + MASKS_PER_STEP
+                start, count = count, len(kept) if converged is None else count + MASKS_PER_STEP
                 progress(max(min(len(rows), count) - start, 0))
                 while len(rows) < count:
                     part = kept[len(rows) : min(len(rows) + batch, count)]
                     rows.extend(_log_odds(trace, image, part, layout, grid))
                     progress(len(part))
-                if settled is not None and settled(number, kept[:count], torch.stack(rows[:count]), grid):
+                if converged is not None and converged(number, kept[:count], torch.stack(rows[:count]), grid):
                     break
             progress(len(kept) - count)
             outputs.append(torch.stack(rows[:count]))

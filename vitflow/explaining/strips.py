@@ -21,7 +21,7 @@ _Item = TypeVar("_Item")
 # Maps of each image.
 Images = Sequence[Sequence[Saliency]]
 
-#: Saturated share from which it is displayed.
+#: Minimum saturated share that is displayed.
 SATURATED_LABEL = 0.01
 
 #: Explanation of saturated flows.
@@ -32,7 +32,7 @@ SATURATED = (
 #: What is printed below maps without common limits.
 SHARES = "the share of its sum that the top 10 % of patches hold"
 
-# Notes on the marked part of an image, by the fact that has it.
+# Notes on the marked region, by key of `facts`.
 _MARKS = {"detection": "The frames mark the detections.", "region": "The outline marks the region."}
 
 # Maximum number of maps per row.

@@ -32,7 +32,7 @@ from vitflow.files import is_remote
 from vitflow.images.reading import MAX_PIXELS, read_channels
 
 #: Timeout for decoding an image, in seconds.
-PATIENCE = 60.0
+TIMEOUT = 60.0
 #: Largest file that is read from a URL, in bytes: four times the largest photographs of cameras.
 LARGEST = 2**28
 
@@ -154,7 +154,7 @@ def failed(error: Exception, name: str, facts: dict[str, Any]) -> Decoded:
     return Decoded(**facts, error=type(cause).__name__, message=message)
 
 
-class ChildDied(Exception):
+class WorkerCrashed(Exception):
     """Raised if a process ended on a request; `args` has its exit status."""
 
 
@@ -193,7 +193,7 @@ class Child:
         """Return the answer to a request.
 
         Raises:
-            ChildDied: the process ended on the request.
+            WorkerCrashed: the process ended on the request.
             InterruptedError: the process was closed.
         """
         process = self._process
@@ -209,7 +209,7 @@ class Child:
                 raise EOFError
             return answer
         except (OSError, ValueError, EOFError) as error:
-            raise ChildDied(_end(process)) from error
+            raise WorkerCrashed(_end(process)) from error
 
     def close(self) -> None:
         """End the process immediately, and abort its request."""
@@ -252,16 +252,16 @@ class DecoderPool:
     Args:
         workers: number of processes; with 0, this process reads images, one at a time, without protection.
         max_pixels: images with more pixels are refused.
-        patience: timeout per image in seconds.
+        timeout: timeout per image in seconds.
         channels: number of channels, as for `decode_file`.
     """
 
     def __init__(
-        self, workers: int, *, max_pixels: int = MAX_PIXELS, patience: float = PATIENCE, channels: int = 3
+        self, workers: int, *, max_pixels: int = MAX_PIXELS, timeout: float = TIMEOUT, channels: int = 3
     ) -> None:
-        self._max_pixels, self._patience, self._channels = max_pixels, patience, channels
+        self._max_pixels, self._timeout, self._channels = max_pixels, timeout, channels
         self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
-        self._children = [Child(__name__, str(max_pixels), str(patience), str(channels)) for _ in range(workers)]
+        self._children = [Child(__name__, str(max_pixels), str(timeout), str(channels)) for _ in range(workers)]
         for child in self._children:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="vitflow-decode")
@@ -282,11 +282,11 @@ class DecoderPool:
             return Decoded(None if shape is None else answer[start:].view(dtype).reshape(shape), **facts)
         except InterruptedError as error:
             return Decoded(error="InterruptedError", message=str(error))
-        except ChildDied as died:
-            message = f"The decoder crashed on this file (exit status {died}): it is damaged, or memory ran out."
-            late = time.monotonic() - started >= self._patience
+        except WorkerCrashed as crashed:
+            message = f"The decoder crashed on this file (exit status {crashed}): it is damaged, or memory ran out."
+            late = time.monotonic() - started >= self._timeout
             if late:
-                message = f"Decoding timed out after {self._patience:g} seconds."
+                message = f"Decoding timed out after {self._timeout:g} seconds."
             return Decoded(**_facts(path), error="TimeoutError" if late else "DecoderCrash", message=message)
         finally:
             self._idle.put(child)
@@ -312,17 +312,17 @@ def _facts(path: str) -> dict[str, Any]:
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
 
 
-def serve(max_pixels: str, patience: str, channels: str) -> None:
+def serve(max_pixels: str, timeout: str, channels: str) -> None:
     """Decode the files whose paths are requested: the main function of a `DecoderPool` process."""
     _limit_memory(int(max_pixels), int(channels))
     answer_requests(
-        partial(_answer, max_pixels=int(max_pixels), patience=float(patience), channels=int(channels)),
+        partial(_answer, max_pixels=int(max_pixels), timeout=float(timeout), channels=int(channels)),
     )
 
 
-def _answer(path: bytes, max_pixels: int, patience: float, channels: int) -> list[bytes | memoryview]:
+def _answer(path: bytes, max_pixels: int, timeout: float, channels: int) -> list[bytes | memoryview]:
     """Return the length of a JSON header, the header with the facts of a file, and its pixels."""
-    limit_time(patience)
+    limit_time(timeout)
     decoded = decode_file(os.fsdecode(path), max_pixels, channels)
     limit_time(0)
     facts = {name: getattr(decoded, name) for name in ("size", "mtime_ns", "sha256", "error", "message")}

@@ -66,7 +66,7 @@ def open_run(folder: str | os.PathLike[str]) -> SavedRun:
     run = SavedRun(folder) if Path(folder, FILE).is_file() else None
     if run is None or run.fingerprint.get("kind") != "folder":
         raise OptionError(
-            f"There is no folder run in {os.fspath(folder)!r}: make one with vitflow folder IN -o OUT, and name OUT."
+            f"No folder run in {os.fspath(folder)!r}. Create one with `vitflow folder IN -o OUT` and pass OUT."
         )
     settings = run.fingerprint
     known = all(isinstance(settings.get(name), kind) for name, kind in _RUN.items()) and run.max_pixels
@@ -139,7 +139,7 @@ def draw_run(
     with open_run(run) as saved:
         settings, folder = saved.fingerprint, Path(output)
         if images is None and is_remote(settings["root"]):
-            raise OptionError(not_named(settings["root"]))
+            raise OptionError(untrusted_url_message(settings["root"]))
         source = settings["root"] if images is None else os.fspath(images)
         root = os.path.realpath(source)
         labels = list(settings["methods"]) if methods is None else list(methods)
@@ -184,7 +184,7 @@ def draw_run(
         return results
 
 
-def not_named(url: str) -> str:
+def untrusted_url_message(url: str) -> str:
     """Return the error message for a URL that only the record of a run names."""
     return (
         f"The record of this run says that its images are at {printable(url)!r}, but URLs in a record are not fetched: "
@@ -251,7 +251,7 @@ def report_run(
 
         def photograph(row: Mapping[str, Any]) -> bytes:
             if is_remote(run["root"]):
-                raise ImageError(not_named(run["root"]))
+                raise ImageError(untrusted_url_message(run["root"]))
             return thumbnail(read_photograph(row, run["root"], saved.max_pixels, run))
 
         def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:

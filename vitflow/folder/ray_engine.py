@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitflow.errors import OptionError, VitflowError, check_known, load_extra, whole_number
-from vitflow.folder.decoders import Child, ChildDied, answer_requests, decode_file
+from vitflow.folder.decoders import Child, WorkerCrashed, answer_requests, decode_file
 from vitflow.folder.plan import Input
 from vitflow.images import ENGINES
 from vitflow.runs.columns import Maps, Row, failed_row
@@ -63,7 +63,7 @@ def check_engine(engine: str, address: str | None, actors: int | None, **local: 
 
 
 def _load_ray() -> Any:
-    load_extra("ray.data", "The engine ray", "ray", otherwise="take --engine local")
+    load_extra("ray.data", "The engine ray", "ray", otherwise="use --engine local")
     return load_extra("ray", "The engine ray", "ray")
 
 
@@ -84,10 +84,10 @@ class Worker:
     def _explain(self, inputs: Sequence[Input]) -> list[Any]:
         try:
             results: list[Any] = pickle.loads(self._child.ask(pickle.dumps(inputs)).data)
-        except ChildDied as died:
+        except WorkerCrashed as crashed:
             if len(inputs) > 1:  # one of them is the cause
                 return [result for item in inputs for result in self._explain([item])]
-            message = f"The process ended on this image (exit status {died}): memory ran out, or the model crashed. "
+            message = f"The process ended on this image (exit status {crashed}): memory ran out, or the model crashed. "
             message += "Try this image with vitflow explain."
             [item] = inputs
             return [(failed_row({"input": item.key, "stem": item.stem}, "WorkerDied", message), {})]

@@ -64,7 +64,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The head of one column of a strip.
+    """Header of one column of a strip.
 
     Attributes:
         title: its name.
@@ -88,11 +88,11 @@ def draw_bands(
     note: str = "",
     dpi: int = DPI,
 ) -> Figure:
-    """Lay out images in columns under heads, with captions, colour bars and a note below.
+    """Lay out images in columns under headers, with captions, colour bars and a note below.
 
     Args:
-        bands: strips below each other: the heads of its columns, and its blocks of one or more rows. For each column a
-            block has one cell per row, or a single cell, which is drawn in the first row.
+        bands: strips below each other: the headers of its columns, and its blocks of one or more rows. For each column
+            a block has one cell per row, or a single cell, which is drawn in the first row.
         bars: colour bars, below each other.
         note: text below; its line breaks are kept.
         dpi: pixels per inch of the images.
@@ -245,7 +245,7 @@ class FigureResult:
         return bundle(repr(self), self.figure(dpi=NOTEBOOK_DPI))
 
 
-def file_too(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:
+def draw_and_save(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:
     """Draw a figure and, with a path, also write it there; the suffix is checked first."""
     if path is not None:
         check_format(path)

@@ -113,17 +113,20 @@ class Placement:
         """Return row and column of the patch at a point of the original image, for a grid of (rows, columns).
 
         Raises:
-            OptionError: the point lies beside the image, or beside what the model saw of it.
+            OptionError: the point is outside the image, or outside the region that the model saw.
 
         >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).patch_at(10.0, 99.0, (5, 5))
         (0, 2)
         """
         if not (0 <= y < self.image_size[0] and 0 <= x < self.image_size[1]):
-            raise OptionError("Expected a point on the image, got one outside.")
+            width, height = self.image_size[1], self.image_size[0]
+            raise OptionError(f"Expected a point inside the image of {width} × {height} pixels, got ({x:g}, {y:g}).")
         places = zip(self.to_input(y, x), grid, self.input_size, strict=True)
         row, col = (math.floor(place * count / size) for place, count, size in places)
         if not (0 <= row < grid[0] and 0 <= col < grid[1]):
-            raise OptionError("Expected a point on what the model saw of the image, got one that it did not see.")
+            raise OptionError(
+                f"Expected a point inside the region that the model saw, {self.seen_box}, got ({x:g}, {y:g})."
+            )
         return row, col
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,7 +205,7 @@ def _native_size(image_size: Size, input_size: Size, patch_size: int | tuple[int
     patches = max((input_size[0] // patch_height) * (input_size[1] // patch_width), 1)
     # rows · cols = patches and (rows · patch_height) / (cols · patch_width) = height / width
     exact_rows = math.sqrt(patches * (image_size[0] / image_size[1]) * (patch_width / patch_height))
-    # A very long image gets one line of patches, and not more of them for that.
+    # A very elongated image gets a single row or column of patches; their total does not increase.
     rows = min(max(round(exact_rows), 1), patches)
     cols = min(max(round(patches / exact_rows), 1), patches)
     return rows * patch_height, cols * patch_width

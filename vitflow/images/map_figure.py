@@ -77,7 +77,8 @@ def _marks(pen: Pen, limits: Limits) -> Iterator[str]:
     if pen.soft:
         low, high = overlay.ROBUST_PERCENTILES
         yield (
-            f"Marked: the {high:g}th percentile of the patches' absolute values on both sides of 0, which is clear."
+            f"Marked: the {high:g}th percentile of the patches' absolute values on both sides of 0, which is "
+            "transparent."
             if overlay.has_two_sides(*limits)
             else f"Marked: the {low:g}nd and the {high:g}th percentile of the patches."
         )
@@ -88,7 +89,7 @@ def _marks(pen: Pen, limits: Limits) -> Iterator[str]:
 def _bar(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str], width: float) -> VPacker:
     """Return the colour bar with values at its marks.
 
-    Marked are the limits, 0 between two sides, and the last value: with "≥" if the map goes on beyond it.
+    Ticks: the limits, 0 if the bar diverges, and the last value, with "≥" if the map has larger values.
     """
     low, high = limits
     two_sides = overlay.has_two_sides(low, high)

@@ -54,8 +54,8 @@ def scale_range(
     """Return the colour limits of a grid or a heatmap; NaN is ignored.
 
     With robust, the limits are the 2nd and the 98th percentile, as in seaborn, so that one outlying patch does not
-    darken all others; where both fall on the same value, as in a map that is almost everywhere 0, the extremes are
-    used. Without it they are the extremes. A map with negative values gets limits symmetric about 0: the 98th
+    darken all others; if both percentiles are equal, as in a map that is 0 almost everywhere, the limits are the
+    extremes. Without it they are the extremes. A map with negative values gets limits symmetric about 0: the 98th
     percentile of its absolute values, or the largest. A map that is constant up to the rounding of float32 gives two
     equal limits, and blend() draws it in the one colour of low values.
 
@@ -146,8 +146,9 @@ def blend(
         vmin, vmax, robust: limits of the colours, as in scale_range().
         soft: values beyond the limits differ in colour, as they approach the last colour asymptotically. By default if
             the limits are robust and none is given.
-        background: the seen part of the image in "grey", darkened to three quarters, so that all colour is the map's;
-            "dim", as dark, with half its saturation; or unchanged, "photo". An alpha below 0.5 reduces this effect.
+        background: the seen part of the image in "grey", darkened to three quarters, so that the only colour
+            is that of the map; "dim": equally dark, with half the saturation; or unchanged, "photo". An alpha below 0.5
+            reduces this effect.
         contours: draw lines around the highest values that make up 10, 25 and 50 % of the map's mass, or these shares.
         mark_unseen: draw a thin white and black line along the border of the region that the model saw.
 
@@ -256,7 +257,7 @@ def _steps(values: NDArray[np.floating[Any]], limits: tuple[float, float, float]
     (vmin, vmax, knee), unseen = limits, np.isnan(values)
     # In float64: the range of a map may be too small for float32 to divide by.
     position = np.where(unseen, vmin, values).astype(np.float64)
-    with np.errstate(over="ignore"):  # of a range that is too small for float64, too: all lies far beyond it
+    with np.errstate(over="ignore"):  # the range may be too small even for float64: all values are far outside it
         if not vmax > vmin:
             # Rounding must not lift a constant map above its own value.
             share = np.where(position > vmax + 1e-5 * abs(vmax), 1.0, 0.0)

@@ -133,7 +133,7 @@ class Preprocessing:
 
         Args:
             image: RGB image, uint8 [height, width, 3].
-            placement: where the image goes; made for this very image size.
+            placement: position of the model input, computed for this image size.
 
         Returns:
             float32 [channels, height, width], equal to what timm's evaluation transform gives for fit="crop". Padding

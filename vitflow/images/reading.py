@@ -78,9 +78,9 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
     """Read an image as RGB: uint8 [height, width, 3], rotated by its EXIF orientation.
 
     The first frame of an animation or a multi-page file is read. Transparent pixels are blended with white. More than
-    8 bits per channel are scaled down to 8, never clipped: 16-bit values are divided by 256; 32-bit integers and
-    floats, which do not tell their range, are scaled by the smallest of 1 (floats only), 255, 65535 and 2³² − 1 that
-    holds the largest value, and negative values count as 0.
+    8 bits per channel are scaled down to 8, never clipped: 16-bit values are divided by 256. 32-bit integers and
+    floats have no defined range: they are divided by the smallest of 1 (floats only), 255, 65535 and 2³² − 1 that is at
+    least the largest value, and negative values count as 0.
 
     Args:
         source: a path, the bytes of a file, a PIL image, or an array with values [height, width] (grey),
@@ -98,9 +98,9 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
     if isinstance(source, np.ndarray):
         return _from_array(source)
     if not isinstance(source, str | os.PathLike | bytes | Image.Image):
-        hint = " Of an open file, pass file.read()." if hasattr(source, "read") else ""
+        hint = " For an open file, pass file.read()." if hasattr(source, "read") else ""
         if hasattr(source, "permute"):
-            hint = " A tensor [3, height, width] goes in as tensor.permute(1, 2, 0).numpy(), with values from 0 to 1."
+            hint = " Pass a tensor [3, height, width] as tensor.permute(1, 2, 0).numpy(), with values from 0 to 1."
         raise ImageError(
             f"Expected an image as a path, bytes, a PIL image or a NumPy array, got {type(source).__name__}.{hint}"
         )
@@ -152,7 +152,7 @@ def check_mask_size(mask_size: tuple[int, ...], size: tuple[int, ...]) -> None:
     if mask_size != size:
         raise ShapeError(
             f"Expected a mask of the image's size, {size[0]} × {size[1]} pixels (height × width), got {mask_size[0]} × "
-            f"{mask_size[1]}. Make the mask of this very image, without its EXIF rotation."
+            f"{mask_size[1]}. Create the mask for this image, without its EXIF rotation."
         )
 
 
@@ -221,7 +221,7 @@ def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.u
         raise Image.DecompressionBombError
     image.load()
     # After load(): Pillow's TIFF reader turns the image itself and then forgets the orientation.
-    # ImageOps.exif_transpose writes the EXIF anew, which fails where another tag is odd, and its copy has no format.
+    # ImageOps.exif_transpose rewrites the EXIF data, which fails if another tag is malformed; its copy has no format.
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # malformed EXIF, while the image itself may be sound
@@ -405,11 +405,12 @@ def _explain(
     if isinstance(error, Image.DecompressionBombError):
         return _too_large(name, max_pixels)
     if isinstance(error, PermissionError):
-        return f"Could not read {name}: {error.strerror}. Check who may read the file."
+        return f"Could not read {name}: {error.strerror}. Check its permissions."
     if isinstance(error, UnidentifiedImageError):
         known = ", ".join(_known_formats())
         return f"Expected {name} to be an image ({known}), got an empty or another file. Convert it to PNG or JPEG."
-    return f"Could not read {name}: {error or type(error).__name__}. It is truncated or damaged; get it anew."
+    reason = error or type(error).__name__
+    return f"Could not read {name}: {reason}. It is truncated or corrupt: download or export it again."
 
 
 def _too_large(name: str, max_pixels: int) -> str:

@@ -47,7 +47,7 @@ def upsample(
 
     Raises:
         OptionError: the interpolation is unknown, or "guided" without an image.
-        ShapeError: the grid has no two axes, no patches, or holds NaN or infinite values.
+        ShapeError: the grid is not two-dimensional, is empty, or contains NaN or infinite values.
 
     >>> upsample(np.array([[0.0, 1.0]]), Placement((1, 8), (1, 8), (0, 1), (1, 6)), interpolation="nearest")
     array([[nan,  0.,  0.,  0.,  1.,  1.,  1., nan]], dtype=float32)
@@ -99,7 +99,7 @@ def upsample(
     return heatmap
 
 
-def lay_together(
+def merge_maps(
     grids: Sequence[NDArray[np.floating[Any]]], placements: Sequence[Placement]
 ) -> tuple[NDArray[np.float32], Placement]:
     """Combine maps of parts of an image, which may overlap, into one map of the whole image.
@@ -112,7 +112,7 @@ def lay_together(
         placements: their placements on the same image.
 
     >>> left, right = (Placement((2, 4), (2, 4), (0, x), (2, 2)) for x in (0, 2))
-    >>> lay_together([np.array([[1.0]]), np.array([[2.0]])], [left, right])[0]
+    >>> merge_maps([np.array([[1.0]]), np.array([[2.0]])], [left, right])[0]
     array([[1., 2.]], dtype=float32)
     """
     size = placements[0].image_size
@@ -186,8 +186,8 @@ def _guided(
     """Upsample a map so that its edges follow the image, and each patch keeps its mean.
 
     The guided filter of He, Sun & Tang (TPAMI 2013) with the image's brightness as guide, box filters that reach half a
-    patch to each side, and the smooth upsampling as input. What the filter moves out of a patch is brought back: by
-    smooth corrections of its input, then of its result, and the rest by a constant for each patch. The map itself has
+    patch to each side, and the smooth upsampling as input. The mean of each patch is restored: first by smooth
+    corrections of the filter's input, then of its result, and the rest by a constant for each patch. The map itself has
     no such detail.
 
     Args:

@@ -132,7 +132,7 @@ def plain_cell(value: Any) -> Any:
 
 def load_pyarrow() -> tuple[Any, Any]:
     """Import pyarrow and pyarrow.parquet; raise OptionError with the install command if pyarrow is missing."""
-    parquet = load_extra("pyarrow.parquet", "Parquet", "parquet", otherwise="take --manifest jsonl")
+    parquet = load_extra("pyarrow.parquet", "Parquet", "parquet", otherwise="use --manifest jsonl")
     return load_extra("pyarrow", "Parquet", "parquet"), parquet
 
 

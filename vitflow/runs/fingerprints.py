@@ -8,7 +8,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.choices import Chosen
 from vitflow.recording.probing import same_model
 
-#: What to do about a folder that holds another run.
+#: What to do about a folder that contains another run.
 REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
 _KINDS = {"evaluation": "an evaluation", "folder": "a folder run", "captions": "a run of captions"}
 # Messages for differences whose values (hashes) mean nothing to a reader.
@@ -52,18 +52,18 @@ def run_fingerprint(
 
 
 def check_same_run(before: Mapping[str, Any], folder: object, fingerprint: Mapping[str, Any]) -> None:
-    """Refuse a folder that holds a run with another fingerprint.
+    """Refuse a folder that contains a run with another fingerprint.
 
     Raises:
         OptionError: the fingerprints differ.
     """
     kinds = [_KINDS.get(str(record.get("kind")), "another run") for record in (before, fingerprint)]
     if kinds[0] != kinds[1]:
-        raise OptionError(f"The folder {str(folder)!r} holds {kinds[0]}, not {kinds[1]}. {REMEDY}")
+        raise OptionError(f"The folder {str(folder)!r} contains {kinds[0]}, not {kinds[1]}. {REMEDY}")
     different = fingerprint_difference(before, fingerprint)
     if different:
         raise OptionError(
-            f"The folder {str(folder)!r} holds a run with other options: {'; '.join(different)}. {REMEDY}"
+            f"The folder {str(folder)!r} contains a run with other options: {'; '.join(different)}. {REMEDY}"
         )
 
 

@@ -94,9 +94,9 @@ class SavedRun:
     def _load(self) -> None:
         """Check that the file is a store of this version, and read the run's settings."""
         if self._db.execute("PRAGMA application_id").fetchone() != (APPLICATION,):
-            raise OptionError(f"{str(self.path)!r} is not a run of vitflow: move it away.")
+            raise OptionError(f"{str(self.path)!r} is not a vitflow run: move or rename it.")
         if self._db.execute("PRAGMA user_version").fetchone() != (VERSION,):
-            raise OptionError(f"The folder {str(self.folder)!r} holds a run of another version of vitflow. {REMEDY}")
+            raise OptionError(f"The folder {str(self.folder)!r} contains a run of another version of vitflow. {REMEDY}")
         schema = self._db.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
         is_run = len(schema) == len(SCHEMA) and set(schema) == {("table", sql.split()[2], sql) for sql in SCHEMA}
         [(mode,)] = self._db.execute("PRAGMA journal_mode")

@@ -1,7 +1,7 @@
 """Writer of a run's store: open, missing, put, finish.
 
 Rows are written once a second, in one transaction with a rollback journal: a killed run loses at most the rows of its
-last second, and the file alone is the run. A lock on the folder restricts it to one writer; others may read.
+last second, and the run consists of this file only. A lock on the folder restricts it to one writer; others may read.
 """
 
 import json
@@ -97,7 +97,7 @@ class Run(SavedRun):
         """Return True if there is a run, possibly a damaged one.
 
         Raises:
-            OptionError: the file is not a run of vitflow.
+            OptionError: the file is not a vitflow run.
         """
         if not is_there(self.path):
             return False
@@ -107,7 +107,7 @@ class Run(SavedRun):
         with self.path.open("rb") as file:
             header = file.read(100)
         if header and (header[:16], header[68:72]) != (b"SQLite format 3\0", APPLICATION.to_bytes(4, "big")):
-            raise OptionError(f"{str(self.path)!r} is not a run of vitflow: move it away.")
+            raise OptionError(f"{str(self.path)!r} is not a vitflow run: move or rename it.")
         return bool(header)
 
     def _begin(self, fingerprint: Mapping[str, Any], max_pixels: int, *, new: bool) -> None:

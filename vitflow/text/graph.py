@@ -16,7 +16,7 @@ from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
-from vitflow.text.view import POSITIVE, Trust, View, check_weights, percent
+from vitflow.text.view import POSITIVE, RowSummary, View, check_weights, percent
 
 #: Larger graphs are unreadable.
 MOST_TOKENS, MOST_LAYERS = 40, 48
@@ -89,16 +89,16 @@ class GraphView(View):
         return shown_positions(self.words, self.hidden)
 
     @property
-    def trust(self) -> Trust | None:
+    def trust(self) -> RowSummary | None:
         """Summary of the selected tokens' row in the last graph; None if no token is selected."""
         if not self.selected:
             return None
         row = self.panels[-1].matrices[-1][list(self.selected)].mean(axis=0)
         self_share = float(row[list(self.selected)].sum() / (row.sum() or 1.0))
-        return Trust.of(row, self.words, self_share=self_share, hidden=self.hidden)
+        return RowSummary.of(row, self.words, self_share=self_share, hidden=self.hidden)
 
     @property
-    def _foot(self) -> list[str]:
+    def _footer(self) -> list[str]:
         trust = self.trust
         legend = "edges: thicker and darker for larger weights; blue: paths of the explained token"
         last = "" if trust is None else f"{self.panels[-1].title}, top layer: {trust}"
@@ -120,7 +120,7 @@ class GraphView(View):
                         above, below = (labels[node].text for node in nodes)
                         edges.append(f"{above} ← {below} {percent(weights.flat[index])} %")
                 lines.append(f"  layer {layer + 1}: {', '.join(edges)}")
-        return "\n".join([*lines, "", *self._foot[1:]])
+        return "\n".join([*lines, "", *self._footer[1:]])
 
     def figure(self) -> Figure:
         """Return the graphs as a figure."""
@@ -143,7 +143,7 @@ class GraphView(View):
         plots[0].set_yticks(range(len(names)), names, **plain(BODY))
         for label, position in zip(plots[0].get_yticklabels(), self._columns, strict=True):
             label.set_fontweight("bold" if position in self.selected else "normal")
-        return charts.framed(figure, self.title, self._foot)
+        return charts.framed(figure, self.title, self._footer)
 
     def _draw_panel(self, axes: Axes, panel: Panel, panel_width: float) -> None:
         """Draw one graph, the input at the left and the top layer at the right."""

@@ -12,8 +12,8 @@ from vitflow.errors import check_known
 from vitflow.explaining.method_table import Method, get_method
 from vitflow.explaining.method_table import list_methods as image_methods
 
-# In decoders, plain attention relative to the receptive field finds a looked-up word more often (97 %, value-weighted
-# 62 %); in BERT, plain rollout puts two thirds of the weight on special tokens.
+# In decoders, unweighted attention relative to the receptive field ranks the retrieved token first more often (97 %,
+# with value weighting 62 %); in BERT, plain rollout puts two thirds of the weight on special tokens.
 _OF_DECODERS = {"value_weighted": False, "causal": "receptive_field"}
 _OF_ENCODERS = {"value_weighted": "output", "causal": "raw"}
 #: Default method, without and with images; the maps of gae match the named objects best.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
 from vitflow.images.geometry import Placement
-from vitflow.images.upsampling import lay_together
+from vitflow.images.upsampling import merge_maps
 from vitflow.methods.tokens import relative_to
 from vitflow.text.image_tokens import ImageTokens
 from vitflow.text.textpage import ShownImage
@@ -190,7 +190,7 @@ class PromptImages:
 
 
 def _combine(grids: Sequence[NDArray[Any]], placements: Sequence[Placement]) -> tuple[NDArray[Any], Placement]:
-    return (grids[0], placements[0]) if len(grids) == 1 else lay_together(grids, placements)
+    return (grids[0], placements[0]) if len(grids) == 1 else merge_maps(grids, placements)
 
 
 def subtract_earlier(row: NDArray[Any], earlier: NDArray[Any], weights: NDArray[Any]) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from vitflow.images import DPI
 from vitflow.images.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
 from vitflow.text.labels import Label, labels_of, padded, width_of
 from vitflow.text.layout import Words
-from vitflow.text.view import Trust, View, check_weights, color_of, fractions, percent
+from vitflow.text.view import RowSummary, View, check_weights, color_of, fractions, percent
 
 #: The number of largest weights printed as numbers.
 NUMBERS = 8
@@ -73,14 +73,14 @@ class ShadedText(View):
                 raise OptionError(f"Expected positions from 0 to {self.words.length - 1}, got {position}.")
 
     @property
-    def trust(self) -> Trust:
+    def trust(self) -> RowSummary:
         """Summary of the weights."""
         self_share = (
             float(np.nansum(self._shares[list(self.selected)]))
             if self.selected and self.self_share is None
             else self.self_share
         )
-        return Trust.of(self.weights, self.words, self_share=self_share, hidden=self.hidden)
+        return RowSummary.of(self.weights, self.words, self_share=self_share, hidden=self.hidden)
 
     @cached_property
     def _counted(self) -> NDArray[np.bool_]:
@@ -126,10 +126,10 @@ class ShadedText(View):
             f"  {padded(token.label.text, room)}  {100 * token.share:5.1f} %  ({token.position})".rstrip()
             for token in strongest
         ]
-        return "\n".join([*([self.title] if self.title else []), *lines, *([""] if lines else []), *self._foot])
+        return "\n".join([*([self.title] if self.title else []), *lines, *([""] if lines else []), *self._footer])
 
     @property
-    def _foot(self) -> list[str]:
+    def _footer(self) -> list[str]:
         return [line for line in (str(self.trust), self.trust.left_out, self.caption) if line]
 
     def figure(self) -> Figure:
@@ -141,7 +141,7 @@ class ShadedText(View):
                 _draw_token(lines[-1], token, 72 * left, 72 * width)
         room = _WIDTH - 2 * MARGIN
         head = words(self.title, size=TITLE, width=room, lines=3, weight="bold")
-        below = words(*self._foot, size=SMALL, width=room, lines=4, color=GREY)
+        below = words(*self._footer, size=SMALL, width=room, lines=4, color=GREY)
         return page([*head, *lines, self._legend(), *below], DPI)
 
     def _set_lines(self) -> list[list[tuple[_Token, float, float]]]:

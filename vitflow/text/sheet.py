@@ -15,7 +15,7 @@ from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, MARGIN, RULE, SMALL, measure, plain
 from vitflow.text.labels import labels_of, padded, shown_positions
 from vitflow.text.layout import Words
-from vitflow.text.view import SHADES, Trust, View, check_weights, fractions, percent
+from vitflow.text.view import SHADES, RowSummary, View, check_weights, fractions, percent
 
 #: Figures with more cells print no numbers.
 MOST_NUMBERS = 700
@@ -69,13 +69,13 @@ class Sheet(View):
             raise ShapeError(f"Expected a name for each of {len(self.weights)} rows, got {len(self.rows)}.")
 
     @property
-    def trust(self) -> Trust:
+    def trust(self) -> RowSummary:
         """Summary of the last row if rows are layers, else of the mean row."""
         row = self.weights[-1] if self.upwards else np.nan_to_num(self.weights).mean(axis=0)
         self_share = self.self_share
         if self_share is None and self.selected:
             self_share = float(np.nansum(np.abs(row[list(self.selected)])) / (np.nansum(np.abs(row)) or 1.0))
-        return Trust.of(row, self.words, self_share=self_share, hidden=self.hidden)
+        return RowSummary.of(row, self.words, self_share=self_share, hidden=self.hidden)
 
     @cached_property
     def _shades(self) -> NDArray[np.float64]:
@@ -136,10 +136,10 @@ class Sheet(View):
             ]
             rest = "" if self.rest is None else f"; {self.rest_name} {self._rest(row)} %"
             lines.append(f"  {self.rows[row]}: {', '.join(tokens) or 'nothing'}{rest}")
-        return "\n".join([*lines, "", *self._foot])
+        return "\n".join([*lines, "", *self._footer])
 
     @property
-    def _foot(self) -> list[str]:
+    def _footer(self) -> list[str]:
         note = "" if self.self_share is None else f"; {_ITSELF} is the query token, reported separately"
         scale = f"percent of each row's weight{note}"
         return [line for line in (scale, str(self.trust), self.trust.left_out, self.caption) if line]
@@ -175,7 +175,7 @@ class Sheet(View):
             ]
             for row_y, text, align in rest_labels:
                 axes.text(columns - 0.5 + 0.06 / width, row_y, text, va=align, **plain(SMALL) | {"color": GREY})
-        return charts.framed(figure, self.title, self._foot)
+        return charts.framed(figure, self.title, self._footer)
 
 
 def _cut(name: str) -> str:

@@ -123,7 +123,7 @@ def check_weights(weights: Any, shape: tuple[int | str, ...]) -> NDArray[np.floa
 
 
 @dataclass(frozen=True, slots=True)
-class Trust:
+class RowSummary:
     """Summary of a row of weights, as shares of the sum of their absolute values.
 
     Attributes:
@@ -134,7 +134,7 @@ class Trust:
         entropy: entropy in bits.
         most: entropy of a uniform distribution over the seen tokens, in bits.
 
-    >>> str(Trust.of([0.5, 0.25, 0.25], Words(("<s>", "key", " is"), (0, 1, 2), (True, False, False))))
+    >>> str(RowSummary.of([0.5, 0.25, 0.25], Words(("<s>", "key", " is"), (0, 1, 2), (True, False, False))))
     'special tokens 50 % · first token 50 % · entropy 1.50 of 1.58 bits'
     """
 
@@ -148,7 +148,7 @@ class Trust:
     @classmethod
     def of(
         cls, weights: Any, words: Words, *, self_share: float | None = None, hidden: Mapping[int, str] | None = None
-    ) -> "Trust":
+    ) -> "RowSummary":
         """Summarise a row of weights [tokens]; `self_share` is the share of the explained token."""
         shares = np.abs(np.nan_to_num(check_weights(weights, (words.length,))))
         shares = shares / (shares.sum() or 1.0)

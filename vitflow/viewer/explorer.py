@@ -188,7 +188,7 @@ def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: 
         packed_all = room.take_all(values, pack_half, 16)
         if packed_all is None and not live[0][0]["attention"]:  # one fusion is indispensable
             packed_all = [room.take(pack_logarithmic(array)) for array in values]
-            notes = ["Attention is stored in 8 bits: each number within 3.1% of its value, the faintest as 0."]
+            notes = ["Attention is stored in 8 bits: each number within 3.1% of its value, the smallest values as 0."]
         if packed_all is None:
             left_out.append(f"{key[0]} over heads, {'value-weighted' if key[1] else 'plain'}")
             continue
@@ -202,7 +202,8 @@ def _pack_attention(live: Sequence[tuple[dict[str, Any], ExploredImage]], room: 
         return [*notes, f"Single heads are left out, for a page of at most {max_size:g} MB."]
     for (record, _), packed in zip(live, heads, strict=True):
         record["heads"] = packed
-    return [*notes, "Single heads are stored in 8 bits: each number within 3.1% of its value, the faintest as 0."]
+    notes.append("Single heads are stored in 8 bits: each number within 3.1% of its value, the smallest values as 0.")
+    return notes
 
 
 def _record(image: ExploredImage) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Localisation:
 
     Attributes:
         pointing_game, energy, roc_auc, average_precision, mean_iou: as returned by the functions of these names.
-        overlap: pixels in the (ground ∩, region ∩, ground ∪, region ∪) of the thresholded map and the truth.
+        overlap: pixels in the (background ∩, region ∩, background ∪, region ∪) of the thresholded map and the truth.
     """
 
     pointing_game: float
@@ -186,9 +186,10 @@ def accumulated_iou(overlaps: Sequence[Sequence[float]] | NDArray[np.floating[An
     >>> accumulated_iou([(2, 1, 3, 2), (4, 0, 4, 1)])
     0.5952380952380952
     """
-    ground, region, ground_union, region_union = np.asarray(overlaps, dtype=np.float64).sum(axis=0)
+    background, region, background_union, region_union = np.asarray(overlaps, dtype=np.float64).sum(axis=0)
     # An empty union is perfect agreement.
     shares = [
-        np.divide(part, whole) if whole else 1.0 for part, whole in ((ground, ground_union), (region, region_union))
+        np.divide(part, whole) if whole else 1.0
+        for part, whole in ((background, background_union), (region, region_union))
     ]
     return float(np.mean(shares))

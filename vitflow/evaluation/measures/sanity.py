@@ -27,8 +27,8 @@ def shift_stability(explainer: Explainer, maps: Sequence[Saliency], *, pixels: i
 
     The model input is shifted by whole patches, once to the right and once down; ρ is the mean of both. Only patches
     with identical pixels before and after are compared. New pixels come from the image beyond the crop, or from its
-    reflection at the border. So only the position embedding and the border change, and a map of content is stable. A
-    map that depends only on position can be stable, too: a centre prior loses little.
+    reflection at the border. Only the position embedding and the border change, so a map that depends on content is
+    stable. A map that depends only on position can be stable, too: a centre prior loses little.
 
     Args:
         explainer, maps: as for `cascading_randomisation`.
@@ -63,7 +63,7 @@ def shift_stability(explainer: Explainer, maps: Sequence[Saliency], *, pixels: i
 def flip_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
     """Flip stability: Spearman's ρ between the mirrored image's map, mirrored, and each map.
 
-    The model input itself is mirrored left to right, so that every patch holds the mirror image of its counterpart.
+    The model input itself is mirrored left to right, so that every patch contains the mirror image of its counterpart.
     A centre prior has ρ = 1 up to rounding: stability alone is not evidence for a map.
 
     Args:
