@@ -42,7 +42,7 @@ nitpick_ignore_regex = [
         r"py:class",
         r"vitflow\..*\.(_?[A-Z]\w*Options|Balanced|Call|ClosedReadout|Coordinate|Head|ModuleAttention|Panel)",
     ),
-    (r"py:class", r"vitflow\..*\.(Boxes|Masks|PlacedImage|Prompts|ShownImage|SimilarityTo|Tap|Values)"),
+    (r"py:class", r"vitflow\..*\.(Boxes|Masks|PlacedImage|Prompts|ShownImage|SimilarityTo|Tap|TextRow|Values)"),
     (r"py:class", r"vitflow\..*\._Token"),
 ]
 

@@ -200,7 +200,7 @@ def draw_clip(
     places = np.arange(len(shares)) * span + 1
     curve.plot(places, 100 * shares, color=BAR, marker="o", markersize=2.5, linewidth=1.2)
     marked = [index * span + 1 for index in images]
-    curve.plot(marked, 100 * shares[list(images)], "o", color=LINES[1], markersize=4)
+    curve.plot(marked, 100 * shares[list(images)], "o", color=LINES[1], markersize=4, clip_on=False)
     curve.axhline(100 / len(shares), color=AXIS, linewidth=0.6, zorder=0)
     curve.set_ylim(0, 112 * max(shares.max(), 1 / len(shares)))
     curve.set_xticks(marked)
