@@ -26,8 +26,6 @@ WORDS = {
     "picture": "image",
     "pictures": "images",
 }
-# English needs these in sentences ("not found", "each head's own share"); as part of a name they say nothing.
-_NAMES_ONLY = frozenset({"found", "own"})
 _OPENINGS = ("What", "Whether", "How", "Where")
 # Names of Python that contain such a word.
 _FOREIGN = frozenset({"ModuleNotFoundError", "PackageNotFoundError", "FileNotFoundError"})
@@ -52,7 +50,7 @@ def problems(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree) if path.is_relative_to(ROOT / "vitflow") else ():
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             words = {word.lower() for word in re.findall(r"[A-Za-z]+", node.value)}
-            for word in sorted(words & (WORDS.keys() - _NAMES_ONLY)):
+            for word in sorted(words & WORDS.keys()):
                 yield node.lineno, f"message {node.value[:60]!r}: {word!r} -> {WORDS[word]}"
 
 

@@ -34,7 +34,7 @@ def written_out(model: nn.Module, pixels: torch.Tensor, score, mean: bool, start
     return (total / literal_vit.HEADS / len(layers)).reshape(4, 4).numpy()
 
 
-@pytest.mark.parametrize("pooled", ["mean", "own"])
+@pytest.mark.parametrize("pooled", ["mean", "class_token"])
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
 def test_legrad_is_the_positive_gradient_of_each_layers_answer(readout, pooled):
     model = literal_vit.timm_model(readout)

@@ -91,9 +91,9 @@ def test_a_run_on_a_store_is_that_of_a_folder_and_goes_on_where_it_was(tmp_path,
 
 def test_what_cannot_be_is_reported(tmp_path, explainer, store):
     put(store, 1)
-    with pytest.raises(ImageError, match="nothing at|Could not list|found none"):
+    with pytest.raises(ImageError, match="nothing at|Could not list|got none"):
         run(f"{store}/nowhere", tmp_path / "out")
-    with pytest.raises(ImageError, match="found none"):
+    with pytest.raises(ImageError, match="got none"):
         run(f"{store}/in", tmp_path / "out", glob="*.gif")
     with pytest.raises(OptionError, match="a URL as the only source"):
         run([f"{store}/in", f"{store}/more"], tmp_path / "out")

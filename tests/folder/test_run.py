@@ -210,7 +210,7 @@ def test_patterns_and_limits_choose(tmp_path):
     assert run(source, tmp_path / "b", glob="*.data").explained == 1
     assert run(str(tmp_path / "i*" / "1?.jpg"), tmp_path / "c").total == 2
     assert [row["input"] for row in run(source, tmp_path / "d", limit=3)] == ["0.jpg", "1.jpg", "2.jpg"]
-    with pytest.raises(ImageError, match="found none"):
+    with pytest.raises(ImageError, match="got none"):
         run(source, tmp_path / "e", glob="*.gif")
     with pytest.raises(ImageError, match="there is nothing at"):
         run(tmp_path / "nowhere", tmp_path / "e")

@@ -153,7 +153,7 @@ class _Answers:
         name = f"{request.path.stem}-{methods[0] if methods else _COMPARISON}"
         image, files = drawn(comparison.figure(**request.drawing), name)
         made = python_call("vitflow.compare", request.path.name, model=Code("explainer"), **arguments)
-        code = f"{request.code}\nfound = {made}\n{_written('found.figure', name, request)}"
+        code = f"{request.code}\ncomparison = {made}\n{_written('comparison.figure', name, request)}"
         agreement = [" ".join(str(comparison.agreement()).splitlines()[:2])] if methods is None else []
         return image, None, files, code, request.method.name, _choices(request.explainer), view, agreement
 

@@ -97,7 +97,7 @@ def _caption(generation: Any, made: str, selected: tuple[int, ...] | None = None
 
 def _shown(words: Any, figure: Any, result: Any, made: str, call: str) -> tuple[Any, ...]:
     image, files = drawn(figure, "words")
-    return words, image, (result, made), files, f"import vitflow\n\nfound = {made}\nfound.{call}", []
+    return words, image, (result, made), files, f"import vitflow\n\nresult = {made}\nresult.{call}", []
 
 
 def _shade(share: float, selected: bool) -> str:

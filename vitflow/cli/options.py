@@ -72,7 +72,7 @@ def method_options(command: Callable[..., None], methods: Iterable[Method] | Non
         having = [method for method in table if method.accepts(option.name)]
         if not having:
             if option.name == "peer_options" and methods is None:
-                titled = table_option(option, "Options of captum:NAME and cam:NAME", "the class's own")
+                titled = table_option(option, "Options of captum:NAME and cam:NAME", "those of the class")
                 panels[()] = [titled]
             continue
         names = tuple(method.name for method in having)

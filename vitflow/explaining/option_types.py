@@ -20,7 +20,7 @@ class LayerMapOptions(TypedDict, total=False):
     occlusion_batch: int | None
     score: Literal["log-odds", "probability"] | None
     bands: bool | None
-    pooled: Literal["mean", "own"] | None
+    pooled: Literal["mean", "class_token"] | None
     peer_options: Mapping[str, Any] | None
     masks: int | Literal["auto"] | None
     estimator: Literal["difference", "regression"] | None

@@ -189,8 +189,8 @@ OPTIONS: dict[str, Option] = {
             "pooled",
             "choice",
             "LeGrad's readout in models with a class token: the mean of all tokens, as in the paper, or the class "
-            "token (own).",
-            ("mean", "own"),
+            "token.",
+            ("mean", "class_token"),
         ),
         Option(
             "peer_options",
@@ -202,8 +202,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "masks",
             int,
-            "Number of random masks; more masks give a more reliable map. auto: until the strongest patches are "
-            "settled, at most 256.",
+            "Number of random masks; more masks give a more reliable map. auto: until the strongest patches have "
+            "converged, at most 256.",
             ("auto",),
             metavar="N≥2",
         ),

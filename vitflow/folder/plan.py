@@ -153,7 +153,7 @@ def _in_order(keys: Iterable[str], sources: Sequence[str], recursive: bool, glob
     if not ordered:
         below = "" if recursive else " --recursive (recursive=True) includes subfolders."
         what = f"file that matches {glob!r}" if glob else "image"
-        raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, sources))}, found none.{below}")
+        raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, sources))}, got none.{below}")
     return ordered
 
 

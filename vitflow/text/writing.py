@@ -60,7 +60,7 @@ def generate_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
         if reads_cache(arguments) is None and text is not None and text.shape[1] > most:
             raise UnsupportedModelError(
                 f"{type(model).__name__} reads {text.shape[1]} tokens, but the text has {most}: models that insert "
-                "tokens of their own to predict the next one are not supported."
+                "further tokens to predict the next one are not supported."
             )
         most += 1
         progress(1)

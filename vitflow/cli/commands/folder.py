@@ -122,7 +122,7 @@ class _Model:
     panel="Cluster",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Actors, each with its own copy of the model.  [default: one per GPU, or per core]",
+    help="Actors, each with a copy of the model.  [default: one per GPU, or per core]",
 )
 @click.option(
     "--max-pixels",
