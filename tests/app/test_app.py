@@ -309,7 +309,7 @@ def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monke
             tabs.images._patch(SimpleNamespace(index=at), click, *requested)
     assert clicked == [(row, col) for row in range(rows) for col in range(cols)]
     middle = (top + bottom) / 2
-    for at, words in {(left - 5, middle): "got one outside", (left + 3, middle): "did not see"}.items():
+    for at, words in {(left - 5, middle): "inside the image", (left + 3, middle): "the model saw"}.items():
         with pytest.raises(OptionError, match=words):
             tabs.images._patch(SimpleNamespace(index=at), click, *requested)
 

@@ -31,7 +31,7 @@ def test_a_row_for_every_input_with_its_id_its_fault_and_its_maps():
     actual = made(batch)
     assert actual["id"].tolist() == [7, 8, 9, 10, 11]
     assert actual["status"].tolist() == ["explained", "failed", "explained", "explained", "failed"]
-    assert actual["error"][1] == "OSError" and "damaged" in actual["message"][1] and actual["error"][4] == "ImageError"
+    assert actual["error"][1] == "OSError" and "corrupt" in actual["message"][1] and actual["error"][4] == "ImageError"
     for row, image in ((0, images[0]), (2, array), (3, images[3]["bytes"])):
         for method in ("rollout", "gae"):
             grid, placement = made.map_of(actual, row, method)
