@@ -179,7 +179,7 @@ def test_a_region_of_a_detector_is_explained_as_in_the_library(ask, detector, tm
     names: dict = {}
     *_, code, _, _, view, _ = ask("explain", SAMPLE, detector, "gae", "top3")
     exec(code, names)
-    assert len(names["found"].saliencies) > 1 and view == "map" and "outputs=vitflow.boxes()" in code
+    assert len(names["comparison"].saliencies) > 1 and view == "map" and "outputs=vitflow.boxes()" in code
     for region, expected in {"10,5": "Expected box=", "1,2,3": "region: expected left", "a": "region: exp"}.items():
         assert reported(ask("explain", SAMPLE, *given(detector, region))).startswith(f"error: {expected}"), region
     assert "Expected the output of a detector" in reported(ask("explain", SAMPLE, *given("demo", "1,2,30,40")))
