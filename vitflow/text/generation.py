@@ -189,9 +189,7 @@ class Generation:
         """Return the probability of a word with and without the image, if known: the product over its tokens."""
         if self.probabilities is None:
             return {}
-        _, written = self._one_prompt()
-        tokens = [word] if isinstance(word, str | int) else word
-        indices = sorted({index for token in tokens for index in written.find(token)})
+        indices = self._indices_of(word)
         image, blank = (round(float(each), 6) for each in self.probabilities[indices].astype(np.float64).prod(axis=0))
         return {"blank": {"value": blank, "with_image": image, "display": f"{blank:.1%} (with the image {image:.1%})"}}
 
@@ -227,15 +225,21 @@ class Generation:
         source, span = self.images.video or "", self.images.span
         return Clip(frames, frames[0].score, joint_shares(np.stack(grids)), source, span=span, joint=True)
 
-    def _row_of(
-        self, word: str | int | Sequence[int], layer: int | None, without_earlier: bool
-    ) -> tuple[NDArray[np.float64], float, int, str]:
-        """Return the row of a word over the prompt, its sum with earlier generated tokens, its layer and the word."""
+    def _indices_of(self, word: str | int | Sequence[int]) -> list[int]:
+        """Return the indices of the generated tokens of a word."""
         _, generated = self._one_prompt()
         tokens = [word] if isinstance(word, str | int) else word
         indices = sorted({index for token in tokens for index in generated.find(token)})
         if not indices:
             raise OptionError("Expected a word or token indices, got an empty sequence.")
+        return indices
+
+    def _row_of(
+        self, word: str | int | Sequence[int], layer: int | None, without_earlier: bool
+    ) -> tuple[NDArray[np.float64], float, int, str]:
+        """Return the row of a word over the prompt, its sum with earlier generated tokens, its layer and the word."""
+        _, generated = self._one_prompt()
+        indices = self._indices_of(word)
         layer = self.options.get("layer", -1) if layer is None else layer
         top = check_layer("layer", layer, self.values.shape[2])
         rows = self.values[:, :, top].astype(np.float64)
