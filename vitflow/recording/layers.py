@@ -18,7 +18,7 @@ FusionKey = tuple[str, ValueWeighting]
 
 # The number of layers per product. More layers take more time (noticeable in small models) and save little memory
 # compared with the forward pass.
-_MULTIPLIED = 3
+_MULTIPLIED = 4
 
 # Rearranges probabilities or values to [batch · windows, heads, tokens, …].
 Arrange = Callable[[Tensor], Tensor]
