@@ -1,18 +1,15 @@
-"""Check that the weights of a file fit a model (dtypes and shapes), and guess the model if they do not."""
+"""Check that the weights of a file fit a model: dtypes, shapes, classes, image size and metadata."""
 
 import json
 import re
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import timm
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
 from vitflow.images.geometry import CROP_MODES, FILTERS
-from vitflow.models.hub import without_values
 
 Weights = Mapping[str, Tensor]
 
@@ -24,26 +21,6 @@ ARCHITECTURE_OPTIONS = frozenset(
 )
 _LONGEST_SIDE = 16_384  # pixels of a model input; also the limit of all other sizes
 _DEEPEST = 512  # layers
-
-# timm's plain ViTs by width, the most common first: candidates for a file without a name.
-_PLAIN = {
-    192: ("vit_tiny_patch16_224", "vit_tiny_patch16_384", "deit_tiny_distilled_patch16_224"),
-    384: (
-        *("vit_small_patch16_224", "vit_small_patch16_384", "vit_small_patch32_224", "vit_small_patch8_224"),
-        *("deit_small_distilled_patch16_224", "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2"),
-    ),
-    768: (
-        *("vit_base_patch16_224", "vit_base_patch16_384", "vit_base_patch32_224", "vit_base_patch8_224"),
-        *("deit_base_distilled_patch16_224", "vit_base_patch14_dinov2", "vit_base_patch14_reg4_dinov2"),
-        *("vit_base_patch16_clip_224", "vit_base_patch32_clip_224", "vit_base_patch16_siglip_224"),
-    ),
-    1024: (
-        *("vit_large_patch16_224", "vit_large_patch16_384", "vit_large_patch14_dinov2"),
-        *("vit_large_patch14_reg4_dinov2", "vit_large_patch14_clip_224"),
-    ),
-    1152: ("vit_so400m_patch14_siglip_384",),
-    1280: ("vit_huge_patch14_224",),
-}
 
 
 def check_numbers(weights: Weights, model: nn.Module, path: Path) -> None:
@@ -76,7 +53,7 @@ def _dtype(weight: Tensor) -> str:
 def mismatch_error(
     raw: Weights, weights: Weights, model: nn.Module, path: Path, name: str, reason: str = ""
 ) -> ModelError:
-    """Return the error that lists how a file's weights differ from a model's, with a guess of the right model.
+    """Return the error that lists how a file's weights differ from a model's.
 
     Args:
         raw: the weights in the file.
@@ -102,9 +79,9 @@ def mismatch_error(
         parts += [f"{len(unknown)} are unknown to the model ({', '.join(unknown[:3])})"] if unknown else []
     if reason and not (missing or shapes or unknown):
         parts = [reason]
-    guess = guess_architecture(raw)
-    hint = f"it may be {guess}." if guess not in (None, name) else "is it the right model id for this file?"
-    return ModelError(f"The weights in {path} do not fit {name}: {', '.join(parts)}; {hint}")
+    return ModelError(
+        f"The weights in {path} do not fit {name}: {', '.join(parts)}; is it the right model id for this file?"
+    )
 
 
 def _sizes(weights: Weights, state: Weights) -> list[tuple[str, int, int]]:
@@ -129,37 +106,6 @@ def _depth(weights: Weights) -> int | None:
 def _patch_size(weights: Weights) -> int | None:
     weight = weights.get("patch_embed.proj.weight")
     return weight.shape[-1] if weight is not None and weight.ndim == 4 else None
-
-
-def guess_architecture(weights: Weights) -> str | None:
-    """Return the plain timm ViT with the same tensor names and shapes, except for classes and image size.
-
-    >>> guess_architecture(timm.create_model("vit_tiny_patch16_384", num_classes=3).state_dict())
-    'vit_tiny_patch16_384'
-    """
-    body, candidate = _shapes(weights), None
-    for name in _PLAIN.get(_width(weights) or 0, ()):
-        shapes, positions = _plain_shapes(name)
-        if shapes == body:
-            if "pos_embed" in weights and positions == tuple(weights["pos_embed"].shape):
-                return name
-            candidate = candidate or name
-    return candidate
-
-
-@cache
-def _plain_shapes(name: str) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
-    with without_values():
-        state = timm.create_model(name, pretrained=False).state_dict()
-    return _shapes(state), tuple(state["pos_embed"].shape)
-
-
-def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
-    return {
-        name: tuple(weight.shape)
-        for name, weight in weights.items()
-        if not name.startswith(("head.", "head_dist.", "pos_embed"))
-    }
 
 
 def trained_side(weights: Weights, draft: nn.Module) -> int | None:
