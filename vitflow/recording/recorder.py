@@ -21,7 +21,7 @@ from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import ATTENTION_POOLING, closed_readouts, feature_layout, logits_of, read_layout, unwrap
 from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import check_recordable
-from vitflow.models.parts import runs_compiled, with_paths
+from vitflow.models.parts import runs_compiled
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.heads import Call
 from vitflow.recording.interception import Interception
@@ -35,10 +35,10 @@ from vitflow.recording.isolation import (
     uncompiled,
 )
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
-from vitflow.recording.layers import AttentionLayer, FusionKey
+from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
 from vitflow.recording.listening import Listening
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
-from vitflow.recording.trace import Trace, stack_of
+from vitflow.recording.trace import Trace
 from vitflow.recording.unseen import unseen_mixing
 
 
@@ -188,13 +188,12 @@ class record_attention:
                     _submodule(self._model, path), partial(self._cut, path), before=False, always=True, first=True
                 )
         elif self._attention and torch.is_grad_enabled():
-            attending = [path for path, _ in with_paths(self._model, may_attend)]
-            for path in tap_candidates(self._model, attending):
+            for path in tap_candidates(self._model, may_attend(self._model)):
                 yield Hook(self._model.get_submodule(path), partial(self._note, path), before=False)
 
     def _watch(self) -> None:
         """Watch the modules that may attend; these may have changed since the previous pass."""
-        attending = dict(with_paths(self._model, may_attend)) if self._attention else {}
+        attending = may_attend(self._model) if self._attention else {}
         if attending != self._watched:
             self._unhook()
             self._watched = attending
@@ -309,7 +308,7 @@ class record_attention:
             refusal = refusal or self._unseen(layers)
         if not layers or refusal is not None:
             layout = self._layout_without_attention(size)
-            trace.set_layers(layers, layout, refusal=refusal)
+            trace.set_layers(layers, layout, refusal)
             return layout
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         layout = max(layouts, key=lambda layout: layout.num_patches)
