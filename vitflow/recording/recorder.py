@@ -31,7 +31,6 @@ from vitflow.recording.isolation import (
     model_lock,
     refuse_checkpointing,
     refuse_compiled,
-    refuse_meta_default,
     uncompiled,
 )
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
@@ -138,7 +137,6 @@ class record_attention:
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
             stack.enter_context(model_lock(self._model))
-            refuse_meta_default(self._model)
             if hasattr(self, "_interception"):
                 raise VitflowError("This recording is open already: create another record_attention(model).")
             self.trace, self._ran = Trace(model=self._model), False
