@@ -1,7 +1,6 @@
 """Check that the weights of a file fit a model: dtypes, shapes, classes, image size and metadata."""
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,11 @@ def _dtype(weight: Tensor) -> str:
     return str(weight.dtype).removeprefix("torch.")
 
 
-def mismatch_error(
-    raw: Weights, weights: Weights, model: nn.Module, path: Path, name: str, reason: str = ""
-) -> ModelError:
+def mismatch_error(weights: Weights, model: nn.Module, path: Path, name: str, reason: str = "") -> ModelError:
     """Return the error that lists how a file's weights differ from a model's.
 
     Args:
-        raw: the weights in the file.
-        weights: the weights after timm's conversion, if it succeeded.
+        weights: the weights in the file, after timm's conversion if it succeeded.
         model: the model that they should fit.
         path: the file.
         name: the model's name.
@@ -68,44 +64,14 @@ def mismatch_error(
     unknown = [key for key in weights if key not in state]
     shapes = [key for key in state if key in weights and state[key].shape != weights[key].shape]
     parts = [f"{len(missing) + len(shapes)} of {len(state)} tensors differ"]
-    parts += [
-        f"the file's {label} is {in_file}, the model's {in_model}"
-        for label, in_file, in_model in _sizes(raw, state)
-        if in_file != in_model
-    ]
-    if len(parts) == 1:
-        parts += [f"{key} is {tuple(weights[key].shape)}, not {tuple(state[key].shape)}" for key in shapes[:2]]
-        parts += [f"{len(missing)} are missing ({', '.join(missing[:3])})"] if missing else []
-        parts += [f"{len(unknown)} are unknown to the model ({', '.join(unknown[:3])})"] if unknown else []
+    parts += [f"{key} is {tuple(weights[key].shape)}, not {tuple(state[key].shape)}" for key in shapes[:2]]
+    parts += [f"{len(missing)} are missing ({', '.join(missing[:3])})"] if missing else []
+    parts += [f"{len(unknown)} are unknown to the model ({', '.join(unknown[:3])})"] if unknown else []
     if reason and not (missing or shapes or unknown):
         parts = [reason]
     return ModelError(
         f"The weights in {path} do not fit {name}: {', '.join(parts)}; is it the right model id for this file?"
     )
-
-
-def _sizes(weights: Weights, state: Weights) -> list[tuple[str, int, int]]:
-    """Return (label, size in the file, size in the model) of the sizes of a plain ViT that both have."""
-    sizes = []
-    for label, size_of in (("width", _width), ("number of blocks", _depth), ("patch size", _patch_size)):
-        in_file, in_model = size_of(weights), size_of(state)
-        if in_file is not None and in_model is not None:
-            sizes.append((label, in_file, in_model))
-    return sizes
-
-
-def _width(weights: Weights) -> int | None:
-    weight = next((weights[name] for name in ("blocks.0.norm1.weight", "norm.weight") if name in weights), None)
-    return weight.shape[0] if weight is not None and weight.ndim == 1 else None
-
-
-def _depth(weights: Weights) -> int | None:
-    return len({match[1] for name in weights if (match := re.match(r"blocks\.(\d+)\.", name))}) or None
-
-
-def _patch_size(weights: Weights) -> int | None:
-    weight = weights.get("patch_embed.proj.weight")
-    return weight.shape[-1] if weight is not None and weight.ndim == 4 else None
 
 
 def trained_side(weights: Weights, draft: nn.Module) -> int | None:
