@@ -1,14 +1,17 @@
-"""Check that the weights of a file fit a model: dtypes, shapes, classes, image size and metadata."""
+"""Check that the weights of a file fit a model (dtypes and shapes), and guess the model if they do not."""
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import timm
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
 from vitflow.images.geometry import CROP_MODES, FILTERS
+from vitflow.models.hub import without_values
 
 Weights = Mapping[str, Tensor]
 
@@ -20,6 +23,26 @@ ARCHITECTURE_OPTIONS = frozenset(
 )
 _LONGEST_SIDE = 16_384  # pixels of a model input; also the limit of all other sizes
 _DEEPEST = 512  # layers
+
+# timm's plain ViTs by width, the most common first: candidates for a file without a name.
+_PLAIN = {
+    192: ("vit_tiny_patch16_224", "vit_tiny_patch16_384", "deit_tiny_distilled_patch16_224"),
+    384: (
+        *("vit_small_patch16_224", "vit_small_patch16_384", "vit_small_patch32_224", "vit_small_patch8_224"),
+        *("deit_small_distilled_patch16_224", "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2"),
+    ),
+    768: (
+        *("vit_base_patch16_224", "vit_base_patch16_384", "vit_base_patch32_224", "vit_base_patch8_224"),
+        *("deit_base_distilled_patch16_224", "vit_base_patch14_dinov2", "vit_base_patch14_reg4_dinov2"),
+        *("vit_base_patch16_clip_224", "vit_base_patch32_clip_224", "vit_base_patch16_siglip_224"),
+    ),
+    1024: (
+        *("vit_large_patch16_224", "vit_large_patch16_384", "vit_large_patch14_dinov2"),
+        *("vit_large_patch14_reg4_dinov2", "vit_large_patch14_clip_224"),
+    ),
+    1152: ("vit_so400m_patch14_siglip_384",),
+    1280: ("vit_huge_patch14_224",),
+}
 
 
 def check_numbers(weights: Weights, model: nn.Module, path: Path) -> None:
@@ -49,11 +72,14 @@ def _dtype(weight: Tensor) -> str:
     return str(weight.dtype).removeprefix("torch.")
 
 
-def mismatch_error(weights: Weights, model: nn.Module, path: Path, name: str, reason: str = "") -> ModelError:
-    """Return the error that lists how a file's weights differ from a model's.
+def mismatch_error(
+    raw: Weights, weights: Weights, model: nn.Module, path: Path, name: str, reason: str = ""
+) -> ModelError:
+    """Return the error that lists how a file's weights differ from a model's, with a guess of the right model.
 
     Args:
-        weights: the weights in the file, after timm's conversion if it succeeded.
+        raw: the weights in the file.
+        weights: the weights after timm's conversion, if it succeeded.
         model: the model that they should fit.
         path: the file.
         name: the model's name.
@@ -69,9 +95,45 @@ def mismatch_error(weights: Weights, model: nn.Module, path: Path, name: str, re
     parts += [f"{len(unknown)} are unknown to the model ({', '.join(unknown[:3])})"] if unknown else []
     if reason and not (missing or shapes or unknown):
         parts = [reason]
-    return ModelError(
-        f"The weights in {path} do not fit {name}: {', '.join(parts)}; is it the right model id for this file?"
-    )
+    guess = guess_architecture(raw)
+    hint = f"it may be {guess}." if guess not in (None, name) else "is it the right model id for this file?"
+    return ModelError(f"The weights in {path} do not fit {name}: {', '.join(parts)}; {hint}")
+
+
+def guess_architecture(weights: Weights) -> str | None:
+    """Return the plain timm ViT with the same tensor names and shapes, except for classes and image size.
+
+    >>> guess_architecture(timm.create_model("vit_tiny_patch16_384", num_classes=3).state_dict())
+    'vit_tiny_patch16_384'
+    """
+    body, candidate = _shapes(weights), None
+    for name in _PLAIN.get(_width(weights) or 0, ()):
+        shapes, positions = _plain_shapes(name)
+        if shapes == body:
+            if "pos_embed" in weights and positions == tuple(weights["pos_embed"].shape):
+                return name
+            candidate = candidate or name
+    return candidate
+
+
+@cache
+def _plain_shapes(name: str) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...]]:
+    with without_values():
+        state = timm.create_model(name, pretrained=False).state_dict()
+    return _shapes(state), tuple(state["pos_embed"].shape)
+
+
+def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
+    return {
+        name: tuple(weight.shape)
+        for name, weight in weights.items()
+        if not name.startswith(("head.", "head_dist.", "pos_embed"))
+    }
+
+
+def _width(weights: Weights) -> int | None:
+    weight = next((weights[name] for name in ("blocks.0.norm1.weight", "norm.weight") if name in weights), None)
+    return weight.shape[0] if weight is not None and weight.ndim == 1 else None
 
 
 def trained_side(weights: Weights, draft: nn.Module) -> int | None:

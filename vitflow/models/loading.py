@@ -135,7 +135,7 @@ def _from_checkpoint(
         draft = create_model(name, pretrained=False, **options)
     fitting.check_numbers(weights, draft, path)
     if _count(draft.state_dict()) > 2 * _count(weights) + _EXTRA_PARAMETERS:
-        raise fitting.mismatch_error(weights, draft, path, name)  # before memory is allocated
+        raise fitting.mismatch_error(weights, weights, draft, path, name)  # before memory is allocated
     classifier, rows = fitting.class_rows(weights, draft)
     if num_classes is None and rows is not None and class_count(draft) not in (None, rows):
         num_classes = rows
@@ -169,14 +169,14 @@ def _load_weights(model: nn.Module, raw: Mapping[str, Tensor], path: Path, name:
     try:
         weights = adapt(dict(raw), model) if adapt else raw
     except Exception as error:  # timm assumes weights that fit
-        raise fitting.mismatch_error(raw, model, path, name, type(error).__name__) from error
+        raise fitting.mismatch_error(raw, raw, model, path, name, type(error).__name__) from error
     fitting.check_numbers(weights, model, path)
     try:
         result = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:
-        raise fitting.mismatch_error(weights, model, path, name, str(error).splitlines()[0]) from error
+        raise fitting.mismatch_error(raw, weights, model, path, name, str(error).splitlines()[0]) from error
     if result.missing_keys or result.unexpected_keys:
-        raise fitting.mismatch_error(weights, model, path, name)
+        raise fitting.mismatch_error(raw, weights, model, path, name)
 
 
 def _name_classes(model: nn.Module, names: ClassNames) -> None:
