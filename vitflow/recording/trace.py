@@ -14,8 +14,9 @@ from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout, logits_of
 from vitflow.models.blocks import block_norms
-from vitflow.recording.heads import Call, observed_head
+from vitflow.recording.heads import observed_head
 from vitflow.recording.layers import NOTHING_RECORDED, AttentionLayer, Backward, RecordedLayers
+from vitflow.recording.probing import Call
 from vitflow.recording.readout import HALF_SCALE, Head, Read, Tap, gradient_taps, readout_words, taps_words
 
 
