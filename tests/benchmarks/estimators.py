@@ -88,6 +88,8 @@ CANDIDATES: dict[str, list[dict]] = {
         {"prior": "affinity", "noise": 36.0, "weight": 1},
         {"prior": "gae", "offset": 0.1, "noise": 36.0, "weight": 1},
         {"prior": "gae", "offset": 0.1, "noise": 36.0, "weight": 2},
+        *({"prior": "mixed", "single": share, "noise": 12.0} for share in (0.3, 1.0, 3.0)),
+        *({"prior": "feature", "known": share, "noise": 12.0} for share in (0.3, 1.0, 3.0)),
     ],
 }
 
@@ -127,6 +129,13 @@ def estimate(kept: Tensor, scores: Tensor, matrix: Tensor, gae: Tensor, options:
     elif prior == "masks":
         centred = kept.double() - kept.double().mean(dim=0)
         factor = centred.T
+    elif prior == "mixed":  # patches vary with similar ones, and each on its own
+        single = torch.eye(len(matrix)) * (options["single"] / math.sqrt(len(matrix)))
+        factor = torch.cat([matrix / matrix.norm(), single.to(matrix)], dim=1)
+    elif prior == "feature":  # a multiple of GAE, known up to its scale, and what differs from it
+        known = gae.flatten().to(matrix)
+        known = known * (options["known"] / known.norm().clamp_min(1e-12))
+        factor = torch.cat([matrix / matrix.norm(), known[:, None]], dim=1)
     else:
         factor = torch.eye(kept.shape[1])
     return regress(kept, scores, factor, options["noise"]).mean
