@@ -405,7 +405,7 @@ def test_the_bar_of_a_contrast_says_which_colour_is_which_class(browser, tmp_pat
     until(page, "panels.a.map.own")
     ends = page.locator("#panel-a .ends")
     assert ends.inner_text().split("\n") == ["for yellow star", "for orange disc"]
-    assert " in logits, made beforehand" in page.locator("#panel-a .from").text_content()
+    assert " in logits, computed beforehand" in page.locator("#panel-a .from").text_content()
     page.close()
 
 
