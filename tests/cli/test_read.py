@@ -213,7 +213,7 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
         (["--prompt", "a", "--token", "a"], "--token cannot be used with --prompt"),
         (["a", "--view", "matrix"], "Expected --view text or layers or graph without --prompt, got matrix"),
         (["a", "--png", "a.bmp"], "Expected an output that ends in .png, .pdf, .svg, got 'a.bmp'"),
-        (["a", "--method", "attention", "--residual", 0.1], "Unknown option of method attention 'residual'"),
+        (["a", "--method", "attention", "--residual", 0.1], "Unknown attention option 'residual'"),
         (["a", "--hide-stop-words", "none.txt"], "Expected --hide-stop-words english, or a file"),
     ],
 )

@@ -245,9 +245,9 @@ def test_the_papers_definition_is_one_option_away():
     saliency = explainer().explain(IMAGES[0], method="gae", preset="paper")
     assert saliency.options["value_weighted"] is False
     assert "preset" not in saliency.options
-    with pytest.raises(OptionError, match="Unknown preset of method gae 'papers'. Did you mean 'paper'"):
+    with pytest.raises(OptionError, match="Unknown gae preset 'papers'. Did you mean 'paper'"):
         explainer().explain(IMAGES[0], method="gae", preset="papers")
-    with pytest.raises(OptionError, match="Unknown option of method gradcam 'preset'"):
+    with pytest.raises(OptionError, match="Unknown gradcam option 'preset'"):
         explainer().explain(IMAGES[0], method="gradcam", preset="paper")
 
 

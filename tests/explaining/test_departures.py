@@ -45,7 +45,7 @@ def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(met
     ("name", "options", "reported"),
     [
         ("rollout", {}, "max over heads, 90% discarded, value-weighted, refined by attention"),
-        ("rollout", {"preset": "paper", "refine": 1, "affinity": "both"}, "refined by both"),
+        ("rollout", {"preset": "paper", "refine": 1, "affinity": "both"}, "refined by attention and keys"),
         ("flow", {"refine": 0}, "last 4 layers, rollout below, 90% discarded, value-weighted"),
         (
             "gae",
@@ -86,7 +86,7 @@ def test_raw_attention_is_raw(explainer):
 
 def test_figures_strips_sheets_and_json_report_the_departure_under_the_name(explainer, tmp_path):
     options = {"value_weighted": "output", "refine": 1, "affinity": "both"}
-    reported = "value-weighted, refined by both"
+    reported = "value-weighted, refined by attention and keys"
     for method in ("attention", "gae"):
         for given, line in (({"preset": "paper", **options}, reported), ({"preset": "paper"}, "")):
             saliency = explainer.explain(IMAGE, method=method, **given)

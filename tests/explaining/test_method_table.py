@@ -61,7 +61,7 @@ def test_one_method_twice_is_refused_unless_its_options_differ():
 
 
 UNKNOWN = ["--method", "rolout"], "Unknown method 'rolout'. Did you mean 'rollout'?"
-FOREIGN = ["--method", "centre", "--layers", "3"], "Unknown option of method centre 'layers'"
+FOREIGN = ["--method", "centre", "--layers", "3"], "Unknown centre option 'layers'"
 
 
 @pytest.mark.parametrize(

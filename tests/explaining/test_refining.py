@@ -259,7 +259,7 @@ def test_steps_and_affinity_are_checked(demo, options, words):
 
 
 def test_baselines_are_never_refined(demo):
-    with pytest.raises(OptionError, match="Unknown option of method random 'refine'"):
+    with pytest.raises(OptionError, match="Unknown random option 'refine'"):
         demo.explain(IMAGES[0], method="random", refine=1)
     assert "refine" not in demo.explain(IMAGES[0], method="centre").options
 

@@ -697,7 +697,7 @@ def test_a_bad_image_does_not_make_the_batches_after_its_smaller(tmp_path, one_l
     [
         ({"methods": ["rolout"]}, OptionError, "Did you mean 'rollout'"),
         ({"methods": ["rollout", "rollout"]}, OptionError, "rollout was given twice"),
-        ({"cmap_": 1}, OptionError, "Unknown option of method rollout"),
+        ({"cmap_": 1}, OptionError, "Unknown rollout option"),
         ({"drawing": {"cmap": "rainbows"}}, OptionError, "Unknown colormap"),
         ({"target": ["disc", "ring"]}, OptionError, "one class for all"),
         ({"target": 7}, OptionError, "from 0 to 4, got 7"),

@@ -248,7 +248,7 @@ def images_tab(models: Models, samples: Sequence[str | Path], first_prompts: Seq
                     min_width=160,
                     visible=False,
                 )
-                target = class_field("Name, number, or top3.")
+                target = class_field("Name, index, or top3.")
             hint = f"What to ask, one per line, at most {_MOST_PROMPTS}."
             longest: dict[str, Any] = {"lines": 3, "max_length": _PROMPT_CHARACTERS}
             prompts = gr.Textbox(

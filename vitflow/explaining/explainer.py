@@ -93,6 +93,7 @@ class Explainer(ImageModel):
 
     Args:
         model: a model id (see `load_model`), or a module, which is only moved to `device` and `dtype`.
+            With your own weights: `load_model(id, checkpoint=file)`.
         device: device to run on; by default the module's device, or a GPU for a model id if available.
         dtype: precision of the model: "float32", "bfloat16" or "float16"; by default unchanged. Maps and probabilities
             are computed in at least float32.

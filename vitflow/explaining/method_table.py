@@ -109,12 +109,12 @@ class Method:
                 known = self.defaults or {"(none)": None}
                 having = [method.name for method in METHODS.values() if method.accepts(name)]
                 belongs = f" {name!r} is an option of {', '.join(having)}." if having else ""
-                raise OptionError(unknown_name(f"option of method {self.name}", name, known) + belongs)
+                raise OptionError(unknown_name(f"{self.name} option", name, known) + belongs)
         defaults, preset = dict(self.defaults), options.get("preset")
         if preset is None:
             preset = next((name for (key, value), name in self.implies.items() if options.get(key) == value), None)
         if preset is not None:
-            check_known(f"preset of method {self.name}", preset, self.presets)
+            check_known(f"{self.name} preset", preset, self.presets)
             defaults |= self.presets[preset]
         return {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
 
