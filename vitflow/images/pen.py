@@ -23,8 +23,8 @@ Limits = tuple[float, float]
 REACH = 1.5
 #: What captions say about guided upsampling.
 GUIDED = "Edges are those of the image, not of the map (guided upsampling): the map has one value for each patch."
-#: Grey under the colours of a bar.
-_MID_GREY = 128
+# Height and width of a colour bar in inches, and the grey under its colours.
+_BAR, _MID_GREY = (0.07, 1.1), 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +148,18 @@ class Pen:
         drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
         return overlay.blend(drawn, plain, alpha=0)
 
-    def ramp(self, low: float, high: float, limits: Limits, size: tuple[int, int]) -> NDArray[np.uint8]:
+    def ramp(self, low: float, high: float, limits: Limits) -> NDArray[np.uint8]:
         """Return the colours from low to high over mid-grey, [height, width, 3]."""
-        values = np.tile(np.linspace(low, high, size[1]), (size[0], 1))
-        grey = np.full((*size, 3), _MID_GREY, np.uint8)
+        height, width = (round(side * self.dpi) for side in _BAR)
+        values = np.tile(np.linspace(low, high, width), (height, 1))
+        grey = np.full((height, width, 3), _MID_GREY, np.uint8)
         blending = {**self.blending, "contours": False}
         return overlay.blend(grey, values, vmin=limits[0], vmax=limits[1], soft=self.soft, **blending)
 
     def bar(self, ends: tuple[str, str] | None = None) -> Bar:
         """Return the colour bar: sequential, or diverging with labels for its ends."""
         reach, low = REACH if self.soft else 1.0, -1 if ends else 0
-        size = round(0.07 * self.dpi), round(1.1 * self.dpi)
-        return Bar(self.ramp(low * reach, reach, (low, 1), size), ends or ("low", "high"), bool(ends))
+        return Bar(self.ramp(low * reach, reach, (low, 1)), ends or ("low", "high"), bool(ends))
 
 
 def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
