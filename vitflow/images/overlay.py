@@ -173,16 +173,18 @@ def blend(
     two_sides = has_two_sides(low, high)
     colors, shares = color_table(DIVERGING if two_sides and not (cmap or fade) else cmap, two_sides)
     opacity = np.float32(alpha) * (shares if fade else np.ones_like(shares))
-    overlay = np.empty_like(image, order="C")
+    overlay = np.array(image, order="C")
     kept = _kept(background, alpha)
     limits = (low, high, KNEE if soft else 1.0)
     tint = opacity[:, None] * colors
-    for strip in strips(*heatmap.shape):
-        step = _steps(heatmap[strip], limits, len(colors))
-        overlay[strip] = _paint(image[strip], step, kept, 1 - opacity, tint)
+    unseen = np.isnan(heatmap)
+    seen = _bounds(~unseen)
+    values, inside = heatmap[seen], overlay[seen]
+    for strip in strips(*values.shape):
+        step = _steps(values[strip], limits, len(colors))
+        inside[strip] = _paint(inside[strip], step, kept, 1 - opacity, tint)
     if contours is not False:
         draw_contours(overlay, heatmap, CONTOURS if contours is True else contours)
-    unseen = np.isnan(heatmap)
     if mark_unseen and unseen.any():
         _mark_border(overlay, ~unseen)
     return overlay
@@ -203,6 +205,12 @@ def _kept(background: Background, alpha: float) -> tuple[np.float32, np.float32]
     brightness, color = KEPT[background]
     weight = 1 - strength + strength * brightness * color
     return np.float32(weight), np.float32(strength * brightness * (1 - color))
+
+
+def _bounds(seen: NDArray[np.bool_]) -> tuple[slice, slice]:
+    """Return the rows and columns of the smallest rectangle around the seen pixels."""
+    rows, cols = (np.flatnonzero(seen.any(axis=axis)) for axis in (1, 0))
+    return (slice(rows[0], rows[-1] + 1), slice(cols[0], cols[-1] + 1)) if rows.size else (slice(0), slice(0))
 
 
 def _mark_border(image: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
