@@ -37,17 +37,6 @@ class _Value(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
             self.fail(str(error).partition(": ")[2], param, ctx)
 
 
-class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    name = "auto|N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value is None or value == "auto":
-            return None
-        if not str(value).isdecimal() or int(value) < 1:
-            self.fail(f"expected auto or an integer of at least 1, got {value!r}.", param, ctx)
-        return int(value)
-
-
 #: An existing file, an output file, and an output folder.
 FILE, NEW_FILE = (click.Path(exists=there, dir_okay=False, path_type=Path) for there in (True, False))
 NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -252,7 +241,11 @@ limit_option = click.option(
     "--limit", panel="Images", type=click.IntRange(min=1), metavar="N", help="Use the first N images only."
 )
 batch_size_option = click.option(
-    "--batch-size", panel="Model", type=_BatchSize(), default="auto", help="Images per forward pass."
+    "--batch-size",
+    panel="Model",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Images per forward pass.  [default: by device; halved if memory runs out]",
 )
 resume_option = click.option(
     "--resume/--overwrite",
