@@ -195,11 +195,7 @@ def mark(image: NDArray[np.uint8], box: Box | NDArray[np.bool_] | None) -> None:
     elif box is not None:
         left, top, right, bottom = (round(edge) for edge in box)
         inside[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)] = 1
-    thickness = max(1, round(min(inside.shape) / 200))
-    kernel = np.ones((2 * thickness + 1, 2 * thickness + 1), dtype=np.uint8)
-    white = cv2.dilate(inside, kernel)
-    image[cv2.dilate(white, kernel) > white] = 0
-    image[white > inside] = 255
+    overlay.outline(image, inside.astype(np.bool_), max(1, round(min(inside.shape) / 200)))
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
