@@ -179,7 +179,7 @@ model_options = _together(
     click.option(
         "--channels",
         panel="Images",
-        metavar="R,G,B",
+        type=_Value(Option("channels", tuple[int, int, int], "", metavar="R,G,B")),
         help="Channels displayed as red, green and blue, from 0, for models with non-RGB input (TIFF and .npy files).",
     ),
     click.option(
@@ -373,9 +373,9 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
         dynamic_img_size=given["fit"] == "native",
     )
     device = given["device"] or default_device()
-    settings = {name: given[name] for name in ("dtype", "fit", "name")}
-    settings |= {"data_config": _data_config(given.get("data_config")), "channels": _channels(given.get("channels"))}
-    return Explainer(model, device=device, outputs=_outputs(given, model), **settings)
+    settings = {name: given[name] for name in ("channels", "dtype", "fit", "name")}
+    config = _data_config(given["data_config"])
+    return Explainer(model, device=device, outputs=_outputs(given, model), data_config=config, **settings)
 
 
 def _data_config(path: str | Path | None) -> Any:
@@ -389,14 +389,6 @@ def _data_config(path: str | Path | None) -> Any:
     if not isinstance(config, dict):
         raise OptionError(f"Expected --data-config as a JSON object with input_size, mean and std, got {config!r:.60}.")
     return config
-
-
-def _channels(text: str | None) -> tuple[int, ...] | None:
-    """Return the numbers of `--channels`."""
-    try:
-        return None if text is None else tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise OptionError(f"Expected --channels as three numbers, such as 3,2,1, got {text!r}.") from error
 
 
 def _outputs(given: Mapping[str, Any], model: Any) -> Any:
