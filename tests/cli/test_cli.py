@@ -469,7 +469,7 @@ def test_values_that_nothing_can_be_made_with_are_usage_errors(command, argument
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch-size", "²"], "expected auto or an integer of at least 1, got '²'"),
+        (["--batch-size", "²"], "'²' is not a valid integer"),
         (["--method", "occlusion", "--occlusion-batch", "0"], "at least 1"),
         (["--method", "occlusion", "--patch-size", "0"], "patch_size"),
     ],

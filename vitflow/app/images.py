@@ -17,7 +17,7 @@ from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.options import METHOD_OPTIONS, Option, shown
 from vitflow.explaining.targets import Contrast, is_several, top_count
 from vitflow.images import BACKGROUNDS, FITS, INTERPOLATIONS
-from vitflow.images.map_figure import image_bounds
+from vitflow.images.figures import image_bounds
 
 # The default method, and the method for a clicked patch if the selected one does not support patches.
 _METHOD, _OF_PATCHES = "gae", "rollout"
