@@ -13,8 +13,9 @@ from vitflow.errors import OptionError
 from vitflow.images.geometry import Placement
 from vitflow.models.facts import ModelFacts
 from vitflow.models.outputs import Outputs, activate, log_odds
+from vitflow.recording.layers import Backward
 from vitflow.recording.readout import Tap
-from vitflow.recording.trace import Backward, Trace
+from vitflow.recording.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
