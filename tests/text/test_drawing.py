@@ -16,11 +16,10 @@ from PIL import Image
 from vitflow.errors import OptionError, ShapeError, printable
 from vitflow.images.typesetting import GREY, without_glyph_warnings
 from vitflow.text.graph import GraphView, Panel
-from vitflow.text.labels import ENGLISH_STOP_WORDS, hide, labels_of
-from vitflow.text.layout import Words
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
 from vitflow.text.view import POSITIVE, RowSummary
+from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
 
 STRINGS = ("[CLS]", "the", " key", " to", " the", " cab", "inet", "s", " is", " lost", ".", "[SEP]")
 HOSTILE = (

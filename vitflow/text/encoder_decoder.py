@@ -16,10 +16,9 @@ from vitflow.models.languages import reads_text
 from vitflow.recording.isolation import device_of, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
-from vitflow.text.labels import words_of
 from vitflow.text.layer_rows import Streams, relevance_across
-from vitflow.text.layout import Words
 from vitflow.text.read_rows import ReadText, kept_matrices, outer_shape
+from vitflow.text.words import Words, words_of
 from vitflow.text.writing import call_generate, not_causal, text_length
 
 

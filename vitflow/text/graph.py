@@ -14,9 +14,8 @@ from vitflow.errors import OptionError, printable
 from vitflow.images import charts
 from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
-from vitflow.text.labels import labels_of, padded, shown_positions
-from vitflow.text.layout import Words
 from vitflow.text.view import POSITIVE, RowSummary, View, check_weights, percent
+from vitflow.text.words import Words, labels_of, padded, shown_positions
 
 #: Larger graphs are unreadable.
 MOST_TOKENS, MOST_LAYERS = 40, 48

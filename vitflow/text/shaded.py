@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError
 from vitflow.images import DPI
 from vitflow.images.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
-from vitflow.text.labels import Label, labels_of, padded, width_of
-from vitflow.text.layout import Words
 from vitflow.text.view import RowSummary, View, check_weights, color_of, fractions, percent
+from vitflow.text.words import Label, Words, labels_of, padded, width_of
 
 #: The number of largest weights printed as numbers.
 NUMBERS = 8

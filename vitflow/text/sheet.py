@@ -13,9 +13,8 @@ from vitflow.errors import ShapeError, printable
 from vitflow.images import charts
 from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, MARGIN, RULE, SMALL, measure, plain
-from vitflow.text.labels import labels_of, padded, shown_positions
-from vitflow.text.layout import Words
 from vitflow.text.view import SHADES, RowSummary, View, check_weights, fractions, percent
+from vitflow.text.words import Words, labels_of, padded, shown_positions
 
 #: Figures with more cells print no numbers.
 MOST_NUMBERS = 700
