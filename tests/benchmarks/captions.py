@@ -45,7 +45,7 @@ from vitflow.recording.recorder import record_attention
 from vitflow.text import Generation, explain_generation
 from vitflow.text.languages import load_language_model, load_processor
 from vitflow.text.method_table import for_kind, text_method
-from vitflow.text.read_rows import ReadText, array_of, read_rows
+from vitflow.text.rows import ReadText, array_of, read_rows
 from vitflow.text.words import text_of
 
 PROMPT = "<image> here is"

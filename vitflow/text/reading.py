@@ -25,9 +25,9 @@ from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
-from vitflow.text.layer_rows import check_options
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
-from vitflow.text.read_rows import RowsRead, array_of, read_rows
+from vitflow.text.methods import check_options
+from vitflow.text.rows import RowsRead, array_of, read_rows
 from vitflow.text.shaded import ShadedText
 from vitflow.text.sheet import Sheet
 from vitflow.text.textpage import TextRow, page_of
