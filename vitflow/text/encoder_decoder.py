@@ -17,9 +17,9 @@ from vitflow.models.languages import reads_text
 from vitflow.recording.isolation import device_of, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
+from vitflow.text.generate_calls import call_generate, not_causal, text_length
 from vitflow.text.rows import ReadText, kept_matrices, outer_shape
 from vitflow.text.words import Words, words_of
-from vitflow.text.writing import call_generate, not_causal, text_length
 
 
 @dataclass(frozen=True, slots=True, eq=False)

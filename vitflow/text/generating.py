@@ -22,6 +22,13 @@ from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text import languages
 from vitflow.text.encoder_decoder import ExplainedText, explain_pairs
+from vitflow.text.generate_calls import (
+    arguments_of,
+    extra_inputs,
+    generate_tokens,
+    refuse_not_causal,
+    split,
+)
 from vitflow.text.generation import Generation
 from vitflow.text.image_tokens import tower_rows
 from vitflow.text.images import Layout, Video, with_images, with_source
@@ -31,13 +38,6 @@ from vitflow.text.methods import check_options
 from vitflow.text.prompt_images import with_neutral
 from vitflow.text.rows import RowsRead, array_of, read_rows
 from vitflow.text.words import Words
-from vitflow.text.writing import (
-    arguments_of,
-    extra_inputs,
-    generate_tokens,
-    refuse_not_causal,
-    split,
-)
 
 
 def explain_generation(

@@ -27,9 +27,9 @@ from vitflow.methods.rollout import gradient_weighted_attention
 from vitflow.methods.tokens import Causal, check_causal, relative_to, self_token, uniform_attention
 from vitflow.models.languages import decoder_of
 from vitflow.recording.trace import Trace
+from vitflow.text.generate_calls import refuse_not_causal
 from vitflow.text.languages import has_head, predicts_words
 from vitflow.text.rows import ReadText
-from vitflow.text.writing import refuse_not_causal
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -28,9 +28,9 @@ from vitflow.text.languages import check_text, load_language_model, predicts_wor
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import check_options
 from vitflow.text.rows import RowsRead, array_of, read_rows
-from vitflow.text.shaded import ShadedText
+from vitflow.text.shaded_text import ShadedText
 from vitflow.text.sheet import Sheet
-from vitflow.text.textpage import TextRow, page_of
+from vitflow.text.text_page import TextRow, page_of
 from vitflow.text.view import caption
 from vitflow.text.words import Words, hide, labels_of, text_of, words_in, words_of
 from vitflow.viewer.pages import Page

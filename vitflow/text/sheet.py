@@ -14,7 +14,7 @@ from vitflow.images import charts
 from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, MARGIN, RULE, SMALL, measure, plain
 from vitflow.text.view import SHADES, RowSummary, View, check_weights, fractions, percent
-from vitflow.text.words import Words, labels_of, padded, shown_positions
+from vitflow.text.words import Words, labels_of, shortened, shown_positions
 
 #: Figures with more cells print no numbers.
 MOST_NUMBERS = 700
@@ -178,4 +178,4 @@ class Sheet(View):
 
 
 def _cut(name: str) -> str:
-    return padded(name, _LONGEST_NAME).rstrip()
+    return shortened(name, _LONGEST_NAME)

@@ -1,6 +1,5 @@
 """Tokens of a text: their strings, printable labels, and words; hidden tokens, and decoding of token ids."""
 
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -235,25 +234,10 @@ def _text(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)) if ids else ""
 
 
-def width_of(text: str) -> int:
-    """Return the width of a text in terminal columns.
+def shortened(text: str, length: int) -> str:
+    """Return a text of at most `length` characters, truncated with an ellipsis.
 
-    >>> width_of("ab"), width_of("日本")
-    (2, 4)
+    >>> shortened("abcdef", 4)
+    'abc…'
     """
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
-    )
-
-
-def padded(text: str, width: int) -> str:
-    """Pad a text with spaces to a width, or truncate it with an ellipsis.
-
-    >>> padded("日本", 5), padded("abcdef", 4)
-    ('日本 ', 'abc…')
-    """
-    if width_of(text) > width:
-        while width_of(text) > width - 1:
-            text = text[:-1]
-        text += "…"
-    return text + " " * (width - width_of(text))
+    return text if len(text) <= length else f"{text[: length - 1]}…"
