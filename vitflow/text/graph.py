@@ -93,8 +93,7 @@ class GraphView(View):
         if not self.selected:
             return None
         row = self.panels[-1].matrices[-1][list(self.selected)].mean(axis=0)
-        self_share = float(row[list(self.selected)].sum() / (row.sum() or 1.0))
-        return RowSummary.of(row, self.words, self_share=self_share, hidden=self.hidden)
+        return RowSummary.of(row, self.words, selected=self.selected, hidden=self.hidden)
 
     @property
     def _footer(self) -> list[str]:

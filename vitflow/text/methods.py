@@ -141,13 +141,20 @@ def flow(
     def rows(matrices: Sequence[Tensor], ratio: float) -> Tensor:
         results = []
         for low, top in spans:
-            window = {"visible": visible[low:top], "discard_ratio": ratio, "residual": residual}
-            given: Any = [matrix.unsqueeze(0) for matrix in matrices[low:top]]
-            flows = [
-                attention_flow(given, source=row, num_prefix_tokens=0, progress=progress, **window).normalized[0]
+            window = [matrix.unsqueeze(0) for matrix in matrices[low:top]]
+            flows = (
+                attention_flow(
+                    window,
+                    source=row,
+                    visible=visible[low:top],
+                    discard_ratio=ratio,
+                    residual=residual,
+                    num_prefix_tokens=0,
+                    progress=progress,
+                )
                 for row in readout
-            ]
-            shares = torch.stack(flows)
+            )
+            shares = torch.stack([each.normalized[0] for each in flows])
             if below == "rollout" and low:
                 lower = _rollout_rows(matrices[:low], text.visible[:low], shares, ratio, residual)
                 shares = lower[-1].double()

@@ -74,12 +74,9 @@ class ShadedText(View):
     @property
     def trust(self) -> RowSummary:
         """Summary of the weights."""
-        self_share = (
-            float(np.nansum(self._shares[list(self.selected)]))
-            if self.selected and self.self_share is None
-            else self.self_share
+        return RowSummary.of(
+            self.weights, self.words, selected=self.selected, self_share=self.self_share, hidden=self.hidden
         )
-        return RowSummary.of(self.weights, self.words, self_share=self_share, hidden=self.hidden)
 
     @cached_property
     def _counted(self) -> NDArray[np.bool_]:

@@ -71,10 +71,7 @@ class Sheet(View):
     def trust(self) -> RowSummary:
         """Summary of the last row if rows are layers, else of the mean row."""
         row = self.weights[-1] if self.upwards else np.nan_to_num(self.weights).mean(axis=0)
-        self_share = self.self_share
-        if self_share is None and self.selected:
-            self_share = float(np.nansum(np.abs(row[list(self.selected)])) / (np.nansum(np.abs(row)) or 1.0))
-        return RowSummary.of(row, self.words, self_share=self_share, hidden=self.hidden)
+        return RowSummary.of(row, self.words, selected=self.selected, self_share=self.self_share, hidden=self.hidden)
 
     @cached_property
     def _shades(self) -> NDArray[np.float64]:

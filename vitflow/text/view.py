@@ -179,14 +179,31 @@ class RowSummary:
 
     @classmethod
     def of(
-        cls, weights: Any, words: Words, *, self_share: float | None = None, hidden: Mapping[int, str] | None = None
+        cls,
+        weights: Any,
+        words: Words,
+        *,
+        selected: Sequence[int] = (),
+        self_share: float | None = None,
+        hidden: Mapping[int, str] | None = None,
     ) -> "RowSummary":
-        """Summarise a row of weights [tokens]; `self_share` is the share of the explained token."""
-        shares = np.abs(np.nan_to_num(check_weights(weights, (words.length,))))
+        """Summarise a row of weights [tokens].
+
+        Args:
+            weights: the row, NaN for unseen tokens.
+            words: the tokens.
+            selected: positions of the explained token.
+            self_share: its share, if it is not among the weights.
+            hidden: hidden positions with the reason.
+        """
+        checked = check_weights(weights, (words.length,))
+        shares = np.abs(np.nan_to_num(checked))
         shares = shares / (shares.sum() or 1.0)
+        if selected and self_share is None:
+            self_share = float(shares[list(selected)].sum())
         positive, special = shares[shares > 0], np.array(words.special, dtype=bool)
         reasons = dict(hidden or {})
-        seen = words.length - int(np.isnan(check_weights(weights, (words.length,))).sum())
+        seen = words.length - int(np.isnan(checked).sum())
         return cls(
             float(shares[special].sum()) if special.any() else None,
             float(shares[0]),

@@ -152,18 +152,11 @@ def hide(words: Words, *, special: bool = True, stop_words: Iterable[str] = ()) 
     {0: 'special tokens', 1: 'stop words', 3: 'special tokens'}
     """
     stopped = {word.casefold() for word in stop_words}
-    labels, hidden = labels_of(words), dict[int, str]()
-    for position, label in enumerate(labels):
-        if words.special[position]:
-            if special:
-                hidden[position] = "special tokens"
-        elif label.text.casefold() in stopped:
-            before, after = labels[position - 1 : position], labels[position + 1 : position + 2]
-            inside = bool(before) and not label.space and before[0].text[-1:].isalnum()
-            continued = bool(after) and not after[0].space and after[0].text[:1].isalnum()
-            if not inside and not continued:
-                hidden[position] = "stop words"
-    return hidden
+    hidden = {position: "special tokens" for position in range(words.length) if special and words.special[position]}
+    for word, positions in grouped_words(words):
+        if len(positions) == 1 and word.casefold() in stopped:
+            hidden[positions[0]] = "stop words"
+    return dict(sorted(hidden.items()))
 
 
 def grouped_words(words: Words) -> list[tuple[str, tuple[int, ...]]]:
