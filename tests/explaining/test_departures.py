@@ -12,8 +12,8 @@ from vitflow.explaining.captions import changed_options, departures, departures_
 from vitflow.explaining.method_table import BUILT_IN, Method, get_method
 from vitflow.explaining.strips import draw_comparison
 from vitflow.images.pen import Pen
-from vitflow.text.labels import caption
 from vitflow.text.method_table import TEXT_METHODS, for_kind
+from vitflow.text.view import caption
 
 IMAGE = sample_images()[0]
 

@@ -13,9 +13,8 @@ from vitflow.recording.isolation import Hook, device_of
 from vitflow.recording.probing import is_causal
 from vitflow.text import languages
 from vitflow.text.image_tokens import image_token
-from vitflow.text.labels import words_of
 from vitflow.text.languages import generation_setting, reading
-from vitflow.text.layout import Words
+from vitflow.text.words import Words, words_of
 
 _DEFAULT_STEPS = 20  # max_new_tokens of transformers, for the display of progress
 
