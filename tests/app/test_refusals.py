@@ -357,7 +357,7 @@ def test_the_queue_says_who_waits_and_a_slow_question_ends(web, uploaded):
         assert web.post("/gradio_api/queue/join", json=body).status_code == 200
 
     started = time.monotonic()
-    join("slow", method="occlusion", patch_size="1", shifts="4")
+    join("slow", method="occlusion", patch_size="1")
     join("next")
     reported = []
     for one in events(web, "next"):

@@ -238,7 +238,6 @@ def test_the_papers_definition_is_one_option_away():
         "patch": None,
         "refine": 0,
         "affinity": "both",
-        "shifts": 0,
     }
     rollout = get_method("rollout").complete({"preset": "paper", "start_layer": 2})
     assert (rollout["head_fusion"], rollout["discard_ratio"], rollout["value_weighted"]) == ("mean", 0.0, False)

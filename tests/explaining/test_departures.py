@@ -34,7 +34,6 @@ def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(met
         "refine": 2,
         "layers": 3,
         "below": "rollout",
-        "shifts": 4,
     }
     reported = [departures(method, {**published, name: other}) for name, other in others.items() if name in published]
     assert all(reported) and len(set(reported)) == len(reported)
@@ -56,7 +55,6 @@ def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(met
         ("attention", {"layer": 2, "value_weighted": True}, "layer 2, weighted by value norms"),
         ("attention", {}, ""),
         ("occlusion", {}, "drop in log-odds"),
-        ("gradcam", {"shifts": 4}, "shifts 4"),
         ("centre", {"sigma": 0.5}, "sigma 0.5"),
     ],
 )
