@@ -14,8 +14,8 @@ import torch
 from timm.models import get_arch_name, model_entrypoint
 
 from vitflow.errors import ModelError, NoAttentionError, UnsupportedModelError
-from vitflow.explaining.progress import tracking
 from vitflow.models.hub import without_values
+from vitflow.progress import tracking
 from vitflow.recording.attention_kinds import is_difference, other_attention_in, refusal_in_words
 from vitflow.recording.recorder import record_attention
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, ValueNormsError, whole_number
 from vitflow.explaining.method_table import Method
-from vitflow.explaining.progress import tracking
 from vitflow.methods.flow.layers import LayerRange, default_window, parse_window
 from vitflow.methods.fusion import HeadFusion, check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import gradient_weighted_attention
 from vitflow.models.languages import decoder_of
+from vitflow.progress import tracking
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.probing import is_causal
