@@ -32,6 +32,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -88,6 +89,11 @@ CANDIDATES: dict[str, list[dict]] = {
         {"prior": "affinity", "noise": 36.0, "weight": 1},
         {"prior": "gae", "offset": 0.1, "noise": 36.0, "weight": 1},
         {"prior": "gae", "offset": 0.1, "noise": 36.0, "weight": 2},
+        *({"prior": "mixed", "single": share, "noise": 12.0} for share in (0.3, 1.0, 3.0)),
+        *({"prior": "feature", "known": share, "noise": 12.0} for share in (0.3, 1.0, 3.0)),
+        {"masks": "whitened"},
+        {"prior": "affinity", "noise": 12.0, "masks": "whitened"},
+        {"prior": "mixed", "single": 1.0, "noise": 12.0, "masks": "whitened"},
     ],
 }
 
@@ -98,7 +104,11 @@ CANDIDATES: dict[str, list[dict]] = {
 def candidate(trace: TargetedTrace, *, of: str, masks: int, entry: tuple, **_: object) -> Maps:
     """The maps of a candidate."""
     options = dict(entry)
-    kept, outputs, grid, _ = sample(trace, masks=masks, **SAMPLED)
+    if options.get("masks") == "whitened":
+        with mock.patch("vitflow.explaining.sampling.draw_masks", whitened_masks):
+            kept, outputs, grid, _ = sample(trace, masks=masks, **{**SAMPLED, "random_seed": 1})
+    else:
+        kept, outputs, grid, _ = sample(trace, masks=masks, **SAMPLED)
     affinity = affinity_of(trace, "both", grid)
     gae = gae_of(trace) if of == "consensus" else torch.zeros(len(outputs), *grid)
     matrices = affinity.matrix
@@ -127,9 +137,27 @@ def estimate(kept: Tensor, scores: Tensor, matrix: Tensor, gae: Tensor, options:
     elif prior == "masks":
         centred = kept.double() - kept.double().mean(dim=0)
         factor = centred.T
+    elif prior == "mixed":  # patches vary with similar ones, and each on its own
+        single = torch.eye(len(matrix)) * (options["single"] / math.sqrt(len(matrix)))
+        factor = torch.cat([matrix / matrix.norm(), single.to(matrix)], dim=1)
+    elif prior == "feature":  # a multiple of GAE, known up to its scale, and what differs from it
+        known = gae.flatten().to(matrix)
+        known = known * (options["known"] / known.norm().clamp_min(1e-12))
+        factor = torch.cat([matrix / matrix.norm(), known[:, None]], dim=1)
     else:
         factor = torch.eye(kept.shape[1])
     return regress(kept, scores, factor, options["noise"]).mean
+
+
+def whitened_masks(rows: int, cols: int, *, masks: int, keep: float, cells: int, seed: int) -> Tensor:
+    """Masks like those of `draw_masks`, from fields whose cells are uncorrelated over the masks."""
+    random, height, width = np.random.default_rng(seed), min(cells, rows), min(cells, cols)
+    fields = random.standard_normal((masks, height * width))
+    left, _, right = np.linalg.svd(fields - fields.mean(axis=0), full_matrices=False)
+    white = torch.from_numpy(left @ right).reshape(masks, 1, height, width)
+    values = nn.functional.interpolate(white, size=(rows, cols), mode="bicubic", align_corners=False).flatten(1)
+    highest = values.topk(round(keep * rows * cols), dim=1).indices
+    return torch.zeros(masks, rows * cols, dtype=torch.bool).scatter_(1, highest, True)
 
 
 def gae_of(trace: TargetedTrace) -> Tensor:

@@ -27,14 +27,12 @@ class PlacedImage:
         image: uint8 RGB [height, width, 3].
         placement: position of the model input on the image.
         pixels: the model input, [channels, height, width], if the caller gave it; else it is cut from the image.
-        denormalised: whether the image was computed from that input and has no margin.
     """
 
     name: str
     image: NDArray[np.uint8]
     placement: Placement
     pixels: Tensor | None = None
-    denormalised: bool = False
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Reader of a run on disk: one SQLite file in the output folder, with a row and the maps of each input.
 
 Run files are untrusted: a file is opened only if its schema is exactly the one below (no views, triggers or generated
-columns), the length of a value is checked before it is read, and invalid rows are skipped. Reading uses many short
+columns), values that are too long are not read, and invalid rows are skipped. Reading uses many short
 transactions, so that a reader does not block an active run.
 """
 
@@ -10,7 +10,6 @@ import math
 import os
 import re
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import is_file, is_link, is_there
-from vitflow.runs.columns import Grid, Maps, Row, kinds_in, unpack_half
+from vitflow.runs.columns import Grid, Maps, Row, kinds_in, unpack_grid
 from vitflow.runs.fingerprints import REMEDY
 
 T = TypeVar("T")
@@ -29,23 +28,19 @@ FILE = "run.sqlite"
 CONDITION_COLUMNS = tuple(kinds_in("condition"))
 
 APPLICATION, VERSION = 0x7669_7466, 1
-_SQL_TYPES = {"text": "TEXT", "whole": "INTEGER", "number": "REAL"}
-_CONDITION_SQL = ", ".join(f"{name} {_SQL_TYPES[kind]}" for name, kind in kinds_in("condition").items())
 SCHEMA = (
-    "CREATE TABLE run (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE run (fingerprint TEXT NOT NULL)",
     # The name is the bytes of the input's name; the position is NULL for inputs that are not in the latest run.
-    f"CREATE TABLE rows (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, position INTEGER, status TEXT NOT NULL, "
-    f"{_CONDITION_SQL}, record TEXT NOT NULL)",
-    "CREATE TABLE maps (row INTEGER NOT NULL, label TEXT NOT NULL, rows INTEGER NOT NULL, cols INTEGER NOT NULL, "
-    "scale REAL NOT NULL, grid BLOB NOT NULL, PRIMARY KEY (row, label)) WITHOUT ROWID",
+    "CREATE TABLE rows (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, position INTEGER, status TEXT NOT NULL, "
+    "record TEXT NOT NULL)",
+    "CREATE TABLE maps (row INTEGER NOT NULL, label TEXT NOT NULL, grid BLOB NOT NULL, PRIMARY KEY (row, label))",
 )
-# Functions allowed in a condition: none of them expands short text to long text.
-_FUNCTIONS = {"abs", "coalesce", "glob", "ifnull", "instr", "length", "like", "lower", "max", "min", "nullif", "round"}
-_FUNCTIONS |= {"substr", "trim", "upper"}
-# Timeouts in seconds: of a condition, and of a reader or writer that waits for a lock.
-_LONGEST_CONDITION, _PATIENCE = 60.0, 10.0
-# Rows per query, and the maximal lengths of a value in bytes and of an SQL statement.
-_TOGETHER, _LARGEST, _LONGEST_SQL = 32, 2**23, 10_000
+# The rows that a condition selects from, with its columns.
+_SELECT = "SELECT id, {} FROM rows".format(
+    ", ".join(f"json_extract(record, '$.{name}') AS {name}" for name in CONDITION_COLUMNS)
+)
+# Seconds for which a reader or writer waits for a lock, rows per query, and the maximal length of a value in bytes.
+_PATIENCE, _TOGETHER, _LARGEST = 10.0, 32, 2**23
 
 
 class SavedRun:
@@ -56,7 +51,6 @@ class SavedRun:
 
     Attributes:
         fingerprint: what the run computes.
-        max_pixels: pixel limit of the run's images; 0 if it has none.
 
     Raises:
         OptionError: the folder has no run, or one of another version, or a damaged one.
@@ -87,8 +81,6 @@ class SavedRun:
             db.execute(f"PRAGMA {name} = {value}")
         if mode == "ro":
             db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST)
-            db.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, _LONGEST_SQL)
-            db.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
         return db
 
     def _load(self) -> None:
@@ -100,13 +92,9 @@ class SavedRun:
         schema = self._db.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
         is_run = len(schema) == len(SCHEMA) and set(schema) == {("table", sql.split()[2], sql) for sql in SCHEMA}
         [(mode,)] = self._db.execute("PRAGMA journal_mode")
-        header = dict(self._db.execute("SELECT name, value FROM run LIMIT 10")) if is_run else {}
-        settings = _parsed(header.get("run")) or {}
-        self.fingerprint: Mapping[str, Any] = settings.get("fingerprint") or {}
-        self.max_pixels: int = settings.get("max_pixels") or 0
-        if not isinstance(self.fingerprint, dict) or not self.fingerprint or not isinstance(self.max_pixels, int):
-            is_run = False
-        if not is_run or mode == "wal":
+        [record] = (self._db.execute("SELECT fingerprint FROM run").fetchone() if is_run else None) or [None]
+        self.fingerprint: Mapping[str, Any] = _parsed(record) or {}
+        if not self.fingerprint or mode == "wal":
             raise OptionError(self._damaged("its tables are not those of a run"))
 
     def _damaged(self, why: object) -> str:
@@ -180,12 +168,9 @@ class SavedRun:
 
     def _named(self, names: Iterable[str]) -> list[int]:
         """Return the ids of these inputs' rows."""
-        ids: dict[bytes, int] = {}
-        keys = [os.fsencode(name) for name in names]
+        query = "SELECT id FROM rows WHERE name = ?"
         with self._reading():
-            for chunk in _chunks(keys):
-                ids |= dict(self._db.execute(f"SELECT name, id FROM rows WHERE name IN ({_marks(chunk)})", chunk))
-        return [ids[key] for key in keys if key in ids]
+            return [row_id for name in names for (row_id,) in self._db.execute(query, (os.fsencode(name),))]
 
     def _rows(self, ids: Sequence[int]) -> dict[int, Row]:
         """Return the valid rows with these ids, in their order."""
@@ -196,46 +181,28 @@ class SavedRun:
         return {row_id: row for row_id in ids if (row := rows.get(row_id)) is not None}
 
     def _maps(self, ids: Sequence[int]) -> dict[int, dict[str, Grid]]:
-        query = (
-            "SELECT row, label, CASE WHEN length(grid) = 2 * rows * cols THEN grid END, rows, cols, scale "
-            f"FROM maps WHERE row IN ({_marks(ids)})"
-        )
+        query = f"SELECT row, label, grid FROM maps WHERE row IN ({_marks(ids)}) ORDER BY rowid"
         maps_by_row: dict[int, dict[str, Grid]] = {}
         with self._reading():
-            for row_id, label, *packed in self._db.execute(query, ids):
-                grid = unpack_half(*packed)
+            for row_id, label, content in self._db.execute(query, ids):
+                grid = unpack_grid(content)
                 if grid is None or not isinstance(label, str):
                     raise OptionError(self._damaged(f"a map {printable(str(label))!r} is not rows × cols values"))
                 maps_by_row.setdefault(row_id, {})[label] = grid
-        order = {label: position for position, label in enumerate(self.fingerprint.get("methods", {}))}
-        return {
-            row_id: dict(sorted(maps.items(), key=lambda item: order.get(item[0], len(order))))
-            for row_id, maps in maps_by_row.items()
-        }
+        return maps_by_row
 
     def _select(self, where: str) -> set[int]:
         """Return the ids of the rows that satisfy an SQL condition."""
-        deadline = time.monotonic() + _LONGEST_CONDITION
-        self._db.set_authorizer(_authorize)
-        self._db.set_progress_handler(lambda: time.monotonic() > deadline, 1000)
         try:
             # On separate lines, so that a trailing comment does not include the closing bracket.
-            return {row_id for (row_id,) in self._db.execute(f"SELECT id FROM rows WHERE (\n{where}\n)")}
+            return {row_id for row_id, *_ in self._db.execute(f"SELECT id FROM ({_SELECT}) WHERE (\n{where}\n)")}
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            name = getattr(error, "sqlite_errorname", "")
-            if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
                 raise OptionError(self._damaged(error)) from error
-            why = printable(str(error))
-            if name == "SQLITE_INTERRUPT":
-                why = f"it takes longer than {_LONGEST_CONDITION:g} seconds"
             raise OptionError(
                 f"Expected an SQL condition such as \"probability < 0.5 AND class_name = 'cat'\", got "
-                f"{printable(where[:80])!r}: {why}. Columns: {', '.join(CONDITION_COLUMNS)}. Functions: "
-                f"{', '.join(sorted(_FUNCTIONS))}."
+                f"{printable(where[:80])!r}: {printable(str(error))}. Columns: {', '.join(CONDITION_COLUMNS)}."
             ) from error
-        finally:
-            self._db.set_progress_handler(None, 0)
-            self._db.set_authorizer(None)
 
 
 def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -244,14 +211,6 @@ def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def _marks(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
-
-
-def _authorize(action: int, first: str | None, second: str | None, *_: object) -> int:
-    """Allow the columns and functions of CONDITION_COLUMNS and _FUNCTIONS only."""
-    column = first == "rows" and second in ("id", *CONDITION_COLUMNS)
-    function = str(second).lower() in _FUNCTIONS
-    allowed = {sqlite3.SQLITE_SELECT: True, sqlite3.SQLITE_READ: column, sqlite3.SQLITE_FUNCTION: function}
-    return sqlite3.SQLITE_OK if allowed.get(action, False) else sqlite3.SQLITE_DENY
 
 
 # -- validation of rows
@@ -292,7 +251,7 @@ def _row(name: object, record: object, drawn: bool) -> Row | None:
     row = _parsed(record)
     if row is None or not isinstance(name, bytes):
         return None
-    row = {"input": os.fsdecode(name)} | row
+    row["input"] = os.fsdecode(name)
     status = row.get("status")
     if status == "measured" or (status == "failed" and "stem" not in row):
         return row  # evaluations validate their rows

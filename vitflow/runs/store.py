@@ -18,14 +18,10 @@ from typing import Any
 
 from vitflow.errors import OptionError, VitflowError
 from vitflow.files import is_file, is_link, is_there, remove_leftovers, write_inside
-from vitflow.runs.columns import Maps, Row, pack_half, shown_name
+from vitflow.runs.columns import Maps, Row, pack_grid, shown_name
 from vitflow.runs.fingerprints import check_same_run, without_probe
-from vitflow.runs.saved import APPLICATION, CONDITION_COLUMNS, FILE, SCHEMA, VERSION, SavedRun
+from vitflow.runs.saved import APPLICATION, FILE, SCHEMA, VERSION, SavedRun
 
-_INSERT = (
-    f"INSERT INTO rows (name, position, status, {', '.join(CONDITION_COLUMNS)}, record) "
-    f"VALUES ({', '.join('?' * (4 + len(CONDITION_COLUMNS)))})"
-)
 # Seconds between two transactions.
 _INTERVAL = 1.0
 # Distributions whose versions are written to run.json.
@@ -38,7 +34,6 @@ class Run(SavedRun):
     Args:
         folder: the output folder, which is created, and locked until the run is closed.
         fingerprint: everything that the rows depend on; a run with another fingerprint is refused.
-        max_pixels: stored with the run.
         overwrite: replace any run in the folder.
         clear: called before a new run starts, with all rows of the replaced run.
 
@@ -52,7 +47,6 @@ class Run(SavedRun):
         folder: Path,
         fingerprint: Mapping[str, Any],
         *,
-        max_pixels: int = 0,
         overwrite: bool = False,
         clear: Callable[[Iterable[Row]], None] = lambda _: None,
     ) -> None:
@@ -66,8 +60,8 @@ class Run(SavedRun):
             known = self._earlier(clear, overwrite=overwrite)
             if known is not None:
                 check_same_run(known, folder, fingerprint)
-            self._begin(fingerprint, max_pixels, new=known is None)
-            self.fingerprint, self.max_pixels = fingerprint, max_pixels
+            self._begin(fingerprint, new=known is None)
+            self.fingerprint = fingerprint
         except BaseException:
             self._release()
             raise
@@ -110,21 +104,20 @@ class Run(SavedRun):
             raise OptionError(f"{str(self.path)!r} is not a vitflow run: move or rename it.")
         return bool(header)
 
-    def _begin(self, fingerprint: Mapping[str, Any], max_pixels: int, *, new: bool) -> None:
+    def _begin(self, fingerprint: Mapping[str, Any], *, new: bool) -> None:
         try:
             self._db = self._open("rwc" if new else "rw")
         except sqlite3.Error as error:
             raise OptionError(cannot_write(self.folder, error)) from error
-        header = json.dumps({"fingerprint": fingerprint, "max_pixels": max_pixels}, allow_nan=False)
-        with self._writing():
-            if new:
+        if new:
+            with self._writing():
                 for statement in (
                     f"PRAGMA application_id = {APPLICATION}",
                     f"PRAGMA user_version = {VERSION}",
                     *SCHEMA,
                 ):
                     self._db.execute(statement)
-            self._db.execute("INSERT OR REPLACE INTO run VALUES ('run', ?)", (header,))
+                self._db.execute("INSERT INTO run VALUES (?)", (json.dumps(fingerprint, allow_nan=False),))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -186,19 +179,16 @@ class Run(SavedRun):
                 name = os.fsencode(row["input"])
                 self._db.execute("DELETE FROM maps WHERE row = (SELECT id FROM rows WHERE name = ?)", (name,))
                 self._db.execute("DELETE FROM rows WHERE name = ?", (name,))
-                row_id = self._db.execute(_INSERT, self._values(name, row)).lastrowid
+                record = json.dumps({**row, "input": shown_name(row["input"])}, allow_nan=False)
+                row_id = self._db.execute(
+                    "INSERT INTO rows (name, position, status, record) VALUES (?, ?, ?, ?)",
+                    (name, self._positions.get(row["input"]), row["status"], record),
+                ).lastrowid
                 self._db.executemany(
-                    "INSERT INTO maps (row, label, grid, rows, cols, scale) VALUES (?, ?, ?, ?, ?, ?)",
-                    [(row_id, label, *pack_half(grid)) for label, grid in maps.items()],
+                    "INSERT INTO maps (row, label, grid) VALUES (?, ?, ?)",
+                    [(row_id, label, pack_grid(grid)) for label, grid in maps.items()],
                 )
         self._pending.clear()
-
-    def _values(self, name: bytes, row: Mapping[str, Any]) -> list[Any]:
-        display_row = {**row, "input": shown_name(row["input"])}
-        columns = [display_row.get(column) for column in CONDITION_COLUMNS]
-        columns = [None if isinstance(value, dict | list) else value for value in columns]
-        record = {column: value for column, value in row.items() if column != "input"}
-        return [name, self._positions.get(row["input"]), row["status"], *columns, json.dumps(record, allow_nan=False)]
 
     def finish(self) -> dict[str, int]:
         """Write the remaining rows, and count the inputs of this run: "total", "explained" and "failed".
