@@ -1,5 +1,7 @@
 """Attention flow: its definition, its options, what it says about saturation, and the graph."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -452,3 +454,13 @@ def test_shapes_that_are_not_attention() -> None:
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ShapeError, match="source capacities of at least 0"):
             attention_flow(layers, source=torch.tensor([bad, 0, 0, 0, 0]))
+
+
+def test_two_layers_load_no_compiler() -> None:
+    # The closed form answers at once: numba, and compiling on first use, are for deeper windows.
+    code = (
+        "import sys, torch; from vitflow.methods.flow.attention_flow import attention_flow; "
+        "attention_flow([torch.full((1, 4, 4), 0.25)] * 6, layers=2); "
+        "assert not {'numba', 'networkx'} & set(sys.modules), 'loaded'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

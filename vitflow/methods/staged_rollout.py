@@ -49,6 +49,12 @@ class LayerTokens:
         return 1 if self.key_index is None else len(self.key_index)
 
     @property
+    def order(self) -> Tensor | None:
+        """Index in `queries` of each token, if a single window has all of them, perhaps in another order."""
+        index = None if self.query_index is None or self.windows > 1 else self.query_index[0]
+        return index if index is not None and len(index) == self.queries.num_tokens else None
+
+    @property
     def dense(self) -> bool:
         """True if all tokens attend to all tokens, in a single window and in order."""
         return self.queries == self.keys and self.query_index is None and self.key_index is None

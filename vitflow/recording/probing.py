@@ -1,27 +1,33 @@
-"""Behavioural fingerprints: a model's outputs and activations for two fixed images.
+"""Runs of a model besides the recorded one: on noise, on a few tokens, from given tokens; and its fingerprint.
 
-Weights and settings do not determine what a model computes: Python attributes, hooks and code also affect the result.
-Any relevant difference changes its outputs or activations.
+A fingerprint consists of outputs and activations for two fixed images. Weights and settings do not determine what a
+model computes: Python attributes, hooks and code also affect the result. Any relevant difference changes its outputs
+or activations.
 """
 
 import base64
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from vitflow.errors import ShapeError
 from vitflow.models.anatomy import tensors_in
 from vitflow.models.languages import plain_token_ids
 from vitflow.models.libraries import forward_options
 from vitflow.models.parts import model_cache
 from vitflow.recording.isolation import Hook, device_of, evaluating, hooked, trial, uncompiled
-from vitflow.recording.readout import with_tokens
+from vitflow.recording.readout import tokens_of, with_tokens
 
 # Relative tolerance for activations on different hardware: about 20 times the observed difference (1e-5 in float32).
 # Scaling one attention by 1.1 causes a larger difference.
@@ -189,6 +195,71 @@ def _changes(before: Tensor, after: Tensor, position: int) -> bool:
         return False
     least = max(_LEAST_DIFFERENCE, 4 * torch.finfo(before.dtype).eps) * float(before.abs().max())
     return bool(((before - after)[:, :position].abs() > least).any())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A model call that can be repeated on other pixels."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    pixels: Tensor
+
+    def __call__(self, other: Tensor) -> Any:
+        """Return the model's output for other pixels; further inputs are those of the first image."""
+
+        def replaced(value: Any) -> Any:
+            if value is self.pixels:
+                return other
+            of_images = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(self.pixels)
+            return value[:1].expand(len(other), *value.shape[1:]) if of_images else value
+
+        args, kwargs = tuple(map(replaced, self.args)), {name: replaced(value) for name, value in self.kwargs.items()}
+        weights = chain(self.model.named_parameters(), self.model.named_buffers())
+        # Inference tensors do not support gradients, but their copies do.
+        copies = {name: weight.clone() for name, weight in weights if weight.is_inference()}
+        return functional_call(self.model, copies, args, kwargs) if copies else self.model(*args, **kwargs)
+
+    def noise(self, images: int) -> Tensor:
+        """Return different random pixels for some images, the same each time."""
+        noise = torch.randn(images, *self.pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
+        return noise.to(self.pixels.device, self.pixels.dtype)
+
+
+#: The number of tokens per block: a prime, to distinguish tokens from channels and heads.
+FEW_TOKENS = 7
+
+
+@contextmanager
+def on_few_tokens(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+    """Run each block on its first tokens only; the other tokens are returned unchanged."""
+    inputs: dict[str, Tensor] = {}  # all tokens, by block path
+
+    def shorten(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        every = next((value for value in (*args, *kwargs.values()) if _is_long(value)), None)
+        if every is None:
+            raise ShapeError(f"The input of {path} is not a sequence of tokens.")
+        inputs[path], few = every, every[:, :FEW_TOKENS]
+        kwargs = {name: few if value is every else value for name, value in kwargs.items()}
+        return tuple(few if value is every else value for value in args), kwargs
+
+    def extend(path: str, args: Any, output: Any) -> Any:
+        tokens, every = tokens_of(output), inputs.pop(path)
+        if tokens is None or tokens.shape != (len(every), FEW_TOKENS, every.shape[-1]):
+            raise ShapeError(f"{path} changes the number of tokens.")
+        return with_tokens(output, torch.cat([tokens, every[:, FEW_TOKENS:].to(tokens)], dim=1))
+
+    with hooked(
+        Hook(model.get_submodule(path), partial(act, path), before=act is shorten, while_unrecorded=True)
+        for path in blocks
+        for act in (shorten, extend)
+    ):
+        yield
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3 and value.shape[1] > FEW_TOKENS
 
 
 def output_from_tokens(model: nn.Module, pixels: Tensor, path: str, tokens: Tensor) -> Any:

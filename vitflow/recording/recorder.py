@@ -23,7 +23,6 @@ from vitflow.models.languages import reads_cache, reads_text, refuse_static, wor
 from vitflow.models.libraries import check_recordable
 from vitflow.models.parts import runs_compiled
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
-from vitflow.recording.heads import Call
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (
     Hook,
@@ -36,6 +35,7 @@ from vitflow.recording.isolation import (
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
 from vitflow.recording.listening import Listening
+from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
 from vitflow.recording.unseen import unseen_mixing

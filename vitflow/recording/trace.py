@@ -14,8 +14,9 @@ from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout, logits_of
 from vitflow.models.blocks import block_norms
-from vitflow.recording.heads import Call, observed_head
+from vitflow.recording.heads import observed_head
 from vitflow.recording.layers import NOTHING_RECORDED, AttentionLayer, Backward, RecordedLayers
+from vitflow.recording.probing import Call
 from vitflow.recording.readout import HALF_SCALE, Head, Read, Tap, gradient_taps, readout_words, taps_words
 
 
@@ -215,8 +216,8 @@ class Trace(RecordedLayers):
         key = tuple(chosen.tolist())
         if key not in self._taps:
             tokens, counts = self._tokens_read_by(head), [head.layers_below(path) for path in head.taps]
-            layouts = [self.layers[count - 1].tokens.queries for count in counts]
-            orders = [self._order(count) for count in counts]
+            last = [self.layers[count - 1].tokens for count in counts]
+            layouts, orders = [each.queries for each in last], [each.order for each in last]
             taps = gradient_taps(self.logits, chosen, tokens, counts, layouts, orders)
             self._taps[key] = [Tap(tap.layers, tap.readout.to(example), tap.share.to(example)) for tap in taps]
         return self._taps[key]
@@ -254,12 +255,6 @@ class Trace(RecordedLayers):
                 f"readout= with a weight for each token of the top layer, or {remedy}."
             )
         return tokens
-
-    def _order(self, count: int) -> Tensor | None:
-        """Return the raster index of each token after `count` layers, if the model uses another order."""
-        tokens = self.layers[count - 1].tokens
-        index = None if tokens.query_index is None or tokens.windows > 1 else tokens.query_index[0]
-        return index if index is not None and len(index) == tokens.queries.num_tokens else None
 
     def readout_words(self, targets: Tensor | None) -> list[str]:
         """Describe the readout of each image, for captions."""

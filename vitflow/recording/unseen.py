@@ -20,9 +20,10 @@ from vitflow.models.anatomy import layout_of_count, tensors_in
 from vitflow.models.parts import model_cache, module_paths
 from vitflow.recording.attending import Listener
 from vitflow.recording.attention_kinds import may_attend, other_attention
-from vitflow.recording.heads import FEW_TOKENS, Call, block_paths_of, on_few_tokens
+from vitflow.recording.heads import block_paths_of
 from vitflow.recording.interception import Interception, is_softmax
 from vitflow.recording.isolation import Hook, hooked, trial
+from vitflow.recording.probing import FEW_TOKENS, Call, on_few_tokens
 from vitflow.recording.windows import is_grid
 
 # Functions that mix neighbouring tokens, or all tokens.
