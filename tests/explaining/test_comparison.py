@@ -26,7 +26,7 @@ from vitflow.demo import sample_images
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
 from vitflow.explaining import method_table
 from vitflow.explaining.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman, top_overlap
-from vitflow.explaining.options import COMMON
+from vitflow.explaining.options import REFINING
 from vitflow.images import figures, overlay
 from vitflow.images.pen import Pen, panel_size
 from vitflow.images.typesetting import readable
@@ -555,7 +555,7 @@ def test_options_of_a_registered_method_are_read_as_their_defaults_are(monkeypat
     vitflow.register_method("mine", lambda trace, steps: torch.rand(1, 4, 4) * steps, defaults={"steps": 2})
     code, out, err = run(sample_images()[0], "--method", "mine:steps=3", "--json")
     assert code == 0, err
-    assert json.loads(out)["maps"][0]["options"] == {"steps": 3, **COMMON}
+    assert json.loads(out)["maps"][0]["options"] == {"steps": 3, **REFINING}
     assert run(sample_images()[0], "--method", "mine:steps=many")[0] == 2
 
 

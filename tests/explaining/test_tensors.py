@@ -137,7 +137,7 @@ def test_a_tensor_that_is_no_input_of_the_model_is_refused(pixels, reported):
         Explainer(model_of("timm"), data_config=DATA).explain(pixels)
 
 
-def test_originals_without_a_tensor_each_are_refused():
+def test_an_original_of_an_image_is_refused():
     explainer = Explainer(model_of("timm"), data_config=DATA)
     with pytest.raises(OptionError, match="leave it out"):
         explainer.explain(IMAGES[0], original=IMAGES[0])

@@ -14,7 +14,7 @@ from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import byte_tokenizer, reads, wordpiece_tokenizer
 from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
-from vitflow.explaining.progress import shown_by
+from vitflow.progress import shown_by
 from vitflow.text import Generation, explain_generation
 
 transformers = pytest.importorskip("transformers")

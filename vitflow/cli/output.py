@@ -17,9 +17,9 @@ from typing import Any
 import click
 
 from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable, printable_json
-from vitflow.explaining.progress import shown_by
 from vitflow.files import is_folder
 from vitflow.images import FIGURE_FORMATS
+from vitflow.progress import shown_by
 
 
 def say(text: object) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.explaining.method_table import Method, get_method
-from vitflow.explaining.options import COMMON, option_in_words
+from vitflow.explaining.options import REFINING, option_in_words
 from vitflow.explaining.targets import Contrast, Score
 
 # Split-half Spearman correlation below which maps differ between seeds.
@@ -118,7 +118,7 @@ def in_words(options: Mapping[str, Any]) -> str:
     >>> in_words({"head_fusion": "max", "refine": 2, "affinity": "keys", "value_weighted": "output", "patch": (3, 7)})
     'max over heads, value-weighted, patch (3, 7), refined 2 times by keys'
     """
-    phrases = [option_in_words(name, value) for name, value in options.items() if name not in COMMON]
+    phrases = [option_in_words(name, value) for name, value in options.items() if name not in REFINING]
     steps, affinity = options.get("refine"), options.get("affinity")
     if steps == 0:
         phrases.append("not refined")

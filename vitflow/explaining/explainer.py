@@ -231,7 +231,7 @@ class Explainer(ImageModel):
             outputs = self.outputs if pairs else self._minus_rest
         if pairs and self.regions is not None:
             raise OptionError("Boxes and masks can be contrasted with against='rest' only.")
-        by_image = self._explain_targets(images, chosen, targets, outputs=outputs, readout=readout)
+        by_image = self._explain_targets(images, chosen, targets, outputs, readout)
         if blank:
             by_image = [self._with_blank(image, maps) for image, maps in zip(images, by_image, strict=True)]
         maps = [saliency for maps in by_image for saliency in maps]

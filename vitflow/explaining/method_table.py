@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from vitflow.errors import OptionError, check_known, unknown_name
-from vitflow.explaining.options import COMMON
+from vitflow.explaining.options import REFINING
 
 # Stage at which a method's map is refined.
 Refined = Literal["after", "positive", "within", "never"]
@@ -64,9 +64,9 @@ class Method:
         for need in self.needs - _NEEDS:
             raise OptionError(unknown_name("need", need, _NEEDS))
         if self.refined != "never":
-            common = {name: self.defaults.get(name, value) for name, value in COMMON.items()}
+            refining = {name: self.defaults.get(name, value) for name, value in REFINING.items()}
             presets = {name: {"refine": 0, **options} for name, options in self.presets.items()}
-            object.__setattr__(self, "defaults", {**self.defaults, **common})
+            object.__setattr__(self, "defaults", {**self.defaults, **refining})
             object.__setattr__(self, "presets", presets)
 
     @property
@@ -89,8 +89,8 @@ class Method:
 
     def function_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that its function receives, without those of the common refinement step."""
-        common = () if self.refined in ("positive", "within") else COMMON.keys()
-        return {name: value for name, value in options.items() if name not in common}
+        receives = self.refined in ("positive", "within")
+        return {name: value for name, value in options.items() if receives or name not in REFINING}
 
     def accepts(self, name: str) -> bool:
         """Return True if it has this option; `preset` counts if there are presets."""

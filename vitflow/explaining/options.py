@@ -332,7 +332,7 @@ def options_of(*scopes: Scope) -> dict[str, Option]:
 
 
 #: Defaults of the options of refinement, which all methods except baselines have.
-COMMON: Mapping[str, Any] = {name: option.default for name, option in options_of("refinement").items()}
+REFINING: Mapping[str, Any] = {name: option.default for name, option in options_of("refinement").items()}
 #: Options of methods for images.
 METHOD_OPTIONS = options_of("method", "refinement")
 
@@ -362,10 +362,10 @@ def shown(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else "none" if value is None else str(value)
 
 
-def check_common(options: Mapping[str, Any]) -> None:
+def check_refining(options: Mapping[str, Any]) -> None:
     """Raise OptionError if a refinement option has an invalid value."""
     whole_number("refine", options.get("refine", 0), *(OPTIONS["refine"].limits or ()))
-    check_known("affinity", options.get("affinity", COMMON["affinity"]), OPTIONS["affinity"].choices)
+    check_known("affinity", options.get("affinity", REFINING["affinity"]), OPTIONS["affinity"].choices)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, check_known, whole_number
-from vitflow.explaining.progress import tracking
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window, parse_window
 from vitflow.methods.fusion import (
@@ -26,6 +25,7 @@ from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import gradient_weighted_attention
 from vitflow.methods.tokens import Causal, check_causal, relative_to, self_token, uniform_attention
 from vitflow.models.languages import decoder_of
+from vitflow.progress import tracking
 from vitflow.recording.trace import Trace
 from vitflow.text.generate_calls import refuse_not_causal
 from vitflow.text.languages import has_head, predicts_words

@@ -457,7 +457,7 @@ function currentCall() {
     python: differenceCode(path, call, method, options, found.python),
   } : found);
   if (!isLive()) {
-    const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([name, value]) => value !== null));
+    const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([, value]) => value !== null));
     return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(SPREAD.includes(own.refined) && refines(image) ? refining : {}) });
   }
   const fused = { discard_ratio: state.discard_ratio, ...refining };
