@@ -15,9 +15,9 @@ from torch import nn
 
 import vitflow
 from vitflow.methods.rollout import gradient_weighted_attention, relevance
-from vitflow.text.labels import hide, words_of
 from vitflow.text.languages import load_language_model
-from vitflow.text.shaded import ShadedText
+from vitflow.text.shaded_text import ShadedText
+from vitflow.text.words import hide, words_of
 
 SENTENCES = ("A man is playing a guitar on the stage.", "Someone performs music in front of an audience.")
 

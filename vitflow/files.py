@@ -17,6 +17,9 @@ READ_SUFFIXES = frozenset(
     | {".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
 )
 
+# Methods of Path would raise for a name that the system rejects, such as one of 300 letters; these return False.
+is_folder, is_file, is_link, is_there = os.path.isdir, os.path.isfile, os.path.islink, os.path.exists
+
 
 @contextmanager
 def write_atomically(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[BinaryIO]:
@@ -46,26 +49,6 @@ def write_atomically(path: str | os.PathLike[str], *, durable: bool = False) -> 
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return True if the path is a folder; False if the system rejects the name, such as one of 300 letters."""
-    return os.path.isdir(path)  # noqa: PTH112 - where Path.is_dir() raises
-
-
-def is_file(path: str | os.PathLike[str]) -> bool:
-    """Return True if the path is a regular file; False if the system rejects the name."""
-    return os.path.isfile(path)  # noqa: PTH113
-
-
-def is_link(path: str | os.PathLike[str]) -> bool:
-    """Return True if the path is a symbolic link; False if the system rejects the name."""
-    return os.path.islink(path)  # noqa: PTH114
-
-
-def is_there(path: str | os.PathLike[str]) -> bool:
-    """Return True if the path exists; False if the system rejects the name."""
-    return os.path.exists(path)  # noqa: PTH110
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:

@@ -12,7 +12,7 @@ from tests.app.served import serving
 from tests.explaining.test_clips import video
 from vitflow.demo import sample_images
 from vitflow.errors import ImageError, OptionError
-from vitflow.explaining.clips import read_video
+from vitflow.images.videos import read_video
 
 pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
 SAMPLE = sample_images()[0]
@@ -357,7 +357,7 @@ def test_the_queue_says_who_waits_and_a_slow_question_ends(web, uploaded):
         assert web.post("/gradio_api/queue/join", json=body).status_code == 200
 
     started = time.monotonic()
-    join("slow", method="occlusion", patch_size="1", shifts="4")
+    join("slow", method="occlusion", patch_size="1")
     join("next")
     reported = []
     for one in events(web, "next"):
@@ -377,7 +377,7 @@ def test_no_bad_request_leaves_a_traceback_in_the_console(page, web):
 
 def test_time_counts_from_the_first_step_and_what_is_hopeless_is_stopped_early():
     from vitflow.app.actions import TimeLimitError, limited
-    from vitflow.explaining.progress import tracking
+    from vitflow.progress import tracking
 
     clock = [0.0]
 

@@ -43,10 +43,10 @@ from vitflow.methods.ranks import centre_prior
 from vitflow.models.languages import decoder_path
 from vitflow.recording.recorder import record_attention
 from vitflow.text import Generation, explain_generation
-from vitflow.text.labels import text_of
 from vitflow.text.languages import load_language_model, load_processor
 from vitflow.text.method_table import for_kind, text_method
-from vitflow.text.read_rows import ReadText, array_of, read_rows
+from vitflow.text.rows import ReadText, array_of, read_rows
+from vitflow.text.words import text_of
 
 PROMPT = "<image> here is"
 FIRST_CHOOSING, FIRST_TELLING = 600_000, 700_000

@@ -16,8 +16,7 @@ The rule, written down before anything was measured by it:
 5. A default falls back to 0 if a gain on the telling half of a model is clearly negative.
 
 The same can be asked of other options. `--of earlier`: those that the methods had before refinement, each against its
-published definition; `--of beneath`: the same where both are refined, as the defaults are now; `--of shifts`: the mean
-over four shifted crops, on top of the other defaults.
+published definition; `--of beneath`: the same where both are refined, as the defaults are now.
 """
 
 import argparse
@@ -40,7 +39,6 @@ QUESTIONS: dict[str, tuple[dict, list[dict]]] = {
     "refine": ({"refine": 0}, [{"refine": 1, "affinity": affinity} for affinity in ("attention", "keys", "both")]),
     "earlier": ({"preset": "paper"}, [{"refine": 0}]),
     "beneath": ({"preset": "paper", "refine": 1}, [{"refine": 1}, {"refine": 1, "head_fusion": "mean"}]),
-    "shifts": ({"shifts": 0}, [{"shifts": 4}]),
 }
 MEASURES = {"roc_auc": 1.0, "deletion_auc": -1.0}
 CHECKPOINT = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"

@@ -36,7 +36,7 @@ def make_run(source: Path, output: Path, count: int, drawn: int) -> None:
     job, dice = make_job(["rollout"], {}, overlays=False), np.random.default_rng(0)
     run = {"root": str(source), "model": "m", "weights_sha256": "", "fit": "crop", "methods": {"rollout": "rollout"}}
     run |= {"options": {"rollout": {}}, "drawing": {}, "format": "jpg", "kind": "folder"}
-    with Run(output, run, max_pixels=10**8) as store:
+    with Run(output, run) as store:
         store.missing([f"{number:05}.jpg" for number in range(count)], lambda row: True)
         for first in range(0, count, 16):
             store.put(made_up(source, number, count, drawn, dice, job) for number in range(first, first + 16))

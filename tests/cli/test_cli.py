@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
+import torch
 from PIL import Image
 
 import vitflow
@@ -137,6 +138,15 @@ def test_a_class_that_was_requested_is_reported(run, images, tmp_path):
     wrong = run("explain", "--model", "demo", images[0], "--class", "zebra", "-o", tmp_path)
     assert wrong.returncode == 2
     assert "Unknown class 'zebra'" in wrong.stderr
+
+
+def test_a_model_without_class_names_reports_indices(run, images, tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3)
+    torch.nn.init.constant_(model.head.bias[1], 20)
+    torch.save(model.state_dict(), tmp_path / "mine.pth")
+    mine = ("--model", "vit_tiny_patch16_224", "--checkpoint", tmp_path / "mine.pth")
+    done = run("explain", images[0], *mine, "--class", 2, "-o", tmp_path / "map.png")
+    assert done.returncode == 0 and "class 2 (2), <0.1%; predicted: class 1 (1)" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -459,7 +469,7 @@ def test_values_that_nothing_can_be_made_with_are_usage_errors(command, argument
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch-size", "²"], "expected auto or an integer of at least 1, got '²'"),
+        (["--batch-size", "²"], "'²' is not a valid integer"),
         (["--method", "occlusion", "--occlusion-batch", "0"], "at least 1"),
         (["--method", "occlusion", "--patch-size", "0"], "patch_size"),
     ],

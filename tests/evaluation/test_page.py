@@ -141,7 +141,10 @@ def test_all_charts_have_one_size_of_type(open_page, saved):
 def test_under_each_method_stands_how_it_departs_from_its_publication(open_page, saved):
     actual, page = saved[0], open_page("light")
     reported = actual.departures["gae"]
-    assert reported == "max over heads, value-weighted, refined by both" and actual.departures["random"] is None
+    assert (
+        reported == "max over heads, value-weighted, refined by attention and keys"
+        and actual.departures["random"] is None
+    )
     assert f"gae\n{reported}" in page.locator("table.numbers tbody th").all_inner_texts()
     assert json.loads((saved[1].parent / "summary.json").read_text())["departures_from_paper"]["gae"] == reported
     assert f"Differences from publications: gae: {reported}." in actual.to_markdown()

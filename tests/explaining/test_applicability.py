@@ -94,6 +94,34 @@ def test_windows_that_are_said_to_be_untraced_are_refused_by_the_recorder(name):
         trace.layout  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_relpos_small_patch16_224",
+        "beit_base_patch16_224",
+        "vit_tiny_r_s16_p8_224",
+        "cait_xxs24_224",
+        "twins_svt_small",
+    ],
+)
+def test_two_blocks_report_as_much_as_all(name, monkeypatch):
+    short = support_of(name)
+    monkeypatch.setattr(support, "_UNIFORM", ())
+    monkeypatch.setattr(support, "_STAGED", ())
+    monkeypatch.setattr(support, "_cache", {})
+    depths: list[dict[str, object]] = []
+    genuine = support._draft
+    monkeypatch.setattr(support, "_draft", lambda name, **options: depths.append(options) or genuine(name, **options))
+    assert support_of(name) == short
+    assert depths == [{}]
+
+
+def test_a_model_that_cannot_be_built_short_is_built_whole(monkeypatch):
+    monkeypatch.setattr(support, "_cache", {})
+    monkeypatch.setattr(support, "_UNIFORM", ("levit",))  # whose constructor takes no depth
+    assert support_of("levit_128s").grid == (14, 14)
+
+
 def test_what_cannot_run_on_shapes_runs_on_values_where_it_is_small(monkeypatch):
     monkeypatch.setattr(support, "_cache", {})
     genuine = support._support_in

@@ -207,8 +207,6 @@ def test_wrong_channels_are_refused_with_a_remedy(tmp_path):
         Explainer(multispectral(), data_config=CONFIG, channels=(1, 2, 5))
     with pytest.raises(OptionError, match="input other than RGB"):
         Explainer("demo", channels=(0, 1, 2))
-    with pytest.raises(OptionError, match="shifts require an image"):
-        explainer.explain(field(), method="rollout", shifts=4)
 
 
 @pytest.mark.parametrize("name", ["field.npy", "field.tif"])

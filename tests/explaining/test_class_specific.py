@@ -238,7 +238,6 @@ def test_the_papers_definition_is_one_option_away():
         "patch": None,
         "refine": 0,
         "affinity": "both",
-        "shifts": 0,
     }
     rollout = get_method("rollout").complete({"preset": "paper", "start_layer": 2})
     assert (rollout["head_fusion"], rollout["discard_ratio"], rollout["value_weighted"]) == ("mean", 0.0, False)
@@ -246,9 +245,9 @@ def test_the_papers_definition_is_one_option_away():
     saliency = explainer().explain(IMAGES[0], method="gae", preset="paper")
     assert saliency.options["value_weighted"] is False
     assert "preset" not in saliency.options
-    with pytest.raises(OptionError, match="Unknown preset of method gae 'papers'. Did you mean 'paper'"):
+    with pytest.raises(OptionError, match="Unknown gae preset 'papers'. Did you mean 'paper'"):
         explainer().explain(IMAGES[0], method="gae", preset="papers")
-    with pytest.raises(OptionError, match="Unknown option of method gradcam 'preset'"):
+    with pytest.raises(OptionError, match="Unknown gradcam option 'preset'"):
         explainer().explain(IMAGES[0], method="gradcam", preset="paper")
 
 

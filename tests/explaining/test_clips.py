@@ -13,7 +13,8 @@ from tests.benchmarks.clips import drawn_clip, separates
 from vitflow import Explainer, explain_clip
 from vitflow.cli import cli
 from vitflow.errors import ImageError, OptionError, ShapeError
-from vitflow.explaining.clips import frame_shares, read_video
+from vitflow.explaining.clips import frame_shares
+from vitflow.images.videos import read_video
 
 
 @pytest.fixture(scope="module")

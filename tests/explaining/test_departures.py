@@ -12,8 +12,8 @@ from vitflow.explaining.captions import changed_options, departures, departures_
 from vitflow.explaining.method_table import BUILT_IN, Method, get_method
 from vitflow.explaining.strips import draw_comparison
 from vitflow.images.pen import Pen
-from vitflow.text.labels import caption
 from vitflow.text.method_table import TEXT_METHODS, for_kind
+from vitflow.text.view import caption
 
 IMAGE = sample_images()[0]
 
@@ -34,7 +34,6 @@ def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(met
         "refine": 2,
         "layers": 3,
         "below": "rollout",
-        "shifts": 4,
     }
     reported = [departures(method, {**published, name: other}) for name, other in others.items() if name in published]
     assert all(reported) and len(set(reported)) == len(reported)
@@ -46,7 +45,7 @@ def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(met
     ("name", "options", "reported"),
     [
         ("rollout", {}, "max over heads, 90% discarded, value-weighted, refined by attention"),
-        ("rollout", {"preset": "paper", "refine": 1, "affinity": "both"}, "refined by both"),
+        ("rollout", {"preset": "paper", "refine": 1, "affinity": "both"}, "refined by attention and keys"),
         ("flow", {"refine": 0}, "last 4 layers, rollout below, 90% discarded, value-weighted"),
         (
             "gae",
@@ -56,7 +55,6 @@ def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(met
         ("attention", {"layer": 2, "value_weighted": True}, "layer 2, weighted by value norms"),
         ("attention", {}, ""),
         ("occlusion", {}, "drop in log-odds"),
-        ("gradcam", {"shifts": 4}, "shifts 4"),
         ("centre", {"sigma": 0.5}, "sigma 0.5"),
     ],
 )
@@ -88,7 +86,7 @@ def test_raw_attention_is_raw(explainer):
 
 def test_figures_strips_sheets_and_json_report_the_departure_under_the_name(explainer, tmp_path):
     options = {"value_weighted": "output", "refine": 1, "affinity": "both"}
-    reported = "value-weighted, refined by both"
+    reported = "value-weighted, refined by attention and keys"
     for method in ("attention", "gae"):
         for given, line in (({"preset": "paper", **options}, reported), ({"preset": "paper"}, "")):
             saliency = explainer.explain(IMAGE, method=method, **given)

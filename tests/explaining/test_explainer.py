@@ -179,6 +179,11 @@ def test_imagenet_classes_by_any_of_their_names():
         class_index("n02124075", 1000, entry)
 
 
+def test_an_unknown_class_of_few_lists_them():
+    with pytest.raises(OptionError, match=r"Unknown class 'tabby'\. Known: skunk, hyena, chimpanzee\."):
+        class_index("tabby", 3, ["skunk", "hyena", "chimpanzee"])
+
+
 def test_targets_by_index_and_by_name():
     explaining = Explainer(custom_model(), data_config=DATA, class_names=["ant", "bee", "cow", "dog", "Emu"])
     image = photo(40, 40)
@@ -437,7 +442,7 @@ def test_nan_logits_are_an_error_and_no_map():
     ("options", "message"),
     [
         ({"method": "rolout"}, "Did you mean 'rollout'"),
-        ({"head_fusoin": "max"}, "Unknown option of method rollout 'head_fusoin'. Did you mean 'head_fusion'"),
+        ({"head_fusoin": "max"}, "Unknown rollout option 'head_fusoin'. Did you mean 'head_fusion'"),
         ({"head_fusion": "median"}, "Unknown head fusion"),
         ({"method": "attention", "layer": 4}, "Expected layer from 1 to 3"),
         ({"method": "attention", "head": 3}, "Expected head from 0 to 2"),

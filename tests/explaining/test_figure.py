@@ -46,12 +46,12 @@ def test_a_figure_says_what_it_shows(explainer, tmp_path):
         actual = words(saliency, tmp_path)
         joined = " ".join(actual)
         assert actual[0] == {"gae": "GAE", "rollout": "Attention rollout"}[method]
-        assert actual[1] == f"{saliency.label}, {saliency.probability:.1%}"
+        assert f"{saliency.label}, {saliency.probability:.1%}" in actual
         assert image.name in joined and saliency.model in joined and "98th percentile" in joined
         assert ("the same for every class" in joined) == (method == "rollout")
         assert ("30% discarded" in joined) == (method == "rollout")
-        limits, unit = readable(*np.percentile(saliency.grid.astype(float), [2, 98]))
-        assert limits[0] in actual and f"{limits[1]} {unit}".strip() in actual
+        (low, high), unit = readable(*np.percentile(saliency.grid.astype(float), [2, 98]))
+        assert f"percentile of the patches are {low} and {high} {unit}".strip() in joined
 
 
 @pytest.mark.parametrize("limits", [{}, {"vmax": 0.5}, {"robust": False}])
@@ -83,7 +83,7 @@ def test_the_bar_of_a_contrast_says_which_colour_is_which_class(explainer, tmp_p
 def test_the_last_value_stands_at_the_end_of_the_bar(tmp_path):
     grid = np.linspace(0, 1, 400).reshape(20, 20)
     grid[-1, -1] = 1.2
-    assert {"0.02", "0.98", "1.2"} <= set(words(map_of(grid), tmp_path))
+    assert {"0.02", "1.2"} <= set(words(map_of(grid), tmp_path))
     grid[-1, -1] = 9  # far beyond the last colours
     assert any(text.startswith("≥ 1.") for text in words(map_of(grid), tmp_path))
     actual = words(map_of(grid - 0.5), tmp_path)

@@ -135,8 +135,6 @@ def other_value(option, method):
         return not default
     if option.choices:
         return next(choice for choice in option.choices if choice != default)
-    if option.name == "shifts":
-        return 4
     return (0, 1) if option.kind == tuple[int, int] else 2 if default != 2 else 1
 
 

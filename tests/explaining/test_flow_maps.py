@@ -9,7 +9,7 @@ import torch
 
 import vitflow
 from vitflow.errors import OptionError, VitflowWarning
-from vitflow.explaining.progress import shown_by
+from vitflow.progress import shown_by
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def test_a_method_of_the_table_is_taken_with_what_is_changed_of_it():
     rollout = method_table.get_method("rollout")
     mine = register_method(replace(rollout, name="mine", defaults={"residual": 0.3}))
     assert method_table.get_method("mine") is mine
-    assert mine.defaults == {"residual": 0.3, "refine": 0, "affinity": "attention", "shifts": 0}
+    assert mine.defaults == {"residual": 0.3, "refine": 0, "affinity": "attention"}
     assert mine.presets == rollout.presets and mine.needs == {"attention"}
     with pytest.raises(OptionError, match="There is already a method 'mine'"):
         register_method(mine)
@@ -61,7 +61,7 @@ def test_one_method_twice_is_refused_unless_its_options_differ():
 
 
 UNKNOWN = ["--method", "rolout"], "Unknown method 'rolout'. Did you mean 'rollout'?"
-FOREIGN = ["--method", "centre", "--layers", "3"], "Unknown option of method centre 'layers'"
+FOREIGN = ["--method", "centre", "--layers", "3"], "Unknown centre option 'layers'"
 
 
 @pytest.mark.parametrize(

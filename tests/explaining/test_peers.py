@@ -156,7 +156,7 @@ def test_unknown_names_are_reported():
         get_method("captum:NeuronGradient")
     with pytest.raises(OptionError, match="Unknown method 'zennit:LRP'"):
         get_method("zennit:LRP")
-    with pytest.raises(OptionError, match="Unknown option of method captum:Saliency 'layer'"):
+    with pytest.raises(OptionError, match="Unknown captum:Saliency option 'layer'"):
         vitflow.explain(IMAGES[0], model="demo", method="captum:Saliency", layer=2)
 
 

@@ -18,7 +18,7 @@ from vitflow.cli.output import images_bar, reporting, resumable
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
 from vitflow.explaining.method_table import is_slow, list_methods
-from vitflow.explaining.progress import tracking, watched
+from vitflow.progress import tracking, watched
 from vitflow.runs.batches import RunProgress
 
 

@@ -234,7 +234,6 @@ def test_wrong_questions_are_refused(make, error, words):
         (vitflow.boxes(), {"target": "top2"}, OptionError, "explain_batch"),
         (vitflow.boxes((900, 900, 950, 950)), {}, OptionError, "None of the 6 detections"),
         (vitflow.boxes(), {"target": vitflow.Contrast(0, against=1)}, OptionError, "rest"),
-        (vitflow.boxes(), {"method": "gae", "shifts": 4}, OptionError, "shifts"),
     ],
 )
 def test_wrong_targets_are_refused(outputs, options, error, words):

@@ -88,8 +88,6 @@ def test_the_original_of_a_tensor_is_what_the_map_lies_on():
     np.testing.assert_allclose(actual.grid, expected.grid, rtol=0, atol=1e-6)
     np.testing.assert_array_equal(actual.image, original)
     assert actual.placement == expected.placement != explainer.explain(pixels).placement
-    shifted = explainer.explain(pixels, original=original, shifts=4)
-    np.testing.assert_allclose(shifted.grid, explainer.explain(original, shifts=4).grid, rtol=0, atol=1e-6)
     with pytest.raises(ShapeError, match="tensor of .* for this original"):
         model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, dynamic_img_size=True)
         Explainer(model, data_config=DATA, fit="squash").explain(pixels[..., :16], original=original)
@@ -139,10 +137,8 @@ def test_a_tensor_that_is_no_input_of_the_model_is_refused(pixels, reported):
         Explainer(model_of("timm"), data_config=DATA).explain(pixels)
 
 
-def test_shifts_and_originals_without_their_other_half_are_refused():
+def test_an_original_of_an_image_is_refused():
     explainer = Explainer(model_of("timm"), data_config=DATA)
-    with pytest.raises(OptionError, match="shifts require an image"):
-        explainer.explain(normalised(IMAGES)[0], shifts=4)
     with pytest.raises(OptionError, match="leave it out"):
         explainer.explain(IMAGES[0], original=IMAGES[0])
     with pytest.raises(OptionError, match="one original for each of 3"):

@@ -107,7 +107,7 @@ def test_the_report_draws_from_the_grids(both):
 def test_the_command_draws_what_is_requested_and_reports_what_it_could_not(both, tmp_path):
     place = shutil.copytree(both, tmp_path / "both", ignore=shutil.ignore_patterns("overlays"))
     with closing(sqlite3.connect(place / "grids" / FILE)) as db:
-        db.execute("UPDATE run SET value = replace(value, ?, ?)", (str(both), str(place)))
+        db.execute("UPDATE run SET fingerprint = replace(fingerprint, ?, ?)", (str(both), str(place)))
         db.commit()
     (place / "in/1.jpg").write_bytes(image_bytes(50))
     (place / "in/2.jpg").unlink()

@@ -2,6 +2,7 @@
 
 import pickle
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.folder.test_run import count_rows, fill, run
 from tests.typed import forked
 from vitflow import Explainer
 from vitflow.cli import cli
-from vitflow.cli.commands.folder import _Model
+from vitflow.cli.options import make_explainer
 from vitflow.errors import OptionError
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.plan import list_inputs
@@ -167,9 +168,10 @@ def test_the_command_sends_no_model(tmp_path):
         "fit": "crop",
         "device": "cpu",
         "dtype": None,
+        "data_config": None,
+        "channels": None,
     }
-    model = _Model(given)
-    assert model() is model()
+    model = partial(make_explainer, given)
     sent = pickle.dumps(model)
     assert len(sent) < 1000 and pickle.loads(sent)().model_id == model().model_id
 

@@ -271,7 +271,7 @@ def test_a_run_folder_does_not_say_what_is_fetched(tmp_path, explainer, web):
     (place / "1.jpg").write_bytes(image_bytes(9))
     out = run(source, tmp_path / "out", model=explainer).output
     with closing(sqlite3.connect(out / FILE)) as db:
-        db.execute("UPDATE run SET value = replace(value, ?, ?)", (str(source), url))
+        db.execute("UPDATE run SET fingerprint = replace(fingerprint, ?, ?)", (str(source), url))
         db.commit()
     with pytest.raises(OptionError, match="URLs in a record are not fetched"):
         draw_run(out, tmp_path / "drawn")

@@ -55,13 +55,13 @@ def change(out: Path, statement: str, *values) -> None:
 
 
 def test_rows_are_detected_again_and_later_ones_replace_earlier_ones(tmp_path):
-    with Run(tmp_path, FINGERPRINT, max_pixels=7) as run:
+    with Run(tmp_path, FINGERPRINT) as run:
         run.missing(["a", ODD, "b"], lambda row: True)
         run.put([made("a", 1), made(ODD, 2)])
         run.put([made("a", 3)])
         assert run.finish() == {"total": 3, "explained": 2, "failed": 1}
     with SavedRun(tmp_path) as again:
-        assert (again.fingerprint, again.max_pixels) == (FINGERPRINT, 7)
+        assert again.fingerprint == FINGERPRINT
         assert [(row["input"], row["value"]) for row in again.rows()] == [("a", 3.0), (ODD, 2.0)]
         assert [row["input"] for row, _ in again.with_maps([ODD, "missing", "a"])] == [ODD, "a"]
         assert [maps["rollout"].tolist() for _, maps in again.with_maps(["a"])] == [[[3.0] * 3] * 2]
@@ -234,8 +234,8 @@ def test_the_file_may_not_be_a_link(tmp_path, name):
         "CREATE INDEX more ON rows (abs(size))",
         "DROP TABLE maps",
         "DELETE FROM run",
-        "UPDATE run SET value = '[1]'",
-        'UPDATE run SET value = \'{"fingerprint": {"a": NaN}}\'',
+        "UPDATE run SET fingerprint = '[1]'",
+        "UPDATE run SET fingerprint = '{\"a\": NaN}'",
         "PRAGMA journal_mode = WAL",
     ],
 )
@@ -415,7 +415,7 @@ def mutated(content: bytes, out: Path, chance: random.Random) -> None:
     with closing(sqlite3.connect(path)) as db:
         columns = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
         if chance.random() < 0.5 and table != "maps":
-            text = "record" if table == "rows" else "value"
+            text = "record" if table == "rows" else "fingerprint"
             [record] = chance.choice(db.execute(f"SELECT {text} FROM {table}").fetchall())
             value = bytearray(record.encode())
             for _ in range(chance.choice([1, 3])):

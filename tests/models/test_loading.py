@@ -84,7 +84,7 @@ def test_a_checkpoint_without_a_classifier(model, tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     other = timm.create_model("vit_tiny_patch16_224", depth=2)
     save_file(other.state_dict(), tmp_path / "w.safetensors")
-    with pytest.raises(ModelError, match=r"do not fit test_vit.*Is it the right model id|do not fit test_vit"):
+    with pytest.raises(ModelError, match=r"do not fit test_vit.*is it the right model id"):
         vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
 
 
@@ -94,10 +94,8 @@ def test_a_wrong_checkpoint_is_reported_in_one_line_with_the_model_that_it_may_b
     with pytest.raises(ModelError) as caught:
         vitflow.load_model("vit_small_patch16_384", checkpoint=tmp_path / "w.safetensors")
     message = str(caught.value)
-    assert (
-        "152 of 152 tensors differ, the file's width is 192, the model's 384; it may be vit_tiny_patch16_224."
-        in message
-    )
+    assert "152 of 152 tensors differ, cls_token is (1, 1, 192), not (1, 1, 384)" in message
+    assert message.endswith("it may be vit_tiny_patch16_224.")
     assert "\n" not in message and len(message) < 400
     assert not recwarn.list  # no word on image sizes or classes of weights that do not fit
 

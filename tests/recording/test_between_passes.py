@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitflow import record_attention
-from vitflow.models.parts import model_cache, module_search, modules_of, with_paths
+from vitflow.models.parts import model_cache, module_paths, modules_of
 from vitflow.recording import recorder
+from vitflow.recording.attention_kinds import may_attend
 
 SIZE = {"img_size": 32, "patch_size": 16, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 4}
 
@@ -112,13 +113,14 @@ def test_another_pooling_is_read_anew():
 
 def test_a_part_that_moves_to_another_module_is_noticed():
     model = nn.Sequential(nn.Sequential(Eager(), Eager()), nn.Sequential(Eager()))
-    paths = [path for path, _ in with_paths(model, module_search(lambda module: isinstance(module, Eager)))]
-    assert paths == ["0.0", "0.1", "1.0"]
-    eager = module_search(lambda module: isinstance(module, Eager))
-    assert len(with_paths(model, eager)) == 3
+
+    def paths():
+        return [path for path, module in module_paths(model) if isinstance(module, Eager)]
+
+    assert paths() == ["0.0", "0.1", "1.0"]
     moved = model[0]._modules.pop("1")
     model[1]._modules = {"1": moved, **model[1]._modules}
-    assert [path for path, _ in with_paths(model, eager)] == ["0.0", "1.1", "1.0"]
+    assert paths() == ["0.0", "1.1", "1.0"]
 
 
 def test_a_copy_has_what_is_its():
@@ -181,8 +183,11 @@ def test_families_that_are_known_show_as_much_as_one_that_is_not(name, monkeypat
     torch.manual_seed(0)
     model = timm.create_model(name, img_size=2 * int(patch), depth=2, embed_dim=48, num_heads=2).eval()
     few, answer = recorded(model, 2 * int(patch))
-    watched = len(recorder.with_paths(model, recorder.may_attend))
-    every = module_search(lambda module: bool(module._modules))
+    watched = len(may_attend(model))
+
+    def every(model):
+        return {path: module for path, module in model.named_modules() if module._modules}
+
     monkeypatch.setattr(recorder, "may_attend", every)
     all_of_it, same = recorded(model, 2 * int(patch))
     assert watched <= 3 < len(every(model)) and torch.equal(answer, same)

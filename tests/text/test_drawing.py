@@ -16,11 +16,10 @@ from PIL import Image
 from vitflow.errors import OptionError, ShapeError, printable
 from vitflow.images.typesetting import GREY, without_glyph_warnings
 from vitflow.text.graph import GraphView, Panel
-from vitflow.text.labels import ENGLISH_STOP_WORDS, hide, labels_of
-from vitflow.text.layout import Words
-from vitflow.text.shaded import ShadedText
+from vitflow.text.shaded_text import ShadedText
 from vitflow.text.sheet import Sheet
 from vitflow.text.view import POSITIVE, RowSummary
+from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
 
 STRINGS = ("[CLS]", "the", " key", " to", " the", " cab", "inet", "s", " is", " lost", ".", "[SEP]")
 HOSTILE = (
@@ -134,8 +133,8 @@ def test_the_requested_token_is_outlined_and_sets_no_scale():
 
 def test_a_terminal_gets_a_plain_list_of_the_strongest_tokens():
     lines = ShadedText(WORDS, WEIGHTS, selected=(8,), title="A title").text().splitlines()
-    assert lines[0] == "A title" and re.fullmatch(r"  \[CLS\]  +30\.0 %  \(0\)", lines[1])
-    shares = [float(re.search(r"([\d.]+) %  \(", line)[1]) for line in lines[1 : lines.index("")]]
+    assert lines[0] == "A title" and re.fullmatch(r" +30\.0 %  \[CLS\]  \(0\)", lines[1])
+    shares = [float(re.search(r"([\d.]+) %  ", line)[1]) for line in lines[1 : lines.index("")]]
     assert shares == sorted(shares, reverse=True) and len(shares) > 2
 
 
@@ -143,8 +142,8 @@ def test_negative_weights_count_against():
     view = ShadedText(words_of(("no", " yes")), [-0.2, 0.4])
     assert any("hatched: negative" in text for text in texts_of(view.figure()))
     assert [line.split() for line in view.text().splitlines()[:2]] == [
-        ["yes", "66.7", "%", "(1)"],
-        ["no", "-33.3", "%", "(0)"],
+        ["66.7", "%", "yes", "(1)"],
+        ["-33.3", "%", "no", "(0)"],
     ]
 
 

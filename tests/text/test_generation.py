@@ -14,7 +14,7 @@ from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import byte_tokenizer, reads, wordpiece_tokenizer
 from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
-from vitflow.explaining.progress import shown_by
+from vitflow.progress import shown_by
 from vitflow.text import Generation, explain_generation
 
 transformers = pytest.importorskip("transformers")
@@ -314,7 +314,7 @@ def test_other_mistakes_are_reported_before_anything_is_written():
             written(model, method=method, guidance_scale=1.5)
     with pytest.raises(OptionError, match="Unknown method for texts 'rolout'. Did you mean 'rollout'"):
         written(model, method="rolout")
-    with pytest.raises(OptionError, match="Unknown option of method gae 'residual'"):
+    with pytest.raises(OptionError, match="Unknown gae option 'residual'"):
         written(model, method="gae", residual=0.5)
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():

@@ -10,9 +10,8 @@ from tests import references
 from tests.recording.test_languages import SIZES, built
 from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
-from vitflow.text import Words, explain_text, layouts_of
-from vitflow.text.labels import words_of
-from vitflow.text.layout import Grid, SequenceLayout
+from vitflow.text import Words, explain_text
+from vitflow.text.words import words_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -249,35 +248,9 @@ def test_what_a_model_cannot_read_is_reported(wordpieces):
         assert not torch.overrides._get_current_function_mode_stack()  # what watched it watches no other model
 
 
-# -- layouts of any tokens ---------------------------------------------------------------------------------------------
+# -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_layout_reports_each_part_its_place():
-    words = Words(("what", " is", " this", "?"), (5, 6, 7, 8), (False,) * 4)
-    for side, start in (("left", 3), ("right", 0)):
-        layout = SequenceLayout((words[:1], Grid(2, 3), words[1:]), num_padding=3, padding=side)
-        vector = torch.arange(layout.num_tokens)
-        assert layout.num_tokens == 13 and layout.words == words
-        assert layout.to_words(vector).tolist() == [start + place for place in (0, 7, 8, 9)]
-        assert layout.to_grid(vector).tolist() == [[start + 1 + 3 * row + col for col in range(3)] for row in range(2)]
-        assert layout.to_grid(vector.expand(5, -1)).shape == (5, 2, 3)
-    texts = torch.tensor([[0, 0, 5, 6], [5, 6, 7, 8]])
-    padded, whole = layouts_of(texts, (texts > 0).int())
-    assert (padded.num_padding, padded.padding, padded.to_words(texts[0]).tolist()) == (2, "left", [5, 6])
-    assert (whole.num_padding, whole.words.ids) == (0, (5, 6, 7, 8))
-    [right] = layouts_of(torch.tensor([[5, 0]]), torch.tensor([[1, 0]]))
-    assert (right.num_padding, right.padding) == (1, "right")
-    with pytest.raises(ShapeError, match="padding on one side"):
-        layouts_of(torch.tensor([[0, 5, 0]]), torch.tensor([[0, 1, 0]]))
-    with pytest.raises(ShapeError, match="got 3 in a row"):
-        layouts_of(torch.tensor([[9, 9, 9]]), image_token=9)
-    image = SequenceLayout((Grid(2, 2),))
-    assert not len(image.to_words(torch.arange(4)))
-    with pytest.raises(ShapeError, match="Expected 4 tokens"):
-        image.to_grid(torch.arange(6))
-    with pytest.raises(OptionError, match="grid index below 1"):
-        image.to_grid(torch.arange(4), 1)
-    with pytest.raises(OptionError, match="Unknown padding 'top'"):
-        SequenceLayout((words,), padding="top")
+def test_words_have_one_string_id_and_flag_per_token():
     with pytest.raises(ShapeError, match="same length, got 1, 2 and 1"):
         Words(("a",), (1, 2), (False,))

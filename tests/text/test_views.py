@@ -13,7 +13,7 @@ from vitflow.errors import OptionError
 from vitflow.methods.rollout import attention_rollout
 from vitflow.text import Generation, Reading, Words
 from vitflow.text.graph import MOST_TOKENS
-from vitflow.text.labels import ENGLISH_STOP_WORDS
+from vitflow.text.words import ENGLISH_STOP_WORDS
 
 MINILM = Path(__file__).resolve().parents[4] / "shared" / "data" / "minilm"
 STRINGS = ("<s>", "the", " key", " is", " here")

@@ -367,9 +367,9 @@ def test_tabs_say_which_maps_can_be_requested_of_a_patch(page):
     }
     assert reported == {
         "Click a patch:": ["Attention rollout", "Raw attention", "Similar patches"],
-        "Whole answer only:": ["GAE", "Sampling", "Consensus"],
+        "Model output only:": ["GAE", "Sampling", "Consensus"],
     }
-    assert "asks nothing" in page.get_by_role("tab", name="GAE").get_attribute("title")
+    assert "patches cannot be clicked" in page.get_by_role("tab", name="GAE").get_attribute("title")
 
 
 @pytest.mark.parametrize("mode", ["rollout", "attention"])
@@ -379,15 +379,18 @@ def test_the_map_of_a_patch_is_reported_and_shown_next_to_that_of_the_whole_answ
     entry, _ = map_of(page, map=mode, patch="4,9")
     similar = np.corrcoef(entry.ravel(), whole.ravel())[0, 1]
     reported = page.locator("#panel-a .correlation").text_content()
-    assert reported == f"Correlation with the map of the whole answer: {similar:.2f}. ".replace("-", "−")
+    assert reported == f"Correlation with the map of the model output: {similar:.2f}. ".replace("-", "−")
     page.locator("#panel-a .less").click()
     until(page, "state.less && panels.a.map.ends")
     assert page.locator("#panel-a .less").text_content() == "Show the map itself"
     difference = np.array(page.evaluate("[...panels.a.map.values]")).reshape(entry.shape)
     np.testing.assert_allclose(difference, entry / entry.sum() - whole / whole.sum(), atol=1e-9)
     ends = page.locator("#panel-a .ends")
-    assert ends.is_visible() and ends.inner_text().split("\n") == ["more in the whole answer", "more in this patch"]
-    assert "less the map of the whole answer" in page.locator("#panel-a .from").text_content()
+    assert ends.is_visible() and ends.inner_text().split("\n") == [
+        "more in the model output's map",
+        "more in the patch's map",
+    ]
+    assert "minus the map of the model output" in page.locator("#panel-a .from").text_content()
     page.locator("#panel-a .less").click()
     until(page, "!state.less && panels.a.map.low >= 0")
     assert ends.is_hidden()
@@ -402,7 +405,7 @@ def test_the_bar_of_a_contrast_says_which_colour_is_which_class(browser, tmp_pat
     until(page, "panels.a.map.own")
     ends = page.locator("#panel-a .ends")
     assert ends.inner_text().split("\n") == ["for yellow star", "for orange disc"]
-    assert " in logits, made beforehand" in page.locator("#panel-a .from").text_content()
+    assert " in logits, computed beforehand" in page.locator("#panel-a .from").text_content()
     page.close()
 
 
@@ -419,7 +422,7 @@ def test_keys_move_the_patch_and_choose_the_map(page):
     assert page.get_by_role("tab", name="Attention rollout").get_attribute("aria-selected") == "true"
     page.locator("#panel-a .frame").focus()
     page.keyboard.press("Escape")
-    assert page.evaluate("state.patch") == "" and page.locator("#source").text_content() == "the answer"
+    assert page.evaluate("state.patch") == "" and page.locator("#source").text_content() == "the model output"
     before = page.evaluate("state.discard_ratio")
     page.locator('[data-name="discard_ratio"]').focus()
     page.keyboard.press("ArrowLeft")  # the slider has the focus, and the key is its own

@@ -58,7 +58,7 @@ def serve(
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("gradio"):
             raise
-        raise OptionError("The page needs Gradio: pip install 'vitflow[app]'.") from error
+        raise OptionError("The app requires Gradio, which is not installed: pip install 'vitflow[app]'.") from error
     offered = Models(models, language_models, checkpoint=checkpoint, class_names=class_names)
     where: dict[str, Any] = {"host": host, "allowed_hosts": allowed_hosts, "port": port}
     page = launch(offered, samples, prompts=prompts, browser=browser, time_limit=time_limit, **where)

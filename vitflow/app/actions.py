@@ -22,7 +22,6 @@ from vitflow.demo import sample_images
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, printable
 from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.progress import Update, shown_by
 from vitflow.explaining.regions import about_region
 from vitflow.images.figures import save_figure
 from vitflow.models.detection import has_regions, is_segmenting
@@ -30,6 +29,7 @@ from vitflow.models.hub import bundled
 from vitflow.models.loading import load_model
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
+from vitflow.progress import Update, shown_by
 from vitflow.recording.isolation import default_device
 from vitflow.text.languages import load_language_model, load_processor
 

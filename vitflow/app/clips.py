@@ -9,9 +9,10 @@ import gradio as gr
 from vitflow.app.actions import Models, class_field, connect, drawn, result_fields
 from vitflow.errors import ImageError, OptionError
 from vitflow.explaining.captions import Code, python_call
-from vitflow.explaining.clips import FRAMES, explain_clip, read_video
+from vitflow.explaining.clips import FRAMES, explain_clip
 from vitflow.explaining.method_table import list_methods
 from vitflow.images import VIDEO_FORMATS
+from vitflow.images.videos import read_video
 from vitflow.models.videos import StackedFrames
 
 # Limits of a video in bytes, frames, and pixels of a frame (1920 × 1080, in multiples of 16); and explained frames.

@@ -17,7 +17,7 @@ from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.options import METHOD_OPTIONS, Option, shown
 from vitflow.explaining.targets import Contrast, is_several, top_count
 from vitflow.images import BACKGROUNDS, FITS, INTERPOLATIONS
-from vitflow.images.map_figure import image_bounds
+from vitflow.images.figures import image_bounds
 
 # The default method, and the method for a clicked patch if the selected one does not support patches.
 _METHOD, _OF_PATCHES = "gae", "rollout"
@@ -248,7 +248,7 @@ def images_tab(models: Models, samples: Sequence[str | Path], first_prompts: Seq
                     min_width=160,
                     visible=False,
                 )
-                target = class_field("Name, number, or top3.")
+                target = class_field("Name, index, or top3.")
             hint = f"What to ask, one per line, at most {_MOST_PROMPTS}."
             longest: dict[str, Any] = {"lines": 3, "max_length": _PROMPT_CHARACTERS}
             prompts = gr.Textbox(

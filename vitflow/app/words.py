@@ -11,12 +11,12 @@ from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.captions import python_call
 from vitflow.explaining.strips import draw_words
 from vitflow.text.generating import explain_generation
-from vitflow.text.labels import grouped_words, labels_of
 from vitflow.text.languages import default_prompt
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS
 from vitflow.text.reading import Reading, explain_text
-from vitflow.text.shaded import ShadedText
+from vitflow.text.shaded_text import ShadedText
 from vitflow.text.view import color_of
+from vitflow.text.words import grouped_words, labels_of
 
 _CAPTION, _READ, _WRITE = "What is in an image", "What a word rests on", "What is written next"
 # Attention grows quadratically with the length of a text, so the length is limited.

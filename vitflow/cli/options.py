@@ -37,17 +37,6 @@ class _Value(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
             self.fail(str(error).partition(": ")[2], param, ctx)
 
 
-class _BatchSize(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
-    name = "auto|N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value is None or value == "auto":
-            return None
-        if not str(value).isdecimal() or int(value) < 1:
-            self.fail(f"expected auto or an integer of at least 1, got {value!r}.", param, ctx)
-        return int(value)
-
-
 #: An existing file, an output file, and an output folder.
 FILE, NEW_FILE = (click.Path(exists=there, dir_okay=False, path_type=Path) for there in (True, False))
 NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -190,7 +179,7 @@ model_options = _together(
     click.option(
         "--channels",
         panel="Images",
-        metavar="R,G,B",
+        type=_Value(Option("channels", tuple[int, int, int], "", metavar="R,G,B")),
         help="Channels displayed as red, green and blue, from 0, for models with non-RGB input (TIFF and .npy files).",
     ),
     click.option(
@@ -252,7 +241,11 @@ limit_option = click.option(
     "--limit", panel="Images", type=click.IntRange(min=1), metavar="N", help="Use the first N images only."
 )
 batch_size_option = click.option(
-    "--batch-size", panel="Model", type=_BatchSize(), default="auto", help="Images per forward pass."
+    "--batch-size",
+    panel="Model",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Images per forward pass.  [default: by device; halved if memory runs out]",
 )
 resume_option = click.option(
     "--resume/--overwrite",
@@ -380,9 +373,9 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
         dynamic_img_size=given["fit"] == "native",
     )
     device = given["device"] or default_device()
-    settings = {name: given[name] for name in ("dtype", "fit", "name")}
-    settings |= {"data_config": _data_config(given.get("data_config")), "channels": _channels(given.get("channels"))}
-    return Explainer(model, device=device, outputs=_outputs(given, model), **settings)
+    settings = {name: given[name] for name in ("channels", "dtype", "fit", "name")}
+    config = _data_config(given["data_config"])
+    return Explainer(model, device=device, outputs=_outputs(given, model), data_config=config, **settings)
 
 
 def _data_config(path: str | Path | None) -> Any:
@@ -396,14 +389,6 @@ def _data_config(path: str | Path | None) -> Any:
     if not isinstance(config, dict):
         raise OptionError(f"Expected --data-config as a JSON object with input_size, mean and std, got {config!r:.60}.")
     return config
-
-
-def _channels(text: str | None) -> tuple[int, ...] | None:
-    """Return the numbers of `--channels`."""
-    try:
-        return None if text is None else tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise OptionError(f"Expected --channels as three numbers, such as 3,2,1, got {text!r}.") from error
 
 
 def _outputs(given: Mapping[str, Any], model: Any) -> Any:

@@ -17,9 +17,9 @@ from typing import Any
 import click
 
 from vitflow.errors import ModelError, OptionError, VitflowError, VitflowWarning, printable, printable_json
-from vitflow.explaining.progress import shown_by
 from vitflow.files import is_folder
 from vitflow.images import FIGURE_FORMATS
+from vitflow.progress import shown_by
 
 
 def say(text: object) -> None:
@@ -100,23 +100,12 @@ def images_bar() -> Iterator[Any]:
     """Yield a callback that shows images per second, the time left, the current file and failures, on stderr."""
     from tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[misc]
-        """Progress bar that shows its speed in images."""
-
-        @property
-        def format_dict(self) -> dict[str, Any]:
-            fields: dict[str, Any] = super().format_dict
-            done, elapsed = fields["n"] - fields["initial"], fields["elapsed"]
-            pace = done / elapsed if elapsed else 0.0
-            words = f"{pace:.1f} images/s" if pace >= 1 else f"{1 / pace:.1f} s/image" if pace else "starting"
-            return fields | {"pace": words, "whole": int(fields["n"])}
-
     bar: Any = None
 
     def show(state: Any) -> None:
         nonlocal bar
         if bar is None:
-            bar = Bar(
+            bar = tqdm(
                 total=state.total,
                 initial=state.done,
                 dynamic_ncols=True,
@@ -124,8 +113,9 @@ def images_bar() -> Iterator[Any]:
                 disable=None,  # no bar if stderr is a file
                 mininterval=0.2,
                 smoothing=0,
-                bar_format="{percentage:3.0f} %|{bar}| {whole}/{total} images, {elapsed} passed, {remaining} left, "
-                "{pace}{postfix}",
+                unit="image",
+                bar_format="{percentage:3.0f} %|{bar}| {n:.0f}/{total} images, {elapsed} passed, {remaining} left, "
+                "{rate_fmt}{postfix}",
             )
         if state.row is not None:
             name = printable(state.row["input"])

@@ -30,9 +30,9 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
-from vitflow.explaining.progress import watched
 from vitflow.folder.work import explainer_for
 from vitflow.images.reading import ImageSource
+from vitflow.progress import watched
 from vitflow.runs.batches import Batches, RunProgress, Tally
 from vitflow.runs.columns import failed_row
 from vitflow.runs.fingerprints import run_fingerprint, without_probe

@@ -14,14 +14,23 @@ import torch
 from timm.models import get_arch_name, model_entrypoint
 
 from vitflow.errors import ModelError, NoAttentionError, UnsupportedModelError
-from vitflow.explaining.progress import tracking
 from vitflow.models.hub import without_values
+from vitflow.progress import tracking
 from vitflow.recording.attention_kinds import is_difference, other_attention_in, refusal_in_words
 from vitflow.recording.recorder import record_attention
 
 # "windows": through windows and stages, from the top layer to the finest patch grid.
 Extent = Literal["yes", "windows", "no", "unknown"]
 
+# timm's model files for which two blocks, or two in each of four stages, are representative.
+_UNIFORM = (
+    *("beit", "cait", "deepseek_vit", "deit", "eva", "gemma4_vit", "naflexvit", "qwen3_vit", "tnt", "vitamin"),
+    *("vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos", "vision_transformer_sam"),
+)
+_STAGED = (
+    *("davit", "efficientformer", "efficientformer_v2", "maxxvit", "pvt_v2", "tiny_vit", "twins"),
+    *("swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr"),
+)
 # Maximum number of parameters of models that are run with values if they do not run without.
 _SMALL = 50_000_000
 
@@ -69,17 +78,27 @@ _cache: dict[tuple[str, tuple[int, ...] | None], Support] = {}
 
 
 def _find(name: str) -> Support:
-    model = None
+    family, model = _family(get_arch_name(name)), None
+    if family in (*_UNIFORM, *_STAGED):
+        short: dict[str, Any] = {"depth": 2} if family in _UNIFORM else {"depths": (2, 2, 2, 2)}
+        with suppress(Exception):  # some cannot be built with that depth
+            return _support_in(_draft(name, **short), "meta")
     try:
-        with without_values():
-            model = timm.create_model(name)
-        return _support_in(model.eval(), "meta")
+        model = _draft(name)
+        return _support_in(model, "meta")
     except Exception as error:  # some operations require values
         reason = f"unknown without running it ({type(error).__name__})"
     if model is not None and sum(parameter.numel() for parameter in model.parameters()) <= _SMALL:
         with suppress(Exception):
             return _support_in(timm.create_model(name).eval(), "cpu")
     return Support("unknown", "unknown", "unknown", reason)
+
+
+def _draft(name: str, **options: Any) -> Any:
+    """Build a model on the meta device."""
+    with without_values():
+        model = timm.create_model(name, **options)
+    return model.eval()
 
 
 def _support_in(model: Any, device: str) -> Support:

@@ -21,10 +21,8 @@ def class_lines(score: Score) -> Iterator[str]:
     if score.sides:
         yield from (score.name, score.display)
     elif score.value is not None:
-        rare = score.unit == "probability" and score.value < 0.0005
-        chance = score.display.replace("0.0%", "<0.1%") if rare else score.display
         # The probability of a long name is on a separate line, so that it is not cut off.
-        yield from (score.name, chance) if len(score.name) > 40 else (f"{score.name}, {chance}",)
+        yield from (score.name, score.display) if len(score.name) > 40 else (f"{score.name}, {score.display}",)
     elif score.name:
         yield score.name
 
@@ -66,7 +64,7 @@ def departures(method: Method, options: Mapping[str, Any]) -> str:
 
     >>> rollout = get_method("rollout")
     >>> departures(rollout, rollout.complete({"discard_ratio": 0.5, "affinity": "both"}))
-    'max over heads, 50% discarded, value-weighted, refined by both'
+    'max over heads, 50% discarded, value-weighted, refined by attention and keys'
     >>> departures(rollout, rollout.complete({"preset": "paper"}))
     ''
     """
@@ -125,7 +123,8 @@ def in_words(options: Mapping[str, Any]) -> str:
     if steps == 0:
         phrases.append("not refined")
     elif steps or affinity:
-        phrases.append(f"refined{f' {steps} times' if (steps or 1) > 1 else ''}{f' by {affinity}' if affinity else ''}")
+        by = "attention and keys" if affinity == "both" else affinity
+        phrases.append(f"refined{f' {steps} times' if (steps or 1) > 1 else ''}{f' by {by}' if by else ''}")
     return ", ".join(phrases)
 
 
@@ -191,16 +190,16 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def top_share(grid: NDArray[np.floating[Any]], top: float = 0.1) -> str:
-    """Describe the share of a map's sum that its highest patches hold; absolute values if some are negative.
+    """Describe the share of a map's sum that its highest patches contain; absolute values if some are negative.
 
     >>> top_share(np.array([[0.0, 1.0, 3.0, 0.0]]), 0.25), top_share(np.array([[-3.0, 1.0, 0.0, 0.0]]), 0.25)
-    ('top 25\\xa0% of patches hold 75\\xa0%', 'strongest 25\\xa0% of patches hold 75\\xa0%')
+    ('top 25% of patches contain 75%', 'strongest 25% of patches contain 75%')
     """
     values = np.sort(np.abs(grid.astype(np.float64)).ravel())[::-1]
     if not values.any():
         return "every patch is 0"
     held = np.interp(top * values.size, np.arange(values.size + 1), np.append(0.0, np.cumsum(values))) / values.sum()
-    return f"{'strongest' if (grid < 0).any() else 'top'} {top:.0%} of patches hold {held:.0%}".replace("%", "\u00a0%")
+    return f"{'strongest' if (grid < 0).any() else 'top'} {top:.0%} of patches contain {held:.0%}"
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from vitflow.errors import OptionError
 from vitflow.explaining.method_table import METHODS, Method, get_method
-from vitflow.explaining.options import OPTIONS, check_common
+from vitflow.explaining.options import OPTIONS, check_refining
 
 # Arguments that other functions or other libraries have, and the name of the right one.
 _MISNAMED = {
@@ -98,7 +98,7 @@ def choose_methods(
             and (shared.get(name) or (specific.get(name) and specific[name] != method.defaults.get(name)))
         )
         chosen.append(ChosenMethod(method.name, method.complete({**shared, **specific}), method.name, requested))
-        check_common(chosen[-1].options)
+        check_refining(chosen[-1].options)
     return chosen
 
 

@@ -24,7 +24,6 @@ from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has
 from vitflow.explaining.image_model import ImageInput, ImageModel, name_of, several
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
-from vitflow.explaining.refining import explain_shifted
 from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
 from vitflow.explaining.targets import (
@@ -94,6 +93,7 @@ class Explainer(ImageModel):
 
     Args:
         model: a model id (see `load_model`), or a module, which is only moved to `device` and `dtype`.
+            With your own weights: `load_model(id, checkpoint=file)`.
         device: device to run on; by default the module's device, or a GPU for a model id if available.
         dtype: precision of the model: "float32", "bfloat16" or "float16"; by default unchanged. Maps and probabilities
             are computed in at least float32.
@@ -214,15 +214,12 @@ class Explainer(ImageModel):
         *,
         blank: bool,
     ) -> list[Saliency]:
-        """Explain images for targets or contrasts, averaged over shifted crops if a method requires it."""
+        """Explain images for targets or contrasts."""
         if readout is not None and not any(map(starts_at_readout, chosen)):
             listed = ", ".join(each.name for each in chosen)
             raise OptionError(f"readout= requires a method that starts at tokens, such as rollout; got {listed}.")
         if is_per_image(targets) and len(targets) != len(images):
             raise OptionError(f"Expected one class index for each of {len(images)} images, got {len(targets)}.")
-        shifted = any(each.options.get("shifts") for each in chosen)
-        if self.regions is not None and shifted:
-            raise OptionError("shifts cannot be used with boxes and masks: use shifts=0.")
         outputs = self._minus_rest if self.outputs.apart else self.outputs
         contrasts = contrasts_among(targets)
         pairs = bool(contrasts) and not contrasts[0].against_rest
@@ -234,13 +231,7 @@ class Explainer(ImageModel):
             outputs = self.outputs if pairs else self._minus_rest
         if pairs and self.regions is not None:
             raise OptionError("Boxes and masks can be contrasted with against='rest' only.")
-        explain = partial(self._explain_targets, outputs=outputs, readout=readout)
-        by_image = explain(images, chosen, targets)
-        if shifted:
-            by_image = [
-                explain_shifted(explain, chosen, image, maps, self.spec)
-                for image, maps in zip(images, by_image, strict=True)
-            ]
+        by_image = self._explain_targets(images, chosen, targets, outputs, readout)
         if blank:
             by_image = [self._with_blank(image, maps) for image, maps in zip(images, by_image, strict=True)]
         maps = [saliency for maps in by_image for saliency in maps]

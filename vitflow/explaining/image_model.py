@@ -338,7 +338,7 @@ class ImageModel:
                 image = shown.permute(1, 2, 0).numpy()
             else:
                 image = bands_in_colour(shown.permute(1, 2, 0).numpy(), self.channels)
-            return PlacedImage(name, np.ascontiguousarray(image), place(size, size, fit="squash"), pixels, True)
+            return PlacedImage(name, np.ascontiguousarray(image), place(size, size, fit="squash"), pixels)
         image = read_image(original)
         placement = self.preprocessing.place((image.shape[0], image.shape[1]))
         if placement.input_size != size:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
 from vitflow.explaining.options import OPTIONS
-from vitflow.explaining.progress import tracking
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import cells as blank_out
 from vitflow.methods import gradients, ranks
@@ -24,6 +23,7 @@ from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ATTENTION_POOLING, pool_queries
 from vitflow.models.blocks import block_paths
+from vitflow.progress import tracking
 from vitflow.recording.probing import output_from_tokens
 from vitflow.recording.trace import Trace
 

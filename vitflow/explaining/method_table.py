@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from vitflow.errors import OptionError, check_known, unknown_name
-from vitflow.explaining.options import COMMON, REFINING, UNREFINED
+from vitflow.explaining.options import REFINING
 
 # Stage at which a method's map is refined.
 Refined = Literal["after", "positive", "within", "never"]
@@ -27,7 +27,7 @@ class Method:
             and `predict`, and the maps are [batch, rows, cols], or `Maps` with facts. Refinement options are not passed
             (see `refined`).
         summary: one line for `vitflow methods`.
-        defaults: options and their defaults; `refine`, `affinity` and `shifts` are added automatically.
+        defaults: options and their defaults; `refine` and `affinity` are added automatically.
         needs: what must be recorded: "attention" (fused per head_fusion and value_weighted), "heads" (every head),
             "gradients" (of everything recorded), "features" (tokens after the first norm of block `layer`), "tokens"
             (output of block `layer`, or of every block), "predict" (further forward passes).
@@ -37,7 +37,7 @@ class Method:
         implies: option values that select a preset, {(option, value): preset}.
         refined: when the map is refined: "after": by the common step after the function; "positive": the same, with
             negative values clamped to 0; "within": by the function itself; "never": no refinement options (`refine`,
-            `affinity`, `shifts`). "positive" and "within" functions receive the refinement options.
+            `affinity`). "positive" and "within" functions receive the refinement options.
         question: the question that its map answers.
         title: name in figures and pages; by default `name`.
 
@@ -64,21 +64,21 @@ class Method:
         for need in self.needs - _NEEDS:
             raise OptionError(unknown_name("need", need, _NEEDS))
         if self.refined != "never":
-            common = {name: self.defaults.get(name, value) for name, value in COMMON.items()}
-            presets = {name: {**UNREFINED, **options} for name, options in self.presets.items()}
-            object.__setattr__(self, "defaults", {**self.defaults, **common})
+            refining = {name: self.defaults.get(name, value) for name, value in REFINING.items()}
+            presets = {name: {"refine": 0, **options} for name, options in self.presets.items()}
+            object.__setattr__(self, "defaults", {**self.defaults, **refining})
             object.__setattr__(self, "presets", presets)
 
     @property
     def published(self) -> dict[str, Any] | None:
-        """Options of the publication, without refinement and shifts; None without a publication.
+        """Options of the publication, without refinement; None without a publication.
 
         >>> Method("mine", max, defaults={"refine": 1}, paper="Mine, 2026").published
-        {'refine': 0, 'affinity': 'attention', 'shifts': 0}
+        {'refine': 0, 'affinity': 'attention'}
         """
         if not self.paper:
             return None
-        published = {**self.defaults, **UNREFINED, **self.presets.get("paper", {})}
+        published = {**self.defaults, "refine": 0, **self.presets.get("paper", {})}
         return {name: published[name] for name in self.defaults}
 
     def load(self) -> Callable[..., Any]:
@@ -89,8 +89,8 @@ class Method:
 
     def function_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that its function receives, without those of the common refinement step."""
-        common = COMMON.keys() - (REFINING.keys() if self.refined in ("positive", "within") else ())
-        return {name: value for name, value in options.items() if name not in common}
+        receives = self.refined in ("positive", "within")
+        return {name: value for name, value in options.items() if receives or name not in REFINING}
 
     def accepts(self, name: str) -> bool:
         """Return True if it has this option; `preset` counts if there are presets."""
@@ -109,12 +109,12 @@ class Method:
                 known = self.defaults or {"(none)": None}
                 having = [method.name for method in METHODS.values() if method.accepts(name)]
                 belongs = f" {name!r} is an option of {', '.join(having)}." if having else ""
-                raise OptionError(unknown_name(f"option of method {self.name}", name, known) + belongs)
+                raise OptionError(unknown_name(f"{self.name} option", name, known) + belongs)
         defaults, preset = dict(self.defaults), options.get("preset")
         if preset is None:
             preset = next((name for (key, value), name in self.implies.items() if options.get(key) == value), None)
         if preset is not None:
-            check_known(f"preset of method {self.name}", preset, self.presets)
+            check_known(f"{self.name} preset", preset, self.presets)
             defaults |= self.presets[preset]
         return {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
 

@@ -32,7 +32,6 @@ class LayerMapOptions(TypedDict, total=False):
     below: Literal["rollout", "none"] | None
     refine: int | None
     affinity: Literal["attention", "keys", "both"] | None
-    shifts: int | None
     preset: Literal["paper"] | None
 
 

@@ -266,14 +266,6 @@ OPTIONS: dict[str, Option] = {
             scope="refinement",
             default="attention",
         ),
-        Option(
-            "shifts",
-            int,
-            "Average over 4 crops shifted by half a patch; 0 disables.",
-            metavar="0|4",
-            scope="refinement",
-            default=0,
-        ),
         Option("preset", "choice", "The published definition, if the defaults differ from it.", ("paper",)),
         Option(
             "cmap",
@@ -339,11 +331,8 @@ def options_of(*scopes: Scope) -> dict[str, Option]:
     return {name: option for name, option in OPTIONS.items() if option.scope in scopes}
 
 
-#: Defaults of the options of refinement and shifts, which all methods except baselines have.
-COMMON: Mapping[str, Any] = {name: option.default for name, option in options_of("refinement").items()}
-REFINING: Mapping[str, Any] = {name: COMMON[name] for name in ("refine", "affinity")}
-#: Values without refinement and shifts.
-UNREFINED: Mapping[str, Any] = {"refine": 0, "shifts": 0}
+#: Defaults of the options of refinement, which all methods except baselines have.
+REFINING: Mapping[str, Any] = {name: option.default for name, option in options_of("refinement").items()}
 #: Options of methods for images.
 METHOD_OPTIONS = options_of("method", "refinement")
 
@@ -373,12 +362,10 @@ def shown(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else "none" if value is None else str(value)
 
 
-def check_common(options: Mapping[str, Any]) -> None:
+def check_refining(options: Mapping[str, Any]) -> None:
     """Raise OptionError if a refinement option has an invalid value."""
     whole_number("refine", options.get("refine", 0), *(OPTIONS["refine"].limits or ()))
-    check_known("affinity", options.get("affinity", COMMON["affinity"]), OPTIONS["affinity"].choices)
-    if options.get("shifts", 0) not in (0, 4) or isinstance(options.get("shifts"), bool):
-        raise OptionError(f"Expected shifts of 0 or 4, got {options['shifts']!r}.")
+    check_known("affinity", options.get("affinity", REFINING["affinity"]), OPTIONS["affinity"].choices)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

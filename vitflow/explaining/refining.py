@@ -1,22 +1,16 @@
-"""Refinement of maps by patch affinity, and averaging over shifted crops."""
+"""Refinement of maps by patch affinity."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
-from vitflow.explaining.choices import Chosen
+from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.method_table import Method
-from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
-from vitflow.images.geometry import Placement
-from vitflow.images.preprocessing import InputSpec
+from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.refinement import AFFINITIES, Affinity, AffinityName, co_attention, key_affinity, refine
 from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.trace import Trace
@@ -138,87 +132,3 @@ def _is_dense(layer: AttentionLayer, grid: tuple[int, int]) -> bool:
     except VitflowError:  # its token layout is unknown
         return False
     return tokens.dense and (tokens.keys.rows, tokens.keys.cols) == grid
-
-
-def explain_shifted(
-    explain: Callable[[Sequence[PlacedImage], Chosen, Any], list[list[Saliency]]],
-    chosen: Chosen,
-    image: PlacedImage,
-    maps: Sequence[Saliency],
-    spec: InputSpec,
-) -> list[Saliency]:
-    """Replace the maps of methods with shifts by their means over shifted crops.
-
-    Args:
-        explain: returns the maps of images by method and target: [images][methods and targets].
-        chosen: the methods.
-        image: the image, placed without a shift.
-        maps: its maps without a shift.
-        spec: input size and patch size of the model.
-
-    Raises:
-        UnsupportedModelError: as for `moves`.
-    """
-    if image.denormalised or spec.channels not in (1, 3):
-        raise OptionError(
-            "shifts require an image, got a tensor or an array of bands: pass the tensor's image as original=, or use "
-            "shifts=0."
-        )
-    pixels = moves(spec)
-    crops = [replace(image, placement=moved(image.placement, move), pixels=None) for move in pixels]
-    means = []
-    for saliency in maps:
-        if saliency.options.get("shifts"):
-            targets = None if saliency.target is None else np.full(len(crops), saliency.target)
-            unshifted = next(each for each in chosen if each.name == saliency.method)
-            method = unshifted.with_options(**{**saliency.options, "shifts": 0})
-            shifted = [by_crop[0] for by_crop in explain(crops, [method], targets)]
-            patch = np.divide(image.placement.input_size, saliency.grid.shape)  # height and width
-            aligned = [realigned(each.grid, move / patch) for each, move in zip(shifted, pixels, strict=True)]
-            grid = np.mean(aligned, axis=0).astype(np.float32)
-            saliency = replace(saliency, grid=grid, seconds=saliency.seconds + sum(each.seconds for each in shifted))
-        means.append(saliency)
-    return means
-
-
-def moves(spec: InputSpec) -> list[tuple[int, int]]:
-    """Return the four shifts (down, right) by half a patch, in pixels of the model input.
-
-    Raises:
-        UnsupportedModelError: the patch size is unknown, or one pixel.
-    """
-    size: Any = spec.patch_size
-    height, width = (size, size) if isinstance(size, int) else size or (0, 0)
-    if min(height, width) < 2:
-        raise UnsupportedModelError(f"shifts require a patch size of at least 2 pixels, got {size}: use shifts=0.")
-    return [(down * (height // 2), right * (width // 2)) for down in (-1, 1) for right in (-1, 1)]
-
-
-def moved(placement: Placement, move: tuple[int, int]) -> Placement:
-    """Shift a crop by (down, right) pixels of the model input; outside of the image it is padded.
-
-    >>> moved(Placement((100, 100), (64, 64), (8, 8), (48, 48)), (4, -4)).offset
-    (12, 4)
-    """
-    return replace(placement, offset=(placement.offset[0] + move[0], placement.offset[1] + move[1]))
-
-
-def realigned(
-    grid: NDArray[np.floating[Any]], move: Sequence[float] | NDArray[np.floating[Any]]
-) -> NDArray[np.float64]:
-    """Resample the map of a shifted crop to the patches of the unshifted crop, by overlapping area.
-
-    Args:
-        grid: the map of the shifted crop, [rows, cols].
-        move: shift down and right, in patches, below 1 each.
-
-    Returns:
-        [rows, cols]: each patch is the mean of the shifted patches that cover it.
-
-    >>> realigned(np.array([[1.0, 3.0]]), (0.0, 0.5))
-    array([[1., 2.]])
-    """
-    from scipy import ndimage  # slow to import: only shifts need it
-
-    # Area weights equal linear interpolation between two patches; at the border only one patch covers.
-    return np.asarray(ndimage.shift(grid.astype(np.float64), move, order=1, mode="nearest"))

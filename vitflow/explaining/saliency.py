@@ -186,8 +186,7 @@ class Saliency:
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
-        from vitflow.images.figures import draw_and_save
-        from vitflow.images.map_figure import draw_map
+        from vitflow.images.figures import Column, draw_and_save, draw_map
 
         pen = Pen.of(width, drawing)
         return draw_and_save(
@@ -197,9 +196,8 @@ class Saliency:
                 self.drawn,
                 self.placement,
                 self.image,
-                title=self.definition.title,
+                head=Column(self.definition.title, captions.departures(self.definition, self.options)),
                 lines=tuple(captions.class_lines(self.score)),
-                details=captions.departures(self.definition, self.options),
                 notes=tuple(self._notes()),
                 ends=captions.ends(self.score, self.class_specific),
                 box=self.marked,

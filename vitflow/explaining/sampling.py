@@ -12,7 +12,6 @@ from vitflow.errors import UnsupportedModelError, check_known, whole_number
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.options import OPTIONS
-from vitflow.explaining.progress import tracking
 from vitflow.explaining.refining import affinity_of, make_maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.cells import cell_owners, draw_masks, mean_differences, split_half_maps
@@ -21,6 +20,7 @@ from vitflow.methods.refinement import AffinityName
 from vitflow.methods.regression import regress
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
+from vitflow.progress import tracking
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
 #: Maximum number of masks with masks="auto", and the number of masks after which it compares maps.

@@ -30,7 +30,7 @@ SATURATED = (
 )
 
 #: What is printed below maps without common limits.
-SHARES = "the share of its sum that the top 10 % of patches hold"
+SHARES = "the share of its sum in the top 10% of patches"
 
 # Notes on the marked region, by key of `facts`.
 _MARKS = {"detection": "The frames mark the detections.", "region": "The outline marks the region."}

@@ -13,8 +13,9 @@ from vitflow.errors import OptionError
 from vitflow.images.geometry import Placement
 from vitflow.models.facts import ModelFacts
 from vitflow.models.outputs import Outputs, activate, log_odds
+from vitflow.recording.layers import Backward
 from vitflow.recording.readout import Tap
-from vitflow.recording.trace import Backward, Trace
+from vitflow.recording.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +27,12 @@ class PlacedImage:
         image: uint8 RGB [height, width, 3].
         placement: position of the model input on the image.
         pixels: the model input, [channels, height, width], if the caller gave it; else it is cut from the image.
-        denormalised: whether the image was computed from that input and has no margin.
     """
 
     name: str
     image: NDArray[np.uint8]
     placement: Placement
     pixels: Tensor | None = None
-    denormalised: bool = False
 
 
 @dataclass(slots=True)

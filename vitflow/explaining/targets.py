@@ -17,6 +17,9 @@ from vitflow.explaining.choices import Chosen
 from vitflow.models.facts import wordnet_of
 from vitflow.models.outputs import Outputs
 
+# An error about an unknown class lists the names of at most this many classes.
+_LISTED_CLASSES = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -79,13 +82,14 @@ class Score:
 
         >>> Score("cat", 0.873).display, Score("cat against dog", -1.234, "logits").display
         ('87.3%', '−1.23 in logits')
-        >>> Score("age", 31.4, "years").display, Score("cat", 0.873, single=True).display
-        ('31.4 years', '87.3% (sigmoid)')
+        >>> Score("age", 31.4, "years").display, Score("cat", 0.873, single=True).display, Score("cat", 1e-5).display
+        ('31.4 years', '87.3% (sigmoid)', '<0.1%')
         """
         if self.value is None:
             return ""
         if self.unit == "probability":
-            return f"{self.value:.1%}{' (sigmoid)' if self.single else ''}"
+            probability = f"{self.value:.1%}" if self.value >= 0.0005 else "<0.1%"
+            return f"{probability}{' (sigmoid)' if self.single else ''}"
         signed = f"{self.value:+.2f} in logits" if self.unit == "logits" else ""
         words = f"cosine {self.value:.3f}" if self.unit == "cosine" else f"{self.value:.4g} {self.unit}".rstrip()
         return (signed or words).replace("-", "−")
@@ -225,6 +229,8 @@ def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None
     close = _close(query, synonyms)
     known = wordnet_of(tuple(class_names)) or [("", name) for name in class_names]
     hint = f" Did you mean {', '.join(repr(', '.join(known[i][1:])) for i in close)}?" if close else ""
+    if num_classes <= _LISTED_CLASSES:
+        raise OptionError(f"Unknown class {text!r}.{hint} Known: {', '.join(class_names)}.")
     raise OptionError(f"Unknown class {text!r}.{hint} Give a name of the model's {num_classes} classes, or an index.")
 
 

@@ -156,7 +156,6 @@ def caption_folder(
         explain,
         write,
         overwrite=overwrite,
-        max_pixels=max_pixels,
         progress=progress,
         command=command,
         **selection,

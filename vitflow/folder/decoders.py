@@ -7,8 +7,8 @@ two pipes and their locks: with two processes, 160 JPEGs took 1.5 times as long 
 import errno
 import faulthandler
 import hashlib
-import json
 import os
+import pickle
 import queue
 import signal
 import stat
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ImageError, OptionError, load_extra, printable
@@ -189,7 +188,7 @@ class Child:
             )
             return self._process
 
-    def ask(self, request: bytes) -> NDArray[np.uint8]:
+    def ask(self, request: bytes) -> bytearray:
         """Return the answer to a request.
 
         Raises:
@@ -204,8 +203,8 @@ class Child:
             process.stdin.write(len(request).to_bytes(8, "little") + request)
             process.stdin.flush()
             header = process.stdout.read(8)
-            answer = np.empty(int.from_bytes(header, "little"), np.uint8)
-            if len(header) < 8 or process.stdout.readinto(answer.data) < len(answer):  # type: ignore[attr-defined]
+            answer = bytearray(int.from_bytes(header, "little"))
+            if len(header) < 8 or process.stdout.readinto(answer) < len(answer):  # type: ignore[attr-defined]
                 raise EOFError
             return answer
         except (OSError, ValueError, EOFError) as error:
@@ -231,16 +230,16 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     return code
 
 
-def answer_requests(answer: Callable[[bytes], Sequence[bytes | memoryview]]) -> None:
+def answer_requests(answer: Callable[[bytes], bytes]) -> None:
     """Answer requests from stdin on stdout until stdin is closed: the main loop of a `Child`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keep output of C libraries out of the answers
     while header := sys.stdin.buffer.read(8):
-        parts = answer(sys.stdin.buffer.read(int.from_bytes(header, "little")))
+        content = answer(sys.stdin.buffer.read(int.from_bytes(header, "little")))
         try:
-            answers.write(sum(map(len, parts)).to_bytes(8, "little"))
-            answers.writelines(parts)
+            answers.write(len(content).to_bytes(8, "little"))
+            answers.write(content)
             answers.flush()
         except BrokenPipeError:  # the run was killed
             os._exit(0)
@@ -275,11 +274,8 @@ class DecoderPool:
             return decode_file(path, self._max_pixels, self._channels)
         child, started = self._idle.get(), time.monotonic()
         try:
-            answer = child.ask(os.fsencode(path))
-            start = 4 + int.from_bytes(answer[:4], "little")
-            facts = json.loads(answer[4:start].tobytes())
-            shape, dtype = facts.pop("shape"), facts.pop("dtype")
-            return Decoded(None if shape is None else answer[start:].view(dtype).reshape(shape), **facts)
+            decoded: Decoded = pickle.loads(child.ask(os.fsencode(path)))
+            return decoded
         except InterruptedError as error:
             return Decoded(error="InterruptedError", message=str(error))
         except WorkerCrashed as crashed:
@@ -320,17 +316,12 @@ def serve(max_pixels: str, timeout: str, channels: str) -> None:
     )
 
 
-def _answer(path: bytes, max_pixels: int, timeout: float, channels: int) -> list[bytes | memoryview]:
-    """Return the length of a JSON header, the header with the facts of a file, and its pixels."""
+def _answer(path: bytes, max_pixels: int, timeout: float, channels: int) -> bytes:
+    """Return the pickled result of reading a file."""
     limit_time(timeout)
     decoded = decode_file(os.fsdecode(path), max_pixels, channels)
     limit_time(0)
-    facts = {name: getattr(decoded, name) for name in ("size", "mtime_ns", "sha256", "error", "message")}
-    image = decoded.image
-    form = {"shape": None, "dtype": None} if image is None else {"shape": image.shape, "dtype": str(image.dtype)}
-    header = json.dumps(facts | form).encode()
-    pixels = b"" if image is None else np.ascontiguousarray(image).data.cast("B")
-    return [len(header).to_bytes(4, "little"), header, pixels]
+    return pickle.dumps(decoded, pickle.HIGHEST_PROTOCOL)
 
 
 def limit_time(seconds: float) -> None:

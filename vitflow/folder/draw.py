@@ -69,7 +69,7 @@ def open_run(folder: str | os.PathLike[str]) -> SavedRun:
             f"No folder run in {os.fspath(folder)!r}. Create one with `vitflow folder IN -o OUT` and pass OUT."
         )
     settings = run.fingerprint
-    known = all(isinstance(settings.get(name), kind) for name, kind in _RUN.items()) and run.max_pixels
+    known = all(isinstance(settings.get(name), kind) for name, kind in _RUN.items())
     if not known or not all(
         value is None or isinstance(value, _DRAWING.get(name, (str,))) for name, value in settings["drawing"].items()
     ):
@@ -154,7 +154,7 @@ def draw_run(
 
         def draw(row: Row, maps: Maps) -> Drawn:
             try:
-                pixels = read_photograph(row, source, saved.max_pixels, settings)
+                pixels = read_photograph(row, source, settings)
                 placement = placement_of(row["placement"])
                 paths = []
                 ranked = (
@@ -192,15 +192,12 @@ def untrusted_url_message(url: str) -> str:
     )
 
 
-def read_photograph(
-    row: Mapping[str, Any], root: str, max_pixels: int, settings: Mapping[str, Any]
-) -> NDArray[np.uint8]:
+def read_photograph(row: Mapping[str, Any], root: str, settings: Mapping[str, Any]) -> NDArray[np.uint8]:
     """Read an explained image, uint8 RGB [height, width, 3], and check that it has not changed.
 
     Args:
         row: the row of the image.
         root: the folder or URL that the run read.
-        max_pixels: images with more pixels are refused.
         settings: the fingerprint of the run, with the number of channels and which of them are displayed.
 
     Raises:
@@ -208,11 +205,13 @@ def read_photograph(
     """
     displayed = settings.get("channels")  # of models with other inputs than RGB
     channels = 3 if displayed is None else settings["input"]["channels"]
-    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", max_pixels, channels)
-    if decoded.image is None:
-        raise VitflowError(decoded.message)
-    if decoded.sha256 != row["sha256"] or decoded.image.shape[:2] != (row["height"], row["width"]):
+    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", row["width"] * row["height"], channels)
+    if decoded.sha256 not in (None, row["sha256"]):
         raise ShapeError("The image has changed since the run: run vitflow folder again.")
+    if decoded.image is None or decoded.image.shape[:2] != (row["height"], row["width"]):
+        raise VitflowError(
+            decoded.message or f"The image does not have the size in its row, {row['width']} × {row['height']} pixels."
+        )
     return decoded.image if displayed is None else bands_in_colour(decoded.image, displayed)
 
 
@@ -252,7 +251,7 @@ def report_run(
         def photograph(row: Mapping[str, Any]) -> bytes:
             if is_remote(run["root"]):
                 raise ImageError(untrusted_url_message(run["root"]))
-            return thumbnail(read_photograph(row, run["root"], saved.max_pixels, run))
+            return thumbnail(read_photograph(row, run["root"], run))
 
         def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
             for row, maps in saved.with_maps(keys):

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.progress import watched
 from vitflow.files import write_inside
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.plan import Input
 from vitflow.folder.work import InputImage
+from vitflow.progress import watched
 from vitflow.recording.isolation import has_foreign_hooks
 from vitflow.runs.batches import WAITING_BYTES, Batches, Tally
 from vitflow.runs.columns import Maps, Row, failed_row

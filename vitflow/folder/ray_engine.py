@@ -83,7 +83,7 @@ class Worker:
 
     def _explain(self, inputs: Sequence[Input]) -> list[Any]:
         try:
-            results: list[Any] = pickle.loads(self._child.ask(pickle.dumps(inputs)).data)
+            results: list[Any] = pickle.loads(self._child.ask(pickle.dumps(inputs)))
         except WorkerCrashed as crashed:
             if len(inputs) > 1:  # one of them is the cause
                 return [result for item in inputs for result in self._explain([item])]
@@ -97,7 +97,7 @@ class Worker:
 def serve(request_path: str, paths: str) -> None:
     """Explain the requested inputs: the main function of an actor's child process."""
     sys.path[:] = json.loads(paths)
-    answer_requests(lambda request: [pickle.dumps(explain_inputs(Path(request_path), pickle.loads(request)))])
+    answer_requests(lambda request: pickle.dumps(explain_inputs(Path(request_path), pickle.loads(request))))
 
 
 def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps] | VitflowError]:

@@ -98,7 +98,6 @@ def run_folder(
     write: Callable[[Run], tuple[Path, Path | None]],
     *,
     overwrite: bool,
-    max_pixels: int,
     progress: Callable[[RunProgress], None] | None,
     command: Sequence[str] | None,
     **settings: Any,
@@ -111,12 +110,12 @@ def run_folder(
         endings: suffixes of an input's stem, one for each of its files.
         explain: adds a row to the run for each input whose key is in the set of missing keys.
         write: writes the manifest and, if requested, the report, and returns their paths.
-        overwrite, max_pixels, progress, command: as for `explain_folder`.
+        overwrite, progress, command: as for `explain_folder`.
         settings: further options, for run.json.
     """
     started, clock, folder = datetime.now(UTC), time.perf_counter(), listing.output
     clear = partial(clear_outputs, listing=listing, endings=endings, overwrite=overwrite)
-    with Run(folder, fingerprint, max_pixels=max_pixels, overwrite=overwrite, clear=clear) as run:
+    with Run(folder, fingerprint, overwrite=overwrite, clear=clear) as run:
         inputs = listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows()})
         by_key = {item.key: item for item in inputs}
         missing = run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, folder))
@@ -283,7 +282,6 @@ def explain_folder(
         explain,
         write,
         overwrite=overwrite,
-        max_pixels=max_pixels,
         progress=progress,
         command=command,
         manifest=manifest,

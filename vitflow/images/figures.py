@@ -18,13 +18,14 @@ import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
-from matplotlib.offsetbox import HPacker, VPacker
+from matplotlib.offsetbox import HPacker, OffsetImage, VPacker
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
 from vitflow.files import write_atomically
-from vitflow.images import DPI, FIGURE_FORMATS
-from vitflow.images.pen import Bar
+from vitflow.images import DPI, FIGURE_FORMATS, overlay
+from vitflow.images.geometry import Placement
+from vitflow.images.pen import REACH, Bar, Box, Limits, Pen
 from vitflow.images.typesetting import (
     BODY,
     GREY,
@@ -33,6 +34,7 @@ from vitflow.images.typesetting import (
     image_box,
     measure,
     page,
+    readable,
     space,
     words,
     wrap,
@@ -123,6 +125,79 @@ def draw_bands(
     return page([*boxes, *foot], dpi, _MARGIN)
 
 
+def draw_map(
+    pen: Pen,
+    grid: NDArray[np.float32],
+    placement: Placement,
+    image: NDArray[np.uint8],
+    *,
+    head: Column,
+    lines: Sequence[str],
+    notes: Sequence[str],
+    ends: tuple[str, str],
+    box: Box | NDArray[np.bool_] | None = None,
+    alongside: NDArray[np.uint8] | None = None,
+) -> Figure:
+    """Draw one map over its image, with a bar of its colours between their values.
+
+    Args:
+        pen: how to draw.
+        grid, placement, image: the map [rows, cols], its placement, and the image, uint8 RGB [height, width, 3].
+        head: the name of the map, and how it departs from its definition.
+        lines: target and score.
+        notes: lines below the bar.
+        ends: labels of the two ends of a bar with both sides of 0.
+        box: a box or region of the image to mark.
+        alongside: the reference image, shown on the left.
+    """
+    limits = pen.limits(grid)
+    drawn = Cell(pen.overlay(grid, placement, image, limits, box), tuple(lines))
+    bar = _bar_with_values(grid, pen, limits, ends)
+    columns, cells = [head], [[drawn]]
+    if alongside is not None:
+        columns, cells = [Column("Compared with"), head], [[Cell(pen.photograph(alongside))], [drawn]]
+    note = [_limits_in_words(pen, limits), pen.note, *notes]
+    return draw_bands([(columns, [cells])], bars=[bar], note="\n".join(filter(None, note)), dpi=pen.dpi)
+
+
+def _bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str]) -> Bar:
+    """Return the colour bar of a map between the values of its ends, with "≥" if the map has larger values."""
+    low, high = limits
+    two_sides = overlay.has_two_sides(low, high)
+    most = float(np.abs(grid).max() if two_sides else grid.max())
+    farthest = REACH * high if two_sides else low + REACH * (high - low)
+    end = max(high, min(most, farthest)) if pen.soft else high
+    start = -end if two_sides else low
+    (first, last), unit = readable(start, end, largest=max(abs(low), abs(high)))
+    if high > low and most > end * (1 + 1e-6):  # beyond the last colours the map goes on
+        first, last = f"≤ {first}" if two_sides else first, f"≥ {last}"
+    labels = (first, f"{last} {unit}".strip() if high > low else "")
+    if two_sides:
+        labels = f"{ends[0]}\n{labels[0]}", f"{ends[1]}\n{labels[1]}"
+    return Bar(pen.ramp(start, end, limits), labels, two_sides)
+
+
+def _limits_in_words(pen: Pen, limits: Limits) -> str:
+    """Return a sentence with the percentiles that limit the colours; empty if none do."""
+    if not pen.soft:
+        return ""
+    (low, high), unit = readable(*limits)
+    lower, upper = overlay.ROBUST_PERCENTILES
+    if overlay.has_two_sides(*limits):
+        return (
+            f"The {upper:g}th percentile of the patches' absolute values is {high} {unit}".rstrip()
+            + "; 0 is transparent."
+        )
+    return f"The {lower:g}nd and the {upper:g}th percentile of the patches are {low} and {high} {unit}".rstrip() + "."
+
+
+def image_bounds(figure: Figure) -> Box:
+    """Return (left, top, right, bottom) of the first image of a figure, in pixels of the figure."""
+    figure.draw_without_rendering()
+    box, height = figure.findobj(OffsetImage)[0].get_window_extent(), figure.bbox.height
+    return box.x0, height - box.y1, box.x1, height - box.y0
+
+
 def _row(cells: Sequence[Sequence[Artist]], width: float | Sequence[float], align: Any = "top") -> HPacker:
     """Lay out columns of the given width(s) in inches side by side, each with its boxes from top to bottom."""
     widths = [width] * len(cells) if isinstance(width, float) else width
@@ -158,8 +233,12 @@ def _under(cell: Cell, width: float, dpi: int) -> list[Artist]:
 
 def _bars(bars: Sequence[Bar], dpi: int) -> VPacker:
     """Colour bars below each other, each between its labels."""
-    labels = [[words(label, size=SMALL, width=_BAR_LABEL, lines=1, color=GREY) for label in bar.labels] for bar in bars]
-    room = max(measure(line, SMALL) for bar in bars for line in wrap(bar.labels[0], _BAR_LABEL, SMALL, lines=1))
+    labels = [
+        [words(*label.splitlines(), size=SMALL, width=_BAR_LABEL, lines=1, color=GREY) for label in bar.labels]
+        for bar in bars
+    ]
+    left = [line for bar in bars for text in bar.labels[0].splitlines() for line in wrap(text, _BAR_LABEL, SMALL, 1)]
+    room = max(measure(line, SMALL) for line in left)
     rows: list[Artist] = [
         HPacker(
             children=[VPacker(children=[space(room), *low], align="right"), image_box(bar.image, dpi), *high],

@@ -1,7 +1,5 @@
 """Overlay of a heatmap on its image: scale, colour, blend; images are RGB."""
 
-import zlib
-from base64 import b85decode
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +16,6 @@ ROBUST_PERCENTILES = (2.0, 98.0)
 
 #: Default colour map if the limits are on one side of 0.
 SEQUENTIAL = "plasma"
-
-# The colours of "plasma" as differences of red, green and blue, as matplotlib is slow to import.
-_PLASMA = (
-    "c-nnYTMmRk2t#HQe>}Ix)=h>-+uczfEr^L&j?eHhoNSAvV34AnDMJ$UV8&!sS=TcdrV~VARtUQjX0#XVJtxxkmJuvJ-Rt5H{kQOC"
-    "`!IH(LM8}`6On`ZhG>IMISi>TVi$zC+e+Mkk~K0wibenTlD*LDQ)B35^7wML-2S@0%*37v"
-)
 
 #: Default colours if the limits are on both sides of 0: blue below and red above. The distance from 0 is shown by the
 #: opacity only, so that values near 0 are not visible as a pale colour.
@@ -173,18 +165,20 @@ def blend(
     two_sides = has_two_sides(low, high)
     colors, shares = color_table(DIVERGING if two_sides and not (cmap or fade) else cmap, two_sides)
     opacity = np.float32(alpha) * (shares if fade else np.ones_like(shares))
-    overlay = np.empty_like(image, order="C")
+    overlay = np.array(image, order="C")
     kept = _kept(background, alpha)
     limits = (low, high, KNEE if soft else 1.0)
     tint = opacity[:, None] * colors
-    for strip in strips(*heatmap.shape):
-        step = _steps(heatmap[strip], limits, len(colors))
-        overlay[strip] = _paint(image[strip], step, kept, 1 - opacity, tint)
+    unseen = np.isnan(heatmap)
+    seen = _bounds(~unseen)
+    values, inside = heatmap[seen], overlay[seen]
+    for strip in strips(*values.shape):
+        step = _steps(values[strip], limits, len(colors))
+        inside[strip] = _paint(inside[strip], step, kept, 1 - opacity, tint)
     if contours is not False:
         draw_contours(overlay, heatmap, CONTOURS if contours is True else contours)
-    unseen = np.isnan(heatmap)
     if mark_unseen and unseen.any():
-        _mark_border(overlay, ~unseen)
+        outline(overlay, unseen, max(1, round(min(unseen.shape) / 500)))
     return overlay
 
 
@@ -205,17 +199,20 @@ def _kept(background: Background, alpha: float) -> tuple[np.float32, np.float32]
     return np.float32(weight), np.float32(strength * brightness * (1 - color))
 
 
-def _mark_border(image: NDArray[np.uint8], seen: NDArray[np.bool_]) -> None:
-    """Draw a white and a black line, in place, inside the seen region along its border to the unseen."""
-    thickness = max(1, round(min(seen.shape) / 500))
+def _bounds(seen: NDArray[np.bool_]) -> tuple[slice, slice]:
+    """Return the rows and columns of the smallest rectangle around the seen pixels."""
+    rows, cols = (np.flatnonzero(seen.any(axis=axis)) for axis in (1, 0))
+    return (slice(rows[0], rows[-1] + 1), slice(cols[0], cols[-1] + 1)) if rows.size else (slice(0), slice(0))
+
+
+def outline(image: NDArray[np.uint8], region: NDArray[np.bool_], thickness: int) -> None:
+    """Draw a white line around a region, bool [height, width], and a black one around it, in place."""
     kernel = np.ones((2 * thickness + 1, 2 * thickness + 1), dtype=np.uint8)
-    region = seen.astype(np.uint8)
-    # Erosion does not affect the edges of the image: OpenCV treats pixels beyond them as seen.
-    inner = cv2.erode(region, kernel)
-    innermost = cv2.erode(inner, kernel)
+    inside = region.view(np.uint8)
+    white = cv2.dilate(inside, kernel)
     pixels = image.reshape(-1, 3)
-    pixels[np.flatnonzero(region > inner)] = 255
-    pixels[np.flatnonzero(inner > innermost)] = 0
+    pixels[np.flatnonzero(cv2.dilate(white, kernel) > white)] = 0
+    pixels[np.flatnonzero(white > inside)] = 255
 
 
 def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
@@ -240,8 +237,9 @@ def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], N
 def _lookup_table(cmap: str) -> NDArray[np.uint8]:
     """Return the colours of a matplotlib colour map: uint8 RGB [steps, 3]."""
     if cmap == SEQUENTIAL:
-        growth = np.frombuffer(zlib.decompress(b85decode(_PLASMA)), dtype=np.uint8).reshape(3, -1)
-        return np.cumsum(growth, axis=1, dtype=np.uint8).T
+        # From OpenCV, as matplotlib is slow to import.
+        steps = np.arange(256, dtype=np.uint8)[:, None]
+        return np.ascontiguousarray(cv2.applyColorMap(steps, cv2.COLORMAP_PLASMA)[:, 0, ::-1])
     import matplotlib
 
     if cmap not in matplotlib.colormaps:

@@ -23,8 +23,8 @@ Limits = tuple[float, float]
 REACH = 1.5
 #: What captions say about guided upsampling.
 GUIDED = "Edges are those of the image, not of the map (guided upsampling): the map has one value for each patch."
-#: Grey under the colours of a bar.
-_MID_GREY = 128
+# Height and width of a colour bar in inches, and the grey under its colours.
+_BAR, _MID_GREY = (0.07, 1.1), 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +148,18 @@ class Pen:
         drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
         return overlay.blend(drawn, plain, alpha=0)
 
-    def ramp(self, low: float, high: float, limits: Limits, size: tuple[int, int]) -> NDArray[np.uint8]:
+    def ramp(self, low: float, high: float, limits: Limits) -> NDArray[np.uint8]:
         """Return the colours from low to high over mid-grey, [height, width, 3]."""
-        values = np.tile(np.linspace(low, high, size[1]), (size[0], 1))
-        grey = np.full((*size, 3), _MID_GREY, np.uint8)
+        height, width = (round(side * self.dpi) for side in _BAR)
+        values = np.tile(np.linspace(low, high, width), (height, 1))
+        grey = np.full((height, width, 3), _MID_GREY, np.uint8)
         blending = {**self.blending, "contours": False}
         return overlay.blend(grey, values, vmin=limits[0], vmax=limits[1], soft=self.soft, **blending)
 
     def bar(self, ends: tuple[str, str] | None = None) -> Bar:
         """Return the colour bar: sequential, or diverging with labels for its ends."""
         reach, low = REACH if self.soft else 1.0, -1 if ends else 0
-        size = round(0.07 * self.dpi), round(1.1 * self.dpi)
-        return Bar(self.ramp(low * reach, reach, (low, 1), size), ends or ("low", "high"), bool(ends))
+        return Bar(self.ramp(low * reach, reach, (low, 1)), ends or ("low", "high"), bool(ends))
 
 
 def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
@@ -195,11 +195,7 @@ def mark(image: NDArray[np.uint8], box: Box | NDArray[np.bool_] | None) -> None:
     elif box is not None:
         left, top, right, bottom = (round(edge) for edge in box)
         inside[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)] = 1
-    thickness = max(1, round(min(inside.shape) / 200))
-    kernel = np.ones((2 * thickness + 1, 2 * thickness + 1), dtype=np.uint8)
-    white = cv2.dilate(inside, kernel)
-    image[cv2.dilate(white, kernel) > white] = 0
-    image[white > inside] = 255
+    overlay.outline(image, inside.astype(np.bool_), max(1, round(min(inside.shape) / 200)))
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -1,12 +1,10 @@
 """Read images as RGB and masks, and write images atomically."""
 
-import contextlib
 import io
 import os
 import re
 import threading
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,42 +34,8 @@ _UPRIGHT = {
 }
 
 
-class _PillowSettings:
-    """Pillow's global size limit and its warnings, set while any thread reads an image and restored afterwards.
-
-    Both are global to the process, so threads that read at the same time share them.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._limits: list[int] = []
-        self._restore = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def __call__(self, max_pixels: int) -> Iterator[None]:
-        with self._lock:
-            if not self._limits:
-                self._restore.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
-                self._restore.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", module=r"PIL\.")
-            self._limits.append(max_pixels)
-            self._set_limit()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._limits.remove(max_pixels)
-                if self._limits:
-                    self._set_limit()
-                else:
-                    self._restore.close()
-
-    def _set_limit(self) -> None:
-        # Pillow warns above its limit and refuses above twice its limit.
-        Image.MAX_IMAGE_PIXELS = max(-(-max(self._limits) // 2), 1)
-
-
-_pillow_settings = _PillowSettings()
+# Pillow's limit of pixels is global to the process: one thread at a time opens a file without it.
+_opening = threading.Lock()
 
 
 def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None) -> NDArray[np.uint8]:
@@ -107,11 +71,10 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
     try:
         if isinstance(source, str | os.PathLike) and not (content is not None and is_remote(source)):
             _check_file(Path(source))
-        with _pillow_settings(max_pixels):
-            if isinstance(source, Image.Image):
-                return _from_pillow(source, max_pixels, image_name(source))
-            with _open(source if content is None else content) as opened:
-                return _from_pillow(opened, max_pixels, image_name(source))
+        if isinstance(source, Image.Image):
+            return _from_pillow(source, max_pixels, image_name(source))
+        with _open(source if content is None else content) as opened:
+            return _from_pillow(opened, max_pixels, image_name(source))
     except VitflowError:
         raise
     except Exception as error:  # a malformed file makes Pillow raise nearly anything
@@ -134,7 +97,7 @@ def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[An
     path = Path(path)
     try:
         _check_file(path)
-        with _pillow_settings(MAX_PIXELS), _open(path) as opened:
+        with _open(path) as opened:
             check_mask_size((opened.height, opened.width), size)
             values = np.asarray(opened)
             transparent = opened.getbands()[-1] in ("A", "a")
@@ -203,8 +166,14 @@ def image_name(source: object) -> str:
 
 
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
-    """Open an image in one of the supported formats; Pillow tries no others."""
-    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_known_formats())
+    """Open an image of any size in one of the supported formats, without decoding it; Pillow tries no others."""
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    with _opening:
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            return Image.open(file, formats=_known_formats())
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
 
 
 def _known_formats() -> list[str]:

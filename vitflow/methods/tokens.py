@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, OutsideGridError, ShapeError, unknown_name, whole_number
+from vitflow.errors import OptionError, OutsideGridError, ShapeError, check_known, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ Causal = Literal["raw", "receptive_field"]
 
 def check_causal(causal: str | None) -> None:
     """Raise OptionError unless it is "raw", "receptive_field" or None."""
-    if causal is not None and causal not in get_args(Causal):
-        raise OptionError(unknown_name("causal", causal, get_args(Causal)))
+    if causal is not None:
+        check_known("causal", causal, get_args(Causal))
 
 
 def visible_keys(

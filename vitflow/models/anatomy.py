@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.libraries import BOTH_TOKENS, HALVES, PATCH_MEAN, library_layout, library_pooling
-from vitflow.models.parts import module_search
+from vitflow.models.parts import modules_of
 
 # Attribute names of the output projection of attention modules.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
@@ -53,12 +53,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def transformer_of(model: nn.Module) -> nn.Module:
     """Return the outermost module that has a patch embedding, by default the model itself."""
-    return next(iter(_embeds_patches(model)), model)
-
-
-@module_search
-def _embeds_patches(module: nn.Module) -> bool:
-    return hasattr(module, "patch_embed")
+    return next((module for module in modules_of(model) if hasattr(module, "patch_embed")), model)
 
 
 def class_tokens(transformer: Any) -> int:

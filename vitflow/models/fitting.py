@@ -1,7 +1,6 @@
 """Check that the weights of a file fit a model (dtypes and shapes), and guess the model if they do not."""
 
 import json
-import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -91,44 +90,14 @@ def mismatch_error(
     unknown = [key for key in weights if key not in state]
     shapes = [key for key in state if key in weights and state[key].shape != weights[key].shape]
     parts = [f"{len(missing) + len(shapes)} of {len(state)} tensors differ"]
-    parts += [
-        f"the file's {label} is {in_file}, the model's {in_model}"
-        for label, in_file, in_model in _sizes(raw, state)
-        if in_file != in_model
-    ]
-    if len(parts) == 1:
-        parts += [f"{key} is {tuple(weights[key].shape)}, not {tuple(state[key].shape)}" for key in shapes[:2]]
-        parts += [f"{len(missing)} are missing ({', '.join(missing[:3])})"] if missing else []
-        parts += [f"{len(unknown)} are unknown to the model ({', '.join(unknown[:3])})"] if unknown else []
+    parts += [f"{key} is {tuple(weights[key].shape)}, not {tuple(state[key].shape)}" for key in shapes[:2]]
+    parts += [f"{len(missing)} are missing ({', '.join(missing[:3])})"] if missing else []
+    parts += [f"{len(unknown)} are unknown to the model ({', '.join(unknown[:3])})"] if unknown else []
     if reason and not (missing or shapes or unknown):
         parts = [reason]
     guess = guess_architecture(raw)
     hint = f"it may be {guess}." if guess not in (None, name) else "is it the right model id for this file?"
     return ModelError(f"The weights in {path} do not fit {name}: {', '.join(parts)}; {hint}")
-
-
-def _sizes(weights: Weights, state: Weights) -> list[tuple[str, int, int]]:
-    """Return (label, size in the file, size in the model) of the sizes of a plain ViT that both have."""
-    sizes = []
-    for label, size_of in (("width", _width), ("number of blocks", _depth), ("patch size", _patch_size)):
-        in_file, in_model = size_of(weights), size_of(state)
-        if in_file is not None and in_model is not None:
-            sizes.append((label, in_file, in_model))
-    return sizes
-
-
-def _width(weights: Weights) -> int | None:
-    weight = next((weights[name] for name in ("blocks.0.norm1.weight", "norm.weight") if name in weights), None)
-    return weight.shape[0] if weight is not None and weight.ndim == 1 else None
-
-
-def _depth(weights: Weights) -> int | None:
-    return len({match[1] for name in weights if (match := re.match(r"blocks\.(\d+)\.", name))}) or None
-
-
-def _patch_size(weights: Weights) -> int | None:
-    weight = weights.get("patch_embed.proj.weight")
-    return weight.shape[-1] if weight is not None and weight.ndim == 4 else None
 
 
 def guess_architecture(weights: Weights) -> str | None:
@@ -160,6 +129,11 @@ def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
         for name, weight in weights.items()
         if not name.startswith(("head.", "head_dist.", "pos_embed"))
     }
+
+
+def _width(weights: Weights) -> int | None:
+    weight = next((weights[name] for name in ("blocks.0.norm1.weight", "norm.weight") if name in weights), None)
+    return weight.shape[0] if weight is not None and weight.ndim == 1 else None
 
 
 def trained_side(weights: Weights, draft: nn.Module) -> int | None:

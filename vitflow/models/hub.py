@@ -56,7 +56,7 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
             raise ModelError(f"No pretrained weights are known for {name!r}. Known tags: {tags}.") from error
         raise ModelError(
             f"{name!r} cannot be loaded: {str(error).rstrip('.')}. Expected weights of this architecture: leave out "
-            "options that change it, or pass other weights (--checkpoint FILE, checkpoint=…)."
+            "options that change it, or pass other weights (--checkpoint FILE, load_model(…, checkpoint=FILE))."
         ) from error
     except TypeError as error:
         raise ModelError(
@@ -75,8 +75,8 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
             ) from error
         raise ModelError(
             f"The weights of {name!r} cannot be fetched from the Hugging Face hub ({type(error).__name__}) and are not "
-            "in its cache. Remedies: a weights file (--checkpoint FILE, checkpoint=…), a folder (local-dir:FOLDER), or "
-            "the bundled model, which knows eight drawn shapes only (--model demo)."
+            "in its cache. Remedies: a weights file (--checkpoint FILE, load_model(…, checkpoint=FILE)), a folder "
+            "(local-dir:FOLDER), or the bundled model, which knows eight drawn shapes only (--model demo)."
         ) from error
 
 

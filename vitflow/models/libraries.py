@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitflow.errors import ModelError, UnsupportedModelError
 from vitflow.files import is_file
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.parts import module_search
+from vitflow.models.parts import modules_of
 from vitflow.models.processors import from_processor
 
 # Names of the patch embedding and of prefix tokens in transformers.
@@ -75,7 +75,7 @@ class Embedding:
 
 def embedding_of(model: nn.Module) -> Embedding | None:
     """Return the patch embedding of a model of transformers, torchvision or open_clip; None for other models."""
-    owner: Any = next(iter(_embeds(model)), None)
+    owner: Any = next(filter(_embeds, modules_of(model)), None)
     if owner is None:
         return None
     patches = _patches_of(owner)
@@ -84,7 +84,6 @@ def embedding_of(model: nn.Module) -> Embedding | None:
     return Embedding(owner, 1, _pair(owner.patch_size), _pair(owner.image_size), 3, dynamic=False)
 
 
-@module_search
 def _embeds(module: nn.Module) -> bool:
     inside = module._modules
     of_torchvision = inside.get("conv_proj") is not None and hasattr(module, "class_token")
@@ -171,7 +170,7 @@ def check_recordable(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: the attention implementation is not "sdpa" or "eager", or there is also a text model.
     """
-    for module in _is_configured(model):
+    for module in modules_of(model):
         implementation = getattr(vars(module).get("config"), "_attn_implementation", None)
         if isinstance(implementation, str) and implementation not in _RECORDABLE:
             raise UnsupportedModelError(
@@ -300,17 +299,8 @@ def processor_settings(name: str) -> Mapping[str, Any]:
 
 def _pretrained(model: nn.Module) -> nn.Module | None:
     """Return the outermost transformers model in a module, or None."""
-    return next(iter(_is_pretrained(model)), None)
-
-
-@module_search
-def _is_pretrained(module: nn.Module) -> bool:
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
-
-
-@module_search
-def _is_configured(module: nn.Module) -> bool:
-    return "config" in vars(module)
+    kinds = ((module, type(module).__mro__) for module in modules_of(model))
+    return next((module for module, mro in kinds if any(kind.__name__ == "PreTrainedModel" for kind in mro)), None)
 
 
 def _config(pretrained: nn.Module | None) -> Any:

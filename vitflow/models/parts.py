@@ -1,7 +1,6 @@
-"""The modules of a model: searches, and a cache that is valid while the modules are the same."""
+"""The modules of a model, and a cache that is valid while the modules are the same."""
 
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -26,27 +25,6 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
             if module._modules:
                 waiting.extend(part for part in reversed(module._modules.values()) if part is not None)
     return modules
-
-
-def module_search(holds: Callable[[nn.Module], bool]) -> Callable[[nn.Module], list[nn.Module]]:
-    """Turn a predicate on a module into a function that returns all matching modules of a model.
-
-    >>> linear = module_search(lambda module: isinstance(module, nn.Linear))
-    >>> linear(nn.Sequential(nn.ReLU(), nn.Linear(2, 3)))
-    [Linear(in_features=2, out_features=3, bias=True)]
-    """
-
-    @wraps(holds)
-    def among(model: nn.Module) -> list[nn.Module]:
-        return list(filter(holds, modules_of(model)))
-
-    return among
-
-
-def with_paths(model: nn.Module, search: Callable[[nn.Module], list[nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that a search finds, each with its path as in `module_paths`."""
-    holds = search.__wrapped__  # type: ignore[attr-defined]
-    return [(path, module) for path, module in module_paths(model) if holds(module)]
 
 
 def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vitflow.errors import ShapeError
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.libraries import library_id, processor_settings
-from vitflow.models.parts import module_search
+from vitflow.models.parts import modules_of
 from vitflow.models.processors import from_processor
 
 # Model types of transformers and the number of tokens before the tubelets.
@@ -53,7 +53,7 @@ class StackedFrames(nn.Module):
         super().__init__()
         self.model = model
         self.shape = _shape_of(model)
-        config: Any = _video_parts(model)[0].config
+        config: Any = _video_config(model)
         self.divided = config.model_type == "timesformer"
         times, rows, cols = self.shape.grid
         self.layout = TokenLayout(_PREFIX[config.model_type], times * rows, cols)
@@ -92,12 +92,12 @@ class StackedFrames(nn.Module):
 
 def is_video_model(model: nn.Module) -> bool:
     """Return True for a video model of transformers."""
-    return bool(_video_parts(model))
+    return _video_config(model) is not None
 
 
 def _shape_of(model: nn.Module) -> ClipShape:
     """Read the clip of a video model from its configuration."""
-    config: Any = _video_parts(model)[0].config
+    config: Any = _video_config(model)
     frames = getattr(config, "num_frames", None) or config.frames_per_clip
     size = _pair(getattr(config, "image_size", None) or config.crop_size)
     tubelet, patch = getattr(config, "tubelet_size", 1), getattr(config, "patch_size", None)
@@ -111,7 +111,7 @@ def _pair(size: Any) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-@module_search
-def _video_parts(module: nn.Module) -> bool:
-    config = vars(module).get("config")
-    return getattr(config, "model_type", None) in _PREFIX
+def _video_config(model: nn.Module) -> Any:
+    """Return the configuration of the video model in a module, or None."""
+    configs = (vars(module).get("config") for module in modules_of(model))
+    return next((config for config in configs if getattr(config, "model_type", None) in _PREFIX), None)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.models.languages import text_config
-from vitflow.models.parts import module_search
+from vitflow.models.parts import module_paths, modules_of
 from vitflow.recording.layers import Arrange, AttentionLayer
 
 # Softmaxes that are not attention between tokens.
@@ -99,9 +99,13 @@ def _kind(module: nn.Module) -> str:
     return type(module).__name__
 
 
-@module_search
-def may_attend(module: nn.Module) -> bool:
-    """Return True if a module with submodules may compute attention itself, unless its class excludes that."""
+def may_attend(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that may compute attention themselves, by path."""
+    return {path: module for path, module in module_paths(model) if _may_attend(module)}
+
+
+def _may_attend(module: nn.Module) -> bool:
+    """Return True for a module with submodules, unless its class excludes that it attends."""
     parts = [part for part in module._modules.values() if part is not None]
     if not parts or "_orig_mod" in module._modules:
         return False  # leaves and wrappers of compiled modules compute no attention
@@ -224,9 +228,4 @@ def refusal_in_words(model: nn.Module, layers: Sequence[AttentionLayer]) -> str:
 
 
 def _refused(model: nn.Module) -> nn.Module | None:
-    return next(iter(_is_refused(model)), None)
-
-
-@module_search
-def _is_refused(module: nn.Module) -> bool:
-    return _kind(module) in _REFUSED
+    return next((module for module in modules_of(model) if _kind(module) in _REFUSED), None)

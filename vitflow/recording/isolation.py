@@ -257,15 +257,6 @@ def refuse_without_weights(model: nn.Module) -> None:
             )
 
 
-def refuse_meta_default(model: nn.Module) -> None:
-    """Raise OptionError if the default device is meta and the model is on another device."""
-    if torch.empty(0).is_meta and device_of(model).type != "meta":
-        raise OptionError(
-            f"Expected a default device that computes values, got 'meta', while {type(model).__name__} is on "
-            f"{device_of(model)}: leave torch.device('meta') before the model runs."
-        )
-
-
 def refuse_checkpointing(model: nn.Module) -> None:
     """Raise UnsupportedModelError if a model uses gradient checkpointing."""
     for module in model.modules():

@@ -14,8 +14,7 @@ from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout
 from vitflow.recording.attention_kinds import is_class_attention, is_traced
-from vitflow.recording.layers import AttentionLayer
-from vitflow.recording.trace import stack_of, stream_of
+from vitflow.recording.layers import AttentionLayer, stack_of, stream_of
 from vitflow.recording.windows import Size, Windows, find_windows, token_orders
 
 

@@ -1,13 +1,21 @@
-"""Attention of one layer: the attention of its modules, concatenated or fused."""
+"""Attention of the layers of a forward pass: that of their modules, concatenated or fused."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import ValueNormsError, VitflowError
-from vitflow.methods.gradients import Values, ValueWeighting, fuse_weighted, join_values
+from vitflow.errors import OptionError, ValueNormsError, VitflowError, check_known
+from vitflow.methods.gradients import (
+    Values,
+    ValueWeighting,
+    at_least_float32,
+    check_value_weighting,
+    fuse_weighted,
+    join_values,
+)
 from vitflow.methods.rollout import rollout_step
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.models.anatomy import output_projection
@@ -18,7 +26,13 @@ FusionKey = tuple[str, ValueWeighting]
 
 # The number of layers per product. More layers take more time (noticeable in small models) and save little memory
 # compared with the forward pass.
-_MULTIPLIED = 3
+_MULTIPLIED = 4
+
+#: Message for a trace without a forward pass.
+NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass inside `with record_attention(model)`."
+# Names of cross-attention modules, in lower case.
+_CROSS = ".cross_attention"
+_CROSSING = ("cross", "encdec", "encoder_attn")
 
 # Rearranges probabilities or values to [batch · windows, heads, tokens, …].
 Arrange = Callable[[Tensor], Tensor]
@@ -109,6 +123,120 @@ class AttentionLayer:
         return self.located
 
 
+@dataclass(slots=True)
+class RecordedLayers:
+    """The recorded attention of one forward pass.
+
+    Attributes:
+        layers: attention of each layer, first layer first.
+    """
+
+    layers: list[AttentionLayer] = field(default_factory=list)
+
+    def windows(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Reshape the matrices [batch · windows, queries, keys] of each layer to [batch, windows, queries, keys]."""
+        return [
+            matrix.unflatten(0, (-1, layer.tokens.windows)) for layer, matrix in zip(self.layers, matrices, strict=True)
+        ]
+
+    @property
+    def _recorded(self) -> list[AttentionLayer]:
+        if not self.layers:
+            raise VitflowError(NOTHING_RECORDED)
+        return self.layers
+
+    @property
+    def streams(self) -> dict[str, tuple[AttentionLayer, ...]]:
+        """Layers of each token stream by its name, first layer first.
+
+        A stream is a stack of blocks, named by its path ("encoder", "model.vision_tower.vision_model.encoder");
+        cross-attention between streams has a separate name ("decoder.cross_attention").
+        """
+        streams: dict[str, tuple[AttentionLayer, ...]] = {}
+        for layer in self.layers:
+            name = stream_of(layer.name)
+            streams[name] = (*streams.get(name, ()), layer)
+        return streams
+
+    def of_stream(self, name: str) -> Self:
+        """Return this recording with only the layers of one stream.
+
+        Raises:
+            OptionError: unknown stream.
+        """
+        streams = self.streams
+        check_known("stream of tokens", name, streams)
+        return replace(self, layers=list(streams[name]))
+
+    @property
+    def attentions(self) -> tuple[Tensor, ...]:
+        """Attention of each layer, first layer first.
+
+        [batch, heads, tokens, tokens], or [batch, tokens, tokens] if recorded with a head fusion.
+        """
+        attentions = []
+        for layer in self._recorded:
+            if layer.heads is None and len(layer.fused) != 1:
+                kept = ", ".join(f"{name}{_weighted_words(weighting)}" for name, weighting in layer.fused)
+                raise OptionError(f"Several fused matrices were recorded ({kept}): choose one with trace.fused(…).")
+            attentions.append(layer.heads if layer.heads is not None else next(iter(layer.fused.values())))
+        return tuple(attentions)
+
+    def heads(self, *, value_weighted: ValueWeighting = False) -> list[Tensor]:
+        """Return all heads of each layer, [batch, heads, tokens, tokens], value weighted if requested.
+
+        Raises:
+            OptionError: only fused matrices, or no value vectors, were recorded.
+        """
+        check_value_weighting(value_weighted)
+        heads = [layer.heads for layer in self._recorded if layer.heads is not None]
+        if len(heads) != len(self.layers):
+            raise OptionError("Only fused attention was recorded: record without head_fusion to keep every head.")
+        if value_weighted is False:
+            return heads
+        values = [layer.values for layer in self.layers if layer.values is not None]
+        if len(values) != len(heads):
+            raise OptionError("Value vectors were not recorded: record with values=True.")
+        return [each.weigh(at_least_float32(layer), value_weighted) for layer, each in zip(heads, values, strict=True)]
+
+    def fused(self, head_fusion: str = "mean", *, value_weighted: ValueWeighting = False) -> list[Tensor]:
+        """Return the fused attention of each layer, [batch, tokens, tokens], first layer first.
+
+        Raises:
+            OptionError: neither this fusion nor all heads were recorded.
+        """
+        check_value_weighting(value_weighted)
+        key = (head_fusion, value_weighted)
+        matrices = []
+        for layer in self._recorded:
+            if key not in layer.fused:
+                if layer.heads is None or (value_weighted and layer.values is None):
+                    raise OptionError(
+                        f"Attention fused by {head_fusion}{_weighted_words(value_weighted)} was not recorded: record "
+                        "it, or record every head."
+                    )
+                layer.fused[key] = fuse_parts(at_least_float32(layer.heads), key, layer.values, layer.parts)
+            matrices.append(layer.fused[key])
+        return matrices
+
+
+@dataclass(slots=True)
+class Backward:
+    """Gradients of the target logit of each image, from one backward pass.
+
+    Attributes:
+        attentions: with respect to the attention probabilities, layers of [batch, heads, tokens, tokens].
+        features: with respect to the recorded features, by module name.
+        pixels: with respect to the model input, [batch, channels, height, width]; None for text.
+        pooled: with respect to `Trace.pooled`, if there is one.
+    """
+
+    attentions: list[Tensor]
+    features: dict[str, Tensor]
+    pixels: Tensor | None
+    pooled: Tensor | None = None
+
+
 def close_layer(
     name: str, parts: Sequence[ModuleAttention], module: nn.Module, fusions: Collection[FusionKey]
 ) -> AttentionLayer:
@@ -177,3 +305,29 @@ def read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module |
     value = value.detach()
     value = value if value.dtype == torch.float64 else value.float()
     return Values(value, projection.detach().to(value.dtype))
+
+
+def stream_of(path: str) -> str:
+    """Return the name of the token stream of an attention module, from its path in the model.
+
+    >>> stream_of("decoder.block.3.layer.0.SelfAttention"), stream_of("decoder.block.3.layer.1.EncDecAttention")
+    ('decoder', 'decoder.cross_attention')
+    >>> stream_of("h.0.attn"), stream_of("model.vision_tower.encoder.layers.1.self_attn")
+    ('h', 'model.vision_tower.encoder')
+    """
+    parts = path.split(".")
+    stack = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
+    name = ".".join(parts[: max(stack - 1, 1)])  # without the list of blocks, unless nothing else is left
+    crosses = any(word in part.lower() for part in parts[stack:] for word in _CROSSING)
+    return f"{name}{_CROSS}" if crosses else name
+
+
+def stack_of(path: str) -> str:
+    """Return the name of the stack of an attention module: its stream, together with that of its cross-attention."""
+    return stream_of(path).removesuffix(_CROSS)
+
+
+def _weighted_words(value_weighted: ValueWeighting) -> str:
+    if value_weighted == "output":
+        return " and value weighted by output"
+    return " and value weighted" if value_weighted else ""

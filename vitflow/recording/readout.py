@@ -5,7 +5,7 @@ reads nothing else, otherwise those after the last block. Known poolings have a 
 `heads.py` has verified it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,8 @@ _ZERO = (
 )
 # Tokens with less than this fraction of the largest weight are not counted.
 _COUNTED = 1e-3
+# Lower limit of a divisor.
+_TINY = torch.finfo(torch.float64).tiny
 #: Loss scale for half precision, in which the smallest gradients underflow.
 HALF_SCALE = 1024.0
 
@@ -72,7 +74,7 @@ class Tap:
     share: Tensor
 
 
-def tap_candidates(model: nn.Module, attending: Sequence[str]) -> list[str]:
+def tap_candidates(model: nn.Module, attending: Iterable[str]) -> list[str]:
     """Return paths of modules that may return the head's input tokens: norms and containers of attention modules."""
     containers = {".".join(name.split(".")[:n]) for name in attending for n in range(1, name.count(".") + 1)}
     return [path for path, module in module_paths(model) if path and (path in containers or is_norm(module))]
@@ -133,14 +135,15 @@ def channel_axis(shape: Sequence[int], layout: TokenLayout) -> int | None:
     return None
 
 
-def gradient_norms(
+def gradient_taps(
     outputs: Tensor,
     targets: Tensor,
     tokens: Sequence[Tensor],
+    layers: Sequence[int],
     layouts: Sequence[TokenLayout],
     orders: Sequence[Tensor | None],
-) -> list[Tensor]:
-    """Return the norm of the direct gradient of one output of each image at each tap, [batch, tokens] per tap.
+) -> list[Tap]:
+    """Return the taps of one output of each image, with the norm of the direct gradient at each as its readout.
 
     The direct gradient is the total one minus the part that passes the next tap: `G_l − (∂y_m/∂y_l)ᵀ G_m`.
 
@@ -148,6 +151,7 @@ def gradient_norms(
         outputs: the outputs of each image, [batch, outputs].
         targets: index of the output f of each image, [batch].
         tokens: the tokens y of each tap, lowest first, in the autograd graph or leaves of it.
+        layers: the number of attention layers up to each tap.
         layouts, orders: of each tap, as for `token_norms`.
 
     Raises:
@@ -179,10 +183,33 @@ def gradient_norms(
             "The output is computed from tokens that do not fit the patch grid of their block. Pass readout=, or use "
             "sampling or occlusion."
         )
-    sums = torch.stack([each.sum(dim=1) for each in fitting]).sum(dim=0)
-    if not (torch.isfinite(sums) & (sums > 0)).all():
+    sums = [each.sum(dim=1) for each in fitting]
+    every = torch.stack(sums).sum(dim=0)
+    if not (torch.isfinite(every) & (every > 0)).all():
         raise UnsupportedModelError(_ZERO)
-    return fitting
+    return [
+        Tap(count, each / total.clamp(min=_TINY).unsqueeze(1), total / every)
+        for count, each, total in zip(layers, fitting, sums, strict=True)
+    ]
+
+
+def taps_words(taps: Sequence[Tap], layouts: Sequence[TokenLayout], layers: int) -> list[str]:
+    """Describe the readout of each image in words: that of its strongest tap, and the shares of all taps.
+
+    Args:
+        taps: the taps of each image.
+        layouts: layout of the tokens of each tap.
+        layers: the number of attention layers of the model.
+    """
+    words = []
+    for index in range(len(taps[0].readout)):
+        strongest, layout = max(zip(taps, layouts, strict=True), key=lambda pair: float(pair[0].share[index]))
+        text = f"{readout_words(strongest.readout[index], layout)}, from the gradient of the output"
+        if len(taps) > 1 or strongest.layers < layers:
+            shares = ", ".join(f"{tap.layers} ({float(tap.share[index]):.0%})" for tap in taps)
+            text += f", after layers {shares}"
+        words.append(text)
+    return words
 
 
 def readout_words(readout: Tensor, layout: TokenLayout) -> str:

@@ -21,7 +21,7 @@ from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import ATTENTION_POOLING, closed_readouts, feature_layout, logits_of, read_layout, unwrap
 from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import check_recordable
-from vitflow.models.parts import runs_compiled, with_paths
+from vitflow.models.parts import runs_compiled
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.heads import Call
 from vitflow.recording.interception import Interception
@@ -31,14 +31,13 @@ from vitflow.recording.isolation import (
     model_lock,
     refuse_checkpointing,
     refuse_compiled,
-    refuse_meta_default,
     uncompiled,
 )
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
-from vitflow.recording.layers import AttentionLayer, FusionKey
+from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
 from vitflow.recording.listening import Listening
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
-from vitflow.recording.trace import Trace, stack_of
+from vitflow.recording.trace import Trace
 from vitflow.recording.unseen import unseen_mixing
 
 
@@ -64,8 +63,8 @@ class record_attention:
         layout: prefix tokens and patch grid, if the model's layout is unknown.
         keys: keep the key vectors of each layer if they can be observed.
         visible: keep the attention mask of each layer with masked keys in `trace.layers[…].visible`.
-        residual: if above 0, multiply every three layers with global attention to their rollout product, with this
-            residual and discard ratio 0. Requires one fusion; uses a third of the memory.
+        residual: if above 0, multiply every four layers with global attention to their rollout product, with this
+            residual and discard ratio 0. Requires one fusion; uses a quarter of the memory.
         outputs: maps the return value of the model to the differentiated outputs, [batch, classes]; by default its
             logits.
         readout: weights instead of the model's readout: for the top layer's tokens, [tokens] or [batch, tokens], or for
@@ -138,7 +137,6 @@ class record_attention:
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
             stack.enter_context(model_lock(self._model))
-            refuse_meta_default(self._model)
             if hasattr(self, "_interception"):
                 raise VitflowError("This recording is open already: create another record_attention(model).")
             self.trace, self._ran = Trace(model=self._model), False
@@ -188,13 +186,12 @@ class record_attention:
                     _submodule(self._model, path), partial(self._cut, path), before=False, always=True, first=True
                 )
         elif self._attention and torch.is_grad_enabled():
-            attending = [path for path, _ in with_paths(self._model, may_attend)]
-            for path in tap_candidates(self._model, attending):
+            for path in tap_candidates(self._model, may_attend(self._model)):
                 yield Hook(self._model.get_submodule(path), partial(self._note, path), before=False)
 
     def _watch(self) -> None:
         """Watch the modules that may attend; these may have changed since the previous pass."""
-        attending = dict(with_paths(self._model, may_attend)) if self._attention else {}
+        attending = may_attend(self._model) if self._attention else {}
         if attending != self._watched:
             self._unhook()
             self._watched = attending
@@ -309,7 +306,7 @@ class record_attention:
             refusal = refusal or self._unseen(layers)
         if not layers or refusal is not None:
             layout = self._layout_without_attention(size)
-            trace.set_layers(layers, layout, refusal=refusal)
+            trace.set_layers(layers, layout, refusal)
             return layout
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         layout = max(layouts, key=lambda layout: layout.num_patches)

@@ -7,45 +7,23 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError, check_known
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.methods.cells import cell_grid
-from vitflow.methods.gradients import ValueWeighting, check_value_weighting
+from vitflow.methods.gradients import at_least_float32
 from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import ClosedReadout, logits_of
 from vitflow.models.blocks import block_norms
 from vitflow.recording.heads import Call, observed_head
-from vitflow.recording.layers import AttentionLayer, fuse_parts
-from vitflow.recording.readout import HALF_SCALE, Head, Read, Tap, gradient_norms, readout_words
-
-# Names of cross-attention modules, in lower case.
-_CROSS = ".cross_attention"
-_CROSSING = ("cross", "encdec", "encoder_attn")
+from vitflow.recording.layers import NOTHING_RECORDED, AttentionLayer, Backward, RecordedLayers
+from vitflow.recording.readout import HALF_SCALE, Head, Read, Tap, gradient_taps, readout_words, taps_words
 
 
 @dataclass(slots=True)
-class Backward:
-    """Gradients of the target logit of each image, from one backward pass.
-
-    Attributes:
-        attentions: with respect to the attention probabilities, layers of [batch, heads, tokens, tokens].
-        features: with respect to the recorded features, by module name.
-        pixels: with respect to the model input, [batch, channels, height, width]; None for text.
-        pooled: with respect to `Trace.pooled`, if there is one.
-    """
-
-    attentions: list[Tensor]
-    features: dict[str, Tensor]
-    pixels: Tensor | None
-    pooled: Tensor | None = None
-
-
-@dataclass(slots=True)
-class Trace:
+class Trace(RecordedLayers):
     """Recording of the last forward pass inside `record_attention`; filled while the model runs.
 
     Attributes:
-        layers: attention of each layer, first layer first.
         layout: prefix tokens and patch grid of this pass.
         readout: the tokens of the top layer that the output is computed from, [batch, tokens]; rows sum to 1.
         pooling: source of the readout: "class token", "average over patches", …
@@ -66,7 +44,6 @@ class Trace:
         candidates: differentiable tokens that the head may read, by the path of the module that returned them.
     """
 
-    layers: list[AttentionLayer] = field(default_factory=list)
     features: dict[str, Tensor] = field(default_factory=dict)
     feature_layouts: dict[str, tuple[TokenLayout, bool] | None] = field(default_factory=dict)
     pixels: Tensor | None = None
@@ -92,15 +69,13 @@ class Trace:
         """Reset the trace for a new forward pass on this model input."""
         Trace.__init__(self, model=self.model, pixels=pixels, read=read, call=call)
 
-    def set_layers(
-        self, layers: Sequence[AttentionLayer], layout: TokenLayout | None, *, refusal: str | None = None
-    ) -> None:
-        """Set the layers and the token layout, or the reason for a refusal."""
-        self.layers, self._layout, self.refusal = list(layers), layout, refusal
-
     def set_readouts(self, closed: Sequence[ClosedReadout], pooled: Tensor | None, given: Tensor | None) -> None:
         """Set the closed-form readouts, the attention of a pooling head, and the readout given by the caller."""
         self.closed, self.pooled, self._given, self._top = closed, pooled, given, self.layers[-1].tokens.queries
+
+    def set_layers(self, layers: list[AttentionLayer], layout: TokenLayout | None, refusal: str | None = None) -> None:
+        """Set the layers and the token layout, or the reason for a refusal."""
+        self.layers, self._layout, self.refusal = layers, layout, refusal
 
     @property
     def layout(self) -> TokenLayout:
@@ -113,7 +88,7 @@ class Trace:
                 "layout=TokenLayout(num_prefix_tokens, rows, cols)."
             )
         if self._layout is None:
-            raise VitflowError(_NOTHING_RECORDED)
+            raise VitflowError(NOTHING_RECORDED)
         return self._layout
 
     @property
@@ -132,12 +107,6 @@ class Trace:
         layout = self.layout
         return any(not layer.tokens.dense or layer.tokens.queries != layout for layer in self.layers)
 
-    def windows(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Reshape the matrices [batch · windows, queries, keys] of each layer to [batch, windows, queries, keys]."""
-        return [
-            matrix.unflatten(0, (-1, layer.tokens.windows)) for layer, matrix in zip(self.layers, matrices, strict=True)
-        ]
-
     def grid(self, patch_size: int | None = None) -> tuple[int, int]:
         """Return the rows and columns of a map: the model's patch grid, or cells of about `patch_size` pixels.
 
@@ -145,7 +114,7 @@ class Trace:
         the shorter side has 14 cells.
         """
         if self.pixels is None:
-            raise VitflowError(_NOTHING_RECORDED)
+            raise VitflowError(NOTHING_RECORDED)
         layout = self._layout
         patches = None if layout is None else (layout.rows, layout.cols)
         return cell_grid(self.pixels.shape[-2], self.pixels.shape[-1], patch_size, patches)
@@ -233,7 +202,7 @@ class Trace:
         if self.refusal is not None:
             raise UnsupportedModelError(self.refusal)
         if not self.closed:
-            raise VitflowError(_NOTHING_RECORDED)
+            raise VitflowError(NOTHING_RECORDED)
         example, batch = self.layers[-1].example, 1 if self.pixels is None else len(self.pixels)
         if self._given is not None:
             return [Tap(len(self.layers), self._given, example.new_ones(batch))]
@@ -247,13 +216,9 @@ class Trace:
         if key not in self._taps:
             tokens, counts = self._tokens_read_by(head), [head.layers_below(path) for path in head.taps]
             layouts = [self.layers[count - 1].tokens.queries for count in counts]
-            norms = gradient_norms(self.logits, chosen, tokens, layouts, [self._order(count) for count in counts])
-            sums = [each.sum(dim=1) for each in norms]
-            every = torch.stack(sums).sum(dim=0)
-            self._taps[key] = [
-                Tap(count, (each / total.clamp(min=_TINY).unsqueeze(1)).to(example), (total / every).to(example))
-                for count, each, total in zip(counts, norms, sums, strict=True)
-            ]
+            orders = [self._order(count) for count in counts]
+            taps = gradient_taps(self.logits, chosen, tokens, counts, layouts, orders)
+            self._taps[key] = [Tap(tap.layers, tap.readout.to(example), tap.share.to(example)) for tap in taps]
         return self._taps[key]
 
     def at(self, tap: Tap) -> Self:
@@ -303,96 +268,8 @@ class Trace:
         if self._given is not None:
             return [f"{readout_words(row, self.top)}, given as argument" for row in self._given]
         taps = self.taps_of(targets)
-        words = []
-        for index in range(len(taps[0].readout)):
-            strongest = max(taps, key=lambda tap: float(tap.share[index]))
-            layout = self.layers[strongest.layers - 1].tokens.queries
-            text = f"{readout_words(strongest.readout[index], layout)}, from the gradient of the output"
-            if len(taps) > 1 or strongest.layers < len(self.layers):
-                shares = ", ".join(f"{tap.layers} ({float(tap.share[index]):.0%})" for tap in taps)
-                text += f", after layers {shares}"
-            words.append(text)
-        return words
-
-    @property
-    def _recorded(self) -> list[AttentionLayer]:
-        if not self.layers:
-            raise VitflowError(_NOTHING_RECORDED)
-        return self.layers
-
-    @property
-    def streams(self) -> dict[str, tuple[AttentionLayer, ...]]:
-        """Layers of each token stream by its name, first layer first.
-
-        A stream is a stack of blocks, named by its path ("encoder", "model.vision_tower.vision_model.encoder");
-        cross-attention between streams has a separate name ("decoder.cross_attention").
-        """
-        streams: dict[str, tuple[AttentionLayer, ...]] = {}
-        for layer in self.layers:
-            name = stream_of(layer.name)
-            streams[name] = (*streams.get(name, ()), layer)
-        return streams
-
-    def of_stream(self, name: str) -> "Trace":
-        """Return the trace with only the layers of one stream.
-
-        Raises:
-            OptionError: unknown stream.
-        """
-        streams = self.streams
-        check_known("stream of tokens", name, streams)
-        return replace(self, layers=list(streams[name]))
-
-    @property
-    def attentions(self) -> tuple[Tensor, ...]:
-        """Attention of each layer, first layer first.
-
-        [batch, heads, tokens, tokens], or [batch, tokens, tokens] if recorded with a head fusion.
-        """
-        attentions = []
-        for layer in self._recorded:
-            if layer.heads is None and len(layer.fused) != 1:
-                kept = ", ".join(f"{name}{_weighted_words(weighting)}" for name, weighting in layer.fused)
-                raise OptionError(f"Several fused matrices were recorded ({kept}): choose one with trace.fused(…).")
-            attentions.append(layer.heads if layer.heads is not None else next(iter(layer.fused.values())))
-        return tuple(attentions)
-
-    def heads(self, *, value_weighted: ValueWeighting = False) -> list[Tensor]:
-        """Return all heads of each layer, [batch, heads, tokens, tokens], value weighted if requested.
-
-        Raises:
-            OptionError: only fused matrices, or no value vectors, were recorded.
-        """
-        check_value_weighting(value_weighted)
-        heads = [layer.heads for layer in self._recorded if layer.heads is not None]
-        if len(heads) != len(self.layers):
-            raise OptionError("Only fused attention was recorded: record without head_fusion to keep every head.")
-        if value_weighted is False:
-            return heads
-        values = [layer.values for layer in self.layers if layer.values is not None]
-        if len(values) != len(heads):
-            raise OptionError("Value vectors were not recorded: record with values=True.")
-        return [each.weigh(_detached(layer), value_weighted) for layer, each in zip(heads, values, strict=True)]
-
-    def fused(self, head_fusion: str = "mean", *, value_weighted: ValueWeighting = False) -> list[Tensor]:
-        """Return the fused attention of each layer, [batch, tokens, tokens], first layer first.
-
-        Raises:
-            OptionError: neither this fusion nor all heads were recorded.
-        """
-        check_value_weighting(value_weighted)
-        key = (head_fusion, value_weighted)
-        matrices = []
-        for layer in self._recorded:
-            if key not in layer.fused:
-                if layer.heads is None or (value_weighted and layer.values is None):
-                    raise OptionError(
-                        f"Attention fused by {head_fusion}{_weighted_words(value_weighted)} was not recorded: record "
-                        "it, or record every head."
-                    )
-                layer.fused[key] = fuse_parts(_detached(layer.heads), key, layer.values, layer.parts)
-            matrices.append(layer.fused[key])
-        return matrices
+        layouts = [self.layers[tap.layers - 1].tokens.queries for tap in taps]
+        return taps_words(taps, layouts, len(self.layers))
 
     def forget_gradients(self) -> None:
         """Free the gradients that `backward` caches."""
@@ -412,7 +289,7 @@ class Trace:
             UnsupportedModelError: a gradient is zero everywhere, or does not reach the attention.
         """
         if self.logits is None or self.pixels is None:
-            raise VitflowError(_NOTHING_RECORDED)
+            raise VitflowError(NOTHING_RECORDED)
         if self.logits.ndim != 2 or len(targets) != len(self.logits):
             raise ShapeError(
                 f"Expected logits [batch, classes] and one target per image, got logits {tuple(self.logits.shape)} "
@@ -466,7 +343,7 @@ class Trace:
                     f"(unused or copied), so its gradient is None. Use {remedy}."
                 )
         gradients = iter(
-            torch.zeros_like(source) if gradient is None else gradient.to(_wider(gradient.dtype)) / scale
+            torch.zeros_like(source) if gradient is None else at_least_float32(gradient) / scale
             for source, gradient in zip(inputs, raw, strict=True)
         )
         attentions = [
@@ -475,42 +352,3 @@ class Trace:
         features = {name: next(gradients) for name in self.features}
         to_pixels = next(gradients) if pixels else None
         return Backward(attentions, features, to_pixels, next(gradients, None))
-
-
-def stream_of(path: str) -> str:
-    """Return the name of the token stream of an attention module, from its path in the model.
-
-    >>> stream_of("decoder.block.3.layer.0.SelfAttention"), stream_of("decoder.block.3.layer.1.EncDecAttention")
-    ('decoder', 'decoder.cross_attention')
-    >>> stream_of("h.0.attn"), stream_of("model.vision_tower.encoder.layers.1.self_attn")
-    ('h', 'model.vision_tower.encoder')
-    """
-    parts = path.split(".")
-    stack = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
-    name = ".".join(parts[: max(stack - 1, 1)])  # without the list of blocks, unless nothing else is left
-    crosses = any(word in part.lower() for part in parts[stack:] for word in _CROSSING)
-    return f"{name}{_CROSS}" if crosses else name
-
-
-def stack_of(path: str) -> str:
-    """Return the name of the stack of an attention module: its stream, together with that of its cross-attention."""
-    return stream_of(path).removesuffix(_CROSS)
-
-
-def _detached(heads: Tensor) -> Tensor:
-    return heads.detach().to(_wider(heads.dtype))
-
-
-def _weighted_words(value_weighted: ValueWeighting) -> str:
-    if value_weighted == "output":
-        return " and value weighted by output"
-    return " and value weighted" if value_weighted else ""
-
-
-def _wider(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype.itemsize >= 4 else torch.float32
-
-
-# Lower limit of a divisor.
-_TINY = torch.finfo(torch.float64).tiny
-_NOTHING_RECORDED = "Nothing has been recorded: run the model's forward pass inside `with record_attention(model)`."

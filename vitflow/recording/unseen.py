@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, tensors_in
-from vitflow.models.parts import model_cache, module_paths, with_paths
+from vitflow.models.parts import model_cache, module_paths
 from vitflow.recording.attending import Listener
 from vitflow.recording.attention_kinds import may_attend, other_attention
 from vitflow.recording.heads import FEW_TOKENS, Call, block_paths_of, on_few_tokens
@@ -125,7 +125,7 @@ class _Probe(Listener):
         self._model, self._size, self._unapplied, self._explained = model, size, unapplied, explained
         self.interception = _Identities(self)
         self._counts = {layout.num_tokens for layout in layouts} | {FEW_TOKENS}
-        self._attending = dict(with_paths(model, may_attend))
+        self._attending = may_attend(model)
         self._calls: list[_Call] = []
         self._changed = False  # True while a module with changed tokens runs
         self.mixing: str | None = None  # path of the module with unrecorded mixing

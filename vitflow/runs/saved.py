@@ -32,7 +32,7 @@ APPLICATION, VERSION = 0x7669_7466, 1
 _SQL_TYPES = {"text": "TEXT", "whole": "INTEGER", "number": "REAL"}
 _CONDITION_SQL = ", ".join(f"{name} {_SQL_TYPES[kind]}" for name, kind in kinds_in("condition").items())
 SCHEMA = (
-    "CREATE TABLE run (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE run (fingerprint TEXT NOT NULL)",
     # The name is the bytes of the input's name; the position is NULL for inputs that are not in the latest run.
     f"CREATE TABLE rows (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, position INTEGER, status TEXT NOT NULL, "
     f"{_CONDITION_SQL}, record TEXT NOT NULL)",
@@ -56,7 +56,6 @@ class SavedRun:
 
     Attributes:
         fingerprint: what the run computes.
-        max_pixels: pixel limit of the run's images; 0 if it has none.
 
     Raises:
         OptionError: the folder has no run, or one of another version, or a damaged one.
@@ -100,13 +99,9 @@ class SavedRun:
         schema = self._db.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
         is_run = len(schema) == len(SCHEMA) and set(schema) == {("table", sql.split()[2], sql) for sql in SCHEMA}
         [(mode,)] = self._db.execute("PRAGMA journal_mode")
-        header = dict(self._db.execute("SELECT name, value FROM run LIMIT 10")) if is_run else {}
-        settings = _parsed(header.get("run")) or {}
-        self.fingerprint: Mapping[str, Any] = settings.get("fingerprint") or {}
-        self.max_pixels: int = settings.get("max_pixels") or 0
-        if not isinstance(self.fingerprint, dict) or not self.fingerprint or not isinstance(self.max_pixels, int):
-            is_run = False
-        if not is_run or mode == "wal":
+        [record] = (self._db.execute("SELECT fingerprint FROM run").fetchone() if is_run else None) or [None]
+        self.fingerprint: Mapping[str, Any] = _parsed(record) or {}
+        if not self.fingerprint or mode == "wal":
             raise OptionError(self._damaged("its tables are not those of a run"))
 
     def _damaged(self, why: object) -> str:

@@ -38,7 +38,6 @@ class Run(SavedRun):
     Args:
         folder: the output folder, which is created, and locked until the run is closed.
         fingerprint: everything that the rows depend on; a run with another fingerprint is refused.
-        max_pixels: stored with the run.
         overwrite: replace any run in the folder.
         clear: called before a new run starts, with all rows of the replaced run.
 
@@ -52,7 +51,6 @@ class Run(SavedRun):
         folder: Path,
         fingerprint: Mapping[str, Any],
         *,
-        max_pixels: int = 0,
         overwrite: bool = False,
         clear: Callable[[Iterable[Row]], None] = lambda _: None,
     ) -> None:
@@ -66,8 +64,8 @@ class Run(SavedRun):
             known = self._earlier(clear, overwrite=overwrite)
             if known is not None:
                 check_same_run(known, folder, fingerprint)
-            self._begin(fingerprint, max_pixels, new=known is None)
-            self.fingerprint, self.max_pixels = fingerprint, max_pixels
+            self._begin(fingerprint, new=known is None)
+            self.fingerprint = fingerprint
         except BaseException:
             self._release()
             raise
@@ -110,21 +108,20 @@ class Run(SavedRun):
             raise OptionError(f"{str(self.path)!r} is not a vitflow run: move or rename it.")
         return bool(header)
 
-    def _begin(self, fingerprint: Mapping[str, Any], max_pixels: int, *, new: bool) -> None:
+    def _begin(self, fingerprint: Mapping[str, Any], *, new: bool) -> None:
         try:
             self._db = self._open("rwc" if new else "rw")
         except sqlite3.Error as error:
             raise OptionError(cannot_write(self.folder, error)) from error
-        header = json.dumps({"fingerprint": fingerprint, "max_pixels": max_pixels}, allow_nan=False)
-        with self._writing():
-            if new:
+        if new:
+            with self._writing():
                 for statement in (
                     f"PRAGMA application_id = {APPLICATION}",
                     f"PRAGMA user_version = {VERSION}",
                     *SCHEMA,
                 ):
                     self._db.execute(statement)
-            self._db.execute("INSERT OR REPLACE INTO run VALUES ('run', ?)", (header,))
+                self._db.execute("INSERT INTO run VALUES (?)", (json.dumps(fingerprint, allow_nan=False),))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

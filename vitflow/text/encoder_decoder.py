@@ -11,16 +11,15 @@ from vitflow.errors import UnsupportedModelError, check_known
 from vitflow.explaining.method_table import Method
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.gradients import ValueWeighting
+from vitflow.methods.rollout import relevance
 from vitflow.models.anatomy import read_layout
 from vitflow.models.languages import reads_text
 from vitflow.recording.isolation import device_of, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
-from vitflow.text.labels import words_of
-from vitflow.text.layer_rows import Streams, relevance_across
-from vitflow.text.layout import Words
-from vitflow.text.read_rows import ReadText, kept_matrices, outer_shape
-from vitflow.text.writing import call_generate, not_causal, text_length
+from vitflow.text.generate_calls import call_generate, not_causal, text_length
+from vitflow.text.rows import ReadText, kept_matrices, outer_shape
+from vitflow.text.words import Words, words_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +100,41 @@ def _source_words(model: Any, inputs: Mapping[str, Tensor], real: Tensor, tokeni
     patches = [f" {row},{col}" for row in range(1, layout.rows + 1) for col in range(1, layout.cols + 1)]
     special = (True,) * prefix + (False,) * len(patches)
     return Words((*["[image]"] * prefix, *patches), tuple(range(len(real))), special)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Streams:
+    """One matrix per layer of an encoder-decoder model: fused attention, or attention masks (bool).
+
+    Attributes:
+        encoder: encoder self-attention [m, m].
+        decoder: decoder self-attention [n, n].
+        crossing: cross-attention [n, m].
+    """
+
+    encoder: Sequence[Tensor]
+    decoder: Sequence[Tensor]
+    crossing: Sequence[Tensor]
+
+    def steps(self) -> list[Tensor]:
+        """Return the joint graph: one matrix [m + n, m + n] per step, source tokens first.
+
+        >>> one = torch.tensor([[1.0]])
+        >>> steps = Streams([torch.tensor([[0.5, 0.5], [0.0, 1.0]])], [one], [torch.tensor([[0.25, 0.75]])]).steps()
+        >>> steps[0], steps[2]
+        (tensor([[0.5000, 0.5000, 0.0000],
+                [0.0000, 1.0000, 0.0000],
+                [0.0000, 0.0000, 1.0000]]), tensor([[1.0000, 0.0000, 0.0000],
+                [0.0000, 1.0000, 0.0000],
+                [0.2500, 0.7500, 0.0000]]))
+        """
+        n, m = self.crossing[0].shape
+        source, target = (torch.eye(size).to(self.crossing[0]) for size in (m, n))
+        steps = [torch.block_diag(layer, target) for layer in self.encoder]
+        for layer, crossing in zip(self.decoder, self.crossing, strict=True):
+            steps.append(torch.block_diag(source, layer))
+            steps.append(torch.cat([torch.block_diag(source, target)[:m], torch.nn.functional.pad(crossing, (0, n))]))
+        return steps
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -192,3 +226,45 @@ def _streams(model: Any, trace: Trace) -> tuple[list[int], list[int], list[int]]
     index_of = {id(layer): index for index, layer in enumerate(trace.layers)}
     first, second, third = ([index_of[id(layer)] for layer in streams[s[0]]] for s in (encoder, decoder, crossing))
     return first, second, third
+
+
+def relevance_across(streams: Streams, row: int, *, start_layer: int = 1) -> Tensor:
+    """Compute generic attention explainability of an encoder-decoder model for one token of the decoder.
+
+    R_ss of the source, R_tt of the decoder's tokens and R_ts begin as I, I and 0. Each layer W of the encoder adds
+    W R_ss to R_ss. Each of the decoder adds W R_tt and W R_ts to R_tt and R_ts, then W′, its attention to the source,
+    adds R̄_ttᵀ W′ R̄_ss to R_ts, where R̄ is I plus R − I with each row normalised to sum 1.
+
+    Args:
+        streams: W and W′ as returned by `gradient_weighted_attention`.
+        row: index of the decoder token.
+        start_layer: first encoder layer to include; 1 in the paper.
+
+    Returns:
+        The token's row of R_ts and R_tt if the decoder ends at each layer, [layers, m + n].
+
+    Source: Chefer, Gur & Wolf, "Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder
+    Transformers", ICCV 2021, §3.2.
+
+    >>> one = torch.tensor([[1.0]])
+    >>> relevance_across(Streams([0.5 * torch.eye(2)], [one], [torch.tensor([[0.25, 0.75]])]), 0)
+    tensor([[1., 3., 2.]])
+    """
+    n = len(streams.decoder[0])
+    below = _normalised(relevance([layer.unsqueeze(0) for layer in streams.encoder], start_layer=start_layer)[0])
+    target, source = torch.eye(n).to(below), torch.zeros_like(streams.crossing[0])  # R_tt, R_ts
+    rows = []
+    for layer, crossing in zip(streams.decoder, streams.crossing, strict=True):
+        source = source + layer @ source
+        target = target + layer @ target
+        source = source + _normalised(target).mT @ crossing @ below
+        rows.append(torch.cat([source[row], target[row]]))
+    return torch.stack(rows)
+
+
+def _normalised(relevances: Tensor) -> Tensor:
+    """Return R̄ = I + (R − I) with each row of R − I normalised to sum 1."""
+    eye = torch.eye(len(relevances)).to(relevances)
+    added = relevances - eye
+    total = added.sum(dim=-1, keepdim=True)
+    return eye + added / torch.where(total > 0, total, 1.0)

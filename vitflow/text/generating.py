@@ -22,22 +22,22 @@ from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text import languages
 from vitflow.text.encoder_decoder import ExplainedText, explain_pairs
-from vitflow.text.generation import Generation
-from vitflow.text.image_tokens import tower_rows
-from vitflow.text.images import Layout, Video, with_images, with_source
-from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
-from vitflow.text.layer_rows import check_options
-from vitflow.text.layout import Words
-from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
-from vitflow.text.prompt_images import with_neutral
-from vitflow.text.read_rows import RowsRead, array_of, read_rows
-from vitflow.text.writing import (
+from vitflow.text.generate_calls import (
     arguments_of,
     extra_inputs,
     generate_tokens,
     refuse_not_causal,
     split,
 )
+from vitflow.text.generation import Generation
+from vitflow.text.image_tokens import tower_rows
+from vitflow.text.images import Layout, Video, with_images, with_source
+from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
+from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
+from vitflow.text.methods import check_options
+from vitflow.text.prompt_images import with_neutral
+from vitflow.text.rows import RowsRead, array_of, read_rows
+from vitflow.text.words import Words
 
 
 def explain_generation(

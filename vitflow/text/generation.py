@@ -17,13 +17,13 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.images.geometry import Placement
 from vitflow.methods.fusion import check_layer
-from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, grouped_words, hide, labels_of, text_of
-from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.prompt_images import PromptImages, subtract_earlier
-from vitflow.text.shaded import ShadedText
+from vitflow.text.shaded_text import ShadedText
 from vitflow.text.sheet import Sheet
-from vitflow.text.textpage import ShownImage, TextRow, page_of
+from vitflow.text.text_page import ShownImage, TextRow, page_of
+from vitflow.text.view import caption
+from vitflow.text.words import ENGLISH_STOP_WORDS, Words, grouped_words, hide, labels_of, text_of
 from vitflow.viewer.pages import Page
 
 _SHOWN = 60  # characters of the text in a repr

@@ -14,9 +14,8 @@ from vitflow.errors import OptionError, printable
 from vitflow.images import charts
 from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
-from vitflow.text.labels import labels_of, padded, shown_positions
-from vitflow.text.layout import Words
 from vitflow.text.view import POSITIVE, RowSummary, View, check_weights, percent
+from vitflow.text.words import Words, labels_of, shortened, shown_positions
 
 #: Larger graphs are unreadable.
 MOST_TOKENS, MOST_LAYERS = 40, 48
@@ -94,8 +93,7 @@ class GraphView(View):
         if not self.selected:
             return None
         row = self.panels[-1].matrices[-1][list(self.selected)].mean(axis=0)
-        self_share = float(row[list(self.selected)].sum() / (row.sum() or 1.0))
-        return RowSummary.of(row, self.words, self_share=self_share, hidden=self.hidden)
+        return RowSummary.of(row, self.words, selected=self.selected, hidden=self.hidden)
 
     @property
     def _footer(self) -> list[str]:
@@ -125,7 +123,7 @@ class GraphView(View):
     def figure(self) -> Figure:
         """Return the graphs as a figure."""
         labels = labels_of(self.words)
-        names = [padded(labels[position].text, 14).rstrip() for position in self._columns]
+        names = [shortened(labels[position].text, 14) for position in self._columns]
         layers = max(len(panel.matrices) for panel in self.panels)
         # Layers run from left to right, so that tokens can be labelled horizontally.
         panel_width, row = max(layers * max(min(_STEP, 7.0 / layers), 0.2), 1.4), min(0.2, 7.5 / len(names))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -181,7 +182,8 @@ def _llava_next(processed: ProcessedImage) -> Iterator[Part]:
 
     Lengths of tiles are in patches, tile / side pixels each.
     """
-    from transformers.image_processing_utils import select_best_resolution
+    from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
+    from transformers.models.llava_next.modeling_llava_next import unpad_image
 
     patch, tile = processed.vision_config.patch_size, processed.vision_config.image_size
     side = tile // patch
@@ -195,18 +197,12 @@ def _llava_next(processed: ProcessedImage) -> Iterator[Part]:
     height, width = processed.size
     pinpoints = [list(pinpoint) for pinpoint in processed.config.image_grid_pinpoints]
     best = select_best_resolution((height, width), pinpoints)
-    scale_rows, scale_cols = best[0] / height, best[1] / width
-    resized = (
-        (min(math.ceil(height * scale_cols), best[0]), best[1])
-        if scale_cols < scale_rows
-        else (best[0], min(math.ceil(width * scale_rows), best[1]))
-    )
-    grid = [best[0] // tile * side, best[1] // tile * side]
-    cut = [0, 0]  # padding: rows at the top and bottom, columns on each side
-    axis = 0 if width / height > grid[1] / grid[0] else 1
-    inside = int(round(processed.size[axis] * (grid[1 - axis] / processed.size[1 - axis]), 7))
-    cut[axis] = (grid[axis] - inside) // 2
-    grid[axis] -= 2 * cut[axis]
+    image = np.broadcast_to(np.uint8(0), (height, width, 1))  # only its size counts
+    resized = get_patch_output_size(image, best, "channels_last")  # type: ignore[no-untyped-call]
+    shape = best[0] // tile * side, best[1] // tile * side
+    unpadded = unpad_image(torch.empty(1, *shape), (height, width))  # type: ignore[no-untyped-call]
+    grid = list(unpadded.shape[1:])
+    cut = [(padded - inside) // 2 for padded, inside in zip(shape, grid, strict=True)]  # rows and columns of padding
     offset = [cut[i] * tile - (best[i] - resized[i]) // 2 * side for i in (0, 1)]  # in pixels times `side`
     placement = Placement(
         processed.size,

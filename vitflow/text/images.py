@@ -12,8 +12,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError
-from vitflow.explaining.clips import FRAMES, ClipSource, frames_of, seconds_of
+from vitflow.explaining.clips import FRAMES, ClipSource, frames_of
 from vitflow.images.reading import image_name, read_image
+from vitflow.images.videos import seconds_of
 from vitflow.models.anatomy import read_layout
 from vitflow.models.libraries import library_id
 from vitflow.text.image_tokens import ImageTokens, image_token, image_tokens, refuse_other, source_tokens

@@ -23,7 +23,7 @@ PLAIN, IMAGE_DEFAULT = "rollout", "gae"
 _ROWS = (
     replace(
         get_method("rollout"),
-        function="vitflow.text.read_rows:rollout",
+        function="vitflow.text.methods:rollout",
         defaults={
             "head_fusion": "mean",
             "discard_ratio": 0.0,
@@ -37,14 +37,14 @@ _ROWS = (
     ),
     replace(
         get_method("attention"),
-        function="vitflow.text.read_rows:attention",
+        function="vitflow.text.methods:attention",
         defaults={"head_fusion": "mean", "layer": -1, "discard_ratio": 0.0, "value_weighted": False},
         presets={"paper": {}},
         refined="never",
     ),
     replace(
         get_method("flow"),
-        function="vitflow.text.read_rows:flow",
+        function="vitflow.text.methods:flow",
         defaults={
             "layers": 4,
             "below": "rollout",
@@ -67,14 +67,14 @@ _ROWS = (
     ),
     replace(
         get_method("gae"),
-        function="vitflow.text.read_rows:gae",
+        function="vitflow.text.methods:gae",
         defaults={"head_fusion": "mean", "start_layer": 1, "value_weighted": None},
         presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
         refined="never",
     ),
     Method(
         "logit_lens",
-        "vitflow.text.read_rows:logit_lens",
+        "vitflow.text.methods:logit_lens",
         title="Logit lens",
         summary="Logit lens: tokens whose hidden states have a high logit for the word.",
         question="Which tokens' hidden states decode to this word?",

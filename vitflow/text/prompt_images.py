@@ -13,7 +13,7 @@ from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import merge_maps
 from vitflow.methods.tokens import relative_to
 from vitflow.text.image_tokens import ImageTokens
-from vitflow.text.textpage import ShownImage
+from vitflow.text.text_page import ShownImage
 
 
 @dataclass(frozen=True, slots=True, eq=False)

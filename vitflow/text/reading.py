@@ -24,15 +24,15 @@ from vitflow.models.libraries import class_count
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
-from vitflow.text.labels import caption, hide, labels_of, text_of, words_in, words_of
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
-from vitflow.text.layer_rows import check_options
-from vitflow.text.layout import Words
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
-from vitflow.text.read_rows import RowsRead, array_of, read_rows
-from vitflow.text.shaded import ShadedText
+from vitflow.text.methods import check_options
+from vitflow.text.rows import RowsRead, array_of, read_rows
+from vitflow.text.shaded_text import ShadedText
 from vitflow.text.sheet import Sheet
-from vitflow.text.textpage import TextRow, page_of
+from vitflow.text.text_page import TextRow, page_of
+from vitflow.text.view import caption
+from vitflow.text.words import Words, hide, labels_of, text_of, words_in, words_of
 from vitflow.viewer.pages import Page
 
 # Attention matrices of longer texts are not kept, to save memory.
@@ -91,7 +91,7 @@ class Reading:
 
         Args:
             special: show special tokens.
-            stop_words: words to draw without a shade, such as `vitflow.text.labels.ENGLISH_STOP_WORDS`. The caption
+            stop_words: words to draw without a shade, such as `vitflow.text.words.ENGLISH_STOP_WORDS`. The caption
                 reports the share of the weight of hidden tokens.
         """
         return ShadedText(

@@ -13,9 +13,8 @@ from vitflow.errors import ShapeError, printable
 from vitflow.images import charts
 from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, MARGIN, RULE, SMALL, measure, plain
-from vitflow.text.labels import labels_of, padded, shown_positions
-from vitflow.text.layout import Words
 from vitflow.text.view import SHADES, RowSummary, View, check_weights, fractions, percent
+from vitflow.text.words import Words, labels_of, shortened, shown_positions
 
 #: Figures with more cells print no numbers.
 MOST_NUMBERS = 700
@@ -72,10 +71,7 @@ class Sheet(View):
     def trust(self) -> RowSummary:
         """Summary of the last row if rows are layers, else of the mean row."""
         row = self.weights[-1] if self.upwards else np.nan_to_num(self.weights).mean(axis=0)
-        self_share = self.self_share
-        if self_share is None and self.selected:
-            self_share = float(np.nansum(np.abs(row[list(self.selected)])) / (np.nansum(np.abs(row)) or 1.0))
-        return RowSummary.of(row, self.words, self_share=self_share, hidden=self.hidden)
+        return RowSummary.of(row, self.words, selected=self.selected, self_share=self.self_share, hidden=self.hidden)
 
     @cached_property
     def _shades(self) -> NDArray[np.float64]:
@@ -179,4 +175,4 @@ class Sheet(View):
 
 
 def _cut(name: str) -> str:
-    return padded(name, _LONGEST_NAME).rstrip()
+    return shortened(name, _LONGEST_NAME)

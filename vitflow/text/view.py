@@ -1,10 +1,10 @@
-"""Base class of the views of a text, which are figures and plain text, and the summary of a row of weights."""
+"""Base class of the views of a text, which are figures and plain text, their caption, and the summary of a row."""
 
 import base64
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
+from vitflow.explaining.captions import method_in_words
 from vitflow.images.figures import bundle, figure_bytes, save_figure
-from vitflow.text.layout import Words
+from vitflow.text.method_table import TEXT_METHODS
+from vitflow.text.words import Words
 
 #: RGB of positive weights.
 POSITIVE = (43 / 255, 95 / 255, 179 / 255)
@@ -24,6 +26,36 @@ _NEGATIVE, _WHITE, _GREY = (179 / 255, 82 / 255, 32 / 255), (1.0, 1.0, 1.0), (23
 #: Colours of shades from −1 to 1; 0 is white, NaN (unseen) is grey. The odd number of colours includes white itself.
 SHADES: Colormap = LinearSegmentedColormap.from_list("shades", np.array([_NEGATIVE, _WHITE, POSITIVE]), N=511)
 SHADES = SHADES.with_extremes(bad=_GREY)
+
+
+def caption(
+    method: str,
+    options: Mapping[str, Any],
+    model: str,
+    *,
+    what: str | None = None,
+    target: str | None = None,
+    probability: float | None = None,
+) -> str:
+    """Return a one-line caption: method, target of a class-specific method, and model.
+
+    Args:
+        method: name of a method for texts.
+        options: its options.
+        model: model id.
+        what: title to use instead of the method's.
+        target: target of a class-specific method.
+        probability: the model's probability of the target.
+
+    >>> options = {"head_fusion": "max", "value_weighted": False}
+    >>> caption("gae", options, "bert", target="table", probability=0.25)
+    'GAE (max over heads) · for “table”, probability 25.0% · bert'
+    """
+    chosen = TEXT_METHODS[method]
+    likely = "" if probability is None else f", probability {probability:.1%}"
+    explained = "" if target is None else f"for “{target}”{likely}"
+    shown = method_in_words(replace(chosen, title=what or chosen.title), options)
+    return " · ".join(filter(None, [shown, explained, model]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +179,31 @@ class RowSummary:
 
     @classmethod
     def of(
-        cls, weights: Any, words: Words, *, self_share: float | None = None, hidden: Mapping[int, str] | None = None
+        cls,
+        weights: Any,
+        words: Words,
+        *,
+        selected: Sequence[int] = (),
+        self_share: float | None = None,
+        hidden: Mapping[int, str] | None = None,
     ) -> "RowSummary":
-        """Summarise a row of weights [tokens]; `self_share` is the share of the explained token."""
-        shares = np.abs(np.nan_to_num(check_weights(weights, (words.length,))))
+        """Summarise a row of weights [tokens].
+
+        Args:
+            weights: the row, NaN for unseen tokens.
+            words: the tokens.
+            selected: positions of the explained token.
+            self_share: its share, if it is not among the weights.
+            hidden: hidden positions with the reason.
+        """
+        checked = check_weights(weights, (words.length,))
+        shares = np.abs(np.nan_to_num(checked))
         shares = shares / (shares.sum() or 1.0)
+        if selected and self_share is None:
+            self_share = float(shares[list(selected)].sum())
         positive, special = shares[shares > 0], np.array(words.special, dtype=bool)
         reasons = dict(hidden or {})
-        seen = words.length - int(np.isnan(check_weights(weights, (words.length,))).sum())
+        seen = words.length - int(np.isnan(checked).sum())
         return cls(
             float(shares[special].sum()) if special.any() else None,
             float(shares[0]),

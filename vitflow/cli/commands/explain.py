@@ -162,7 +162,7 @@ def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> 
         return f"{saliency.method} (the model has no classes)"
     text = f"{score.name} ({score.index}), {score.display}"
     if not score.is_predicted:
-        name = class_names[score.predicted] if class_names else "class"
+        name = class_names[score.predicted] if class_names else f"class {score.predicted}"
         text += f"; predicted: {name} ({score.predicted})"
     if blank := saliency.facts.get("blank"):
         text += f"; {blank['display']} for a blank image"

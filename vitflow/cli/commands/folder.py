@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +23,6 @@ from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 # Options that caption runs accept, in addition to the options of the method.
 _OF_CAPTIONS = "sources output caption model name prompts method_names recursive glob limit resume save_map max_pixels"
-
-
-class _Model:
-    """Builds the explainer on first use; a pickled copy builds it in the other process."""
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._given = given
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_given": self._given | {"model": self._given["model"] or shared.DEFAULT_MODEL}}
-
-    @cached_property
-    def _explainer(self) -> Any:
-        return shared.make_explainer(self._given)
-
-    def __call__(self) -> Any:
-        return self._explainer
 
 
 @click.command(short_help="Explain every image of folders; resumable.", panel="Many images")
@@ -142,13 +125,14 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     options = shared.method_values(given)
     named = given["method_names"]
     if given.pop("caption"):
-        model, run = None, _captions(sources, given, options)
+        chosen, run = [], _captions(sources, given, options)
     else:
         chosen = choose_methods(named or None, options, has_target=shared.has_target(given))  # before torch is loaded
         given["method_names"] = [method.name for method in chosen]
         _check_sources(sources)
-        model = _Model(given)
-        run = _maps(given, model)
+        run = _maps(given)
+    from vitflow.runs.saved import SavedRun
+
     with resumable(kept=True), images_bar() as progress:
         summary = run(
             sources,
@@ -160,10 +144,11 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
             **shared.given_options(given, ["max_pixels"]),
             **options,
         )
-    if model is not None:
+    if chosen:
         if not named:
             shared.say_default(chosen[0].name)
-        say_model_note(model().model_id, model().facts.note)
+        with SavedRun(given["output"]) as saved:
+            say_model_note(saved.fingerprint["model"], saved.fingerprint.get("note", ""))
     _report(summary)
 
 
@@ -214,7 +199,7 @@ def _check_sources(sources: tuple[Path | str, ...]) -> None:
             raise OptionError(f"Expected a folder or an image, but {printable(source)!r} does not exist.")
 
 
-def _maps(given: dict[str, Any], model: _Model) -> Callable[..., Any]:
+def _maps(given: dict[str, Any]) -> Callable[..., Any]:
     """Return the function that explains images, without the arguments of every run."""
     # Waiting threads of the model must not occupy the cores that read and write images; this has an effect only
     # before torch is loaded.
@@ -224,7 +209,7 @@ def _maps(given: dict[str, Any], model: _Model) -> Callable[..., Any]:
     same = ("batch_size", "workers", "overlays", "format", "manifest", "report", "engine", "address", "actors")
     return partial(
         explain_folder,
-        model=model,
+        model=partial(shared.make_explainer, given),
         methods=given["method_names"],
         drawing=shared.drawing_values(given),
         target=shared.target_of(given["target"], given),

@@ -114,7 +114,7 @@ def _stop_words(name: str | None) -> Iterable[str]:
     """Return the bundled stop words, or those of a file with one word per line."""
     if name is None:
         return ()
-    from vitflow.text.labels import ENGLISH_STOP_WORDS
+    from vitflow.text.words import ENGLISH_STOP_WORDS
 
     if name == "english":
         return ENGLISH_STOP_WORDS
@@ -163,7 +163,7 @@ def _drawn(result: Any, view: str, writes: bool, hiding: Mapping[str, Any]) -> A
 
 def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> None:
     """Print the result on stdout as text or JSON."""
-    from vitflow.text.labels import text_of
+    from vitflow.text.words import text_of
 
     if given["as_json"]:
         say_record(result.to_dict())

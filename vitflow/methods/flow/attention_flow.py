@@ -17,8 +17,8 @@ from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention, visible_keys
 
 Floats = NDArray[np.float64]
-# A token of the top layer; a node (layer, token); or capacities of a super-source over the top layer's tokens.
-Source = int | tuple[int, int] | Tensor | Floats | Sequence[float]
+# A token of the top layer, or capacities of a super-source over the top layer's tokens.
+Source = int | Tensor | Floats | Sequence[float]
 
 # Relative distance to the trivial cut below which a flow is saturated.
 SATURATED = 1e-9
@@ -108,9 +108,8 @@ def attention_flow(
     Args:
         attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first; or one
             tensor with a leading layer axis.
-        source: a token of the window's top layer; a node (layer, token), layers counted from 1, which ends the window
-            there; or capacities [tokens] or [batch, tokens] of a super-source over the top layer's tokens, such as the
-            readout of a model that averages over patches.
+        source: a token of the window's top layer; or capacities [tokens] or [batch, tokens] of a super-source over the
+            top layer's tokens, such as the readout of a model that averages over patches.
         sinks: the input tokens to solve for; all by default.
         layers: "all" (the paper), N for the last N layers, or (first, last), counted from 1 and both included.
         head_fusion: "mean" (the paper), "max" or "min" over heads; fused attention is used unchanged.
@@ -135,8 +134,7 @@ def attention_flow(
     check_head_fusion(head_fusion)
     check_fraction("discard_ratio", discard_ratio)
     check_fraction("residual", residual)
-    node = _as_node(source)
-    chosen, first = check_window(attentions, layers, None if node is None else node[0])
+    chosen, first = check_window(attentions, layers)
     batch, tokens = chosen[0].shape[0], chosen[0].shape[-1]
     targets = tuple(range(tokens)) if sinks is None else _sinks(sinks, tokens)
     solve = partial(_solve, sinks=targets, progress=progress)
@@ -144,9 +142,9 @@ def attention_flow(
     if all_sources and pairs > MOST_PAIRS:
         raise OptionError(
             f"all_sources would solve {pairs:,} maximum flows; expected at most {MOST_PAIRS:,}. Take fewer layers or "
-            "sinks, or solve for chosen sources: source=(layer, token)."
+            "sinks, or solve for chosen sources: source=token, layers=(first, last)."
         )
-    sources = _sources(source if node is None else node[1], batch, tokens)
+    sources = _sources(source, batch, tokens)
     last = first + len(chosen) - 1
     per_layer = visible if visible is None or isinstance(visible, Tensor) else list(visible)[first - 1 : last]
     seen = visible_keys(chosen, causal, attention_mask, per_layer)
@@ -173,13 +171,6 @@ def attention_flow(
     )
 
 
-def _as_node(source: Source) -> tuple[int, int] | None:
-    """Return the source as a node (layer, token) if it is a tuple of two integers, else None."""
-    if isinstance(source, tuple) and len(source) == 2 and all(isinstance(part, int | np.integer) for part in source):
-        return int(source[0]), int(source[1])
-    return None
-
-
 def _sinks(sinks: Sequence[int], tokens: int) -> tuple[int, ...]:
     """Check and return the input tokens to solve for."""
     try:
@@ -199,12 +190,12 @@ def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:
     except (TypeError, ValueError, RuntimeError):  # no numbers at all
         given = torch.empty(0, dtype=torch.complex64)
     if given.is_complex():
-        raise OptionError(f"Expected a source token, a node (layer, token), or capacities, got {kind_of(source)}.")
+        raise OptionError(f"Expected a source token, or capacities, got {kind_of(source)}.")
     vector = given.double()
     if vector.shape not in ((tokens,), (batch, tokens)):
         raise ShapeError(
-            f"Expected a source token, a node (layer, token), or capacities of shape [{tokens}] or "
-            f"[{batch}, {tokens}], got shape {tuple(vector.shape)}."
+            f"Expected a source token, or capacities of shape [{tokens}] or [{batch}, {tokens}], got shape "
+            f"{tuple(vector.shape)}."
         )
     if not (vector.min() >= 0.0 and torch.isfinite(vector.sum())):  # also true of NaN
         raise ShapeError(

@@ -80,21 +80,15 @@ def default_window(layers: LayerRange, count: int) -> LayerRange:
     return min(DEFAULT_LAYERS, count) if layers == DEFAULT_LAYERS else layers
 
 
-def check_window(
-    attentions: Sequence[Tensor] | Tensor, layers: LayerRange, top: int | None = None
-) -> tuple[list[Tensor], int]:
-    """Return the checked layers of the window, up to layer `top` if given, and the 1-based index of the first layer.
+def check_window(attentions: Sequence[Tensor] | Tensor, layers: LayerRange) -> tuple[list[Tensor], int]:
+    """Return the checked layers of the window, and the 1-based index of the first layer.
 
     Raises:
-        OptionError: there are no such layers, or the window does not contain layer `top`.
+        OptionError: there are no such layers.
         ShapeError: wrong shapes, or values that are not finite or negative, in a layer of the window.
     """
     everything = layers_of(attentions)
     first, last = parse_window(layers, len(everything))
-    if top is not None:
-        if not first <= top <= last:
-            raise OptionError(f"Expected a source node in layers {first} to {last}, got one in layer {top}.")
-        last = top
     return check_attentions(everything[first - 1 : last], first), first
 
 

@@ -154,7 +154,7 @@ def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indi
 def _arranged(upward: Floats, nodes: list[Indices], supply: Floats, small: float) -> Graph:
     """Convert the layers between these nodes for the compiled search, without edges below a share of the mean."""
     sizes = [len(tokens) for tokens in nodes]
-    counts, above, capacity = [], [], []
+    counts, above, capacity = [], [np.empty(0, np.intp)], [np.empty(0)]  # one layer in all has no inner edges
     for q, matrix in enumerate(upward):
         between = matrix[np.ix_(nodes[q], nodes[q + 1])]
         edges = between > (small * matrix.mean() if small else 0.0)
@@ -218,35 +218,11 @@ def max_flow(
     demands = upward[0] if sinks is None else upward[0][list(sinks)]  # [sinks, tokens]
     arrived = demands.sum(axis=1)
     bounds = np.minimum(total, arrived)
-    closed = _closed_form(upward, supply, demands)
-    if closed is None:
-        inner = InnerGraph(upward[1:], supply, torch.get_num_threads())
-        values, crossing = inner.solve(demands, bounds, progress=progress)
-    else:
-        values, crossing = closed
-        if progress:
-            progress(len(demands))
+    inner = InnerGraph(upward[1:], supply, torch.get_num_threads())
+    values, crossing = inner.solve(demands, bounds, progress=progress)
     reached = values >= bounds
     at_sink, at_source = reached & (arrived <= total), reached & (arrived > total)
     crossing[reached] = 0.0
     crossing[at_sink, 0] = arrived[at_sink]
     crossing[at_source, -1] = total
     return MaxFlow(values, bounds, crossing)
-
-
-def _closed_form(upward: Floats, supply: Floats, demands: Floats) -> tuple[Floats, Floats] | None:
-    """Return the flow through edge-disjoint paths, Σ_k min(supply_k, demand_k): values, and cuts by boundary.
-
-    It requires one layer, or two from a single token with the capacity of its edges; otherwise None is returned.
-    """
-    edges = upward[-1][:, supply > 0]
-    if len(upward) == 2 and edges.shape[1] == 1 and supply.sum() >= edges.sum() * (1 - EXACT):
-        supply = edges[:, 0]
-    elif len(upward) > 1:
-        return None
-    scarce = demands > supply  # [sinks, tokens]
-    passed = np.minimum(demands, supply)
-    crossing = np.zeros((len(demands), len(upward) + 1))
-    crossing[:, 0] = np.where(scarce, 0.0, passed).sum(axis=1)
-    crossing[:, 1] = np.where(scarce, passed, 0.0).sum(axis=1)
-    return passed.sum(axis=1), crossing

@@ -26,7 +26,7 @@ function explainCode(path, call, method, options, drawing) {
   return [...explainerCode(call), `saliency = explainer.explain(${given.join(", ")})`, `saliency.save(${['"map.png"', ...named(drawing)].join(", ")})`].join("\n");
 }
 
-// That of a patch less that of the whole answer, each as shares of its sum.
+// That of a patch minus that of the model output, each as shares of its sum.
 function differenceCode(path, call, method, options, code) {
   const whole = explainCode(path, call, method, options, {}).split("\n").at(-2).replace("saliency =", "whole =");
   return [...code.split("\n").slice(0, -1), whole, "difference = saliency.grid / saliency.grid.sum() - whole.grid / whole.grid.sum()"].join("\n");

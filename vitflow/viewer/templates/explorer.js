@@ -123,7 +123,7 @@ async function compute(side) {
   const whole = await wholeOf(image, side), agreement = correlation(own.values, whole.values);
   if (!state.less) return { ...own, agreement };
   const layers = async (layer) => less(await own.layers(layer), await whole.layers(layer));
-  return { ...own, agreement, values: less(own.values, whole.values), layers, ends: ["more in the whole answer", "more in this patch"] };
+  return { ...own, agreement, values: less(own.values, whole.values), layers, ends: ["more in the model output's map", "more in the patch's map"] };
 }
 
 // Map of the whole output, for comparison with that of a patch; cached until another setting changes.
@@ -204,7 +204,7 @@ function showPanel(side, why) {
   panel.from.textContent = why ?? wordsOf(side);
   panel.comparison.hidden = map?.agreement === undefined;
   if (!panel.comparison.hidden) {
-    panel.correlation.textContent = `Correlation with the map of the whole answer: ${minus(map.agreement.toFixed(2))}. `;
+    panel.correlation.textContent = `Correlation with the map of the model output: ${minus(map.agreement.toFixed(2))}. `;
     panel.less.textContent = state.less ? "Show the map itself" : "Show the difference";
   }
   panel.departs.textContent = map ? departuresOf(side) : "";
@@ -230,14 +230,14 @@ const placeOf = (patch) => `the patch in row ${patch[0]}, column ${patch[1]}`;
 
 // What a side shows, in words.
 function wordsOf(side) {
-  const image = imageOf(side), patch = queryPatch(side), from = patch ? placeOf(patch) : `the answer (${image.pooling})`;
+  const image = imageOf(side), patch = queryPatch(side), from = patch ? placeOf(patch) : `the model output (${image.pooling})`;
   const { map } = panels[side];
   if (state.map === "similarity") return side === state.query ? `Similarity to ${placeOf(patch)}` : `Similarity to ${placeOf(queryPatch(state.query))} of ${imageOf(state.query).name}`;
-  const more = state.less && patch ? ", less the map of the whole answer" : "";
+  const more = state.less && patch ? ", minus the map of the model output" : "";
   if (state.map === "rollout" && isLive()) return `Rollout from ${from} through layers ${state.end} to ${state.start}${more}`;
   if (state.map === "attention" && isLive()) return `Attention of ${from} in layer ${state.layer}${state.head === "" ? "" : `, head ${state.head}`}${more}`;
   const facts = factsOf(map.own.facts);
-  return `${titleOf(state.map)}${map.own.label ? ` for ${withNumber(map.own)}` : ""}, made beforehand for the whole answer${facts ? ` · ${facts}` : ""}`;
+  return `${titleOf(state.map)}${map.own.label ? ` for ${withNumber(map.own)}` : ""}, computed beforehand for the model output${facts ? ` · ${facts}` : ""}`;
 }
 
 // How the map of a side departs from the publication whose name it has, in words.
@@ -250,7 +250,7 @@ function departuresOf(side) {
     state.map === "rollout" && state.residual !== paper.residual && `residual ${state.residual}`,
     !single && state.value_weighted && "value-weighted",
   ] : [panels[side].map.own.departures];
-  if (refines(image)) phrases.push(`refined${state.refine > 1 ? ` ${state.refine} times` : ""} by ${state.affinity}`);
+  if (refines(image)) phrases.push(`refined${state.refine > 1 ? ` ${state.refine} times` : ""} by ${state.affinity === "both" ? "attention and keys" : state.affinity}`);
   return phrases.filter(Boolean).join(", ");
 }
 
@@ -329,7 +329,7 @@ function showControls() {
   for (const option of $$('[data-name="affinity"] option')) option.disabled = !(option.value === "both" ? ["attention", "keys"] : [option.value]).every((name) => imageOf("a").affinities[name]);
   for (const group of $$("#controls fieldset")) showReasons(group, reasons.get(group));
   const patch = queryPatch(state.query);
-  $("source").textContent = patch ? `row ${patch[0]}, column ${patch[1]}` : "the answer";
+  $("source").textContent = patch ? `row ${patch[0]}, column ${patch[1]}` : "the model output";
   $("readout").hidden = !state[patchKey(state.query)] || state.map === "similarity";
   const refused = imageOf("a").refused.live;
   $("asking").hidden = !isLive(); $("silent").textContent = silence() ?? "";
@@ -347,7 +347,7 @@ function showReasons(group, reasons) {
 }
 
 function showAbout() {
-  const { grid, prefix, pooling } = imageOf("a"), words = grid ? [`${data.layers} layers`, `${grid[0]} × ${grid[1]} patches${prefix ? ` and ${prefix} further token${prefix > 1 ? "s" : ""}` : ""}`, `answer read from ${pooling}`] : [];
+  const { grid, prefix, pooling } = imageOf("a"), words = grid ? [`${data.layers} layers`, `${grid[0]} × ${grid[1]} patches${prefix ? ` and ${prefix} prefix token${prefix > 1 ? "s" : ""}` : ""}`, `readout: ${pooling}`] : [];
   $("about").textContent = words.map((word) => ` · ${word}`).join("");
 }
 
@@ -457,7 +457,7 @@ function currentCall() {
     python: differenceCode(path, call, method, options, found.python),
   } : found);
   if (!isLive()) {
-    const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([name, value]) => value !== null && !(name === "shifts" && value === 0)));
+    const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([, value]) => value !== null));
     return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(SPREAD.includes(own.refined) && refines(image) ? refining : {}) });
   }
   const fused = { discard_ratio: state.discard_ratio, ...refining };
@@ -516,14 +516,14 @@ async function copy(id) {
 
 function makeTabs() {
   const asks = (mode) => LIVE.includes(mode) && (mode === "similarity" ? hasFeatures : computes);
-  for (const [words, own] of [["Click a patch:", modes.filter(asks)], ["Whole answer only:", modes.filter((mode) => !asks(mode))]]) {
+  for (const [words, own] of [["Click a patch:", modes.filter(asks)], ["Model output only:", modes.filter((mode) => !asks(mode))]]) {
     if (!own.length) continue;
     const group = document.createElement("div"), label = document.createElement("span");
     Object.assign(group, { className: "group", role: "presentation" }); Object.assign(label, { className: "which", textContent: words });
     label.setAttribute("aria-hidden", "true");
     group.append(label, ...own.map((mode) => {
       const tab = document.createElement("button");
-      Object.assign(tab, { type: "button", textContent: titleOf(mode), title: asks(mode) ? "Click a patch of the photograph to ask it" : "Made for the whole answer: a click on a patch asks nothing" });
+      Object.assign(tab, { type: "button", textContent: titleOf(mode), title: asks(mode) ? "Click a patch of the photograph to see its map" : "Computed for the model output only: patches cannot be clicked" });
       tab.setAttribute("role", "tab"); tab.dataset.name = mode;
       return tab;
     }));

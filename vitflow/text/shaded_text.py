@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError
 from vitflow.images import DPI
 from vitflow.images.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
-from vitflow.text.labels import Label, labels_of, padded, width_of
-from vitflow.text.layout import Words
 from vitflow.text.view import RowSummary, View, check_weights, color_of, fractions, percent
+from vitflow.text.words import Label, Words, labels_of
 
 #: The number of largest weights printed as numbers.
 NUMBERS = 8
@@ -58,7 +57,7 @@ class ShadedText(View):
     >>> words = Words(("the", " key", " to", " doors", " is"), (0, 1, 2, 3, 4), (False,) * 5)
     >>> view = ShadedText(words, [0.1, 0.6, 0.05, 0.2, 0.05], selected=(4,))
     >>> print(view.text().splitlines()[0])
-      key     60.0 %  (1)
+       60.0 %  key  (1)
     """
 
     words: Words
@@ -75,12 +74,9 @@ class ShadedText(View):
     @property
     def trust(self) -> RowSummary:
         """Summary of the weights."""
-        self_share = (
-            float(np.nansum(self._shares[list(self.selected)]))
-            if self.selected and self.self_share is None
-            else self.self_share
+        return RowSummary.of(
+            self.weights, self.words, selected=self.selected, self_share=self.self_share, hidden=self.hidden
         )
-        return RowSummary.of(self.weights, self.words, self_share=self_share, hidden=self.hidden)
 
     @cached_property
     def _counted(self) -> NDArray[np.bool_]:
@@ -119,13 +115,9 @@ class ShadedText(View):
         ]
 
     def text(self) -> str:
-        """Return the strongest tokens as plain text: token, share of the weight, and position."""
+        """Return the strongest tokens as plain text: share of the weight, token, and position."""
         strongest = sorted((token for token in self._tokens if token.number), key=lambda token: -abs(token.shade))
-        room = max((width_of(token.label.text) for token in strongest), default=0)
-        lines = [
-            f"  {padded(token.label.text, room)}  {100 * token.share:5.1f} %  ({token.position})".rstrip()
-            for token in strongest
-        ]
+        lines = [f"  {100 * token.share:5.1f} %  {token.label.text}  ({token.position})" for token in strongest]
         return "\n".join([*([self.title] if self.title else []), *lines, *([""] if lines else []), *self._footer])
 
     @property

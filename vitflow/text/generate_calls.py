@@ -7,15 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError
-from vitflow.explaining.progress import tracking
 from vitflow.models.languages import decoder_of, reads_cache, reads_text
+from vitflow.progress import tracking
 from vitflow.recording.isolation import Hook, device_of
 from vitflow.recording.probing import is_causal
 from vitflow.text import languages
 from vitflow.text.image_tokens import image_token
-from vitflow.text.labels import words_of
 from vitflow.text.languages import generation_setting, reading
-from vitflow.text.layout import Words
+from vitflow.text.words import Words, words_of
 
 _DEFAULT_STEPS = 20  # max_new_tokens of transformers, for the display of progress
 

@@ -1,19 +1,10 @@
-"""Printable labels of tokens, hidden tokens, and decoding of token ids."""
+"""Tokens of a text: their strings, printable labels, and words; hidden tokens, and decoding of token ids."""
 
-import math
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from vitflow.errors import ShapeError, printable
-from vitflow.explaining.captions import method_in_words
-from vitflow.text.layout import Grid, Part, SequenceLayout, Words
-from vitflow.text.method_table import TEXT_METHODS
+from vitflow.errors import OptionError, ShapeError, printable
 
 _STOP_WORDS = """
 a an and are as at be been but by can could did do does for from had has have he her him his i if in into is it its me
@@ -34,6 +25,81 @@ _SHOWN = {
     "\u200d": "⟨ZWJ⟩",
     "\ufeff": "⟨BOM⟩",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Tokens of a text.
+
+    Attributes:
+        strings: text of each token, including the space before it; for special tokens, their name.
+        ids: token ids.
+        special: True for the tokenizer's special tokens (`[CLS]`, `</s>`, …).
+
+    Raises:
+        ShapeError: different lengths.
+
+    >>> words = Words(("[CLS]", " the", " keys"), (101, 1996, 6309), (True, False, False))
+    >>> words.length, words.find("keys")
+    (3, (2,))
+    """
+
+    strings: tuple[str, ...]
+    ids: tuple[int, ...]
+    special: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.strings) == len(self.ids) == len(self.special):
+            raise ShapeError(
+                f"Expected strings, ids and special of the same length, got {len(self.strings)}, {len(self.ids)} and "
+                f"{len(self.special)}."
+            )
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.strings)
+
+    def __getitem__(self, index: slice) -> "Words":
+        return Words(self.strings[index], self.ids[index], self.special[index])
+
+    def __add__(self, other: "Words") -> "Words":
+        return Words(self.strings + other.strings, self.ids + other.ids, self.special + other.special)
+
+    def find(self, token: str | int) -> tuple[int, ...]:
+        """Return the positions of a token by index (−1 is the last), or of the tokens of a word.
+
+        Raises:
+            OptionError: index out of range, unknown word, or several occurrences of the word.
+        """
+        if isinstance(token, int):
+            if not -self.length <= token < self.length:
+                raise OptionError(
+                    f"Expected a token index from 0 to {self.length - 1}, or -1 for the last, got {token}."
+                )
+            return (token % self.length,)
+        spans = [span for start in range(self.length) if (span := self._word_at(start, token.strip()))]
+        if len(spans) == 1:
+            return spans[0]
+        if not spans:
+            tokens = ", ".join(f"{index} {string.strip()!r}" for index, string in enumerate(self.strings))
+            raise OptionError(f"{token!r} is not a word of the text: choose one of {tokens}.")
+        starts = ", ".join(str(span[0]) for span in spans)
+        raise OptionError(f"{token!r} is in the text more than once, at tokens {starts}: pass one of these indices.")
+
+    def _word_at(self, start: int, word: str) -> tuple[int, ...]:
+        """Return the tokens from `start` on that make up exactly the word, or an empty tuple."""
+        joined = ""
+        for end in range(start, self.length):
+            joined += self.strings[end]
+            if joined.strip() == word and word:
+                continued = end + 1 < self.length and not self.special[end + 1] and self.strings[end + 1][:1].isalnum()
+                inside = start > 0 and self.strings[start][:1].isalnum() and self.strings[start - 1][-1:].isalnum()
+                inside = inside and not self.special[start - 1]
+                return () if word.isalnum() and (continued or inside) else tuple(range(start, end + 1))
+            if len(joined.strip()) >= len(word):
+                break
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +152,11 @@ def hide(words: Words, *, special: bool = True, stop_words: Iterable[str] = ()) 
     {0: 'special tokens', 1: 'stop words', 3: 'special tokens'}
     """
     stopped = {word.casefold() for word in stop_words}
-    labels, hidden = labels_of(words), dict[int, str]()
-    for position, label in enumerate(labels):
-        if words.special[position]:
-            if special:
-                hidden[position] = "special tokens"
-        elif label.text.casefold() in stopped:
-            before, after = labels[position - 1 : position], labels[position + 1 : position + 2]
-            inside = bool(before) and not label.space and before[0].text[-1:].isalnum()
-            continued = bool(after) and not after[0].space and after[0].text[:1].isalnum()
-            if not inside and not continued:
-                hidden[position] = "stop words"
-    return hidden
+    hidden = {position: "special tokens" for position in range(words.length) if special and words.special[position]}
+    for word, positions in grouped_words(words):
+        if len(positions) == 1 and word.casefold() in stopped:
+            hidden[positions[0]] = "stop words"
+    return dict(sorted(hidden.items()))
 
 
 def grouped_words(words: Words) -> list[tuple[str, tuple[int, ...]]]:
@@ -168,110 +227,10 @@ def _text(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)) if ids else ""
 
 
-def layouts_of(
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    tokenizer: Any = None,
-    image_token: int | None = None,
-    grid: tuple[int, int] | None = None,
-) -> tuple[SequenceLayout, ...]:
-    """Return the layout of each sequence of a batch: padding, words and patch grids.
+def shortened(text: str, length: int) -> str:
+    """Return a text of at most `length` characters, truncated with an ellipsis.
 
-    Args:
-        input_ids: token ids [batch, tokens].
-        attention_mask: [batch, tokens], 0 for padding on one side.
-        tokenizer: tokenizer, to decode the ids.
-        image_token: id of the image token of a vision-language model.
-        grid: rows and columns of each image's patches; by default a square.
-
-    Raises:
-        ShapeError: padding on both sides or inside a sequence, or an image whose number of patches is not that of the
-            grid.
-
-    >>> layouts_of(torch.tensor([[0, 0, 5, 9, 9, 9, 9, 6]]), torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]]), image_token=9)[0]
-    SequenceLayout(parts=(Words(strings=('5',), ids=(5,), special=(False,)), Grid(rows=2, cols=2), \
-Words(strings=('6',), ids=(6,), special=(False,))), num_padding=2, padding='left')
+    >>> shortened("abcdef", 4)
+    'abc…'
     """
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    return tuple(
-        _layout(ids.tolist(), seen.bool(), tokenizer, image_token, grid)
-        for ids, seen in zip(input_ids, mask, strict=True)
-    )
-
-
-def _layout(
-    ids: list[int], seen: Tensor, tokenizer: Any, image_token: int | None, grid: tuple[int, int] | None
-) -> SequenceLayout:
-    positions = seen.nonzero().flatten().tolist()
-    start, end = (positions[0], positions[-1] + 1) if positions else (0, 0)
-    if len(positions) != end - start or (start and end < len(ids)):
-        raise ShapeError(f"Expected padding on one side of each text, got attention_mask {seen.int().tolist()}.")
-    parts: list[Part] = []
-    for is_image, group in groupby(ids[start:end], lambda token_id: token_id == image_token):
-        run = list(group)
-        parts.append(_grid(len(run), grid) if is_image else words_of(tokenizer, run))
-    return SequenceLayout(tuple(parts), len(ids) - len(positions), "left" if start else "right")
-
-
-def _grid(patches: int, grid: tuple[int, int] | None) -> Grid:
-    rows, cols = grid or (math.isqrt(patches), math.isqrt(patches))
-    if rows * cols != patches:
-        raise ShapeError(
-            f"Expected an image of {rows} × {cols} patches, got {patches} in a row: pass grid=(rows, columns)."
-        )
-    return Grid(rows, cols)
-
-
-def caption(
-    method: str,
-    options: Mapping[str, Any],
-    model: str,
-    *,
-    what: str | None = None,
-    target: str | None = None,
-    probability: float | None = None,
-) -> str:
-    """Return a one-line caption: method, target of a class-specific method, and model.
-
-    Args:
-        method: name of a method for texts.
-        options: its options.
-        model: model id.
-        what: title to use instead of the method's.
-        target: target of a class-specific method.
-        probability: the model's probability of the target.
-
-    >>> options = {"head_fusion": "max", "value_weighted": False}
-    >>> caption("gae", options, "bert", target="table", probability=0.25)
-    'GAE (max over heads) · for “table”, probability 25.0% · bert'
-    """
-    chosen = TEXT_METHODS[method]
-    likely = "" if probability is None else f", probability {probability:.1%}"
-    explained = "" if target is None else f"for “{target}”{likely}"
-    shown = method_in_words(replace(chosen, title=what or chosen.title), options)
-    return " · ".join(filter(None, [shown, explained, model]))
-
-
-def width_of(text: str) -> int:
-    """Return the width of a text in terminal columns.
-
-    >>> width_of("ab"), width_of("日本")
-    (2, 4)
-    """
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
-    )
-
-
-def padded(text: str, width: int) -> str:
-    """Pad a text with spaces to a width, or truncate it with an ellipsis.
-
-    >>> padded("日本", 5), padded("abcdef", 4)
-    ('日本 ', 'abc…')
-    """
-    if width_of(text) > width:
-        while width_of(text) > width - 1:
-            text = text[:-1]
-        text += "…"
-    return text + " " * (width - width_of(text))
+    return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from vitflow.errors import printable
 from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.fusion import check_layer
-from vitflow.text.labels import ENGLISH_STOP_WORDS, caption, hide, labels_of
-from vitflow.text.layout import Words
+from vitflow.text.view import caption
+from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
 from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half, thumbnail
 
 _IMAGE_SIZE = 768  # longer side of an image on the page, in pixels

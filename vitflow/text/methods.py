@@ -1,0 +1,252 @@
+"""The methods for texts: rows of selected tokens if the method ends at layer 1, 2, … L.
+
+Each method takes a recorded text and its options. It returns rows [layers, rows, tokens], and the raw share of each
+row's query token, [layers, rows], if the rows are relative to the receptive field, else None.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import OptionError, UnsupportedModelError, check_known, whole_number
+from vitflow.methods.flow.attention_flow import attention_flow
+from vitflow.methods.flow.layers import LayerRange, default_window, parse_window
+from vitflow.methods.fusion import (
+    HeadFusion,
+    add_residual,
+    check_fraction,
+    check_head_fusion,
+    check_layer,
+    discard_low,
+)
+from vitflow.methods.gradients import ValueWeighting
+from vitflow.methods.rollout import gradient_weighted_attention
+from vitflow.methods.tokens import Causal, check_causal, relative_to, self_token, uniform_attention
+from vitflow.models.languages import decoder_of
+from vitflow.progress import tracking
+from vitflow.recording.trace import Trace
+from vitflow.text.generate_calls import refuse_not_causal
+from vitflow.text.languages import has_head, predicts_words
+from vitflow.text.rows import ReadText
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise OptionError for values of options that no method for texts accepts, before text is generated."""
+    check_causal(options.get("causal"))
+    check_head_fusion(options.get("head_fusion", "mean"))
+    check_known("below", options.get("below", "none"), ("none", "rollout"))
+    for name in ("discard_ratio", "residual"):
+        check_fraction(name, options.get(name, 0.0))
+
+
+def rollout(
+    text: ReadText,
+    *,
+    head_fusion: str,
+    value_weighted: ValueWeighting,
+    discard_ratio: float,
+    residual: float,
+    start_layer: int,
+    causal: Causal,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute rows of attention rollout, qᵀ Â_l ⋯ Â_s for l = 1 … L; options as for `attention_rollout`."""
+    steps = text.fused(head_fusion, value_weighted)
+    first = check_layer("start_layer", start_layer, len(steps))
+    layers = [end - 1 for end in text.ends]
+
+    def rows(matrices: Sequence[Tensor], ratio: float) -> Tensor:
+        return _rollout_rows(matrices, text.visible, text.readout, ratio, residual, first)[layers]
+
+    if causal == "receptive_field":
+        steps = [step.double() for step in steps]
+    return _relative(text, rows, steps, discard_ratio, causal)
+
+
+def _rollout_rows(
+    matrices: Sequence[Tensor],
+    visible: Sequence[Tensor],
+    readout: Tensor,
+    discard_ratio: float,
+    residual: float,
+    first: int = 0,
+) -> Tensor:
+    """Return rows of rollout after each matrix [tokens, tokens], from the index `first` on.
+
+    >>> layer = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    >>> _rollout_rows([layer, layer], [layer > 0] * 2, torch.tensor([[0.0, 1.0]]), 0.0, 0.5)
+    tensor([[[0.2500, 0.7500]],
+    <BLANKLINE>
+            [[0.4375, 0.5625]]])
+    """
+    product = torch.eye(readout.shape[-1], dtype=matrices[0].dtype, device=matrices[0].device)
+    rows = []
+    for index, (matrix, seen) in enumerate(zip(matrices, visible, strict=True)):
+        if index >= first:
+            product = add_residual(discard_low(matrix, discard_ratio, 0, seen), residual) @ product
+        rows.append(readout.to(product) @ product)
+    return torch.stack(rows)
+
+
+def _relative(
+    text: ReadText,
+    rows: Callable[[Sequence[Tensor], float], Tensor],
+    steps: Sequence[Tensor],
+    discard_ratio: float,
+    causal: Causal,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the rows of a method; with `causal="receptive_field"`, relative to those of uniform attention."""
+    raw = rows(steps, discard_ratio)
+    if causal != "receptive_field":
+        return raw, None
+    query = self_token(text.readout.to(steps[0]))
+    reference = rows([uniform_attention(seen) for seen in text.visible], 0.0)
+    return relative_to(raw, reference, query), (raw * query).sum(dim=-1)
+
+
+def attention(
+    text: ReadText, *, head_fusion: str, value_weighted: ValueWeighting, layer: int, discard_ratio: float
+) -> tuple[Tensor, None]:
+    """Compute rows of the attention of the last step of each layer, qᵀ W_l; `layer` is the layer of the result."""
+    steps = text.fused(head_fusion, value_weighted)
+    last = [discard_low(steps[end - 1], discard_ratio, 0, text.visible[end - 1]) for end in text.ends]
+    return torch.stack([text.readout.to(matrix) @ matrix for matrix in last]), None
+
+
+def flow(
+    text: ReadText,
+    *,
+    head_fusion: str,
+    value_weighted: ValueWeighting,
+    layers: LayerRange,
+    below: str,
+    discard_ratio: float,
+    residual: float,
+    causal: Causal,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute rows of attention flow through a window of layers that ends at each layer.
+
+    Windows of lower layers have the same size, cut at the input; `layers="all"` includes an encoder. Each row is
+    normalised over its sinks. If `below` is "rollout", it is propagated from the lowest layer of the window to the
+    input by rollout. Other options as for `attention_flow`.
+    """
+    steps = text.fused(head_fusion, value_weighted)
+    first, last = parse_window(default_window(layers, len(text.ends)), len(text.ends))
+    size, bottom = text.steps_per_layer * (last - first + 1), 0 if layers == "all" else text.steps_below
+    spans = [(0 if layers == "all" else max(end - size, bottom), end) for end in text.ends]
+    readout = text.readout.to(steps[0])
+    visible = [seen.unsqueeze(0) for seen in text.visible]
+
+    def rows(matrices: Sequence[Tensor], ratio: float) -> Tensor:
+        results = []
+        for low, top in spans:
+            window = [matrix.unsqueeze(0) for matrix in matrices[low:top]]
+            flows = (
+                attention_flow(
+                    window,
+                    source=row,
+                    visible=visible[low:top],
+                    discard_ratio=ratio,
+                    residual=residual,
+                    num_prefix_tokens=0,
+                    progress=progress,
+                )
+                for row in readout
+            )
+            shares = torch.stack([each.normalized[0] for each in flows])
+            if below == "rollout" and low:
+                lower = _rollout_rows(matrices[:low], text.visible[:low], shares, ratio, residual)
+                shares = lower[-1].double()
+            results.append(shares)
+        return torch.stack(results)
+
+    rounds = 2 if causal == "receptive_field" else 1
+    with tracking("attention flow", rounds * len(spans) * readout.numel()) as progress:
+        return _relative(text, rows, steps, discard_ratio, causal)
+
+
+def gae(
+    text: ReadText, *, head_fusion: HeadFusion, value_weighted: ValueWeighting, start_layer: int
+) -> tuple[Tensor, None]:
+    """Compute rows of generic attention explainability, with one backward pass for the logit of each row."""
+    relevant = _relevant_layers(text.trace, text.targets, head_fusion, value_weighted)
+    rows = [text.relevance(layers, row, start_layer) for row, layers in enumerate(relevant)]
+    return torch.stack(rows, dim=1), None
+
+
+def _relevant_layers(
+    trace: Trace, targets: Sequence[tuple[int, int | None]], head_fusion: HeadFusion, value_weighted: ValueWeighting
+) -> Iterator[list[Tensor]]:
+    """Yield the fused (A ⊙ ∇A)⁺ of each layer, [queries, keys], for the logit of each target."""
+    weighted = trace.heads(value_weighted=value_weighted)
+    with tracking("backward passes", len(targets)) as progress:
+        for position, target in targets:
+            gradients = trace.gradients_of(_score(trace, position, target)).attentions
+            # Layer by layer, because encoder and decoder matrices differ in shape.
+            pairs = zip(weighted, gradients, strict=True)
+            yield [
+                gradient_weighted_attention([layer], [gradient], head_fusion)[0][0].detach()
+                for layer, gradient in pairs
+            ]
+            progress(1)
+
+
+def _score(trace: Trace, position: int, target: int | None) -> Tensor:
+    """Return the logit of a token at a position of the text, or of a class of the whole text."""
+    logits = trace.logits
+    if logits is None or logits.ndim not in (2, 3) or not has_head(trace.model):
+        raise OptionError(
+            f"Class-specific methods require a model that predicts words or classes, and {type(trace.model).__name__} "
+            "ends in features: load it with its head, or use a method such as rollout."
+        )
+    scores = logits[0] if logits.ndim == 2 else logits[0, position]
+    if target is not None:
+        whole_number("target", target, 0, len(scores) - 1)
+    return scores.max() if target is None else scores[target]
+
+
+def logit_lens(text: ReadText, *, layer: int = -1) -> tuple[Tensor, Tensor]:
+    """Compute rows of the logit lens, (h_l,j · e)⁺ for the output embedding e of each row's word, over earlier tokens.
+
+    The model's final norm is applied to the hidden states of all layers. The query token, whose state predicts the
+    word, is left out; its share is returned separately. Rows sum to 1.
+
+    Args:
+        text: recorded forward pass with hidden states.
+        layer: layer of the result; rows of all layers are returned.
+
+    Raises:
+        UnsupportedModelError: the model does not generate text.
+
+    Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; on images as in Li et al., ICCV 2025 (TAM).
+    """
+    model: Any = text.trace.model
+    if not predicts_words(model) or not text.hidden:
+        raise UnsupportedModelError(
+            f"The logit lens requires a language model with an output embedding, got {type(model).__name__}: use "
+            "rollout or attention."
+        )
+    refuse_not_causal(model)
+    logits, norm = text.trace.logits, _last_norm(decoder_of(model))
+    assert logits is not None
+    ids = [int(logits[0, position].argmax()) if word is None else word for position, word in text.targets]
+    words = model.get_output_embeddings().weight[ids].detach().float()
+    positions = torch.tensor([position for position, _ in text.targets], device=words.device).unsqueeze(1)
+    tokens = torch.arange(text.readout.shape[-1], device=words.device)
+    rows, shares = [], []
+    for number, hidden in enumerate(text.hidden, start=1):
+        states = hidden if number == len(text.hidden) or norm is None else norm(hidden)
+        scores = (words @ states[0].detach().float().T).clamp_min(0.0).masked_fill(tokens > positions, 0.0)
+        query = tokens == positions
+        shares.append((scores * query).sum(dim=-1) / scores.sum(dim=-1).clamp_min(torch.finfo(scores.dtype).tiny))
+        others = scores.masked_fill(query, 0.0)
+        total = others.sum(dim=-1, keepdim=True)
+        rows.append(others / torch.where(total > 0, total, 1.0))
+    return torch.stack(rows), torch.stack(shares)
+
+
+def _last_norm(decoder: nn.Module) -> nn.Module | None:
+    """Return the final norm of a decoder; None if it has none."""
+    norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
+    return norms[-1] if norms else None
