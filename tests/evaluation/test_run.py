@@ -66,7 +66,9 @@ def constant_method():
 def test_the_values_are_those_of_the_parts(explainer):
     actual = evaluate("demo:2", model=explainer, methods=QUICK, sanity_images=2, blurred_twin=False)
     assert actual.methods == ("rollout", "gae", "random", "centre")
-    assert [metric.name for metric in actual.metrics] == [one.name for one in METRICS.values() if one.group != "grid"]
+    assert [metric.name for metric in actual.metrics] == [
+        name for name, one in METRICS.items() if one.group not in ("grid", "intervals")
+    ]
     for number in range(2):
         image = draw_image(number)
         largest = image.labels[int(image.masks.sum(axis=(1, 2)).argmax())]
@@ -557,7 +559,8 @@ def test_charts_are_the_same_bytes_every_time(saved, tmp_path):
 
 def test_the_order_of_the_table_is_that_of_the_metrics():
     assert [metric.group for metric in METRICS.values()] == sorted(
-        (metric.group for metric in METRICS.values()), key=("localisation", "faithfulness", "sanity", "grid").index
+        (metric.group for metric in METRICS.values()),
+        key=("localisation", "faithfulness", "sanity", "grid", "intervals").index,
     )
     assert all(metric.description.endswith(".") and metric.limitations.endswith(".") for metric in METRICS.values())
     assert all(metric.better in ("higher", "lower") and metric.name == name for name, metric in METRICS.items())

@@ -21,7 +21,7 @@ from vitflow.folder.draw import draw_run
 from vitflow.images.geometry import place
 from vitflow.images.pen import Pen
 from vitflow.images.reading import write_image
-from vitflow.runs.columns import unpack_grid
+from vitflow.runs.columns import grid_columns, unpack_half
 
 SIZE = 64
 CONFIG = {"input_size": (3, SIZE, SIZE), "mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -362,7 +362,8 @@ def test_a_folder_has_a_row_and_a_map_for_each_detection(tmp_path):
             assert row["probability"] == pytest.approx(saliency.probability, abs=1e-6)
             assert set(row["outputs"]) == set(methods)
             [record] = [each for each in records if (each["input"], each["rank"]) == (name, row["rank"])]
-            np.testing.assert_allclose(unpack_grid(record["grid_gae"]), saliency.grid, rtol=1e-5)
+            stored = unpack_half(*(record[column] for column in grid_columns("gae")))
+            np.testing.assert_allclose(stored, saliency.grid, rtol=1e-3)
     assert run(manifest="jsonl").kept == 3
     assert len((out / "manifest.jsonl").read_text().splitlines()) == len(rows)
     written = {path.name for drawn in draw_run(out, tmp_path / "again") for path in drawn.paths}

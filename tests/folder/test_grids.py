@@ -67,7 +67,7 @@ def test_the_maps_of_a_run_are_exported_as_parquet(both, tmp_path, explainer):
     assert run(both / "in", out, manifest="parquet+grids", **options).manifest == out / "manifest.parquet"
     table = parquet.read_table(out / "manifest.parquet")
     rows = {row["input"]: row for row in table.to_pylist()}
-    assert len(rows) == 9 and rows["bad.png"]["grid_gae"] is None
+    assert len(rows) == 9 and rows["bad.png"]["grid_gae"] is None and len(rows["0.jpg"]["grid_gae"]) == 2 * 16
     for name, maps in actual(out).items():
         record = rows[name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")]
         for label, grid in maps.items():
@@ -88,7 +88,7 @@ def test_overlays_drawn_on_demand_are_those_of_the_run(both, tmp_path):
             expected, entry = (
                 np.asarray(Image.open(place)).astype(int) for place in (path, tmp_path / name / path.name)
             )
-            assert np.array_equal(expected, entry)
+            assert np.abs(expected - entry).max() <= 2  # maps are kept in half precision
 
 
 def test_the_report_draws_from_the_grids(both):
@@ -176,4 +176,4 @@ def test_files_of_maps_need_no_overlays(tmp_path, explainer):
     assert run(source, out, model=explainer, overlays=False, save_map=True).explained == 2
     assert sorted(path.name for path in out.iterdir() if "rollout" in path.name) == ["0-rollout.npz", "1-rollout.npz"]
     with np.load(out / "0-rollout.npz") as saved:
-        assert np.array_equal(saved["grid"], actual(out)["0.jpg"]["rollout"])
+        assert np.abs(saved["grid"] - actual(out)["0.jpg"]["rollout"]).max() <= saved["grid"].max() / 2**11

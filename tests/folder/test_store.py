@@ -20,7 +20,6 @@ from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
 from vitflow.folder.draw import draw_run, read_grids, report_run
 from vitflow.runs import saved, store
-from vitflow.runs.columns import pack_grid
 from vitflow.runs.saved import FILE, SavedRun, is_inside
 from vitflow.runs.store import Run
 
@@ -68,8 +67,7 @@ def test_rows_are_detected_again_and_later_ones_replace_earlier_ones(tmp_path):
         assert [maps["rollout"].tolist() for _, maps in again.with_maps(["a"])] == [[[3.0] * 3] * 2]
     with closing(sqlite3.connect(tmp_path / FILE)) as db:
         assert db.execute("SELECT count(*) FROM maps").fetchone() == (2,)
-        [record] = db.execute("SELECT record FROM rows WHERE json_extract(record, '$.value') = 2").fetchone()
-        assert json.loads(record)["input"] == "caf\\xe9\nnew.jpg"
+        assert db.execute("SELECT input FROM rows WHERE value = 2").fetchone() == ("caf\\xe9\nnew.jpg",)
 
 
 def test_rows_that_arrive_within_a_second_are_written_together(tmp_path, monkeypatch):
@@ -125,7 +123,7 @@ def die_in_a_transaction(place: Path) -> None:
     with run._writing():
         for number in range(2000):
             run._db.execute("UPDATE rows SET record = ?", (json.dumps({"x": "y" * 9000, "n": number}),))
-            run._db.execute("INSERT INTO maps VALUES (?, 'x', ?)", (number + 10**6, bytes(900)))
+            run._db.execute("INSERT INTO maps VALUES (?, 'x', 1, 1, 1.0, ?)", (number + 10**6, bytes(900)))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -231,9 +229,9 @@ def test_the_file_may_not_be_a_link(tmp_path, name):
     [
         "CREATE VIEW more AS SELECT * FROM rows",
         "CREATE TRIGGER more AFTER INSERT ON rows BEGIN DELETE FROM rows; END",
-        "ALTER TABLE rows ADD COLUMN more TEXT GENERATED ALWAYS AS (upper(status)) VIRTUAL",
+        "ALTER TABLE rows ADD COLUMN more TEXT GENERATED ALWAYS AS (upper(input)) VIRTUAL",
         "CREATE TABLE more (a)",
-        "CREATE INDEX more ON rows (abs(position))",
+        "CREATE INDEX more ON rows (abs(size))",
         "DROP TABLE maps",
         "DELETE FROM run",
         "UPDATE run SET fingerprint = '[1]'",
@@ -264,15 +262,13 @@ def test_values_that_would_fill_the_memory_are_not_read(tmp_path, explainer):
     source, out = fill(tmp_path / "in", 2), tmp_path / "out"
     run(source, out, model=explainer)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    huge = pack_grid(np.zeros((4, 4))).replace(b"(4, 4), }" + 8 * b" ", b"(20000, 20000), }")
-    assert b"(20000, 20000)" in huge
-    for statement, *values in (
-        ("UPDATE maps SET grid = zeroblob(300000000)",),
-        ("UPDATE maps SET grid = ?", huge),
-        ("UPDATE rows SET record = CAST(zeroblob(300000000) AS TEXT)",),
+    for statement in (
+        "UPDATE maps SET grid = zeroblob(300000000)",
+        "UPDATE maps SET grid = x'00', rows = 20000, cols = 20000",
+        "UPDATE rows SET record = CAST(zeroblob(300000000) AS TEXT)",
     ):
         run(source, out, model=explainer, overwrite=True)
-        change(out, statement, *values)
+        change(out, statement)
         written = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(OptionError, match="is damaged"):
             list(read_grids(out))
@@ -517,8 +513,18 @@ def test_conditions_are_sql(requested, text, names):
             "position = 1",
             "probability < 1)",
         ),
-        *("1; DELETE FROM rows", "x'", "\0 < 1", "load_extension('x')", "writefile('x', 'y')", "'\ud800' = ''"),
-        *("(" * 2000 + "1" + ")" * 2000, "1) UNION SELECT row FROM maps --", "1 OR " * 5000 + "1"),
+        *("1; DELETE FROM rows", "(SELECT count(*) FROM maps)", "EXISTS (SELECT 1 FROM sqlite_master)", "x'", "\0 < 1"),
+        *(
+            "probability < 1)",
+            "load_extension('x')",
+            "writefile('x', 'y')",
+            "randomblob(9)",
+            "zeroblob(9) = 1",
+            "printf('%9d', 1) = ''",
+        ),
+        *("hex(input) = ''", "replace(input, 'a', 'bb') = ''", "'\ud800' = ''", "(" * 2000 + "1" + ")" * 2000),
+        *("1) UNION SELECT row FROM maps --", "input LIKE '" + "%a" * 300 + "'", "1 OR " * 5000 + "1"),
+        "1 IN (WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n)",
     ],
 )
 def test_what_is_no_condition_is_refused(requested, text):
@@ -529,6 +535,18 @@ def test_what_is_no_condition_is_refused(requested, text):
     ):
         list(run.with_maps(where=text))
     assert (requested / FILE).read_bytes() == before
+
+
+def test_a_condition_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
+    with Run(tmp_path, FINGERPRINT) as run:
+        run.missing([f"{number}" for number in range(2000)], lambda row: True)
+        run.put(made(f"{number}") for number in range(2000))
+    monkeypatch.setattr(saved, "_LONGEST_CONDITION", 0.01)
+    slow = " OR ".join(f"input LIKE '%{number}%x%'" for number in range(300))
+    with SavedRun(tmp_path) as run:
+        with pytest.raises(OptionError, match=r"it takes longer than 0.01 seconds"):
+            list(run.with_maps(where=slow))
+        assert len(list(run.with_maps(where="value = 1"))) == 2000
 
 
 def test_a_photograph_of_a_run_is_drawn_again(tmp_path, explainer):

@@ -7,6 +7,7 @@ from .measures.correlation import RankCorrelation as RankCorrelation
 from .measures.correlation import rank_correlation as rank_correlation
 from .measures.faithfulness import Curves as Curves
 from .measures.faithfulness import faithfulness_curves as faithfulness_curves
+from .measures.intervals import coverage as coverage
 from .measures.localisation import Localisation as Localisation
 from .measures.localisation import accumulated_iou as accumulated_iou
 from .measures.localisation import average_precision as average_precision

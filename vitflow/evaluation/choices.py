@@ -13,6 +13,7 @@ from scipy.ndimage import gaussian_filter
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, whole_number
 from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, check_count, union
 from vitflow.evaluation.datasets import Dataset, Sample
+from vitflow.evaluation.measures.intervals import has_intervals
 from vitflow.evaluation.measures.perturbation import REPLACEMENTS
 from vitflow.explaining.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
@@ -54,13 +55,17 @@ def choose(methods: str | Sequence[MethodChoice] | None, options: Mapping[str, A
     return sorted(chosen, key=lambda method: method.name in BASELINES)
 
 
-def possible_groups(groups: Sequence[str], dataset: Dataset, explainer: Explainer) -> tuple[list[str], list[str]]:
-    """Return the groups that data and model support, and notes on the others; OptionError if none is left."""
+def possible_groups(
+    groups: Sequence[str], dataset: Dataset, explainer: Explainer, chosen: Sequence[ChosenMethod]
+) -> tuple[list[str], list[str]]:
+    """Return the groups that data, methods and model support, and notes on the others; OptionError if none is left."""
     missing: dict[str, str] = {}
     if not dataset.has_regions:
         missing["localisation"] = "the data has no masks or boxes"
+    if not any(map(has_intervals, chosen)):
+        missing["intervals"] = "only sampling and consensus with estimator=regression have intervals"
     if not explainer.num_classes:
-        missing |= dict.fromkeys(("faithfulness", "correlation", "grid"), "the model has no classes")
+        missing |= dict.fromkeys(("faithfulness", "correlation", "grid", "intervals"), "the model has no classes")
     left = [group for group in groups if group not in missing]
     notes = [f"Skipped {group}: {missing[group]}." for group in groups if group in missing]
     if not left:

@@ -28,6 +28,7 @@ _GROUPS = {
         "randomisation",
     ),
     "grid": ("One class against another", "Among several objects, does the map highlight the target?", ""),
+    "intervals": ("Intervals of sampling", "Do the intervals contain the values from many more masks?", ""),
     "correlation": (
         "Rank correlation by layer",
         "Do attention, rollout and flow of each layer rank patches as the references do?",

@@ -42,7 +42,7 @@ from vitflow.runs.store import Run, finishing, versions
 SANITY_IMAGES = 24
 
 # Groups of metrics that take many forward passes per image.
-_COSTLY = ("sanity", "correlation")
+_COSTLY = ("sanity", "correlation", "intervals")
 
 # Maps per image and method in the sanity checks: randomisation stages, shifts, flips and classes.
 _SANITY_ROUNDS = 9
@@ -82,8 +82,8 @@ def evaluate(
         methods: names, or (name, options) pairs; "all" for every method that the model supports; by default all of
             these except similarity and methods that run the model many times: occlusion, sampling, consensus and LeGrad
             (with "all" these have no sanity checks). The baselines `random` and `centre` are added.
-        metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "correlation"), or "all";
-            by default the first three groups.
+        metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "intervals", "correlation"), or
+            "all"; by default the first three groups.
         output: folder for the rows, tables, figures and the HTML report.
         images: folder of the images of an annotation file, if they are not next to it.
         limit: maximum number of images, taken from the start.
@@ -91,7 +91,8 @@ def evaluate(
             default "drop" if the model supports it, else "blank".
         points: number of points of the deletion and insertion curves, both ends included.
         blurred_twin: also measure each map blurred, as a control for the effect of smoothness.
-        sanity_images: number of randomly drawn images for sanity and rank correlation, which take many forward passes.
+        sanity_images: number of randomly drawn images for sanity, intervals and rank correlation, which take many
+            forward passes.
         batch_size: images per forward pass; by default 8 on a CPU and 64 on a GPU, halved when memory runs out.
         resamples: bootstrap resamples of each interval.
         seed: seed of the resamples, the random weights and the draw of images.
@@ -113,7 +114,7 @@ def evaluate(
     chosen = choose(methods, options)
     dataset = open_dataset(data, images=images, limit=limit)
     explainer = explainer_for(model)
-    groups, notes = possible_groups(groups, dataset, explainer)
+    groups, notes = possible_groups(groups, dataset, explainer, chosen)
     if methods is None or methods == "all":
         chosen, left_out = applicable_methods(explainer, dataset, chosen)
         notes += left_out

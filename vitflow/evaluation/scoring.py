@@ -15,6 +15,7 @@ from vitflow.evaluation.gridding import Grid, ObjectScore, score_object
 from vitflow.evaluation.measures import randomisation, sanity
 from vitflow.evaluation.measures.correlation import rank_correlation
 from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves
+from vitflow.evaluation.measures.intervals import coverage, has_intervals
 from vitflow.evaluation.measures.localisation import Localisation, localise
 from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.explainer import Explainer
@@ -153,6 +154,9 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
         _add_sanity(row, explainer, case, by_label, protocol)
     if "grid" in case.groups:
         _add_grid(row, explainer, case, protocol)
+    if "intervals" in case.groups:
+        sampled = [method.label for method in protocol.methods if has_intervals(method)]
+        row["values"]["coverage"] = {label: coverage(explainer, by_label[label]) for label in sampled}
     if "correlation" in case.groups:
         result = rank_correlation([case.image.image], model=explainer, target=case.truth.target)
         values = result.values[..., 0]  # [references, methods, layers]

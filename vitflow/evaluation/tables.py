@@ -97,6 +97,9 @@ class Tables:
 
     def is_measured(self, method: str, metric: Metric) -> bool:
         """Return True if the metric was measured for the method; blurred twins have no sanity checks or grids."""
+        if metric.group == "intervals":
+            options = self.settings.get("options", {}).get(method, {})
+            return bool(options.get("estimator") == "regression")
         if metric.group == "sanity" and method in self.unchecked:
             return False
         return not (is_twin(method) and metric.group in ("sanity", "grid"))

@@ -49,8 +49,8 @@ class BatchExplainer:
     >>> from vitflow.demo import sample_images
     >>> explainer = BatchExplainer("demo", ["rollout"], image="path", id="path")
     >>> result = explainer({"path": [str(path) for path in sample_images()[:2]] + ["nowhere.png"]})
-    >>> result["status"].tolist()
-    ['explained', 'explained', 'failed']
+    >>> result["status"].tolist(), len(result["grid_rollout"][0])
+    (['explained', 'explained', 'failed'], 288)
     >>> grid, placement = explainer.map_of(result, 0, "rollout")
     >>> grid.shape, placement.input_size
     ((12, 12), (96, 96))
@@ -102,8 +102,8 @@ class BatchExplainer:
         Returns:
             A column each for `id` (unchanged), `status` ("explained" or "failed"), `error`, `message`, `width`,
             `height`, `class_index`, `class_name`, `probability`, `target`, `value`, `predicted_index`, `facts` and
-            `placement` (JSON); and for each method `grid_METHOD`, the map as the bytes of a .npy file. Missing values
-            are empty text, the integer −1, or the float NaN.
+            `placement` (JSON); and for each method `grid_METHOD` (float16, little-endian, in bytes), `rows_METHOD`,
+            `cols_METHOD` and `scale_METHOD`. Missing values are empty text, the integer −1, or the float NaN.
 
         Raises:
             OptionError: columns are missing or differ in length, or no image can be explained this way.

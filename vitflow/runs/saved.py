@@ -1,7 +1,7 @@
 """Reader of a run on disk: one SQLite file in the output folder, with a row and the maps of each input.
 
 Run files are untrusted: a file is opened only if its schema is exactly the one below (no views, triggers or generated
-columns), values that are too long are not read, and invalid rows are skipped. Reading uses many short
+columns), the length of a value is checked before it is read, and invalid rows are skipped. Reading uses many short
 transactions, so that a reader does not block an active run.
 """
 
@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import is_file, is_link, is_there
-from vitflow.runs.columns import Grid, Maps, Row, kinds_in, unpack_grid
+from vitflow.runs.columns import Grid, Maps, Row, kinds_in, unpack_half
 from vitflow.runs.fingerprints import REMEDY
 
 T = TypeVar("T")
@@ -28,19 +29,23 @@ FILE = "run.sqlite"
 CONDITION_COLUMNS = tuple(kinds_in("condition"))
 
 APPLICATION, VERSION = 0x7669_7466, 1
+_SQL_TYPES = {"text": "TEXT", "whole": "INTEGER", "number": "REAL"}
+_CONDITION_SQL = ", ".join(f"{name} {_SQL_TYPES[kind]}" for name, kind in kinds_in("condition").items())
 SCHEMA = (
     "CREATE TABLE run (fingerprint TEXT NOT NULL)",
     # The name is the bytes of the input's name; the position is NULL for inputs that are not in the latest run.
-    "CREATE TABLE rows (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, position INTEGER, status TEXT NOT NULL, "
-    "record TEXT NOT NULL)",
-    "CREATE TABLE maps (row INTEGER NOT NULL, label TEXT NOT NULL, grid BLOB NOT NULL, PRIMARY KEY (row, label))",
+    f"CREATE TABLE rows (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, position INTEGER, status TEXT NOT NULL, "
+    f"{_CONDITION_SQL}, record TEXT NOT NULL)",
+    "CREATE TABLE maps (row INTEGER NOT NULL, label TEXT NOT NULL, rows INTEGER NOT NULL, cols INTEGER NOT NULL, "
+    "scale REAL NOT NULL, grid BLOB NOT NULL, PRIMARY KEY (row, label)) WITHOUT ROWID",
 )
-# The rows that a condition selects from, with its columns.
-_SELECT = "SELECT id, {} FROM rows".format(
-    ", ".join(f"json_extract(record, '$.{name}') AS {name}" for name in CONDITION_COLUMNS)
-)
-# Seconds for which a reader or writer waits for a lock, rows per query, and the maximal length of a value in bytes.
-_PATIENCE, _TOGETHER, _LARGEST = 10.0, 32, 2**23
+# Functions allowed in a condition: none of them expands short text to long text.
+_FUNCTIONS = {"abs", "coalesce", "glob", "ifnull", "instr", "length", "like", "lower", "max", "min", "nullif", "round"}
+_FUNCTIONS |= {"substr", "trim", "upper"}
+# Timeouts in seconds: of a condition, and of a reader or writer that waits for a lock.
+_LONGEST_CONDITION, _PATIENCE = 60.0, 10.0
+# Rows per query, and the maximal lengths of a value in bytes and of an SQL statement.
+_TOGETHER, _LARGEST, _LONGEST_SQL = 32, 2**23, 10_000
 
 
 class SavedRun:
@@ -81,6 +86,8 @@ class SavedRun:
             db.execute(f"PRAGMA {name} = {value}")
         if mode == "ro":
             db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST)
+            db.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, _LONGEST_SQL)
+            db.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
         return db
 
     def _load(self) -> None:
@@ -168,9 +175,12 @@ class SavedRun:
 
     def _named(self, names: Iterable[str]) -> list[int]:
         """Return the ids of these inputs' rows."""
-        query = "SELECT id FROM rows WHERE name = ?"
+        ids: dict[bytes, int] = {}
+        keys = [os.fsencode(name) for name in names]
         with self._reading():
-            return [row_id for name in names for (row_id,) in self._db.execute(query, (os.fsencode(name),))]
+            for chunk in _chunks(keys):
+                ids |= dict(self._db.execute(f"SELECT name, id FROM rows WHERE name IN ({_marks(chunk)})", chunk))
+        return [ids[key] for key in keys if key in ids]
 
     def _rows(self, ids: Sequence[int]) -> dict[int, Row]:
         """Return the valid rows with these ids, in their order."""
@@ -181,28 +191,46 @@ class SavedRun:
         return {row_id: row for row_id in ids if (row := rows.get(row_id)) is not None}
 
     def _maps(self, ids: Sequence[int]) -> dict[int, dict[str, Grid]]:
-        query = f"SELECT row, label, grid FROM maps WHERE row IN ({_marks(ids)}) ORDER BY rowid"
+        query = (
+            "SELECT row, label, CASE WHEN length(grid) = 2 * rows * cols THEN grid END, rows, cols, scale "
+            f"FROM maps WHERE row IN ({_marks(ids)})"
+        )
         maps_by_row: dict[int, dict[str, Grid]] = {}
         with self._reading():
-            for row_id, label, content in self._db.execute(query, ids):
-                grid = unpack_grid(content)
+            for row_id, label, *packed in self._db.execute(query, ids):
+                grid = unpack_half(*packed)
                 if grid is None or not isinstance(label, str):
                     raise OptionError(self._damaged(f"a map {printable(str(label))!r} is not rows × cols values"))
                 maps_by_row.setdefault(row_id, {})[label] = grid
-        return maps_by_row
+        order = {label: position for position, label in enumerate(self.fingerprint.get("methods", {}))}
+        return {
+            row_id: dict(sorted(maps.items(), key=lambda item: order.get(item[0], len(order))))
+            for row_id, maps in maps_by_row.items()
+        }
 
     def _select(self, where: str) -> set[int]:
         """Return the ids of the rows that satisfy an SQL condition."""
+        deadline = time.monotonic() + _LONGEST_CONDITION
+        self._db.set_authorizer(_authorize)
+        self._db.set_progress_handler(lambda: time.monotonic() > deadline, 1000)
         try:
             # On separate lines, so that a trailing comment does not include the closing bracket.
-            return {row_id for row_id, *_ in self._db.execute(f"SELECT id FROM ({_SELECT}) WHERE (\n{where}\n)")}
+            return {row_id for (row_id,) in self._db.execute(f"SELECT id FROM rows WHERE (\n{where}\n)")}
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            name = getattr(error, "sqlite_errorname", "")
+            if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
                 raise OptionError(self._damaged(error)) from error
+            why = printable(str(error))
+            if name == "SQLITE_INTERRUPT":
+                why = f"it takes longer than {_LONGEST_CONDITION:g} seconds"
             raise OptionError(
                 f"Expected an SQL condition such as \"probability < 0.5 AND class_name = 'cat'\", got "
-                f"{printable(where[:80])!r}: {printable(str(error))}. Columns: {', '.join(CONDITION_COLUMNS)}."
+                f"{printable(where[:80])!r}: {why}. Columns: {', '.join(CONDITION_COLUMNS)}. Functions: "
+                f"{', '.join(sorted(_FUNCTIONS))}."
             ) from error
+        finally:
+            self._db.set_progress_handler(None, 0)
+            self._db.set_authorizer(None)
 
 
 def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -211,6 +239,14 @@ def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def _marks(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
+
+
+def _authorize(action: int, first: str | None, second: str | None, *_: object) -> int:
+    """Allow the columns and functions of CONDITION_COLUMNS and _FUNCTIONS only."""
+    column = first == "rows" and second in ("id", *CONDITION_COLUMNS)
+    function = str(second).lower() in _FUNCTIONS
+    allowed = {sqlite3.SQLITE_SELECT: True, sqlite3.SQLITE_READ: column, sqlite3.SQLITE_FUNCTION: function}
+    return sqlite3.SQLITE_OK if allowed.get(action, False) else sqlite3.SQLITE_DENY
 
 
 # -- validation of rows
@@ -251,7 +287,7 @@ def _row(name: object, record: object, drawn: bool) -> Row | None:
     row = _parsed(record)
     if row is None or not isinstance(name, bytes):
         return None
-    row["input"] = os.fsdecode(name)
+    row = {"input": os.fsdecode(name)} | row
     status = row.get("status")
     if status == "measured" or (status == "failed" and "stem" not in row):
         return row  # evaluations validate their rows

@@ -18,10 +18,14 @@ from typing import Any
 
 from vitflow.errors import OptionError, VitflowError
 from vitflow.files import is_file, is_link, is_there, remove_leftovers, write_inside
-from vitflow.runs.columns import Maps, Row, pack_grid, shown_name
+from vitflow.runs.columns import Maps, Row, pack_half, shown_name
 from vitflow.runs.fingerprints import check_same_run, without_probe
-from vitflow.runs.saved import APPLICATION, FILE, SCHEMA, VERSION, SavedRun
+from vitflow.runs.saved import APPLICATION, CONDITION_COLUMNS, FILE, SCHEMA, VERSION, SavedRun
 
+_INSERT = (
+    f"INSERT INTO rows (name, position, status, {', '.join(CONDITION_COLUMNS)}, record) "
+    f"VALUES ({', '.join('?' * (4 + len(CONDITION_COLUMNS)))})"
+)
 # Seconds between two transactions.
 _INTERVAL = 1.0
 # Distributions whose versions are written to run.json.
@@ -179,16 +183,19 @@ class Run(SavedRun):
                 name = os.fsencode(row["input"])
                 self._db.execute("DELETE FROM maps WHERE row = (SELECT id FROM rows WHERE name = ?)", (name,))
                 self._db.execute("DELETE FROM rows WHERE name = ?", (name,))
-                record = json.dumps({**row, "input": shown_name(row["input"])}, allow_nan=False)
-                row_id = self._db.execute(
-                    "INSERT INTO rows (name, position, status, record) VALUES (?, ?, ?, ?)",
-                    (name, self._positions.get(row["input"]), row["status"], record),
-                ).lastrowid
+                row_id = self._db.execute(_INSERT, self._values(name, row)).lastrowid
                 self._db.executemany(
-                    "INSERT INTO maps (row, label, grid) VALUES (?, ?, ?)",
-                    [(row_id, label, pack_grid(grid)) for label, grid in maps.items()],
+                    "INSERT INTO maps (row, label, grid, rows, cols, scale) VALUES (?, ?, ?, ?, ?, ?)",
+                    [(row_id, label, *pack_half(grid)) for label, grid in maps.items()],
                 )
         self._pending.clear()
+
+    def _values(self, name: bytes, row: Mapping[str, Any]) -> list[Any]:
+        display_row = {**row, "input": shown_name(row["input"])}
+        columns = [display_row.get(column) for column in CONDITION_COLUMNS]
+        columns = [None if isinstance(value, dict | list) else value for value in columns]
+        record = {column: value for column, value in row.items() if column != "input"}
+        return [name, self._positions.get(row["input"]), row["status"], *columns, json.dumps(record, allow_nan=False)]
 
     def finish(self) -> dict[str, int]:
         """Write the remaining rows, and count the inputs of this run: "total", "explained" and "failed".

@@ -198,9 +198,10 @@ def _llava_next(processed: ProcessedImage) -> Iterator[Part]:
     pinpoints = [list(pinpoint) for pinpoint in processed.config.image_grid_pinpoints]
     best = select_best_resolution((height, width), pinpoints)
     image = np.broadcast_to(np.uint8(0), (height, width, 1))  # only its size counts
-    resized = get_patch_output_size(image, best, "channels_last")
+    resized = get_patch_output_size(image, best, "channels_last")  # type: ignore[no-untyped-call]
     shape = best[0] // tile * side, best[1] // tile * side
-    grid = list(unpad_image(torch.empty(1, *shape), (height, width)).shape[1:])
+    unpadded = unpad_image(torch.empty(1, *shape), (height, width))  # type: ignore[no-untyped-call]
+    grid = list(unpadded.shape[1:])
     cut = [(padded - inside) // 2 for padded, inside in zip(shape, grid, strict=True)]  # rows and columns of padding
     offset = [cut[i] * tile - (best[i] - resized[i]) // 2 * side for i in (0, 1)]  # in pixels times `side`
     placement = Placement(

@@ -44,7 +44,7 @@ class _MethodOrAll(MethodWithOptions):
     panel="Measurement",
     multiple=True,
     metavar="NAME|GROUP|all",
-    help="Metric or group (localisation, faithfulness, sanity, grid, correlation); repeatable.  "
+    help="Metric or group (localisation, faithfulness, sanity, grid, intervals, correlation); repeatable.  "
     "[default: the first three groups]",
 )
 @click.option(
