@@ -309,28 +309,6 @@ def verdict(runs: dict[str, Evaluation], first: str, base: str) -> None:
                 print(f"| {run} | {metric} | {gains.mean():+.4f} | {error:.4f} | {word} |")
 
 
-def coverage(explainer: vitflow.Explainer, images: list[np.ndarray], masks: int = 96, many: int = 1024) -> float:
-    """Share of patches whose 95 % interval from few masks contains the mean from many masks of another seed."""
-    inside = []
-
-    def measure(trace: TargetedTrace, **_: object) -> Maps:
-        matrices = affinity_of(trace, "both", (trace.layout.rows, trace.layout.cols)).matrix
-        target = int(trace.class_indices[0])
-        posteriors = []
-        for seed, count in ((0, masks), (1, many)):
-            kept, outputs, grid, _ = sample(trace, masks=count, **{**SAMPLED, "random_seed": seed})
-            posteriors.append(regress(kept, outputs[0][:, target], matrices[0]))
-        few, exact = posteriors
-        inside.append(((few.mean - exact.mean).abs() <= 1.96 * few.std).double().mean())
-        return Maps(few.mean.reshape(1, *grid))
-
-    fields = {"defaults": RECORDED, "needs": NEEDS, "class_specific": True, "refined": "within"}
-    register_method("coverage", measure, replace=True, **fields)
-    for image in images:
-        explainer.explain(image, method="coverage")
-    return float(torch.stack(inside).mean())
-
-
 def main() -> None:
     parser = data_parser(__doc__.splitlines()[0])
     parser.add_argument("--of", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
@@ -338,16 +316,8 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=list(MEASURES), default=list(MEASURES))
     parser.add_argument("--entries", type=int, nargs="+", help="measure only these candidates, by their index")
     parser.add_argument("--masks", type=int, nargs="+", default=[96])
-    parser.add_argument("--coverage", type=int, metavar="N", help="only measure the coverage of intervals on N images")
     given = parser.parse_args()
     warnings.simplefilter("ignore", vitflow.VitflowWarning)
-    if given.coverage:
-        drawn = [draw_image(2000 + seed).image for seed in range(given.coverage)]
-        files = sorted(path for path in Path(given.boxes).iterdir() if path.suffix != ".json")[: given.coverage]
-        tiny = vitflow.load_model(CHECKPOINT, checkpoint=given.checkpoint)
-        for name, model, images in (("demo", "demo", drawn), ("photographs", tiny, files)):
-            print(f"{name}: {coverage(vitflow.Explainer(model), images):.1%} of {len(images)} images' patches")
-        return
     chosen, methods = {}, []
     for of in given.of:
         entries = CANDIDATES[of]

@@ -17,7 +17,7 @@ from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.cells import cell_owners, draw_masks, mean_differences, split_half_maps
 from vitflow.methods.ranks import spearman
 from vitflow.methods.refinement import AffinityName
-from vitflow.methods.regression import regress
+from vitflow.methods.regression import NORMAL_95, regress
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.progress import tracking
@@ -27,8 +27,6 @@ from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 MOST_MASKS, MASKS_PER_STEP = 256, 32
 # A map has converged if this share of its strongest patches stays the same in two steps in a row.
 _CONVERGED = 0.9
-# Standard deviations of a normal distribution on each side of its mean that hold 95 %.
-_NORMAL_95 = 1.96
 
 
 def sampling(
@@ -83,7 +81,7 @@ def sampling(
         weights, std = estimate(image, used, scores, grid)
         grids.append(weights.reshape(grid))
         if std is not None:
-            significant.append((weights > _NORMAL_95 * std).reshape(grid))
+            significant.append((weights > NORMAL_95 * std).reshape(grid))
         reliability = spearman(*(half.numpy() for half in split_half_maps(used, scores[:, targets[image]])))
         facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": hidden})
         if masks == "auto":

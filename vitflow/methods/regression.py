@@ -9,6 +9,8 @@ from vitflow.errors import OptionError, ShapeError
 
 #: Variance of the noise of a score, relative to the mean prior variance of the scores.
 NOISE = 12.0
+#: Standard deviations of a normal distribution on each side of its mean that contain 95 %.
+NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,13 +10,11 @@ from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.sampling import sample
 from vitflow.explaining.targeted_trace import TargetedTrace
-from vitflow.methods.regression import Posterior, regress
+from vitflow.methods.regression import NORMAL_95, Posterior, regress
 from vitflow.recording.isolation import evaluating
 
 #: Number of masks of the reference.
 MASKS = 1024
-# Standard deviations on each side of the mean, as for `Saliency.significant`.
-_NORMAL_95 = 1.96
 
 
 def has_intervals(method: ChosenMethod) -> bool:
@@ -63,4 +61,4 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
     with torch.no_grad(), evaluating(explainer.model):
         few = posterior(saliency.facts.get("masks_used", method.options["masks"]), seed)
         many = posterior(masks, seed + 1)
-    return float(((few.mean - many.mean).abs() <= _NORMAL_95 * few.std).double().mean())
+    return float(((few.mean - many.mean).abs() <= NORMAL_95 * few.std).double().mean())
