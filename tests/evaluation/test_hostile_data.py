@@ -79,13 +79,13 @@ def png_header(width: int, height: int) -> bytes:
     return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
 
 
-@pytest.mark.parametrize(("side", "reported"), [(60_000, "at most 178,956,970 pixels"), (10_000, r"got 10000 × 10000")])
-def test_a_mask_that_is_a_bomb_costs_its_row(folder, side, reported, monkeypatch):
+@pytest.mark.parametrize("side", [60_000, 10_000])
+def test_a_mask_that_is_a_bomb_costs_its_row(folder, side):
     (folder / "cat_mask.png").write_bytes(png_header(side, side))
     Image.new("L", (WIDTH, HEIGHT), 255).save(folder / "dog_mask.png")
     actual = results(open_dataset(folder))
     assert actual["dog.jpg"] is None
-    assert reported in actual["cat.jpg"]
+    assert f"got {side} × {side}" in actual["cat.jpg"]
 
 
 def test_a_transparent_mask_marks_what_is_neither_black_nor_transparent(folder):

@@ -15,7 +15,7 @@ from vitflow.text import Generation, Reading, Words
 from vitflow.text.graph import MOST_TOKENS
 from vitflow.text.words import ENGLISH_STOP_WORDS
 
-MINILM = Path(__file__).resolve().parents[4] / "shared" / "data" / "minilm"
+MINILM = Path(__file__).resolve().parents[3] / "shared" / "data" / "minilm"
 STRINGS = ("<s>", "the", " key", " is", " here")
 
 
