@@ -69,12 +69,12 @@ def draw_argument(explainer: vitflow.Explainer, image: Image.Image, classes: Seq
     compared = explainer.explain(image, target=contrast, method="gradcam")
     answer = explainer.explain(image, method="random")
     shown = [
-        (f"The image. The model says:\n{answer.label}, {answer.probability:.0%}", answer.image),
-        (f"What speaks for\n“{first}”", sampled[0].overlay()),
-        (f"What speaks for\n“{second}”", sampled[1].overlay()),
+        (f"Image, predicted:\n{answer.label}, {answer.probability:.0%}", answer.image),
+        (f"Map for\n“{first}”", sampled[0].overlay()),
+        (f"Map for\n“{second}”", sampled[1].overlay()),
         (f"“{first}” (red)\nagainst “{second}” (blue)", between.overlay()),
         ("The same two classes\nby Grad-CAM", compared.overlay()),
-        ("A random map, which\nknows nothing of the model", answer.overlay()),
+        ("Random map\n(baseline)", answer.overlay()),
     ]
     figure = Figure(figsize=(8.4, 6.3), dpi=110, layout="constrained")
     for axes, (title, pixels) in zip(figure.subplots(2, 3).flat, shown, strict=True):
