@@ -62,7 +62,7 @@ def possible_groups(
     missing: dict[str, str] = {}
     if not dataset.has_regions:
         missing["localisation"] = "the data has no masks or boxes"
-    if not any(map(has_intervals, chosen)):
+    if not any(has_intervals(method.options) for method in chosen):
         missing["intervals"] = "only sampling and consensus with estimator=regression have intervals"
     if not explainer.num_classes:
         missing |= dict.fromkeys(("faithfulness", "correlation", "grid", "intervals"), "the model has no classes")

@@ -155,7 +155,7 @@ def _row(explainer: Explainer, case: Case, maps: Sequence[Saliency], protocol: P
     if "grid" in case.groups:
         _add_grid(row, explainer, case, protocol)
     if "intervals" in case.groups:
-        sampled = [method.label for method in protocol.methods if has_intervals(method)]
+        sampled = [method.label for method in protocol.methods if has_intervals(method.options)]
         row["values"]["coverage"] = {label: coverage(explainer, by_label[label]) for label in sampled}
     if "correlation" in case.groups:
         result = rank_correlation([case.image.image], model=explainer, target=case.truth.target)

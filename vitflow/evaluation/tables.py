@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vitflow.errors import check_known
 from vitflow.evaluation.choices import is_twin, twin_of
 from vitflow.evaluation.measures.correlation import RankCorrelation
+from vitflow.evaluation.measures.intervals import has_intervals
 from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.metrics import METRICS, Metric
 from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, Table, estimate_means, paired_differences
@@ -98,8 +99,7 @@ class Tables:
     def is_measured(self, method: str, metric: Metric) -> bool:
         """Return True if the metric was measured for the method; blurred twins have no sanity checks or grids."""
         if metric.group == "intervals":
-            options = self.settings.get("options", {}).get(method, {})
-            return bool(options.get("estimator") == "regression")
+            return has_intervals(self.settings.get("options", {}).get(method, {}))
         if metric.group == "sanity" and method in self.unchecked:
             return False
         return not (is_twin(method) and metric.group in ("sanity", "grid"))

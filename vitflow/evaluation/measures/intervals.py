@@ -1,10 +1,13 @@
 """Coverage of the 95 % intervals of sampling, against the values from many more masks."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from vitflow.errors import OptionError
 from vitflow.explaining.applying import recorded_for
-from vitflow.explaining.choices import ChosenMethod, choose_methods
+from vitflow.explaining.choices import choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
@@ -17,9 +20,9 @@ from vitflow.recording.isolation import evaluating
 MASKS = 1024
 
 
-def has_intervals(method: ChosenMethod) -> bool:
-    """Return True if the values of a method have intervals: sampling and consensus with estimator="regression"."""
-    return method.options.get("estimator") == "regression"
+def has_intervals(options: Mapping[str, Any]) -> bool:
+    """Return True if values with these options have intervals: sampling and consensus with estimator="regression"."""
+    return bool(options.get("estimator") == "regression")
 
 
 def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) -> float:
@@ -43,7 +46,7 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
     True
     """
     [method] = choose_methods([(saliency.method, saliency.options)], {})
-    if not has_intervals(method) or saliency.target is None:
+    if not has_intervals(method.options) or saliency.target is None:
         raise OptionError(
             f"Expected a map by sampling or consensus with estimator=regression for a class, got {saliency.method}, "
             "whose values have no intervals."
