@@ -110,7 +110,7 @@ class Features(FigureResult):
             width: width of an image, in inches.
             dpi: pixels per inch of the images.
             alpha: opacity of the colours, from 0 to 1.
-            interpolation: "smooth", "linear", "cubic", or "nearest" to see the patches.
+            interpolation: "smooth", "linear", or "nearest" to see the patches.
 
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.

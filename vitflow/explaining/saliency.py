@@ -136,15 +136,14 @@ class Saliency:
         """Draw the map in colour over the original image, uint8 RGB [height, width, 3], with a detection or region.
 
         Args:
-            interpolation: "smooth", "linear" (as `heatmap` is), "cubic", "nearest" to see the patches, or "guided" for
-                edges that follow the image.
+            interpolation: "smooth", "linear" (as `heatmap` is), or "nearest" to see the patches.
             vmin, vmax: values of the first and last colour; by default the range of the map. If 0 is between them, as
                 for a map with negative values, 0 is transparent and the colours diverge from it.
             robust: use percentiles for that range, so that a single artefact patch does not determine it; values
                 beyond them approach the last colour.
             options: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
         """
-        heatmap = upsample(self.drawn, self.placement, interpolation=interpolation, image=self.image)
+        heatmap = upsample(self.drawn, self.placement, interpolation=interpolation)
         low, high = overlay.scale_range(self.drawn, vmin=vmin, vmax=vmax, robust=robust)
         soft = overlay.is_soft(vmin, vmax, robust)
         drawn = overlay.blend(self.image, heatmap, vmin=low, vmax=high, soft=soft, **options)

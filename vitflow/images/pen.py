@@ -21,8 +21,6 @@ Limits = tuple[float, float]
 
 #: Colour bars with a soft limit extend to this multiple of the limit.
 REACH = 1.5
-#: What captions say about guided upsampling.
-GUIDED = "Edges are those of the image, not of the map (guided upsampling): the map has one value for each patch."
 # Height and width of a colour bar in inches, and the grey under its colours.
 _BAR, _MID_GREY = (0.07, 1.1), 128
 
@@ -44,8 +42,7 @@ class Pen:
         width: width of an image, in inches.
         dpi: pixels per inch.
         vmin, vmax, robust: limits of the colours, as in `overlay.scale_range`.
-        interpolation: upsampling of patches: "smooth", "linear", "cubic", "nearest" to see the patches, or
-            "guided" for edges that follow the image.
+        interpolation: upsampling of patches: "smooth", "linear", or "nearest" to see the patches.
         blending: other options of `overlay.blend`: cmap, alpha, fade, background, contours and mark_unseen.
     """
 
@@ -71,10 +68,7 @@ class Pen:
 
     @property
     def note(self) -> str:
-        """The sentences that explain contours and guided upsampling; empty if neither is drawn."""
-        return " ".join(filter(None, (self._contours(), GUIDED if self.interpolation == "guided" else "")))
-
-    def _contours(self) -> str:
+        """The sentence that explains contours; empty if none are drawn."""
         drawn = self.blending.get("contours", False)
         percents = [f"{100 * share:g}" for share in (overlay.CONTOURS if drawn is True else drawn or ())]
         if not percents:
@@ -105,7 +99,7 @@ class Pen:
         photograph = self.photograph(image)
         # The placement's coordinates are continuous, so that it fits the image in any size.
         placement = replace(placement, image_size=photograph.shape[:2])
-        heatmap = upsample(grid, placement, interpolation=self.interpolation, image=photograph)
+        heatmap = upsample(grid, placement, interpolation=self.interpolation)
         drawn = overlay.blend(photograph, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
         _mark_scaled(drawn, image, box)
         return drawn
@@ -137,7 +131,7 @@ class Pen:
                 for mask, self_known in ((known, rows), (known[0], cols))
             )
         )
-        spread = partial(upsample, placement=placement, interpolation=self.interpolation, image=photograph)
+        spread = partial(upsample, placement=placement, interpolation=self.interpolation)
         layers = [spread(colours[..., c][nearest]) for c in range(3)]
         covered = spread(shown[nearest].astype(np.float32))
         plain = np.where(np.isnan(covered), covered, 0)
