@@ -306,7 +306,7 @@ def test_a_map_lies_in_the_strip_where_it_lies_on_the_image(fit, size):
     explaining = Explainer(custom_model(), data_config=DATA, fit=fit)
     saliency = explaining.explain(cv2.GaussianBlur(photo(*size), (0, 0), 5), method="rollout")
     limits = overlay.scale_range(saliency.grid)
-    pen = Pen.of(1.5, {"mark_unseen": False})
+    pen = Pen(1.5, mark_unseen=False)
     small = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits)
     assert small.shape[:2] == panel_size(size)
     full = saliency.overlay(mark_unseen=False)

@@ -21,7 +21,7 @@ from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import columns_of, draw_comparison
+from vitflow.explaining.strips import Strip, columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_image
 from vitflow.images import figures
 from vitflow.images.figures import FigureResult, draw_and_save
@@ -291,8 +291,8 @@ class Comparison(FigureResult):
         Raises:
             OptionError: a drawing option out of range, or another file type.
         """
-        pen = Pen.of(width, drawing)
-        return draw_and_save(path, lambda: draw_comparison(self.images, pen, same_scale=same_scale, timings=timings))
+        strip = Strip(Pen(width, **drawing), same_scale=same_scale, timings=timings)
+        return draw_and_save(path, lambda: draw_comparison(self.images, strip))
 
     def records(self) -> list[dict[str, Any]]:
         """Return a record of each image for JSON: its maps without values, and their agreement."""

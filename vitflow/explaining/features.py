@@ -115,7 +115,7 @@ class Features(FigureResult):
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
-        pen = Pen.of(width, {"dpi": dpi, "interpolation": interpolation, "alpha": alpha})
+        pen = Pen(width, dpi=dpi, interpolation=interpolation, alpha=alpha)
         return draw_and_save(path, lambda: self._draw(pen))
 
     def _draw(self, pen: Pen) -> Figure:

@@ -25,7 +25,7 @@ from vitflow.errors import OptionError, unknown_name
 from vitflow.files import write_atomically
 from vitflow.images import DPI, FIGURE_FORMATS, overlay
 from vitflow.images.geometry import Placement
-from vitflow.images.pen import REACH, Bar, Box, Limits, Pen
+from vitflow.images.pen import REACH, Bar, Limits, Mark, Pen
 from vitflow.images.typesetting import (
     BODY,
     GREY,
@@ -81,10 +81,12 @@ class Column:
 
 # One image's rows: for each column one cell, or as many as the block has rows.
 Block = Sequence[Sequence[Cell]]
+# Headers of columns, and the blocks below them.
+Band = tuple[Sequence[Column], Sequence[Block]]
 
 
 def draw_bands(
-    bands: Sequence[tuple[Sequence[Column], Sequence[Block]]],
+    bands: Sequence[Band],
     *,
     bars: Sequence[Bar] = (),
     note: str = "",
@@ -135,7 +137,7 @@ def draw_map(
     lines: Sequence[str],
     notes: Sequence[str],
     ends: tuple[str, str],
-    box: Box | NDArray[np.bool_] | None = None,
+    marked: Mark | None = None,
     alongside: NDArray[np.uint8] | None = None,
 ) -> Figure:
     """Draw one map over its image, with a bar of its colours between their values.
@@ -147,11 +149,11 @@ def draw_map(
         lines: target and score.
         notes: lines below the bar.
         ends: labels of the two ends of a bar with both sides of 0.
-        box: a box or region of the image to mark.
+        marked: a box or region of the image to mark.
         alongside: the reference image, shown on the left.
     """
     limits = pen.limits(grid)
-    drawn = Cell(pen.overlay(grid, placement, image, limits, box), tuple(lines))
+    drawn = Cell(pen.overlay(grid, placement, image, limits, marked), tuple(lines))
     bar = _bar_with_values(grid, pen, limits, ends)
     columns, cells = [head], [[drawn]]
     if alongside is not None:
@@ -174,7 +176,7 @@ def _bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: 
     labels = (first, f"{last} {unit}".strip() if high > low else "")
     if two_sides:
         labels = f"{ends[0]}\n{labels[0]}", f"{ends[1]}\n{labels[1]}"
-    return Bar(pen.ramp(start, end, limits), labels, two_sides)
+    return Bar(pen.ramp(start, end, limits), labels)
 
 
 def _limits_in_words(pen: Pen, limits: Limits) -> str:
@@ -191,7 +193,7 @@ def _limits_in_words(pen: Pen, limits: Limits) -> str:
     return f"The {lower:g}nd and the {upper:g}th percentile of the patches are {low} and {high} {unit}".rstrip() + "."
 
 
-def image_bounds(figure: Figure) -> Box:
+def image_bounds(figure: Figure) -> tuple[float, float, float, float]:
     """Return (left, top, right, bottom) of the first image of a figure, in pixels of the figure."""
     figure.draw_without_rendering()
     box, height = figure.findobj(OffsetImage)[0].get_window_extent(), figure.bbox.height
