@@ -198,7 +198,6 @@ def test_more_columns_than_can_be_read_stand_in_two_rows_each_next_to_the_photog
 def test_a_strip_reports_times_only_where_they_are_requested(explainer, tmp_path):
     compared = compare(IMAGES[0], model=explainer, methods=["rollout"])
     assert not any(re.search(r"\d m?s$", word) for word in words(compared, tmp_path))
-    assert any(re.search(r"^\d+(\.\d)? m?s$", word) for word in words(compared, tmp_path, timings=True))
 
 
 def test_every_caption_says_what_it_must(explainer, tmp_path):

@@ -273,7 +273,6 @@ class Comparison(FigureResult):
         *,
         same_scale: bool = False,
         width: float = 1.5,
-        timings: bool = False,
         **drawing: Any,
     ) -> Figure:
         """Draw the maps over their images: one row per image and class, one column per method.
@@ -285,13 +284,12 @@ class Comparison(FigureResult):
             same_scale: use the same colour limits for all maps of a method, so that they can be compared; by default
                 each map has separate limits. Methods never share limits, because their units differ.
             width: width of a column, in inches.
-            timings: show the computation time below each map.
             drawing: as for `Saliency.figure`; vmin and vmax are those of all maps.
 
         Raises:
             OptionError: a drawing option out of range, or another file type.
         """
-        strip = Strip(Pen(width, **drawing), same_scale=same_scale, timings=timings)
+        strip = Strip(Pen(width, **drawing), same_scale=same_scale)
         return draw_and_save(path, lambda: draw_comparison(self.images, strip))
 
     def records(self) -> list[dict[str, Any]]:

@@ -61,11 +61,10 @@ class Strip:
     Args:
         pen: how to draw.
         same_scale: all maps of a method have the same limits, which the caller gives.
-        timings: print the computation time below each map.
     """
 
-    def __init__(self, pen: Pen, *, same_scale: bool = False, timings: bool = False) -> None:
-        self.pen, self.same_scale, self._timings = pen, same_scale, timings
+    def __init__(self, pen: Pen, *, same_scale: bool = False) -> None:
+        self.pen, self.same_scale = pen, same_scale
         # Limits that are not a map's own are printed below it.
         self._prints_limits = same_scale or pen.vmin is not None or pen.vmax is not None
         self._drawn: list[tuple[Saliency, Limits]] = []
@@ -76,8 +75,6 @@ class Strip:
         self._drawn.append((saliency, limits))
         (low, high), unit = readable(*limits)
         details = [f"{low} to {high} {unit}".strip() if self._prints_limits else captions.top_share(saliency.grid)]
-        if self._timings:
-            details.append(captions.duration(saliency.seconds))
         if (share := saliency.facts.get("saturated", 0.0)) >= SATURATED_LABEL:
             details.append(f"{share:.0%} saturated")
         if warning := captions.unreliable(saliency.facts):

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from scipy.ndimage import distance_transform_edt
 
 from vitflow.images import DPI, Interpolation, overlay
 from vitflow.images.geometry import Placement
@@ -104,33 +103,6 @@ class Pen:
         drawn = overlay.blend(photograph, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
         _mark(drawn, image, marked)
         return drawn
-
-    def colours(
-        self, colours: NDArray[np.float32], shown: NDArray[np.bool_], placement: Placement, image: NDArray[np.uint8]
-    ) -> NDArray[np.uint8]:
-        """Draw colours of patches over their image; other patches show the background.
-
-        Args:
-            colours: red, green and blue from 0 to 1, [rows, cols, 3]; NaN at rows and columns outside the image.
-            shown: mask of the patches that are drawn, [rows, cols].
-            placement, image: placement of the patches, and the image, uint8 RGB [height, width, 3].
-        """
-        photograph = self.photograph(image)
-        placement = replace(placement, image_size=photograph.shape[:2])
-        # Outside the image the colours of its edge are repeated, so that interpolation does not mix in others.
-        nearest = tuple(distance_transform_edt(np.isnan(colours[..., 0]), return_distances=False, return_indices=True))
-        layers = [
-            upsample(layer, placement, interpolation=self.interpolation)
-            for layer in np.moveaxis(colours[nearest], 2, 0)
-        ]
-        covered = upsample(shown[nearest], placement, interpolation=self.interpolation)
-        plain = np.where(np.isnan(covered), covered, 0)
-        drawn = overlay.blend(photograph, plain, **self.blending, mark_unseen=False)
-        alpha = self.blending.get("alpha", 1.0)
-        mixed = alpha * 255 * np.stack(layers, axis=-1) + (1 - alpha) * photograph
-        coloured = covered > 0.5
-        drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
-        return overlay.blend(drawn, plain, alpha=0)
 
     def ramp(self, low: float, high: float, limits: Limits) -> NDArray[np.uint8]:
         """Return the colours from low to high over mid-grey, [height, width, 3]."""
