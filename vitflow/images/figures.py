@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, unknown_name
 from vitflow.files import write_atomically
 from vitflow.images import DPI, FIGURE_FORMATS, overlay
-from vitflow.images.geometry import Placement
-from vitflow.images.pen import REACH, Bar, Limits, Mark, Pen
+from vitflow.images.pen import REACH, Bar, Limits, Pen
 from vitflow.images.typesetting import (
     BODY,
     GREY,
@@ -127,42 +126,7 @@ def draw_bands(
     return page([*boxes, *foot], dpi, _MARGIN)
 
 
-def draw_map(
-    pen: Pen,
-    grid: NDArray[np.float32],
-    placement: Placement,
-    image: NDArray[np.uint8],
-    *,
-    head: Column,
-    lines: Sequence[str],
-    notes: Sequence[str],
-    ends: tuple[str, str],
-    marked: Mark | None = None,
-    alongside: NDArray[np.uint8] | None = None,
-) -> Figure:
-    """Draw one map over its image, with a bar of its colours between their values.
-
-    Args:
-        pen: how to draw.
-        grid, placement, image: the map [rows, cols], its placement, and the image, uint8 RGB [height, width, 3].
-        head: the name of the map, and how it departs from its definition.
-        lines: target and score.
-        notes: lines below the bar.
-        ends: labels of the two ends of a bar with both sides of 0.
-        marked: a box or region of the image to mark.
-        alongside: the reference image, shown on the left.
-    """
-    limits = pen.limits(grid)
-    drawn = Cell(pen.overlay(grid, placement, image, limits, marked), tuple(lines))
-    bar = _bar_with_values(grid, pen, limits, ends)
-    columns, cells = [head], [[drawn]]
-    if alongside is not None:
-        columns, cells = [Column("Compared with"), head], [[Cell(pen.photograph(alongside))], [drawn]]
-    note = [_limits_in_words(pen, limits), pen.note, *notes]
-    return draw_bands([(columns, [cells])], bars=[bar], note="\n".join(filter(None, note)), dpi=pen.dpi)
-
-
-def _bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str]) -> Bar:
+def bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str]) -> Bar:
     """Return the colour bar of a map between the values of its ends, with "≥" if the map has larger values."""
     low, high = limits
     two_sides = overlay.has_two_sides(low, high)
@@ -179,7 +143,7 @@ def _bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: 
     return Bar(pen.ramp(start, end, limits), labels)
 
 
-def _limits_in_words(pen: Pen, limits: Limits) -> str:
+def limits_in_words(pen: Pen, limits: Limits) -> str:
     """Return a sentence with the percentiles that limit the colours; empty if none do."""
     if not pen.soft:
         return ""
