@@ -16,7 +16,7 @@ from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.clips import FRAMES, explain_clip
 from vitflow.explaining.comparison import compare
 from vitflow.explaining.method_table import get_method, list_methods
-from vitflow.explaining.options import METHOD_OPTIONS, Option, shown
+from vitflow.explaining.options import METHOD_OPTIONS, Option, default_in_words
 from vitflow.explaining.targets import Contrast, is_several, top_count
 from vitflow.images import BACKGROUNDS, FITS, INTERPOLATIONS, VIDEO_FORMATS
 from vitflow.images.figures import image_bounds
@@ -233,7 +233,7 @@ def _written(function: str, name: str, request: _Request) -> str:
 def _field(option: Option, name: str, make: Any = None) -> Any:
     """Build the field of a method's option, or with `gr.update` change it; empty means the default."""
     method = get_method(name)
-    default = f"default: {shown(method.defaults.get(option.name))}"
+    default = f"default: {default_in_words(option.name, method.defaults.get(option.name))}"
     about: dict[str, Any] = {"label": option.name, "info": option.help, "visible": method.accepts(option.name)}
     about |= {} if make else {"value": ""}
     if option.kind is bool or option.kind == "choice":
