@@ -22,7 +22,7 @@ from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.statistics import Table
 from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.image_model import at_least_one
+from vitflow.explaining.inputs import at_least_one
 from vitflow.explaining.targets import Target
 from vitflow.files import find_images, write_atomically
 from vitflow.images import FIGURE_FORMATS, figures
