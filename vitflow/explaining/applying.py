@@ -87,8 +87,8 @@ def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
     """Return the scores [batch, classes] of a model's logits, usually probabilities; None if it has no classes.
 
     Raises:
-        ModelError: the model returned no tensor, values that are not finite, probabilities instead of logits, or another
-            number of logits than it has classes.
+        ModelError: the model returned no tensor, values that are not finite, probabilities instead of logits, or
+            another number of logits than it has classes.
     """
     if not isinstance(logits, Tensor):
         raise ModelError(f"Expected {facts.id} to return one tensor of logits, got none.")
