@@ -218,7 +218,9 @@ class Explainer(ImageModel):
         """Explain images for targets or contrasts."""
         if readout is not None and not any(map(starts_at_readout, chosen)):
             listed = ", ".join(each.name for each in chosen)
-            raise OptionError(f"readout= requires a method that starts at tokens, such as rollout; got {listed}.")
+            raise OptionError(
+                f"readout= requires a method that starts at tokens, such as rollout, without patch=; got {listed}."
+            )
         if is_per_image(targets) and len(targets) != len(images):
             raise OptionError(f"Expected one class index for each of {len(images)} images, got {len(targets)}.")
         outputs = self._minus_rest if self.outputs.apart else self.outputs

@@ -20,7 +20,8 @@ from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.rollout import attention_rollout
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.libraries import class_count
+from vitflow.models.libraries import class_count, library_reading
+from vitflow.models.outputs import activate
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
@@ -60,7 +61,7 @@ class Reading:
         method: method name.
         options: all options of the method.
         target: token whose logit a class-specific method explains; else None.
-        probability: the model's probability of the target.
+        probability: the model's probability of the target; None for a regression.
         seconds: time of the forward pass and the method.
         rows: the attributions of all words that the page shows: for rollout and raw attention of texts of up to 256
             tokens all words, else the explained word.
@@ -328,7 +329,9 @@ def _selected(words: Words, token: str | int | None, tokenizer: Any, causal: boo
         return words.find(token)
     mask_id = getattr(tokenizer, "mask_token_id", None)
     masked = [position for position, token_id in enumerate(words.ids) if token_id == mask_id]
-    if len(masked) == 1:
+    if len(masked) > 1:
+        raise OptionError(f"The text has {len(masked)} mask tokens: pass token= with the index of one, {masked}.")
+    if masked:
         return (masked[0],)
     return (words.length - 1,) if causal else (0,)
 
@@ -357,8 +360,10 @@ def _target(target: str | int | None, tokenizer: Any, model: nn.Module) -> int |
 def _describe_target(
     logits: Tensor, position: int, target: int | None, tokenizer: Any, model: nn.Module
 ) -> dict[str, Any]:
-    """Return the name of the target and the model's probability of it."""
+    """Return the name of the target and the model's probability of it, None for a regression."""
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
     index = int(scores.argmax()) if target is None else target
     name = words_of(tokenizer, [index]).strings[0].strip() if predicts_words(model) else f"class {index}"
-    return {"target": name, "probability": float(scores.double().softmax(dim=-1)[index])}
+    activation = None if predicts_words(model) else library_reading(model)
+    probability = None if activation == "value" else float(activate(scores, activation or "softmax")[index])
+    return {"target": name, "probability": probability}
