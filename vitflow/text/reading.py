@@ -17,6 +17,7 @@ from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import method_record
 from vitflow.explaining.option_types import TextOptions
 from vitflow.methods.flow.attention_flow import attention_flow
+from vitflow.methods.fusion import check_layer
 from vitflow.methods.rollout import attention_rollout
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
@@ -268,18 +269,20 @@ def explain_text(
     if short and method in ("rollout", "attention"):  # for the page
         readout = torch.cat([readout, torch.eye(words.length)])
     target_id = _target(target, tokenizer, model) if definition.class_specific else None
-    readout = readout.to(inputs["input_ids"].device)
     result = read_rows(model, inputs, readout, definition, used, targets=[(selected[-1], target_id)])
+    chosen = check_layer("layer", used.get("layer", -1), len(result.rows))
+    weighting = False if definition.class_specific else used.get("value_weighted", False)
+    matrices = result.text.fused(used.get("head_fusion", "mean"), weighting) if short else []
     explained: dict[str, Any] = {}
-    if definition.class_specific and result.logits is not None:
-        explained = _describe_target(result.logits, selected[-1], target_id, tokenizer, model)
+    if definition.class_specific and result.text.trace.logits is not None:
+        explained = _describe_target(result.text.trace.logits.detach(), selected[-1], target_id, tokenizer, model)
     return Reading(
         tokens=words,
-        weights=array_of(result.rows[result.chosen, 0]),
+        weights=array_of(result.rows[chosen, 0]),
         layers=array_of(result.rows[:, 0]),
-        matrices=array_of(result.matrices) if short else None,
+        matrices=array_of(torch.stack(matrices)) if short else None,
         selected=selected,
-        self_share=None if result.self_share is None else float(result.self_share[result.chosen, 0]),
+        self_share=None if result.self_share is None else float(result.self_share[chosen, 0]),
         causal=causal,
         text=text,
         model=model_id(model) if name is None else check_name(name),
