@@ -23,8 +23,7 @@ import numpy as np
 import vitflow
 from vitflow import Explainer, load_model
 from vitflow.demo import COLOURS, SHAPES, Scene, draw_scene
-from vitflow.evaluation.gridding import score_object
-from vitflow.evaluation.measures.localisation import energy_in_region
+from vitflow.evaluation.measures.localisation import energy_in_region, score_object
 from vitflow.evaluation.statistics import estimate_means
 
 METHODS = ["gae", "sampling", "consensus", "gradcam", "legrad", "gradient_rollout", "rollout", "random", "centre"]
