@@ -12,8 +12,8 @@ from pathlib import Path
 
 import vitflow
 from vitflow.evaluation import Evaluation, evaluate
-from vitflow.evaluation.charts import draw_bars
-from vitflow.evaluation.choices import is_twin, twin_of
+from vitflow.evaluation.measuring import is_twin, twin_of
+from vitflow.evaluation.report import draw_bars
 from vitflow.evaluation.statistics import Table
 from vitflow.images.figures import save_figure
 

@@ -12,8 +12,9 @@ from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation import evaluate, open_dataset
 from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.datasets import Dataset, Sample
-from vitflow.evaluation.gridding import make_grids, score_cell, score_object, tile
-from vitflow.evaluation.page import verdict
+from vitflow.evaluation.measures.localisation import score_cell, score_object
+from vitflow.evaluation.report import verdict
+from vitflow.evaluation.targets import make_grids, tile
 from vitflow.images.reading import write_image
 
 DICE = np.random.default_rng(0)

@@ -18,7 +18,7 @@ from pycocotools import mask as coco
 from vitflow import Explainer
 from vitflow.errors import ImageError, ModelError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation import Region, evaluate, open_dataset
-from vitflow.evaluation.choices import choose_target
+from vitflow.evaluation.targets import choose_target
 from vitflow.folder.decoders import decode_file
 from vitflow.images.reading import read_image
 from vitflow.models.checkpoints import read_class_names

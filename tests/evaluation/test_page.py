@@ -12,7 +12,7 @@ from vitflow import Explainer, register_method
 from vitflow.demo import draw_image
 from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.metrics import METRICS
-from vitflow.evaluation.page import _column
+from vitflow.evaluation.report import _column
 from vitflow.evaluation.tables import Tables
 from vitflow.explaining.method_table import METHODS
 from vitflow.images import DPI

@@ -15,14 +15,15 @@ import vitflow
 from tests import literal_vit
 from vitflow import Explainer
 from vitflow.errors import OptionError
-from vitflow.evaluation.measures.faithfulness import faithfulness_curves
-from vitflow.evaluation.measures.perturbation import can_drop_tokens
-from vitflow.evaluation.measures.randomisation import cascading_randomisation, randomised_copies, stage_names
+from vitflow.evaluation.measures.faithfulness import can_drop_tokens, faithfulness_curves
 from vitflow.evaluation.measures.sanity import (
     _wide_window,
+    cascading_randomisation,
     class_sensitivity,
     flip_stability,
+    randomised_copies,
     shift_stability,
+    stage_names,
 )
 from vitflow.explaining import method_table
 from vitflow.methods.cells import sum_cells

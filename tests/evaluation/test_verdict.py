@@ -3,7 +3,7 @@
 import numpy as np
 
 from vitflow.evaluation.metrics import METRICS
-from vitflow.evaluation.page import verdict
+from vitflow.evaluation.report import verdict
 from vitflow.evaluation.tables import Tables
 
 DICE = np.random.default_rng(0)

@@ -118,7 +118,7 @@ def estimate_means(
         tails = 50.0 * (1.0 - confidence)
         lows[several], highs[several] = np.nanpercentile(drawn, (tails, 100.0 - tails), axis=0)
     return [
-        Estimate(_optional(mean), _optional(error), _optional(low), _optional(high), int(count), int(images - count))
+        Estimate(optional(mean), optional(error), optional(low), optional(high), int(count), int(images - count))
         for mean, error, low, high, count in zip(means, errors, lows, highs, counts, strict=True)
     ]
 
@@ -158,7 +158,7 @@ def paired_differences(
     differences = np.stack([values[:, i] - values[:, j] for i, j in pairs], axis=1)
     estimates = estimate_means(differences, resamples=resamples, seed=seed)
     higher = np.where(np.isnan(differences), np.nan, (differences > 0) + 0.5 * (differences == 0))
-    above = map(_optional, defined_means(higher))
+    above = map(optional, defined_means(higher))
     return [
         Difference(labels[i], labels[j], estimate, share)
         for (i, j), estimate, share in zip(pairs, estimates, above, strict=True)
@@ -196,7 +196,8 @@ def _resampled_means(values: NDArray[np.float64], resamples: int, seed: int) -> 
     return means
 
 
-def _optional(value: float) -> float | None:
+def optional(value: float) -> float | None:
+    """Return None for NaN, and any other number as a float."""
     return None if np.isnan(value) else float(value)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,37 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import check_known
-from vitflow.evaluation.choices import is_twin, twin_of
-from vitflow.evaluation.measures.correlation import RankCorrelation
-from vitflow.evaluation.measures.intervals import has_intervals
 from vitflow.evaluation.measures.localisation import accumulated_iou
+from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES, has_intervals
+from vitflow.evaluation.measuring import is_twin, twin_of
 from vitflow.evaluation.metrics import METRICS, Metric
-from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, Table, estimate_means, paired_differences
+from vitflow.evaluation.statistics import (
+    RESAMPLES,
+    Difference,
+    Estimate,
+    Table,
+    defined_means,
+    estimate_means,
+    optional,
+    paired_differences,
+)
 from vitflow.explaining.captions import departures_from_paper
 from vitflow.explaining.method_table import BASELINES, METHODS, split_label
+from vitflow.images.typesetting import decimal
 from vitflow.runs.columns import kinds_in
 
 # Table columns of an image and of an estimate.
 _IMAGE = tuple(kinds_in("results"))
 _ESTIMATE = tuple(field.name for field in fields(Estimate))
+
+# Display names in the tables of rank correlation.
+LAYER_TITLES = {
+    "attention": "raw attention",
+    "rollout": "attention rollout",
+    "flow": "attention flow",
+    "occlusion": "occlusion",
+    "input_gradient": "input gradient",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +71,11 @@ class Tables:
         images: metadata of each measured image: name, class, probability, share of the area covered by the region.
         failures: rows of the images that could not be measured.
         values: for each metric float64 [images, methods], NaN if undefined or not measured.
-        overlaps: `Localisation.overlap` of each image and method, [images, methods, 4]; None without regions.
-        curves: "deletion" and "insertion": the target's probability, [images, methods, points]; empty without
-            faithfulness.
+        series: values with several numbers per image and method, float64 [images, methods, numbers]: "overlap" of
+            `Localisation`, the "deletion" and "insertion" curves of the target's probability, and "cascade", Spearman
+            with the original map at each stage of randomisation.
         stages: names of the stages of randomisation, from the top of the network down.
-        randomisation: Spearman with the original map at each stage, [images, stages, methods].
-        correlation: rank correlation by layer, if requested.
+        correlation: rank correlation by layer if requested, [images, references, methods, layers].
         settings: all other settings that the numbers depend on, as JSON data.
         notes: sentences to show with the tables.
         grids: figures of some grids of four images with their maps, if grids were measured and saved.
@@ -72,11 +89,9 @@ class Tables:
     images: tuple[Mapping[str, Any], ...]
     failures: tuple[Mapping[str, Any], ...] = ()
     values: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    overlaps: NDArray[np.float64] | None = None
-    curves: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    series: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     stages: tuple[str, ...] = ()
-    randomisation: NDArray[np.float64] | None = None
-    correlation: RankCorrelation | None = None
+    correlation: NDArray[np.float64] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     grids: tuple[Figure, ...] = ()
@@ -114,7 +129,7 @@ class Tables:
     @property
     def fractions(self) -> NDArray[np.float64] | None:
         """Shares of removed patches at each point of the curves; None without faithfulness."""
-        return np.linspace(0.0, 1.0, self.curves["deletion"].shape[-1]) if self.curves else None
+        return np.linspace(0.0, 1.0, self.series["deletion"].shape[-1]) if "deletion" in self.series else None
 
     def table(self, metric: str) -> list[TableRow]:
         """Return the table of a metric: a row per method, in the requested order.
@@ -147,20 +162,28 @@ class Tables:
             OptionError: the metric was not measured.
         """
         check_known("metric of this evaluation", metric, self.values)
-        return list(self._differences[metric])
+        return list(self._differences[metric].values())
+
+    def difference(self, metric: str, first: str, second: str) -> Difference | None:
+        """Return first minus second; None for a method and itself, or another method's blurred twin."""
+        check_known("metric of this evaluation", metric, self.values)
+        pair = self._differences[metric].get((first, second))
+        reverse = self._differences[metric].get((second, first))
+        return pair if reverse is None else reverse.reversed()
 
     @cached_property
-    def _differences(self) -> dict[str, list[Difference]]:
+    def _differences(self) -> dict[str, dict[tuple[str, str], Difference]]:
         pairs = [
             (i, j)
             for (i, first), (j, second) in combinations(enumerate(self.methods), 2)
             if second == twin_of(first) or not (is_twin(first) or is_twin(second))
         ]
-        labels = list(self.methods)
-        return {
-            metric.name: paired_differences(labels, self.measured_values(metric), pairs, **self._resampling)
-            for metric in self.metrics
-        }
+        differences = {}
+        for metric in self.metrics:
+            values = self.measured_values(metric)
+            estimated = paired_differences(list(self.methods), values, pairs, **self._resampling)
+            differences[metric.name] = {(pair.first, pair.second): pair for pair in estimated}
+        return differences
 
     def measured_values(self, metric: Metric) -> NDArray[np.float64]:
         """Return the values of the metric on the images that it was measured on."""
@@ -170,15 +193,6 @@ class Tables:
     @property
     def _resampling(self) -> dict[str, int]:
         return {"resamples": self.settings.get("resamples", RESAMPLES), "seed": self.settings.get("seed", 0)}
-
-    def difference(self, metric: str, first: str, second: str) -> Difference | None:
-        """Return first minus second; None for a method and itself, or another method's blurred twin."""
-        for pair in self.differences(metric):
-            if (pair.first, pair.second) == (first, second):
-                return pair
-            if (pair.second, pair.first) == (first, second):
-                return pair.reversed()
-        return None
 
     def ranking(self, metric: str) -> list[tuple[str, float]]:
         """Return methods and their means, best first, without baselines and blurred twins."""
@@ -228,11 +242,39 @@ class Tables:
 
     def accumulated_mean_iou(self) -> dict[str, float | None]:
         """Return the mean IoU accumulated over all images for each method, as reported by Chefer et al."""
-        if self.overlaps is None:
+        if "overlap" not in self.series:
             return {}
         ious: dict[str, float | None] = {}
-        for index, method in enumerate(self.methods):
-            overlaps = self.overlaps[:, index]
-            overlaps = overlaps[~np.isnan(overlaps).any(axis=1)]
-            ious[method] = accumulated_iou(overlaps) if len(overlaps) else None
+        for method, overlaps in zip(self.methods, self.series["overlap"].transpose(1, 0, 2), strict=True):
+            defined = overlaps[~np.isnan(overlaps).any(axis=1)]
+            ious[method] = accumulated_iou(defined) if len(defined) else None
         return ious
+
+    @property
+    def correlation_means(self) -> NDArray[np.float64]:
+        """Means and standard deviations of rank correlation over images, [2, references, methods, layers]."""
+        if self.correlation is None:
+            return np.empty((2, len(REFERENCES), len(LAYER_METHODS), 0))
+        spread = np.ma.masked_invalid(self.correlation).std(axis=0, ddof=1).filled(np.nan)
+        return np.stack([defined_means(self.correlation), spread])
+
+    def correlations(self) -> Table:
+        """Return a row per reference, method and layer: mean and standard deviation of Spearman's ρ over images."""
+        means = np.moveaxis(self.correlation_means, 0, -1)  # [references, methods, layers, 2]
+        cells = product(REFERENCES, LAYER_METHODS, range(1, means.shape[2] + 1))
+        rows = [(*cell, *pair) for cell, pair in zip(cells, means.reshape(-1, 2).tolist(), strict=True)]
+        return Table(("reference", "method", "layer", "mean", "standard_deviation"), rows)
+
+    def correlation_tables(self) -> list[Table]:
+        """Return a table per reference, as in the paper: mean ± standard deviation, a row per method."""
+        tables = []
+        for reference, means, spreads in zip(REFERENCES, *self.correlation_means, strict=True):
+            head = (f"Spearman with {LAYER_TITLES[reference]}", *(f"L{layer + 1}" for layer in range(means.shape[1])))
+            lines = zip(LAYER_METHODS, means.tolist(), spreads.tolist(), strict=True)
+            rows = [(LAYER_TITLES[name], *map(_with_spread, *numbers)) for name, *numbers in lines]
+            tables.append(Table(head, rows))
+        return tables
+
+
+def _with_spread(mean: float, spread: float) -> str:
+    return decimal(optional(mean), 2) + ("" if np.isnan(spread) else f" ± {spread:.2f}")

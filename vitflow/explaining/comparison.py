@@ -16,7 +16,7 @@ from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import changed_options
 from vitflow.explaining.choices import MethodChoice, check_methods
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
+from vitflow.explaining.inputs import ImageInput, at_least_one, name_of
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options

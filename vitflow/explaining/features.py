@@ -16,10 +16,9 @@ from torch import nn
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import model_in_words
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
+from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
 from vitflow.explaining.similarity import layer_features
 from vitflow.explaining.strips import in_rows
-from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import DPI, Interpolation, figures, overlay
 from vitflow.images.figures import Cell, Column, FigureResult, draw_and_save
 from vitflow.images.geometry import Placement

@@ -13,7 +13,7 @@ from vitflow.errors import OptionError
 from vitflow.explaining.captions import class_lines, departures, method_in_words, model_in_words
 from vitflow.explaining.choices import choose_methods, default_method, has_targets
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.image_model import ImageInput
+from vitflow.explaining.inputs import ImageInput
 from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.option_types import LayerMapOptions
 from vitflow.explaining.options import OPTIONS, takes_method_options
