@@ -41,9 +41,9 @@ _GROUP = 10_000
 class Column(NamedTuple):
     """The type of a column, and the tables that contain it.
 
-    The kind "json" becomes text in tables of text and numbers. Rows are "folder" (all rows of a folder run) and
-    "measured" (of an evaluation); tables are the "manifest" of maps or of "captions", a "record", the columns of an SQL
-    "condition", and the "results" of an evaluation.
+    The kind "json" becomes text in tables of text and numbers. Rows are "folder" (all rows of a folder run); tables are
+    the "manifest" of maps or of "captions", a "record", the columns of an SQL "condition", and the "results" of an
+    evaluation.
     """
 
     kind: str
@@ -55,7 +55,7 @@ _SCORE = "manifest record condition"
 #: The columns of all rows, in table order.
 COLUMNS = {
     "input": Column("text", "folder manifest captions condition results"),
-    "target_source": Column("text", "measured results"),
+    "target_source": Column("text", "results"),
     "stem": Column("text", "folder"),
     "status": Column("text", "manifest captions record"),
     "error": Column("text", "manifest captions record"),
@@ -63,17 +63,17 @@ COLUMNS = {
     "size": Column("whole", "folder manifest captions condition"),
     "mtime_ns": Column("whole", "folder manifest captions"),
     "sha256": Column("text", "folder manifest captions"),
-    "width": Column("whole", f"captions {_SCORE} measured"),
-    "height": Column("whole", f"captions {_SCORE} measured"),
-    "class_index": Column("whole", f"{_SCORE} measured results"),
-    "class_name": Column("text", f"{_SCORE} measured results"),
-    "probability": Column("number", f"{_SCORE} measured results"),
+    "width": Column("whole", f"captions {_SCORE}"),
+    "height": Column("whole", f"captions {_SCORE}"),
+    "class_index": Column("whole", f"{_SCORE} results"),
+    "class_name": Column("text", f"{_SCORE} results"),
+    "probability": Column("number", f"{_SCORE} results"),
     "caption": Column("text", "captions"),
     "words": Column("json", "captions"),
     "left_out": Column("json", "captions"),
     "target": Column("text", _SCORE),
     "value": Column("number", _SCORE),
-    "predicted_index": Column("whole", f"{_SCORE} measured results"),
+    "predicted_index": Column("whole", f"{_SCORE} results"),
     "model": Column("text", "manifest"),
     "weights_sha256": Column("text", "manifest"),
     "methods": Column("json", "manifest"),
@@ -84,9 +84,7 @@ COLUMNS = {
     "placement": Column("json", "record"),
     "saturated_share": Column("number", "manifest condition"),
     "seconds": Column("number", "manifest captions condition"),
-    "region_share": Column("number", "measured results"),
-    "groups": Column("json", "measured"),
-    "constant": Column("json", "measured"),
+    "region_share": Column("number", "results"),
 }
 
 
