@@ -252,6 +252,12 @@ def test_names_that_two_classes_share_are_refused():
     assert class_index("killer whale", 2, ["grampus, killer whale", "other"]) == 0
 
 
+def test_a_name_of_digits_is_a_name_and_a_number_is_an_index():
+    names = ["0", "1", "10", "2"]  # folders in the order of their names
+    assert [class_index(text, 4, names) for text in ("2", "10", "3")] == [3, 2, 3]
+    assert [class_index(number, 4, names) for number in (2, np.int64(1))] == [2, 1]
+
+
 def test_the_most_probable_classes():
     probabilities = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3]])
     actual = resolve_targets("top2", probabilities, None)

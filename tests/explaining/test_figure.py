@@ -111,7 +111,7 @@ def test_the_requested_patch_is_framed(explainer, tmp_path):
     size = saliency.placement.input_size[0] / saliency.grid.shape[0]
     assert middle == pytest.approx((2.5 * size, 7.5 * size))
     height, width = saliency.image.shape[:2]
-    pen = Pen(width / 100, 100)  # the photograph's own size
+    pen = Pen(width / 100, dpi=100)  # the photograph's own size
     plain = replace(saliency, options={**saliency.options, "patch": None})
     limits = (0.0, float(saliency.grid.max()))
     framed, bare = (pen.overlay(one.grid, one.placement, one.image, limits, one.patch_box) for one in (saliency, plain))

@@ -35,7 +35,7 @@ CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 
 
 def probe_of(entry):
-    return probing.probe(entry.model, entry.forward, entry.input_shape)
+    return probing.probe(entry.model, entry.forward, entry.inputs.shape)
 
 
 def custom_model(**options) -> torch.nn.Module:

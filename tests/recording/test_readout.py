@@ -164,6 +164,25 @@ def test_conventions_are_kept_where_the_output_is_computed_by_them_alone(build):
     assert (convention.argmax(axis=1) < 2).all() or trace.pooling == "attention pooling"
 
 
+@pytest.mark.parametrize("token", [0, 1])
+def test_a_head_on_one_token_of_a_distilled_model_starts_at_that_token(token):
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = jitter(
+                timm.create_model("deit_tiny_distilled_patch16_224", img_size=SIZE, depth=2, num_classes=5)
+            )
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.backbone.head(self.backbone.forward_features(images)[:, token])
+
+    model = Probe()
+    with record_attention(model, gradients=True) as trace:
+        model(pixels())
+    assert trace.pooling == ("class token", "gradient of the output")[token]
+    np.testing.assert_allclose(trace.readout.detach(), np.eye(18)[[token, token]], atol=1e-6)
+
+
 def test_a_pooling_head_that_the_output_does_not_use_is_no_readout():
     class Region(nn.Module):
         def __init__(self) -> None:

@@ -262,9 +262,8 @@ output_option = partial(click.option, "-o", "--output", type=click.Path(path_typ
 def figure_option(what: str, kind: str) -> Callable[[_Command], _Command]:
     """Option for the only output file of a command, a figure or its numbers."""
     return output_option(
-        help=f"File for the {what}: {', '.join(FIGURE_FORMATS)}; or .json for the numbers; or a folder, with / at its "
-        f"end.  [default: IMAGE-{kind}.png in the current folder; for several images, "
-        f"IMAGE-and-N-more-{kind}.png]"
+        help=f"File for the {what}: {', '.join(FIGURE_FORMATS)}; or .json for the numbers; or a folder.  "
+        f"[default: IMAGE-{kind}.png in the current folder; for several images, IMAGE-and-N-more-{kind}.png]"
     )
 
 

@@ -7,7 +7,7 @@ Fit = Literal["crop", "squash", "pad", "native"]
 FITS: tuple[Fit, ...] = get_args(Fit)
 
 #: How patches are upsampled to pixels.
-Interpolation = Literal["smooth", "linear", "cubic", "nearest", "guided"]
+Interpolation = Literal["smooth", "linear", "nearest"]
 INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
 
 #: Pixels per inch of the images in a figure, in every format; text and lines are vectors in PDF and SVG.

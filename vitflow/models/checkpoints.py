@@ -9,22 +9,19 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
 from vitflow.files import is_file
 
-# Keys of the weights in checkpoints of training scripts, averaged ones first, and of the class names.
+# Keys of the weights in checkpoints of training scripts, averaged ones first.
 _WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "net")
-_NAME_KEYS = ("class_names", "classes", "label_names")
 # Prefixes that wrappers (DataParallel, torch.compile, Lightning) add to every name.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
@@ -34,23 +31,8 @@ _LARGEST_NAMES = 64 * 2**20
 ClassNames = str | os.PathLike[str] | Sequence[str] | Mapping[int, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The contents of a checkpoint file.
-
-    Attributes:
-        weights: tensors by name, without wrapper prefixes.
-        class_names: class names in the file, or None.
-        metadata: string metadata of a safetensors file.
-    """
-
-    weights: dict[str, Tensor]
-    class_names: list[str] | None
-    metadata: dict[str, str]
-
-
-def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a `.safetensors` file, or a torch file with `weights_only=True`.
+def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
+    """Read the weights in a `.safetensors` file, or in a torch file with `weights_only=True`, without wrapper prefixes.
 
     Raises:
         ModelError: the file does not exist, is damaged, or contains objects that could run code.
@@ -58,31 +40,27 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     if not is_file(path):
         raise ModelError(f"Expected a checkpoint, .safetensors or a torch file, got no file at {path}. Check the path.")
-    checkpoint = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    for name, weight in checkpoint.weights.items():
+    weights = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    for name, weight in weights.items():
         # A view in a file of a few bytes may have the size of a terabyte.
         plain = weight.layout == torch.strided and not weight.is_quantized and not weight.is_meta
         if not plain or weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
             raise ModelError(f"Expected plain tensors in {path}, got a sparse, quantised or expanded {name}.")
-    return checkpoint
+    return _without_prefixes(weights)
 
 
-def _read_safetensors(path: Path) -> Checkpoint:
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        return load_file(path)
     except Exception as error:  # a corrupt file may raise almost any exception
         raise ModelError(f"{path} is not a safetensors file or is damaged: {error}.") from error
-    names = next((_names(metadata[key]) for key in _NAME_KEYS if key in metadata), None)
-    return Checkpoint(_without_prefixes(weights), names, metadata)
 
 
-def _read_torch(path: Path) -> Checkpoint:
+def _read_torch(path: Path) -> dict[str, Tensor]:
     _check_container(path)
     try:
         # timm's training checkpoints contain their parsed command line.
-        with _allowed(argparse.Namespace), warnings.catch_warnings():
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the pickle protocol; the error below is clearer
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a corrupt file may raise almost any exception
@@ -95,27 +73,13 @@ def _read_torch(path: Path) -> Checkpoint:
         raise ModelError(
             f"{path} is not a torch checkpoint or is damaged ({type(error).__name__}{reason and ': '}{reason})."
         ) from error
-    names = None
     if isinstance(loaded, Mapping):
-        names = next((_names(loaded[key]) for key in _NAME_KEYS if key in loaded), None)
         loaded = next((loaded[key] for key in _WEIGHT_KEYS if isinstance(loaded.get(key), Mapping)), loaded)
     entries = loaded.items() if isinstance(loaded, Mapping) else ()
     weights = {name: value for name, value in entries if isinstance(name, str) and isinstance(value, Tensor)}
     if not weights:
         raise ModelError(f"Expected a state dict in {path}, got {type(loaded).__name__} without named tensors.")
-    return Checkpoint(_without_prefixes(weights), names, {})
-
-
-@contextmanager
-def _allowed(kind: type) -> Iterator[None]:
-    """Allow a type in torch.load with `weights_only=True` (torch 2.4 lacks `safe_globals`)."""
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.add_safe_globals([kind])
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
+    return weights
 
 
 def _check_container(path: Path) -> None:

@@ -317,7 +317,8 @@ def _matches_gradient(tap: Cut | None, cuts: _Cuts, top: TokenLayout, closed: Cl
     readout, rounding = norms / norms.sum(dim=1, keepdim=True), _ROUNDING[tap.tensor.dtype.itemsize]
     weights = closed.weights[:1].to(readout)
     if closed.convention == "support":
-        return bool(readout[:, weights[0] == 0].sum(dim=1).max() <= rounding)
+        inside = weights[0] > 0
+        return bool(readout[:, ~inside].sum(dim=1).max() <= rounding and readout[:, inside].min() > rounding)
     return bool((readout - weights).abs().max() <= rounding)
 
 

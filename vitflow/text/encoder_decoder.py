@@ -2,104 +2,63 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import UnsupportedModelError, check_known
+from vitflow.errors import UnsupportedModelError
 from vitflow.explaining.method_table import Method
-from vitflow.methods.fusion import check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import relevance
 from vitflow.models.anatomy import read_layout
-from vitflow.models.languages import reads_text
-from vitflow.recording.isolation import device_of, refuse_inference_tensors
+from vitflow.recording.isolation import device_of
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
-from vitflow.text.generate_calls import call_generate, not_causal, text_length
-from vitflow.text.rows import ReadText, kept_matrices, outer_shape
+from vitflow.text.languages import not_causal
+from vitflow.text.rows import ReadText, RowsRead, outer_shape, run_method
 from vitflow.text.words import Words, words_of
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExplainedText:
-    """Generated text of one source, with attribution.
-
-    Attributes:
-        prompt: tokens of the source, then the initial tokens of the decoder.
-        generated: generated tokens.
-        rows: [decoder layers, generated, tokens], over the prompt and all generated tokens but the last.
-        self_share: raw share of each row's query token, [layers, generated], if relative to the receptive field; else
-            None.
-    """
-
-    prompt: Words
-    generated: Words
-    rows: Tensor
-    self_share: Tensor | None
+# transformers' names of the encoder's arguments.
+_SOURCES = ("input_ids", "pixel_values")
 
 
-def explain_pairs(
-    model: nn.Module, arguments: Mapping[str, Any], tokenizer: Any, method: Method, options: Mapping[str, Any]
-) -> list[ExplainedText]:
-    """Generate text for each source, and explain each text in one more forward pass.
+def read_pair(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    ids: Sequence[int],
+    start: int,
+    method: Method,
+    options: Mapping[str, Any],
+) -> RowsRead:
+    """Compute the rows of a method for generated tokens over the source and the tokens before them.
+
+    Args:
+        model: encoder-decoder model.
+        arguments: arguments of `generate`.
+        ids: all tokens of the decoder.
+        start: position of the first generated token.
+        method, options: a method for texts and its options.
 
     Raises:
-        OptionError: the method does not support encoder-decoder models.
         UnsupportedModelError: the model is not an encoder of text or images and a decoder that attends to it in each
             layer.
     """
-    check_known("method for encoders and decoders", method.name, ("rollout", "attention", "flow", "gae"))
-    gradients = "gradients" in method.needs
-    if gradients:
-        refuse_inference_tensors(model)
-    sequences, start = _generate(model, arguments)
-    length_of, texts = text_length(arguments, model), []
-    source = next(arguments[name] for name in _SOURCES if name in arguments)
-    for index, sequence in enumerate(sequences.tolist()):
-        row = index * len(source) // len(sequences)  # num_return_sequences may be above 1
-        words = words_of(tokenizer, sequence[: length_of(sequence, start)])
-        inputs = {name: arguments[name][row : row + 1] for name in (*_SOURCES, _MASK) if name in arguments}
-        targets = list(enumerate(words.ids[start:], start=start - 1))
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-            read = _recorded(model, inputs, words.ids[:-1], targets, kept_matrices(method, options))
-            if "start_layer" in options:
-                check_layer("start_layer", options["start_layer"], read.steps_below)
-            rows, self_share = method.load()(read, **options)
-        check_layer("layer", options.get("layer", -1), len(rows))
-        kept = torch.cat([read.real, torch.ones(words.length - 1, dtype=torch.bool, device=read.real.device)])
-        prompt = _source_words(model, inputs, read.real, tokenizer) + words[:start]
-        texts.append(ExplainedText(prompt, words[start:], rows[..., kept].detach(), self_share))
-    return texts
+    inputs = {name: arguments[name] for name in (*_SOURCES, "attention_mask") if name in arguments}
+    return run_method(model, method, options, partial(_record, model, inputs, ids, start))
 
 
-# transformers' names of the encoder's arguments
-_SOURCES, _MASK = ("input_ids", "pixel_values"), "attention_mask"
-
-
-def _generate(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[Tensor, int]:
-    """Return the sequences of the decoder, ids [batch, tokens], and the number of its initial tokens."""
-    initial: list[int] = []
-
-    def look(args: Any, kwargs: Any) -> None:
-        text = None if initial else reads_text((), {name: kwargs[name] for name in kwargs if name != "input_ids"})
-        if text is not None:
-            initial.append(text.shape[1])
-
-    return call_generate(model, arguments, look), initial[0]
-
-
-def _source_words(model: Any, inputs: Mapping[str, Tensor], real: Tensor, tokenizer: Any) -> Words:
-    """Return the tokens of the source without padding; patches are named by row and column, counted from 1."""
-    if "input_ids" in inputs:
-        return words_of(tokenizer, inputs["input_ids"][0][real].tolist())
-    height, width = inputs["pixel_values"].shape[-2:]
-    layout = read_layout(model.get_encoder(), (height, width), len(real))
+def source_words(model: Any, arguments: Mapping[str, Any], tokenizer: Any) -> Words:
+    """Return the tokens of the source; patches are named by row and column, counted from 1."""
+    if "input_ids" in arguments:
+        return words_of(tokenizer, arguments["input_ids"][0].tolist())
+    height, width = arguments["pixel_values"].shape[-2:]
+    layout = read_layout(model.get_encoder(), (height, width), None)
     prefix = layout.num_prefix_tokens
     patches = [f" {row},{col}" for row in range(1, layout.rows + 1) for col in range(1, layout.cols + 1)]
     special = (True,) * prefix + (False,) * len(patches)
-    return Words((*["[image]"] * prefix, *patches), tuple(range(len(real))), special)
+    return Words((*["[image]"] * prefix, *patches), tuple(range(len(special))), special)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,11 +102,9 @@ class ReadPair(ReadText):
 
     Attributes:
         streams: layer indices in the trace of encoder attention, decoder self-attention and cross-attention.
-        real: mask of the source tokens that are not padding.
     """
 
     streams: tuple[list[int], list[int], list[int]]
-    real: Tensor
 
     steps_per_layer: ClassVar[int] = 2
 
@@ -171,15 +128,11 @@ def _grouped(layers: Sequence[Tensor], streams: Iterable[Sequence[int]]) -> Stre
     return Streams(*([layers[index] for index in indices] for indices in streams))
 
 
-def _recorded(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    ids: tuple[int, ...],
-    targets: Sequence[tuple[int, int | None]],
-    kept: Mapping[str, Any],
+def _record(
+    model: nn.Module, inputs: Mapping[str, Tensor], ids: Sequence[int], start: int, kept: Mapping[str, Any]
 ) -> ReadPair:
-    """Record a forward pass over a source and its generated text."""
-    text = torch.tensor([ids], device=device_of(model))
+    """Run and record a forward pass over a source and its generated text."""
+    text = torch.tensor([ids[:-1]], device=device_of(model))
     with record_attention(model, visible=True, **kept) as trace:
         model(**inputs, decoder_input_ids=text, use_cache=False)
     indices = _streams(model, trace)
@@ -195,17 +148,17 @@ def _recorded(
                 f"one of {shape[0]} × {shape[1]} in each layer: rollout, flow and GAE require full attention."
             )
     device = trace.layers[0].example.device
-    real = inputs[_MASK][0].bool().to(device) if _MASK in inputs else torch.ones(m, dtype=torch.bool, device=device)
     later = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
     if any(bool(layer.example[0, ..., later].any()) for layer in layers[1]):
         raise not_causal(model)
-    common = real.expand(m, m), ~later, real.expand(n, m)
+    source, crossing = (torch.ones(shape, dtype=torch.bool, device=device) for shape in (shapes[0], shapes[2]))
     seen = (
         [mask if layer.visible is None else mask & layer.visible[0] for layer in stream]
-        for stream, mask in zip(layers, common, strict=True)
+        for stream, mask in zip(layers, (source, ~later, crossing), strict=True)
     )
+    targets = list(enumerate(ids[start:], start=start - 1))
     readout = torch.eye(m + n, device=device)[[m + position for position, _ in targets]]
-    return ReadPair(trace, Streams(*seen).steps(), readout, targets, streams=indices, real=real)
+    return ReadPair(trace, Streams(*seen).steps(), readout, targets, streams=indices)
 
 
 def _streams(model: Any, trace: Trace) -> tuple[list[int], list[int], list[int]]:

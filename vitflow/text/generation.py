@@ -44,9 +44,7 @@ class WordSaliency(Saliency):
 class Generation:
     """Attribution of each generated token to the tokens of the prompt, by layer.
 
-    For one prompt, the axes are as below. For a batch, there is a leading batch axis, `prompt_tokens` and
-    `generated_tokens` are tuples with one entry per prompt, prompts are padded on the left with weight 0, and
-    `generation[i]` returns the i-th without padding. With n generated and m prompt tokens:
+    With n generated and m prompt tokens:
 
     Attributes:
         values: float32 [n, m, layers], M of the definitions: `values[i, :, l]` is the row over the prompt, up to layer
@@ -70,8 +68,8 @@ class Generation:
 
     values: NDArray[np.float32]
     among_generated: NDArray[np.float32]
-    prompt_tokens: Words | tuple[Words, ...]
-    generated_tokens: Words | tuple[Words, ...]
+    prompt_tokens: Words
+    generated_tokens: Words
     model: str
     method: str
     options: Mapping[str, Any]
@@ -82,39 +80,15 @@ class Generation:
     model_note: str = ""
 
     def __repr__(self) -> str:
-        if not isinstance(self.prompt_tokens, Words) or not isinstance(self.generated_tokens, Words):
-            content = f"{len(self)} prompts of at most {self.values.shape[2]} tokens"
-        else:
-            text = text_of(self.prompt_tokens + self.generated_tokens)
-            generated, prompt = self.generated_tokens.length, self.prompt_tokens.length
-            content = f"{text[:_SHOWN]!r}, {generated} tokens after a prompt of {prompt}"
-        return f"Generation({content}, {self.method}, {self.values.shape[-1]} layers, {printable(self.model)})"
-
-    def __len__(self) -> int:
-        return len(self.prompt_tokens) if isinstance(self.prompt_tokens, tuple) else 1
-
-    def __getitem__(self, index: int) -> "Generation":
-        """Return the generation of one prompt of a batch, without padding."""
-        if isinstance(self.prompt_tokens, Words) or isinstance(self.generated_tokens, Words):
-            if index not in (0, -1):
-                raise OptionError(f"Expected index 0 for a single prompt, got {index}.")
-            return self
-        prompt, generated = self.prompt_tokens[index], self.generated_tokens[index]
-        n, m = generated.length, prompt.length
-        start = self.values.shape[2] - m
-        return replace(
-            self,
-            values=self.values[index, :n, start:],
-            among_generated=self.among_generated[index, :n, :n],
-            prompt_tokens=prompt,
-            generated_tokens=generated,
-            self_share=None if self.self_share is None else self.self_share[index, :n],
-        )
+        text = text_of(self.prompt_tokens + self.generated_tokens)
+        tokens = f"{self.generated_tokens.length} tokens after a prompt of {self.prompt_tokens.length}"
+        layers = f"{self.values.shape[-1]} layers"
+        return f"Generation({text[:_SHOWN]!r}, {tokens}, {self.method}, {layers}, {printable(self.model)})"
 
     @property
     def answer(self) -> str:
         """The generated text without end-of-sequence tokens."""
-        _, generated = self._one_prompt()
+        generated = self.generated_tokens
         while generated.length and generated.special[-1]:
             generated = generated[:-1]
         return text_of(generated).strip()
@@ -127,9 +101,8 @@ class Generation:
         Args:
             stop_words: words to exclude from the content words.
         """
-        _, generated = self._one_prompt()
         stopped, content, rest = {word.casefold() for word in stop_words}, dict[str, tuple[int, ...]](), list[str]()
-        for word, indices in grouped_words(generated):
+        for word, indices in grouped_words(self.generated_tokens):
             if word.casefold() in stopped or not word[0].isalnum():
                 rest += [] if word in rest else [word]
                 continue
@@ -227,9 +200,8 @@ class Generation:
 
     def _indices_of(self, word: str | int | Sequence[int]) -> list[int]:
         """Return the indices of the generated tokens of a word."""
-        _, generated = self._one_prompt()
         tokens = [word] if isinstance(word, str | int) else word
-        indices = sorted({index for token in tokens for index in generated.find(token)})
+        indices = sorted({index for token in tokens for index in self.generated_tokens.find(token)})
         if not indices:
             raise OptionError("Expected a word or token indices, got an empty sequence.")
         return indices
@@ -238,7 +210,6 @@ class Generation:
         self, word: str | int | Sequence[int], layer: int | None, without_earlier: bool
     ) -> tuple[NDArray[np.float64], float, int, str]:
         """Return the row of a word over the prompt, its sum with earlier generated tokens, its layer and the word."""
-        _, generated = self._one_prompt()
         indices = self._indices_of(word)
         layer = self.options.get("layer", -1) if layer is None else layer
         top = check_layer("layer", layer, self.values.shape[2])
@@ -247,7 +218,7 @@ class Generation:
         total = row.sum() + self.among_generated[indices, :, top].mean(axis=0).sum()
         if without_earlier:
             row = subtract_earlier(row, rows[:start], self.among_generated[start, :start, top])
-        return row, float(total), top, text_of(generated[start : indices[-1] + 1]).strip()
+        return row, float(total), top, text_of(self.generated_tokens[start : indices[-1] + 1]).strip()
 
     def _saliency(
         self,
@@ -283,9 +254,9 @@ class Generation:
             stop_words: words to draw without a shade; the caption reports the share of the weight of hidden tokens.
 
         Raises:
-            OptionError: index out of range, or several prompts: use `generation[0]`.
+            OptionError: index out of range.
         """
-        prompt, generated = self._one_prompt()
+        prompt, generated = self.prompt_tokens, self.generated_tokens
         index = whole_number("the generated token", number, -generated.length, generated.length - 1) % generated.length
         position = prompt.length + index
         words, hidden = self._shown(prompt + generated, special, stop_words)
@@ -310,7 +281,7 @@ class Generation:
             generated: show a column per generated token instead of their sum.
             special, stop_words: as for `shaded`.
         """
-        prompt, new = self._one_prompt()
+        prompt, new = self.prompt_tokens, self.generated_tokens
         index = check_layer("layer", layer, self.values.shape[2])
         words, hidden = self._shown(prompt + new if generated else prompt, special, stop_words)
         return Sheet(
@@ -343,7 +314,7 @@ class Generation:
 
         Write the page with `generation.page().save("generation.html")`.
         """
-        prompt, generated = self._one_prompt()
+        prompt, generated = self.prompt_tokens, self.generated_tokens
         m, words = prompt.length, prompt + generated
         full = np.concatenate([self.values, self.among_generated], axis=1)
         self_share = [None] * generated.length if self.self_share is None else self.self_share
@@ -384,12 +355,6 @@ class Generation:
         plain = tuple(special and position not in patches for position, special in enumerate(words.special))
         return replace(words, special=plain), hidden
 
-    def _one_prompt(self) -> tuple[Words, Words]:
-        """Return the prompt and generated tokens of a single prompt; raise OptionError for a batch."""
-        if not isinstance(self.prompt_tokens, Words) or not isinstance(self.generated_tokens, Words):
-            raise OptionError(f"Expected a single prompt, got {len(self)}: use generation[0].")
-        return self.prompt_tokens, self.generated_tokens
-
     def _full_rows(self) -> NDArray[np.float64]:
         """Return rows over prompt and generated tokens, [n, m + n, layers]; NaN for later tokens."""
         rows = np.concatenate([self.values, self.among_generated], axis=1, dtype=np.float64)
@@ -403,7 +368,7 @@ class Generation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, with `values` and `among_generated` as nested lists."""
-        prompt, generated = self._one_prompt()
+        prompt, generated = self.prompt_tokens, self.generated_tokens
         return {
             "prompt_tokens": list(prompt.strings),
             "prompt_ids": list(prompt.ids),
@@ -420,8 +385,4 @@ class Generation:
         }
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        sheets = [self[index].sheet() for index in range(len(self))]
-        return {
-            "text/plain": "\n".join(sheet.text() for sheet in sheets),
-            "text/html": "<br>".join(sheet.html_image() for sheet in sheets),
-        }
+        return self.sheet()._repr_mimebundle_()

@@ -27,8 +27,7 @@ from vitflow.methods.tokens import Causal, check_causal, relative_to, self_token
 from vitflow.models.languages import decoder_of
 from vitflow.progress import tracking
 from vitflow.recording.trace import Trace
-from vitflow.text.generate_calls import refuse_not_causal
-from vitflow.text.languages import has_head, predicts_words
+from vitflow.text.languages import has_head, predicts_words, refuse_not_causal
 from vitflow.text.rows import ReadText
 
 
@@ -53,7 +52,7 @@ def rollout(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute rows of attention rollout, qᵀ Â_l ⋯ Â_s for l = 1 … L; options as for `attention_rollout`."""
     steps = text.fused(head_fusion, value_weighted)
-    first = check_layer("start_layer", start_layer, len(steps))
+    first = check_layer("start_layer", start_layer, text.steps_below or len(steps))
     layers = [end - 1 for end in text.ends]
 
     def rows(matrices: Sequence[Tensor], ratio: float) -> Tensor:

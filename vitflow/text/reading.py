@@ -17,10 +17,12 @@ from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import method_record
 from vitflow.explaining.option_types import TextOptions
 from vitflow.methods.flow.attention_flow import attention_flow
+from vitflow.methods.fusion import check_layer
 from vitflow.methods.rollout import attention_rollout
 from vitflow.models.anatomy import unwrap
 from vitflow.models.facts import check_name, model_id
-from vitflow.models.libraries import class_count
+from vitflow.models.libraries import class_count, library_reading
+from vitflow.models.outputs import activate
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
@@ -60,7 +62,7 @@ class Reading:
         method: method name.
         options: all options of the method.
         target: token whose logit a class-specific method explains; else None.
-        probability: the model's probability of the target.
+        probability: the model's probability of the target; None for a regression.
         seconds: time of the forward pass and the method.
         rows: the attributions of all words that the page shows: for rollout and raw attention of texts of up to 256
             tokens all words, else the explained word.
@@ -267,18 +269,20 @@ def explain_text(
     if short and method in ("rollout", "attention"):  # for the page
         readout = torch.cat([readout, torch.eye(words.length)])
     target_id = _target(target, tokenizer, model) if definition.class_specific else None
-    readout = readout.to(inputs["input_ids"].device)
     result = read_rows(model, inputs, readout, definition, used, targets=[(selected[-1], target_id)])
+    chosen = check_layer("layer", used.get("layer", -1), len(result.rows))
+    weighting = False if definition.class_specific else used.get("value_weighted", False)
+    matrices = result.text.fused(used.get("head_fusion", "mean"), weighting) if short else []
     explained: dict[str, Any] = {}
-    if definition.class_specific and result.logits is not None:
-        explained = _describe_target(result.logits, selected[-1], target_id, tokenizer, model)
+    if definition.class_specific and result.text.trace.logits is not None:
+        explained = _describe_target(result.text.trace.logits.detach(), selected[-1], target_id, tokenizer, model)
     return Reading(
         tokens=words,
-        weights=array_of(result.rows[result.chosen, 0]),
+        weights=array_of(result.rows[chosen, 0]),
         layers=array_of(result.rows[:, 0]),
-        matrices=array_of(result.matrices) if short else None,
+        matrices=array_of(torch.stack(matrices)) if short else None,
         selected=selected,
-        self_share=None if result.self_share is None else float(result.self_share[result.chosen, 0]),
+        self_share=None if result.self_share is None else float(result.self_share[chosen, 0]),
         causal=causal,
         text=text,
         model=model_id(model) if name is None else check_name(name),
@@ -328,7 +332,9 @@ def _selected(words: Words, token: str | int | None, tokenizer: Any, causal: boo
         return words.find(token)
     mask_id = getattr(tokenizer, "mask_token_id", None)
     masked = [position for position, token_id in enumerate(words.ids) if token_id == mask_id]
-    if len(masked) == 1:
+    if len(masked) > 1:
+        raise OptionError(f"The text has {len(masked)} mask tokens: pass token= with the index of one, {masked}.")
+    if masked:
         return (masked[0],)
     return (words.length - 1,) if causal else (0,)
 
@@ -357,8 +363,10 @@ def _target(target: str | int | None, tokenizer: Any, model: nn.Module) -> int |
 def _describe_target(
     logits: Tensor, position: int, target: int | None, tokenizer: Any, model: nn.Module
 ) -> dict[str, Any]:
-    """Return the name of the target and the model's probability of it."""
+    """Return the name of the target and the model's probability of it, None for a regression."""
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
     index = int(scores.argmax()) if target is None else target
     name = words_of(tokenizer, [index]).strings[0].strip() if predicts_words(model) else f"class {index}"
-    return {"target": name, "probability": float(scores.double().softmax(dim=-1)[index])}
+    activation = None if predicts_words(model) else library_reading(model)
+    probability = None if activation == "value" else float(activate(scores, activation or "softmax")[index])
+    return {"target": name, "probability": probability}

@@ -1,8 +1,9 @@
 """Rows of any method for selected tokens of a text, computed in one forward pass."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -79,18 +80,40 @@ class RowsRead:
 
     Attributes:
         rows: [layers, rows, tokens], if the method ends at each layer.
-        chosen: layer index of the method's result.
         self_share: raw share of each row's query token, [layers, rows], if the rows are relative to the receptive
             field; else None.
-        matrices: fused attention of each layer, [layers, tokens, tokens].
-        logits: logits of the model; None if it has none.
+        text: recorded forward pass.
     """
 
     rows: Tensor
-    chosen: int
     self_share: Tensor | None
-    matrices: Tensor
-    logits: Tensor | None
+    text: ReadText
+
+
+def run_method(
+    model: nn.Module, method: Method, options: Mapping[str, Any], record: Callable[[Mapping[str, Any]], ReadText]
+) -> RowsRead:
+    """Record a forward pass, and compute the rows of a method for texts.
+
+    Args:
+        model: the model, for gradients and to run it in eval mode.
+        method, options: the method and its options.
+        record: runs the model; its argument is the arguments of `record_attention` for what the method needs.
+
+    Raises:
+        OptionError: a layer that the model does not have.
+    """
+    gradients, weighting = "gradients" in method.needs, options.get("value_weighted", False)
+    kept = {"gradients": True, "values": bool(weighting)}
+    if gradients:
+        refuse_inference_tensors(model)
+    else:
+        kept = {"fusions": [(options.get("head_fusion", "mean"), weighting)]}
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(model):
+        text = record(kept)
+        rows, self_share = method.load()(text, **options)
+    check_layer("layer", options.get("layer", -1), len(rows))
+    return RowsRead(rows.detach(), self_share, text)
 
 
 def read_rows(
@@ -119,43 +142,31 @@ def read_rows(
             that does not support the requested value weighting.
     """
     refuse_other_layers(model, method.name)
-    gradients = "gradients" in method.needs
-    if gradients:
-        refuse_inference_tensors(model)
-    with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(model):
-        fusion, weighting = options.get("head_fusion", "mean"), options.get("value_weighted", False)
-        kept = {"within": within, **kept_matrices(method, options)}
-        arguments: dict[str, Any] = dict(inputs)
-        if not method.class_specific and "logits_to_keep" in inspect.signature(model.forward).parameters:
-            arguments["logits_to_keep"] = 1  # those of all tokens can take more memory than the attention
-        trace, hidden = _record(model, arguments, kept, hidden="features" in method.needs)
-        fused = trace.fused(fusion, value_weighted=False if gradients else weighting)
-        matrices = torch.stack([layer[0] for layer in fused])
-        text = ReadText(trace, _visible(trace, inputs), readout.to(matrices), targets, hidden)
-        rows, self_share = method.load()(text, **options)
-    chosen = check_layer("layer", options.get("layer", -1), len(rows))
-    return RowsRead(rows, chosen, self_share, matrices, None if trace.logits is None else trace.logits.detach())
-
-
-def kept_matrices(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `record_attention` for what a method needs: gradients, or attention fused at once."""
-    weighting = options.get("value_weighted", False)
-    if "gradients" in method.needs:
-        return {"gradients": True, "values": bool(weighting)}
-    return {"fusions": [(options.get("head_fusion", "mean"), weighting)]}
+    arguments: dict[str, Any] = dict(inputs)
+    if not method.class_specific and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = 1  # those of all tokens can take more memory than the attention
+    if "features" in method.needs:
+        arguments["output_hidden_states"] = True
+    record = partial(_record, model, arguments, readout, targets, within)
+    return run_method(model, method, options, record)
 
 
 def _record(
-    model: nn.Module, inputs: Mapping[str, Tensor], kept: Mapping[str, Any], *, hidden: bool
-) -> tuple[Trace, Sequence[Tensor]]:
-    """Run and record a forward pass; return the trace, and the hidden states after each layer if `hidden`."""
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    readout: Tensor,
+    targets: Sequence[tuple[int, int | None]],
+    within: str,
+    kept: Mapping[str, Any],
+) -> ReadText:
+    """Run and record a forward pass over a text."""
     ids = inputs["input_ids"]
     try:
-        with reading(model, ids), record_attention(model, visible=True, **kept) as trace:
-            output: Any = model(**inputs, **({"output_hidden_states": True} if hidden else {}))
+        with reading(model, ids), record_attention(model, visible=True, within=within, **kept) as trace:
+            output: Any = model(**inputs)
     except ValueNormsError:
         plain = {"values": False} if "values" in kept else {"fusions": [("mean", False)]}
-        _record(model, inputs, {**kept, **plain}, hidden=False)  # other errors take precedence
+        _record(model, inputs, readout, targets, within, {**kept, **plain})  # other errors take precedence
         raise
     if len(trace.streams) > 1:
         raise UnsupportedModelError(
@@ -170,7 +181,8 @@ def _record(
             f"{type(model).__name__} attends within parts of the text, in matrices of shape {other}, expected "
             f"{ids.shape[1]} × {ids.shape[1]} tokens in each layer: rollout, flow and GAE require full attention."
         )
-    return trace, output.hidden_states[1:] if hidden else ()
+    hidden = output.hidden_states[1:] if inputs.get("output_hidden_states") else ()
+    return ReadText(trace, _visible(trace, inputs), readout, targets, hidden)
 
 
 def outer_shape(matrix: Tensor) -> tuple[int, int, int]:
