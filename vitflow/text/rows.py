@@ -104,7 +104,7 @@ def run_method(
         OptionError: a layer that the model does not have.
     """
     gradients, weighting = "gradients" in method.needs, options.get("value_weighted", False)
-    kept = {"gradients": True, "values": bool(weighting)}
+    kept: dict[str, Any] = {"gradients": True, "values": bool(weighting)}
     if gradients:
         refuse_inference_tensors(model)
     else:
