@@ -19,10 +19,10 @@ from vitflow.images.geometry import Placement
 from vitflow.methods.fusion import check_layer
 from vitflow.text.images import PromptImages
 from vitflow.text.method_table import TEXT_METHODS
-from vitflow.text.shaded_text import ShadedText
+from vitflow.text.methods import caption
 from vitflow.text.sheet import Sheet
 from vitflow.text.text_page import ShownImage, TextRow, page_of
-from vitflow.text.view import caption
+from vitflow.text.view import ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, grouped_words, hide, labels_of, text_of
 from vitflow.viewer.pages import Page
 
