@@ -22,13 +22,12 @@ from vitflow.progress import tracking
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import Hook, device_of, evaluating
 from vitflow.text import languages
-from vitflow.text.encoder_decoder import read_pair, source_words
 from vitflow.text.generation import Generation
 from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import check_options
-from vitflow.text.prompts import Layout, Video, tower_rows, with_images, with_source
-from vitflow.text.rows import RowsRead, array_of, read_rows
+from vitflow.text.prompts import Layout, Video, source_words, tower_rows, with_images, with_source
+from vitflow.text.rows import RowsRead, array_of, read_pair, read_rows
 from vitflow.text.words import words_of
 
 

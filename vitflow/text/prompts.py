@@ -23,6 +23,7 @@ from vitflow.recording.recorder import record_attention
 from vitflow.text.image_tokens import ImageTokens, Kind, image_token, image_tokens, source_tokens
 from vitflow.text.images import PromptImages
 from vitflow.text.languages import load_processor
+from vitflow.text.words import Words, words_of
 
 #: Default prompt for an image; for a video, with "video".
 DEFAULT_PROMPT = "Describe the image."
@@ -162,6 +163,18 @@ def with_source(model: nn.Module, image: Any, processor: Any, layout: Layout) ->
         layout = source_tokens(encoder.config, processor, inputs, images[0].shape[:2], grid)
     parts = (layout,) if isinstance(layout, ImageTokens) else tuple(layout)
     return inputs, PromptImages(tuple(images), names, parts)
+
+
+def source_words(model: Any, arguments: Mapping[str, Any], tokenizer: Any) -> Words:
+    """Return the tokens of the source; patches are named by row and column, counted from 1."""
+    if "input_ids" in arguments:
+        return words_of(tokenizer, arguments["input_ids"][0].tolist())
+    height, width = arguments["pixel_values"].shape[-2:]
+    layout = read_layout(model.get_encoder(), (height, width), None)
+    prefix = layout.num_prefix_tokens
+    patches = [f" {row},{col}" for row in range(1, layout.rows + 1) for col in range(1, layout.cols + 1)]
+    special = (True,) * prefix + (False,) * len(patches)
+    return Words((*["[image]"] * prefix, *patches), tuple(range(len(special))), special)
 
 
 def _read(image: Any) -> tuple[list[NDArray[np.uint8]], tuple[str, ...]]:

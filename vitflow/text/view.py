@@ -134,7 +134,7 @@ class RowSummary:
             self_share=self_share,
             hidden=left_out,
             entropy=float(-(positive * np.log2(positive)).sum()) + 0.0,
-            most=float(np.log2(max(np.count_nonzero(~np.isnan(checked)), 1))),
+            most=float(np.log2(max(int((~np.isnan(checked)).sum()), 1))),
         )
 
     def __str__(self) -> str:
