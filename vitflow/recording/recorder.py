@@ -34,9 +34,10 @@ from vitflow.recording.isolation import (
     refuse_compiled,
     uncompiled,
 )
-from vitflow.recording.layer_tokens import decoder_stacks, find_tokens, misplaced
+from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
 from vitflow.recording.listening import Listening
+from vitflow.recording.patch_places import misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace

@@ -16,7 +16,7 @@ from vitflow.models.anatomy import ALL_TOKENS, closed_readouts, logits_of, read_
 from vitflow.models.libraries import forward_options, library_blocks
 from vitflow.models.parts import module_paths, output_cache
 from vitflow.recording.isolation import Hook, evaluating, hooked
-from vitflow.recording.layer_tokens import misplaced
+from vitflow.recording.patch_places import misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Read
 
