@@ -32,7 +32,7 @@ from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.draw import draw_run, report_run
 from vitflow.folder.plan import Input, list_inputs
-from vitflow.folder.work import InputImage, compute_maps, draw_files, make_job
+from vitflow.folder.work import compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.runs.batches import Batches
 from vitflow.runs.saved import SavedRun
@@ -129,14 +129,14 @@ def test_the_results_are_those_of_the_explainer(tmp_path):
 def test_one_plain_function_does_the_work_of_a_batch(tmp_path):
     source = fill(tmp_path / "in", 3)
     summary = run(source, tmp_path / "out")
-    images = [InputImage(Input(f"{n}.jpg", "", str(n)), decode_file(str(source / f"{n}.jpg"))) for n in range(4)]
+    images = [decode_file(str(source / f"{n}.jpg")).named(Input(f"{n}.jpg", "", str(n)).known) for n in range(4)]
     job = make_job(["rollout"], {})
-    maps = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(images)), images, job)
-    *explained, failed = [draw_files(image, actual, job) for image, actual in zip(images, maps, strict=True)]
-    for (entry, _, files), row in zip(explained, summary, strict=True):
+    *explained, failed = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(images)), images, job)
+    for (entry, maps), row in zip(explained, summary, strict=True):
+        entry, files = draw_files(entry, maps, job)
         assert {k: v for k, v in entry.items() if k != "seconds"} == {k: v for k, v in row.items() if k != "seconds"}
         assert {path: (tmp_path / "out" / path).read_bytes() for path in files} == files
-    assert failed[0]["error"] == "FileNotFoundError" and failed[1:] == ({}, {})
+    assert failed[0]["error"] == "FileNotFoundError" and failed[1] == {}
 
 
 # -- names
@@ -406,8 +406,8 @@ def test_a_folder_below_that_may_not_be_read_is_an_input_with_an_error(tmp_path,
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert listed(tmp_path / "in") == ["1.png", "sub"]
-    unreadable = decode_file(str(tmp_path / "in/sub"))
-    assert unreadable.error == "PermissionError" and unreadable.message.endswith("Permission denied.")
+    unreadable = decode_file(str(tmp_path / "in/sub")).row
+    assert unreadable["error"] == "PermissionError" and unreadable["message"].endswith("Permission denied.")
 
 
 # -- faults
@@ -484,20 +484,21 @@ def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path):
     slow = slow_image(tmp_path / "slow.png")
     with DecoderPool(1, timeout=0.3) as pool:
         assert pool.submit(str(source / "0.jpg")).result().image.shape == (40, 48, 3)
-        hung = pool.submit(str(slow)).result()
-        assert hung.error == "TimeoutError" and hung.size == slow.stat().st_size
-        assert pool.submit(str(source / "2.jpg")).result().sha256 is not None
+        hung = pool.submit(str(slow)).result().row
+        assert hung["error"] == "TimeoutError" and hung["size"] == slow.stat().st_size
+        assert pool.submit(str(source / "2.jpg")).result().row["sha256"]
     with DecoderPool(1) as pool:
         [child] = pool._children
         crashing = pool.submit(str(slow))
         time.sleep(0.2)
         os.kill(child._process.pid, signal.SIGKILL)
-        assert crashing.result().error == "DecoderCrash" and "exit status -9" in crashing.result().message
-        assert pool.submit(str(source / "2.jpg")).result().error is None
+        crash = crashing.result().row
+        assert crash["error"] == "DecoderCrash" and "exit status -9" in crash["message"]
+        assert pool.submit(str(source / "2.jpg")).result().image is not None
         process = child._process
         process.kill()
         process.wait()  # it dies between two images
-        assert pool.submit(str(source / "2.jpg")).result().error is None
+        assert pool.submit(str(source / "2.jpg")).result().image is not None
         assert process.stdin.closed and process.stdout.closed
 
 
@@ -880,7 +881,7 @@ def test_a_large_file_is_read_piece_by_piece_to_the_same_end(tmp_path, monkeypat
     whole = decode_file(str(path))
     monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", 10)
     pieces = decode_file(str(path))
-    assert whole.sha256 == pieces.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert whole.row == pieces.row and whole.row["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert (whole.image == pieces.image).all()
 
 
@@ -888,9 +889,9 @@ def test_what_is_wrong_with_a_file_is_reported_by_its_name_however_it_was_read(t
     Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(tmp_path / "nan.tif")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "short.jpg").write_bytes(image_bytes(1)[:400])
-    reported = [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
+    reported = [decode_file(str(path)).row["message"] for path in sorted(tmp_path.iterdir())]
     monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", -1)
-    assert reported == [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
+    assert reported == [decode_file(str(path)).row["message"] for path in sorted(tmp_path.iterdir())]
     assert [name in one for name, one in zip(("empty.png", "nan.tif", "short.jpg"), reported, strict=True)] == [
         True
     ] * 3

@@ -14,11 +14,10 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import Decoded, decode_file, failed
-from vitflow.folder.plan import Input
-from vitflow.folder.work import InputImage, auto_batch, check_target, compute_maps, describe, make_job
+from vitflow.folder.work import auto_batch, check_target, compute_maps, make_job, parts
 from vitflow.images.reading import MAX_PIXELS, read_channels
 from vitflow.runs.batches import Batches
-from vitflow.runs.columns import as_text, columns_of_maps, kinds_in, map_of, values_of_maps
+from vitflow.runs.columns import Row, as_text, columns_of_maps, kinds_in, map_of, values_of_maps
 
 # Missing values by kind, so that the type of a column does not depend on the batch.
 _NOTHING: dict[str, Any] = {"text": "", "json": "", "bytes": b"", "whole": -1, "number": float("nan")}
@@ -116,10 +115,10 @@ class BatchExplainer:
             )
         batches = self._loaded()
         kinds, records = dict(kinds_in("record")), []
-        for part in batches.parts(self._images(ids, images), lambda image: image.decoded.nbytes):
-            for image, result in zip(part, compute_maps(batches, part, self._job), strict=True):
-                row, maps = describe(image, result, self._job)
-                records.append(as_text(row, kinds) | values_of_maps(maps, self.labels))
+        for part in parts(batches, self._images(ids, images)):
+            for row, maps in compute_maps(batches, part, self._job):
+                grids = {label: saliency.grid for label, saliency in maps.items()}
+                records.append(as_text(row, kinds) | values_of_maps(grids, self.labels))
         kinds |= columns_of_maps(self.labels)
         return {"id": np.asarray(ids)} | {name: _column_of(records, name, kind) for name, kind in kinds.items()}
 
@@ -155,30 +154,29 @@ class BatchExplainer:
             )
         return batch[name]
 
-    def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[InputImage]:
+    def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[Decoded]:
+        channels = self._loaded().explainer.spec.channels
         for image_id, image in zip(ids, images, strict=True):
             name = str(image_id)
-            channels = self._loaded().explainer.spec.channels
-            decoded = decode_given(image, printable(name), self._max_pixels, channels)
-            yield InputImage(Input(name, "", ""), decoded)
+            yield decode_given(image, printable(name), self._max_pixels, channels).named({"input": name})
 
 
 def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
-    """Read an image from a column (see `BatchExplainer`); a failure becomes an error in the result.
+    """Read an image from a column (see `BatchExplainer`); a failure becomes a failed row.
 
-    >>> decode_given(b"no image", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
+    >>> decode_given(b"no image", "a.png").row["error"], decode_given(np.zeros((2, 3)), "b").image.shape
     ('UnidentifiedImageError', (2, 3, 3))
     """
     if isinstance(image, Mapping):  # from a dataset without decoding
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, str | Path):
         return decode_file(str(image), max_pixels, channels)
-    facts: dict[str, Any] = {}
+    facts: Row = {}
     if isinstance(image, bytes | bytearray | memoryview):
         image = bytes(image)
         facts = {"size": len(image), "sha256": hashlib.sha256(image).hexdigest()}
     try:
-        return Decoded(read_channels(image, channels, max_pixels=max_pixels), **facts)
+        return Decoded(read_channels(image, channels, max_pixels=max_pixels), facts)
     except Exception as error:
         return failed(error, name, facts)
 

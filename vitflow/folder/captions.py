@@ -14,18 +14,18 @@ from torch import nn
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, whole_number
 from vitflow.explaining.option_types import TextOptions
 from vitflow.explaining.strips import draw_words
+from vitflow.files import write_inside
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.run import FolderSummary, run_folder
-from vitflow.folder.work import InputImage, encode_maps
+from vitflow.folder.work import encode_maps
 from vitflow.images.figures import figure_bytes
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled
-from vitflow.runs.batches import Batches, RunProgress, Tally
-from vitflow.runs.columns import Maps, Row, failed_row, write_manifest
+from vitflow.runs.batches import RunProgress, Tally
+from vitflow.runs.columns import Row, failed_row, write_manifest
 from vitflow.runs.store import Run
 from vitflow.text.generating import explain_generation
 from vitflow.text.generation import Generation
@@ -33,7 +33,6 @@ from vitflow.text.languages import called, default_prompt, hub_for, load_languag
 from vitflow.text.method_table import IMAGE_DEFAULT, for_kind, text_method
 
 _STRIP, _MAPS = "-caption.png", "-caption.npz"
-_Described = tuple[Row, Maps, dict[str, bytes]]
 
 
 def caption_folder(
@@ -115,34 +114,31 @@ def caption_folder(
     }
     common = json.loads(json.dumps(common, default=str))
     fingerprint = {"kind": "captions", "root": listing.root, **common, "save_map": save_map}
-    worked: list[str] = []
-
-    def describe(image: InputImage) -> _Described:
-        decoded = image.decoded
-        if decoded.image is None:
-            return failed_row(image.known, decoded.error or "", decoded.message or ""), {}, {}
-        begun = time.perf_counter()
-        try:
-            generation = explain_generation(model, prompt, image=decoded.image, processor=processor, **arguments)
-            row, files = _row_and_files(generation, image, save_map)
-        except Exception as error:  # an error on one image must not stop the run
-            if not worked and isinstance(error, OptionError | ModelError | UnsupportedModelError):
-                raise  # applies to every image
-            return failed_row(image.known, error), {}, {}
-        worked.append(image.item.key)
-        height, width = decoded.image.shape[:2]
-        seconds = round(time.perf_counter() - begun, 4)
-        row = image.known | row | {"status": "explained", "width": width, "height": height, "seconds": seconds}
-        return row, {}, files
-
-    def compute(_: Batches, images: list[InputImage]) -> list[_Described]:
-        return [describe(image) for image in images]
 
     def explain(run: Run, inputs: list[Input], missing: set[str], tally: Tally) -> None:
+        captioned = 0
         with DecoderPool(1, max_pixels=max_pixels) as decoders:
-            # Strips are drawn in this thread, since matplotlib is not thread-safe. Rows are written without delay.
-            pipeline = Pipeline(compute, lambda _, row: row, run, tally, decoders, batch_size=1, behind=0)
-            pipeline.run(inputs, missing)
+            for item in (item for item in inputs if item.key in missing):
+                decoded, begun = decoders.submit(item.path).result().named(item.known), time.perf_counter()
+                row = decoded.row
+                try:
+                    if decoded.image is not None:
+                        generation = explain_generation(
+                            model, prompt, image=decoded.image, processor=processor, **arguments
+                        )
+                        columns, files = _row_and_files(generation, item, save_map)
+                        for path, content in files.items():
+                            write_inside(run.folder, path, content)
+                        height, width = decoded.image.shape[:2]
+                        seconds = round(time.perf_counter() - begun, 4)
+                        row |= {"status": "explained", "width": width, "height": height, "seconds": seconds} | columns
+                        captioned += 1
+                except Exception as error:  # an error on one image must not stop the run
+                    if not captioned and isinstance(error, OptionError | ModelError | UnsupportedModelError):
+                        raise  # applies to every image
+                    row = failed_row(row, error)
+                run.put([(row, {})])
+                tally.row(row)
 
     def write(run: Run) -> tuple[Path, None]:
         path = run.folder / "manifest.jsonl"
@@ -162,19 +158,17 @@ def caption_folder(
     )
 
 
-def _row_and_files(
-    generation: Generation, image: InputImage, save_map: bool
-) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _row_and_files(generation: Generation, item: Input, save_map: bool) -> tuple[Row, dict[str, bytes]]:
     """Return the columns of a caption, and its files by path relative to the output folder."""
     words, left_out = generation.words()
-    maps = {word: replace(generation.image(places), source=image.item.key) for word, places in words.items()}
+    maps = {word: replace(generation.image(places), source=item.key) for word, places in words.items()}
     files: dict[str, bytes] = {}
     if maps:
-        files[f"{image.item.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
+        files[f"{item.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
     if maps and save_map:
         metadata = {name: value for name, value in next(iter(maps.values())).to_dict().items() if name != "facts"}
         grids = np.stack([saliency.grid for saliency in maps.values()])
-        files[f"{image.item.stem}{_MAPS}"] = encode_maps(metadata, words=np.array(list(maps)), maps=grids)
+        files[f"{item.stem}{_MAPS}"] = encode_maps(metadata, words=np.array(list(maps)), maps=grids)
     shares = ("on_image", "on_edges", "on_first_patch")
     row = {
         "caption": generation.answer,

@@ -206,12 +206,12 @@ def read_photograph(row: Mapping[str, Any], root: str, settings: Mapping[str, An
     displayed = settings.get("channels")  # of models with other inputs than RGB
     channels = 3 if displayed is None else settings["input"]["channels"]
     decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", row["width"] * row["height"], channels)
-    if decoded.sha256 not in (None, row["sha256"]):
+    if decoded.row.get("sha256") not in (None, row["sha256"]):
         raise ShapeError("The image has changed since the run: run vitflow folder again.")
-    if decoded.image is None or decoded.image.shape[:2] != (row["height"], row["width"]):
-        raise VitflowError(
-            decoded.message or f"The image does not have the size in its row, {row['width']} × {row['height']} pixels."
-        )
+    if decoded.image is None:
+        raise ImageError(decoded.row["message"])
+    if decoded.image.shape[:2] != (row["height"], row["width"]):
+        raise ShapeError(f"The image does not have the size in its row, {row['width']} × {row['height']} pixels.")
     return decoded.image if displayed is None else bands_in_colour(decoded.image, displayed)
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
@@ -26,16 +25,7 @@ from vitflow.folder.draw import SHOWN, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, Listing, clear_outputs, is_done, list_inputs
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
-from vitflow.folder.work import (
-    Job,
-    auto_batch,
-    check_target,
-    compute_maps,
-    draw_files,
-    explainer_for,
-    make_job,
-    sides_of,
-)
+from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.images import MANIFEST_FORMATS
 from vitflow.images.overlay import blend
 from vitflow.images.reading import MAX_PIXELS
@@ -260,16 +250,7 @@ def explain_folder(
             return
         channels = explainer.spec.channels
         with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels, channels=channels) as decoders:
-            Pipeline(
-                partial(compute_maps, job=job),
-                partial(draw_files, job=job),
-                run,
-                tally,
-                decoders,
-                batch_size=size,
-                explainer=explainer,
-                slow=sum(is_slow(item.name) for item in job.methods),
-            ).run(inputs, missing)
+            Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
 
     def write(run: Run) -> tuple[Path, Path | None]:
         table = _write_manifest(run, manifest, job)

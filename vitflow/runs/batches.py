@@ -1,6 +1,6 @@
 """Batch computation that adapts to memory and isolates failing images; progress of runs."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,22 +29,6 @@ class Batches:
         self.explainer = explainer
         self.fits = size
         self._refuses: bool | None = None
-
-    def parts(self, images: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-        """Split images into parts that fit into memory; the split depends on the images alone.
-
-        Args:
-            images: read lazily.
-            nbytes: returns the size of an image's pixels.
-        """
-        part: list[T] = []
-        for image in images:
-            part.append(image)
-            if len(part) >= self.fits or sum(map(nbytes, part)) > WAITING_BYTES:
-                yield part
-                part = []
-        if part:
-            yield part
 
     def stops_all(self, error: Exception, methods: Sequence[MethodChoice]) -> bool:
         """Return True if every image would raise this error with these methods.
