@@ -169,7 +169,7 @@ def test_names_that_are_no_text_go_in_and_come_out_as_names_that_are(tmp_path):
     ]
     for name in names:
         (source / os.fsdecode(name)).write_bytes(image_bytes(1))
-    summary = run(source, tmp_path / "out", manifest="csv", workers=1)
+    summary = run(source, tmp_path / "out", workers=1)
     assert summary.explained == 5
     assert sorted(os.fsencode(row["input"]) for row in summary) == sorted(names)
     for row in summary:
@@ -353,11 +353,11 @@ def test_the_command_reports_counts_and_exit_codes(tmp_path):
     source = fill(tmp_path / "in", 3)
     (source / "bad.png").write_bytes(b"no image")
     requested = ["folder", source, "--model", "demo", "-o", tmp_path / "out"]
-    code, output, errors = Typed(*requested, "--manifest", "csv", "--method", "centre").ended(timeout=120)
+    code, output, errors = Typed(*requested, "--method", "centre").ended(timeout=120)
     assert code == 1, errors
-    assert output == f"{tmp_path / 'out' / 'manifest.csv'}\n"
+    assert output == f"{tmp_path / 'out' / 'manifest.jsonl'}\n"
     assert "images/s" not in errors and "%|" not in errors  # no bar into a file
-    assert errors.splitlines()[-1] == f"3 explained, 1 failed (see {tmp_path / 'out' / 'manifest.csv'})"
+    assert errors.splitlines()[-1] == f"3 explained, 1 failed (see {tmp_path / 'out' / 'manifest.jsonl'})"
     assert "error: UnidentifiedImageError: Expected 'bad.png'" in errors
     (source / "bad.png").unlink()
     code, _, errors = Typed(*requested, "--method", "centre", "--resume").ended(timeout=120)
@@ -703,7 +703,6 @@ def test_a_bad_image_does_not_make_the_batches_after_its_smaller(tmp_path, one_l
         ({"target": ["disc", "ring"]}, OptionError, "one class for all"),
         ({"target": 7}, OptionError, "from 0 to 4, got 7"),
         ({"format": "gif"}, OptionError, "jpg, png, webp"),
-        ({"manifest": "xlsx"}, OptionError, "jsonl, csv, parquet"),
         ({"batch_size": 0}, OptionError, "batch_size of at least 1"),
         ({"model": "no_such_model"}, ModelError, "Unknown model"),
     ],

@@ -457,7 +457,7 @@ def test_mutated_runs_never_crash_and_touch_nothing_outside(tmp_path, precious, 
                     report_run(out)
                 else:
                     options = {"model": explainer, "methods": ["rollout", "centre"], "save_map": True, "workers": 0}
-                    explain_folder(source, out, overwrite=number % 4 == 1, manifest="csv", **options)
+                    explain_folder(source, out, overwrite=number % 4 == 1, **options)
         except VitflowError:
             refused += 1
         except sqlite3.Error:

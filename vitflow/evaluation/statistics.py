@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError
 from vitflow.images.typesetting import decimal
-from vitflow.runs.columns import plain_cell
 
 #: Bootstrap resamples of each interval.
 RESAMPLES = 2000
@@ -21,6 +20,10 @@ CONFIDENCE = 0.95
 
 # Resamples per matrix product, to limit memory on large data sets.
 _CHUNK = 100
+
+
+# Spreadsheets evaluate text with these prefixes; the apostrophe is included to keep the escape reversible.
+_COMPUTED = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,7 @@ class Table:
         """Return the rows as CSV; undefined values are empty, and cells that look like formulas are escaped."""
         text = io.StringIO(newline="")
         rows = [map(_defined, row) for row in self.rows]
-        csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in [self.columns, *rows])
+        csv.writer(text, lineterminator="\n").writerows(map(_plain_cell, row) for row in [self.columns, *rows])
         return text.getvalue()
 
     def to_markdown(self) -> str:
@@ -255,3 +258,8 @@ class Table:
 
 def _defined(value: Any) -> Any:
     return None if isinstance(value, float) and np.isnan(value) else value
+
+
+def _plain_cell(value: Any) -> Any:
+    """Prefix text that a spreadsheet would evaluate with an apostrophe, which readers strip; numbers are unchanged."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_COMPUTED) else value

@@ -142,7 +142,7 @@ def caption_folder(
 
     def write(run: Run) -> tuple[Path, None]:
         path = run.folder / "manifest.jsonl"
-        write_manifest(path, ((row, {}) for row in run.rows()), common, where="captions")
+        write_manifest(path, run.rows(), common, where="captions")
         return path, None
 
     return run_folder(

@@ -19,18 +19,17 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
-from vitflow.files import is_remote, remove_inside
+from vitflow.files import is_remote
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, Listing, clear_outputs, is_done, list_inputs
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
 from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
-from vitflow.images import MANIFEST_FORMATS
 from vitflow.images.overlay import blend
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.runs.batches import RunProgress, Tally
-from vitflow.runs.columns import by_rank, load_pyarrow, write_manifest
+from vitflow.runs.columns import by_rank, write_manifest
 from vitflow.runs.fingerprints import run_fingerprint
 from vitflow.runs.saved import SavedRun
 from vitflow.runs.store import Run, finishing
@@ -144,7 +143,6 @@ def explain_folder(
     save_map: bool = False,
     overlays: bool = True,
     format: str = "jpg",
-    manifest: str = "jsonl",
     report: bool = False,
     max_pixels: int = MAX_PIXELS,
     drawing: Mapping[str, Any] | None = None,
@@ -182,7 +180,6 @@ def explain_folder(
         save_map: also write each unscaled map as .npz.
         overlays: draw each map. Without overlays, a run is faster, and `draw_run` can draw a selection later.
         format: format of the overlays: "jpg", "png" or "webp".
-        manifest: "jsonl", "csv", "parquet", or "parquet+grids" with the maps in columns.
         report: also write an HTML report; not for a URL.
         max_pixels: images with more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
@@ -209,10 +206,6 @@ def explain_folder(
     (2, 0, ['disc_star_and_crescent.png', 'ring_and_triangle.png'])
     """
     check_engine(engine, address, actors, save_map=save_map, workers=workers, report=report)
-    if manifest not in MANIFEST_FORMATS:
-        raise OptionError(f"Expected a manifest of {', '.join(MANIFEST_FORMATS)}, got {manifest!r}.")
-    if manifest.startswith("parquet"):
-        load_pyarrow()
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0)):
         if value is not None:
             whole_number(name, value, least)
@@ -253,7 +246,7 @@ def explain_folder(
             Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
 
     def write(run: Run) -> tuple[Path, Path | None]:
-        table = _write_manifest(run, manifest, job)
+        table = _write_manifest(run, job)
         return table, report_run(run.folder) if report else None
 
     return run_folder(
@@ -265,7 +258,6 @@ def explain_folder(
         overwrite=overwrite,
         progress=progress,
         command=command,
-        manifest=manifest,
         **selection,
     )
 
@@ -283,24 +275,13 @@ def _processes(inputs: Sequence[Input], workers: int | None) -> int:
     return min(count, max(8, cores) if remote else cores, len(inputs))
 
 
-def _write_manifest(run: Run, format: str, job: Job) -> Path:
-    """Write the manifest, and remove outdated ones in other formats."""
-    suffix, _, grids = format.partition("+")
-    options = run.fingerprint["options"]
-    shared: dict[str, Any] = {}
-    for name in dict.fromkeys(name for method_options in options.values() for name in method_options):
-        values = [method_options[name] for method_options in options.values() if name in method_options]
-        # One column per option; None if its methods have different values, which are in `options`.
-        shared[name] = values[0] if all(value == values[0] for value in values) else None
-    common = {
-        "model": run.fingerprint["model"],
-        "weights_sha256": run.fingerprint["weights_sha256"],
-        "methods": list(run.fingerprint["methods"]),
-        "options": options,
-    } | ({"rank": 1} if job.ranks else {})
-    path = run.folder / f"manifest.{suffix}"
-    inputs = run.with_maps() if grids else ((row, {}) for row in run.rows())
-    rows = (each for row, maps in inputs for each in by_rank(row, maps))
-    write_manifest(path, rows, {**shared, **common}, common["methods"] if grids else ())
-    remove_inside(run.folder, (f"manifest.{other}" for other in MANIFEST_FORMATS if other != suffix))
+def _write_manifest(run: Run, job: Job) -> Path:
+    known = run.fingerprint
+    common = {name: known[name] for name in ("model", "weights_sha256", "options")} | {
+        "methods": list(known["methods"])
+    }
+    if job.ranks:
+        common["rank"] = 1
+    path = run.folder / "manifest.jsonl"
+    write_manifest(path, (each for row in run.rows() for each, _ in by_rank(row, {})), common)
     return path

@@ -1,28 +1,25 @@
-"""The columns of a row, maps as columns, and the tables that are exported: JSON lines, CSV and Parquet.
+"""The columns of a row, maps as columns, and the manifest.
 
 An input is a path relative to the run's root. JSON stores names that are not valid UTF-8 with lone surrogates (Python's
-surrogateescape): `os.fsencode(row["input"])` returns their bytes. CSV, Parquet and SQL cannot: there, `input` shows
-such bytes as escapes. In CSV, an apostrophe precedes text that a spreadsheet would evaluate (see `plain_cell`).
+surrogateescape): `os.fsencode(row["input"])` returns their bytes. SQL cannot: there, `input` shows such bytes as
+escapes.
 
 A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the smallest power of two that no value exceeds,
 so that maps of any scale keep the precision of float16 (the map is `scale_METHOD` times the stored values).
 """
 
-import csv
-import io
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import ShapeError, load_extra, printable
+from vitflow.errors import ShapeError, printable
 from vitflow.files import write_atomically
 from vitflow.images.geometry import Placement
 
@@ -34,8 +31,6 @@ Maps = Mapping[str, AnyGrid]
 
 # The scale of a map that contains the largest value of float32.
 _LARGEST_SCALE = 2.0**128
-# Rows per Parquet row group.
-_GROUP = 10_000
 
 
 class Column(NamedTuple):
@@ -115,25 +110,6 @@ def as_text(row: Mapping[str, Any], kinds: Mapping[str, str]) -> Row:
         name: json.dumps(row[name]) if kind == "json" and row.get(name) is not None else row.get(name)
         for name, kind in kinds.items()
     }
-
-
-# Spreadsheets evaluate text with these prefixes; the apostrophe is included to keep the escape reversible.
-_COMPUTED = ("=", "+", "-", "@", "\t", "\r", "'")
-
-
-def plain_cell(value: Any) -> Any:
-    """Prefix text that a spreadsheet would evaluate with an apostrophe, which readers strip; numbers are unchanged.
-
-    >>> plain_cell("=1+2.jpg"), plain_cell("a.jpg"), plain_cell(-1.5)
-    ("'=1+2.jpg", 'a.jpg', -1.5)
-    """
-    return f"'{value}" if isinstance(value, str) and value.startswith(_COMPUTED) else value
-
-
-def load_pyarrow() -> tuple[Any, Any]:
-    """Import pyarrow and pyarrow.parquet; raise OptionError with the install command if pyarrow is missing."""
-    parquet = load_extra("pyarrow.parquet", "Parquet", "parquet", otherwise="use --manifest jsonl")
-    return load_extra("pyarrow", "Parquet", "parquet"), parquet
 
 
 def shown_name(name: str) -> str:
@@ -256,79 +232,23 @@ def placement_of(known: Mapping[str, Any]) -> Placement:
         raise ShapeError(f"Expected the placement of a map, got {known!r}.") from error
 
 
-# -- tables
+# -- the manifest
 
 
 def write_manifest(
-    path: Path,
-    rows: Iterable[tuple[Mapping[str, Any], Maps]],
-    common: Mapping[str, Any],
-    labels: Sequence[str] = (),
-    where: str = "manifest",
+    path: Path, rows: Iterable[Mapping[str, Any]], common: Mapping[str, Any], where: str = "manifest"
 ) -> None:
-    """Write rows atomically as .jsonl, .csv or .parquet, in their order.
+    """Write rows as lines of JSON, atomically and in their order.
 
     Args:
-        path: the file; its suffix is the format.
-        rows: rows of a run, with their maps.
-        common: values that are the same in every row. Names that are not in COLUMNS become further columns.
-        labels: maps to write as columns, in Parquet.
+        path: the file.
+        rows: rows of a run.
+        common: values that are the same in every row.
         where: the table of COLUMNS.
-
-    Raises:
-        OptionError: Parquet requires pyarrow, which is not installed.
     """
-    kinds = {**kinds_in(where)}
-    # On a name clash, such as an option "input", the row's column wins.
-    kinds |= {name: _kind(value) for name, value in common.items() if name not in kinds}
-    if labels:
-        kinds |= {"placement": "json"} | columns_of_maps(labels)
-    writers = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
-    full = (
-        {name: row.get(name, common.get(name)) for name in kinds} | values_of_maps(maps, labels) for row, maps in rows
-    )
+    names = dict.fromkeys([*kinds_in(where), *common])
     with write_atomically(path, durable=True) as file:
-        writers[path.suffix](file, full, kinds)
-
-
-def json_line(record: Mapping[str, Any]) -> bytes:
-    """Return a record as one line of JSON."""
-    # ASCII, so that lone surrogates and line separators are escaped.
-    return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool | list | tuple | dict):
-        return "json"
-    return "whole" if isinstance(value, int) else "number" if isinstance(value, float) else "text"
-
-
-def _write_jsonl(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
-    for row in rows:
-        file.write(json_line(row))
-
-
-def _write_csv(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
-    try:
-        writer = csv.DictWriter(text, kinds)
-        writer.writeheader()
         for row in rows:
-            writer.writerow({name: plain_cell(value) for name, value in _shown(row, kinds).items()})
-    finally:
-        text.detach()
-
-
-def _write_parquet(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
-    pyarrow, parquet = load_pyarrow()
-    types = {"whole": pyarrow.int64(), "number": pyarrow.float64(), "bytes": pyarrow.binary()}
-    schema = pyarrow.schema([(name, types.get(kind, pyarrow.string())) for name, kind in kinds.items()])
-    with parquet.ParquetWriter(file, schema) as writer:
-        shown = (_shown(row, kinds) for row in rows)
-        while group := list(islice(shown, _GROUP)):
-            writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
-
-
-def _shown(row: Row, kinds: Mapping[str, str]) -> Row:
-    """Return a row for formats that are limited to text and numbers."""
-    return as_text(row, kinds) | {"input": shown_name(row["input"])}
+            record = {name: row.get(name, common.get(name)) for name in names}
+            # ASCII, so that lone surrogates and line separators are escaped.
+            file.write(json.dumps(record, allow_nan=False).encode("ascii") + b"\n")
