@@ -150,11 +150,3 @@ def test_ctrl_c_keeps_what_is_done(tmp_path, explainer):
     done = len(actual(out))
     assert 8 <= done < 40
     assert run(source, out, model=explainer, overlays=False).kept == done
-
-
-def test_files_of_maps_need_no_overlays(tmp_path, explainer):
-    source, out = fill(tmp_path / "in", 2), tmp_path / "out"
-    assert run(source, out, model=explainer, overlays=False, save_map=True).explained == 2
-    assert sorted(path.name for path in out.iterdir() if "rollout" in path.name) == ["0-rollout.npz", "1-rollout.npz"]
-    with np.load(out / "0-rollout.npz") as saved:
-        assert np.abs(saved["grid"] - actual(out)["0.jpg"]["rollout"]).max() <= saved["grid"].max() / 2**11

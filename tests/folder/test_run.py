@@ -96,15 +96,12 @@ def test_a_run_mirrors_the_tree_and_leaves_a_row_per_input(tmp_path):
     source = fill(tmp_path / "in", 5)
     fill(source / "below", 2)
     seen = []
-    summary = run(source, tmp_path / "out", recursive=True, save_map=True, workers=2, progress=seen.append)
+    summary = run(source, tmp_path / "out", recursive=True, workers=2, progress=seen.append)
     assert (summary.total, summary.explained, summary.failed, summary.kept) == (7, 7, 0, 0)
     assert [row["input"] for row in summary] == [*(f"{n}.jpg" for n in range(5)), "below/0.jpg", "below/1.jpg"]
     for row in summary:
         with Image.open(tmp_path / "out" / row["outputs"]["rollout"]) as overlay:
             assert overlay.size == (row["width"], row["height"]) == (48, 40)
-        with np.load(tmp_path / "out" / row["maps"]["rollout"]) as saved:
-            assert saved["grid"].shape == (4, 4)
-            assert json.loads(str(saved["metadata"]))["input"] == row["input"]
     assert [state.done for state in seen] == list(range(8))
     assert {state.total for state in seen} == {7}
     record = json.loads((tmp_path / "out" / "run.json").read_text())
@@ -266,11 +263,11 @@ def test_a_first_run_replaces_no_file_that_it_did_not_make(tmp_path):
 
 def forked_run(source: Path, output: Path) -> None:
     torch.set_num_threads(1)
-    run(source, output, workers=1, save_map=True)
+    run(source, output, methods=["rollout", "centre"], workers=1)
 
 
 def final_files(out: Path) -> list[Path]:
-    return [path for path in out.rglob("*") if path.is_file() and path.suffix in (".jpg", ".npz", ".json")]
+    return [path for path in out.rglob("*") if path.is_file() and path.suffix in (".jpg", ".json")]
 
 
 @pytest.mark.slow
@@ -613,11 +610,11 @@ def test_a_disk_that_is_really_full_ends_the_run_in_words_and_the_next_one_goes_
         pytest.skip("a small disk cannot be mounted here")
     try:
         with pytest.raises(VitflowError, match="disk is full.*run the same command again"):
-            run(source, disk / "out", save_map=True)
+            run(source, disk / "out")
         kept = {row["input"]: row["status"] for row, _ in stored(disk / "out")}  # the file is whole
         assert "explained" in kept.values()
         subprocess.run(["mount", "-o", "remount,size=4M", disk], check=True)
-        summary = run(source, disk / "out", save_map=True)
+        summary = run(source, disk / "out")
         assert summary.explained == 60 and 0 < summary.kept < 60
         assert not list(disk.rglob("*.part"))
     finally:

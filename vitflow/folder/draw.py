@@ -80,14 +80,14 @@ def open_run(folder: str | os.PathLike[str]) -> SavedRun:
 
 
 def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterator[tuple[Row, Maps]]:
-    """Read the maps of a run: (row, maps by label) for each explained image, in the order of the inputs.
+    """Read the maps of a run: (row, maps by method or word) for each explained image, in the order of the inputs.
 
     Args:
-        run: the output folder of `explain_folder`.
+        run: the output folder of `explain_folder` or `caption_folder`.
         where: SQL condition that selects images, such as "probability < 0.5".
 
     Raises:
-        OptionError: the folder has no run, its record is damaged, or the condition is invalid.
+        OptionError: the folder has no run, the run is damaged, or the condition is invalid.
 
     >>> import tempfile
     >>> from vitflow.demo import SAMPLE_FOLDER
@@ -96,7 +96,7 @@ def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterato
     >>> [maps["rollout"].shape for row, maps in read_grids(summary.output, "probability > 0")]
     [(12, 12), (12, 12), (12, 12)]
     """
-    with open_run(run) as saved:
+    with SavedRun(run) as saved:
         yield from _explained(saved, where)
 
 

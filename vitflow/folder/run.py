@@ -140,7 +140,6 @@ def explain_folder(
     batch_size: int | None = None,
     workers: int | None = None,
     overwrite: bool = False,
-    save_map: bool = False,
     overlays: bool = True,
     format: str = "jpg",
     report: bool = False,
@@ -177,14 +176,13 @@ def explain_folder(
             most 8. For a URL, up to 8 on fewer cores, and 8 by default. With 0, this process reads them, and a file
             that crashes the decoder ends the run.
         overwrite: recompute everything, and remove the outputs of an earlier run with other options.
-        save_map: also write each unscaled map as .npz.
         overlays: draw each map. Without overlays, a run is faster, and `draw_run` can draw a selection later.
         format: format of the overlays: "jpg", "png" or "webp".
         report: also write an HTML report; not for a URL.
         max_pixels: images with more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
         engine: "local", or "ray" for a cluster whose machines can all access the source. It computes the same rows and
-            maps without overlays, and does not support `save_map`, `workers` or `report`: use `draw_run` and
+            maps without overlays, and does not support `workers` or `report`: use `draw_run` and
             `vitflow report` afterwards.
         address: address of the cluster; by default, Ray is started on this machine, unless it is already running.
         actors: processes of the cluster, each with a model; by default one for each GPU, or for each core.
@@ -205,7 +203,7 @@ def explain_folder(
     >>> summary.explained, summary.failed, [row["input"] for row in summary]
     (2, 0, ['disc_star_and_crescent.png', 'ring_and_triangle.png'])
     """
-    check_engine(engine, address, actors, save_map=save_map, workers=workers, report=report)
+    check_engine(engine, address, actors, workers=workers, report=report)
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0)):
         if value is not None:
             whole_number(name, value, least)
@@ -220,7 +218,6 @@ def explain_folder(
         target=target,
         drawing=drawing,
         format=format,
-        save_map=save_map,
         overlays=overlays,
         has_target=has_target,
     )
@@ -264,7 +261,7 @@ def explain_folder(
 
 def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
     drawn = {"target": sides_of(job), "drawing": dict(job.drawing)}
-    drawn |= {"format": job.format, "save_map": job.save_map, "overlays": job.overlays}
+    drawn |= {"format": job.format, "overlays": job.overlays}
     return run_fingerprint("folder", {"root": root}, model, job.methods, drawn)
 
 

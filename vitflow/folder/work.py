@@ -50,7 +50,6 @@ class Job:
             predicted class.
         drawing: options of `Saliency.overlay`.
         format: format of the overlays, "jpg", "png" or "webp".
-        save_map: also write each unscaled map as .npz.
         overlays: write an overlay for each map; without them, the maps can be drawn later.
     """
 
@@ -58,7 +57,6 @@ class Job:
     target: Target | Contrast = None
     drawing: Mapping[str, Any] = field(default_factory=dict)
     format: str = "jpg"
-    save_map: bool = False
     overlays: bool = True
 
     @property
@@ -75,9 +73,8 @@ class Job:
 
     @property
     def endings(self) -> list[str]:
-        """The suffixes of an image's stem, one for each of its files."""
-        suffixes = [self.format, "npz"] if self.save_map else [self.format]  # names are the same without overlays
-        return [f"-{in_file_name(label)}.{suffix}" for label in self.labels for suffix in suffixes]
+        """The suffixes of an image's stem, one for each of its files; the same without overlays."""
+        return [f"-{in_file_name(label)}.{self.format}" for label in self.labels]
 
 
 def make_job(
@@ -87,7 +84,6 @@ def make_job(
     target: Target | Contrast = None,
     drawing: Mapping[str, Any] | None = None,
     format: str = "jpg",
-    save_map: bool = False,
     overlays: bool = True,
     has_target: bool = False,
 ) -> Job:
@@ -110,7 +106,7 @@ def make_job(
     for position, method in enumerate(chosen):
         count = 1 + sum(other.name == method.name for other in chosen[:position])
         chosen[position] = method if count == 1 else replace(method, label=f"{method.name}-{count}")
-    return Job(tuple(chosen), target, dict(drawing or {}), format, save_map, overlays)
+    return Job(tuple(chosen), target, dict(drawing or {}), format, overlays)
 
 
 def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
@@ -229,7 +225,6 @@ def explained_row(maps: SaliencyMaps, job: Job) -> Row:
         "saturated_share": _saturated_share(facts),
         "placement": first.placement.to_dict(),
         "outputs": {},
-        "maps": None,
         "written": {},
     }
 
@@ -240,25 +235,16 @@ def _score_columns(saliency: Saliency) -> dict[str, Any]:
 
 
 def draw_files(row: Row, maps: SaliencyMaps, job: Job) -> tuple[Row, dict[str, bytes]]:
-    """Return an image's row with its files, and these by path relative to the output folder."""
+    """Return an image's row with its overlays, and these by path relative to the output folder."""
     started = time.perf_counter()
-    files: dict[str, bytes] = {}
-    outputs: dict[str, str] = {}
-    saved: dict[str, str] = {}
-    for label, saliency in maps.items():
-        if job.overlays:
-            outputs[label] = f"{row['stem']}-{in_file_name(label)}.{job.format}"
-            files[outputs[label]] = encode_overlay(saliency.overlay(**job.drawing), job.format)
-        if job.save_map:
-            saved[label] = f"{row['stem']}-{in_file_name(label)}.npz"
-            files[saved[label]] = encode_maps(saliency.to_dict(), grid=saliency.grid, heatmap=saliency.heatmap)
-    drawn = {
-        "outputs": outputs,
-        "maps": saved or None,
-        "written": {path: len(content) for path, content in files.items()},
-        "seconds": round(row["seconds"] + time.perf_counter() - started, 4),
+    drawn = maps if job.overlays else {}
+    outputs = {label: f"{row['stem']}-{in_file_name(label)}.{job.format}" for label in drawn}
+    files = {
+        outputs[label]: encode_overlay(saliency.overlay(**job.drawing), job.format) for label, saliency in drawn.items()
     }
-    return row | drawn, files
+    written = {path: len(content) for path, content in files.items()}
+    seconds = round(row["seconds"] + time.perf_counter() - started, 4)
+    return row | {"outputs": outputs, "written": written, "seconds": seconds}, files
 
 
 def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:
@@ -272,12 +258,4 @@ def encode_overlay(overlay: NDArray[np.uint8], format: str) -> bytes:
     """Encode an overlay as the bytes of a file."""
     file = io.BytesIO()
     Image.fromarray(overlay).save(file, **WRITE_OPTIONS[f".{format}"])
-    return file.getvalue()
-
-
-def encode_maps(metadata: Mapping[str, Any], **arrays: NDArray[Any]) -> bytes:
-    """Encode arrays and metadata as .npz, without the duration, so that the bytes are reproducible."""
-    text = json.dumps({name: value for name, value in metadata.items() if name != "seconds"}, ensure_ascii=False)
-    file = io.BytesIO()
-    np.savez_compressed(file, metadata=np.array(text), **arrays)  # type: ignore[arg-type]
     return file.getvalue()

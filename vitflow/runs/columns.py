@@ -36,16 +36,18 @@ _LARGEST_SCALE = 2.0**128
 class Column(NamedTuple):
     """The type of a column, and the tables that contain it.
 
-    The kind "json" becomes text in tables of text and numbers. Rows are "folder" (all rows of a folder run) and
-    "measured" (of an evaluation); tables are the "manifest" of maps or of "captions", a "record", the columns of an SQL
-    "condition", and the "results" of an evaluation.
+    The kind "json" becomes text in tables of text and numbers; `values` are the types of the values of a dict. Rows are
+    "folder" (all rows of a folder run) and "measured" (of an evaluation); tables are the "manifest" of maps or of
+    "captions", a "record", the columns of an SQL "condition", the "score" of each target of an image, and the "results"
+    of an evaluation.
     """
 
     kind: str
-    where: str
+    where: str = ""
+    values: tuple[type, ...] = ()
 
 
-_SCORE = "manifest record condition"
+_SCORE = "manifest record condition score"
 
 #: The columns of all rows, in table order.
 COLUMNS = {
@@ -58,8 +60,8 @@ COLUMNS = {
     "size": Column("whole", "folder manifest captions condition"),
     "mtime_ns": Column("whole", "folder manifest captions"),
     "sha256": Column("text", "folder manifest captions"),
-    "width": Column("whole", f"captions {_SCORE} measured"),
-    "height": Column("whole", f"captions {_SCORE} measured"),
+    "width": Column("whole", "manifest captions record condition measured"),
+    "height": Column("whole", "manifest captions record condition measured"),
     "class_index": Column("whole", f"{_SCORE} measured results"),
     "class_name": Column("text", f"{_SCORE} measured results"),
     "probability": Column("number", f"{_SCORE} measured results"),
@@ -69,14 +71,15 @@ COLUMNS = {
     "target": Column("text", _SCORE),
     "value": Column("number", _SCORE),
     "predicted_index": Column("whole", f"{_SCORE} measured results"),
+    "ranks": Column("json"),
     "model": Column("text", "manifest"),
     "weights_sha256": Column("text", "manifest"),
     "methods": Column("json", "manifest"),
     "options": Column("json", "manifest"),
-    "outputs": Column("json", "manifest captions"),
-    "maps": Column("json", "manifest"),
-    "facts": Column("json", "manifest record"),
-    "placement": Column("json", "record"),
+    "outputs": Column("json", "manifest captions", (str,)),
+    "written": Column("json", values=(int,)),
+    "facts": Column("json", "manifest record", (dict,)),
+    "placement": Column("json", "record", (list, str)),
     "saturated_share": Column("number", "manifest condition"),
     "seconds": Column("number", "manifest captions condition"),
     "region_share": Column("number", "measured results"),
@@ -138,8 +141,8 @@ def by_rank(row: Row, maps: Maps) -> Iterator[tuple[Row, Maps]]:
 
     targets = row.get("ranks") or ()
     for rank, score in enumerate(targets, start=1):
-        nested = {name: of(rank, row.get(name)) for name in ("outputs", "maps", "facts")}
-        yield row | score | nested | {"rank": rank, "maps": nested["maps"] or None}, of(rank, maps)
+        nested = {name: of(rank, row.get(name)) for name in ("outputs", "facts")}
+        yield row | score | nested | {"rank": rank}, of(rank, maps)
     if not targets:
         yield row, maps
 
