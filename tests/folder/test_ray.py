@@ -20,11 +20,11 @@ from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.cli.options import make_explainer
 from vitflow.errors import OptionError
+from vitflow.folder.batch_explainer import map_of
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.plan import list_inputs
 from vitflow.folder.ray_engine import Request, Worker, explain_inputs
 from vitflow.folder.work import make_job
-from vitflow.runs.columns import map_of
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from vitflow.folder.plan import Input
 from vitflow.folder.work import Job, SaliencyMaps, compute_maps, draw_files, parts
 from vitflow.progress import watched
 from vitflow.recording.isolation import has_foreign_hooks
-from vitflow.runs.batches import WAITING_BYTES, Batches, Tally
+from vitflow.runs.batches import WAITING_BYTES, Batches, Tally, in_order
 from vitflow.runs.columns import Maps, Row, failed_row
 from vitflow.runs.store import Run
 
@@ -81,29 +80,18 @@ class Pipeline:
             self._run.put([future.result() for _, future in self._writing if not future.cancelled()])
 
     def _batches(self, inputs: Sequence[Input], missing: set[str]) -> Iterator[Iterator[Decoded]]:
-        """Yield the images of each batch with missing ones; those of the next batch are read ahead."""
-        batches = [inputs[start : start + self._batch_size] for start in range(0, len(inputs), self._batch_size)]
-        batches = [batch for batch in batches if any(item.key in missing for item in batch)]
-        ahead = self._read(batches[0], missing)
-        for batch, following in pairwise([*batches, []]):
-            decoded = {key: future.result() for key, future in ahead.items()}
-            ahead.clear()  # futures reference the pixels
-            if sum(result.nbytes for result in decoded.values()) < WAITING_BYTES:
-                ahead = self._read(following, missing)
-            yield self._complete(batch, decoded)
-            ahead = ahead or self._read(following, missing)
-
-    def _read(self, batch: Sequence[Input], missing: set[str]) -> dict[str, Future[Decoded]]:
-        return {item.key: self._decoders.submit(item.path) for item in batch if item.key in missing}
-
-    def _complete(self, batch: Sequence[Input], decoded: dict[str, Decoded]) -> Iterator[Decoded]:
-        """Yield the images of a batch in order, and reread finished images if the batch is recomputed."""
-        recomputed = any(result.image is not None for result in decoded.values())
-        for item in batch:
-            if item.key in decoded:
-                yield decoded.pop(item.key).named(item.known)
-            elif recomputed:
-                yield self._decoders.submit(item.path).result().named(item.known)
+        """Yield the images of each batch in order; finished images are reread if their batch is recomputed."""
+        futures = (self._decoders.submit(item.path) for item in inputs if item.key in missing)
+        ahead = in_order(futures, self._batch_size, lambda result: result.nbytes)
+        for start in range(0, len(inputs), self._batch_size):
+            batch = inputs[start : start + self._batch_size]
+            decoded = {item.key: next(ahead) for item in batch if item.key in missing}
+            recomputed = any(result.image is not None for result in decoded.values())
+            yield (
+                (decoded.pop(item.key, None) or self._decoders.submit(item.path).result()).named(item.known)
+                for item in batch
+                if recomputed or item.key in decoded
+            )
 
     def _explain(self, images: list[Decoded], wanted: int, batches: Batches) -> _Explained:
         """Return the results of a part, computed by a lane; slow methods report progress."""

@@ -222,7 +222,6 @@ def explained_row(maps: SaliencyMaps, job: Job) -> Row:
         **_score_columns(first),
         **({"ranks": ranks} if ranks else {}),
         "facts": json.loads(json.dumps(facts, default=float)),
-        "saturated_share": _saturated_share(facts),
         "placement": first.placement.to_dict(),
         "outputs": {},
         "written": {},
@@ -245,13 +244,6 @@ def draw_files(row: Row, maps: SaliencyMaps, job: Job) -> tuple[Row, dict[str, b
     written = {path: len(content) for path, content in files.items()}
     seconds = round(row["seconds"] + time.perf_counter() - started, 4)
     return row | {"outputs": outputs, "written": written, "seconds": seconds}, files
-
-
-def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:
-    shares = [
-        value for method_facts in facts.values() for name, value in method_facts.items() if name.startswith("saturated")
-    ]
-    return float(shares[0]) if shares and isinstance(shares[0], int | float) else None
 
 
 def encode_overlay(overlay: NDArray[np.uint8], format: str) -> bytes:

@@ -1,6 +1,8 @@
 """Batch computation that adapts to memory and isolates failing images; progress of runs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +17,23 @@ R = TypeVar("R")
 
 #: Memory limit of the pixels waiting for the model, and of those waiting to be written (plus one image).
 WAITING_BYTES = 192 * 2**20
+
+
+def in_order(futures: Iterable[Future[R]], most: int, nbytes: Callable[[R], int] = lambda result: 0) -> Iterator[R]:
+    """Yield results in order; futures are submitted ahead, at most `most` and about WAITING_BYTES of results.
+
+    Args:
+        futures: submitted when they are iterated.
+        most: maximal number of futures that wait.
+        nbytes: returns the memory that a result occupies.
+    """
+    waiting: deque[Future[R]] = deque()
+    for future in futures:
+        waiting.append(future)
+        while len(waiting) > most or sum(nbytes(each.result()) for each in waiting if each.done()) > WAITING_BYTES:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 class Batches:

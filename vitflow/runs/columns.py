@@ -1,17 +1,17 @@
-"""The columns of a row, maps as columns, and the manifest.
+"""The columns of a row, maps in half precision, and the manifest.
 
 An input is a path relative to the run's root. JSON stores names that are not valid UTF-8 with lone surrogates (Python's
 surrogateescape): `os.fsencode(row["input"])` returns their bytes. SQL cannot: there, `input` shows such bytes as
 escapes.
 
 A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the smallest power of two that no value exceeds,
-so that maps of any scale keep the precision of float16 (the map is `scale_METHOD` times the stored values).
+so that maps of any scale keep the precision of float16 (the map is the scale times the stored values).
 """
 
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ _LARGEST_SCALE = 2.0**128
 class Column(NamedTuple):
     """The type of a column, and the tables that contain it.
 
-    The kind "json" becomes text in tables of text and numbers; `values` are the types of the values of a dict. Rows are
+    The kind "json" is a list or a dict; `values` are the types of the dict's values. Rows are
     "folder" (all rows of a folder run) and "measured" (of an evaluation); tables are the "manifest" of maps or of
     "captions", a "record", the columns of an SQL "condition", the "score" of each target of an image, and the "results"
     of an evaluation.
@@ -80,7 +80,6 @@ COLUMNS = {
     "written": Column("json", values=(int,)),
     "facts": Column("json", "manifest record", (dict,)),
     "placement": Column("json", "record", (list, str)),
-    "saturated_share": Column("number", "manifest condition"),
     "seconds": Column("number", "manifest captions condition"),
     "region_share": Column("number", "measured results"),
     "groups": Column("json", "measured"),
@@ -105,14 +104,6 @@ def failed_row(known: Mapping[str, Any], error: Exception | str, message: str = 
     kind = error if isinstance(error, str) else type(error).__name__
     failure = {"status": "failed", "error": kind, "message": printable(message or str(error)) or kind}
     return {name: known[name] for name in kinds_in("folder") if name in known} | failure
-
-
-def as_text(row: Mapping[str, Any], kinds: Mapping[str, str]) -> Row:
-    """Return these columns of a row as text and numbers."""
-    return {
-        name: json.dumps(row[name]) if kind == "json" and row.get(name) is not None else row.get(name)
-        for name, kind in kinds.items()
-    }
 
 
 def shown_name(name: str) -> str:
@@ -147,26 +138,7 @@ def by_rank(row: Row, maps: Maps) -> Iterator[tuple[Row, Maps]]:
         yield row, maps
 
 
-# -- maps as columns
-
-
-def grid_columns(label: str) -> dict[str, str]:
-    """Return the columns of one map: its values, its numbers of rows and columns, and its scale."""
-    return {f"grid_{label}": "bytes", f"rows_{label}": "whole", f"cols_{label}": "whole", f"scale_{label}": "number"}
-
-
-def columns_of_maps(labels: Sequence[str]) -> dict[str, str]:
-    """Return the columns of these maps, with their kinds."""
-    return {name: kind for label in labels for name, kind in grid_columns(label).items()}
-
-
-def values_of_maps(maps: Maps, labels: Sequence[str]) -> Row:
-    """Return the unscaled grids [rows, cols] of an image as columns; those of missing maps are None."""
-    columns: Row = {}
-    for label in labels:
-        values = pack_half(maps[label]) if label in maps else (None,) * 4
-        columns |= dict(zip(grid_columns(label), values, strict=True))
-    return columns
+# -- maps in half precision
 
 
 def pack_half(grid: AnyGrid) -> tuple[bytes, int, int, float]:
@@ -191,34 +163,6 @@ def unpack_half(values: Any, rows: Any, cols: Any, scale: Any) -> Grid | None:
     # Values that were rounded up to the largest scale exceed the range of float32.
     most = np.finfo(np.float32).max
     return (half.reshape(rows, cols).astype(np.float64) * scale).clip(-most, most).astype(np.float32)
-
-
-def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
-    """Return a record's map, float32 [rows, cols], and its placement on the image.
-
-    Args:
-        record: a row of a `BatchExplainer`, of a manifest with grids, or of a table made of them.
-        label: the map, such as "rollout".
-
-    Raises:
-        ShapeError: the record has no such map (for example, its image failed), or the map is damaged.
-    """
-    values, *others = (record.get(name) for name in grid_columns(label))
-    if not values:
-        raise ShapeError(f"The record {record.get('id')!r} has no map {label!r}.")
-    grid = unpack_half(values, *others)
-    if grid is None:
-        raise ShapeError(
-            f"The map {label!r} of {record.get('id')!r} is damaged: expected rows × cols finite values in half "
-            f"precision and their scale, got {values!r:.40} with {others!r}."
-        )
-    try:
-        known = json.loads(record["placement"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ShapeError(
-            f"The placement of a map is damaged: expected JSON, got {record.get('placement')!r:.80}."
-        ) from error
-    return grid, placement_of(known)
 
 
 def placement_of(known: Mapping[str, Any]) -> Placement:
