@@ -126,17 +126,18 @@ NAN = float("nan")
 def result() -> Evaluation:
     """Three images, of which one or all have no value at some layers; both references have the same values."""
     attention, flow = [[0.1, -0.2], [0.3, NAN], [0.8, 0.0]], [[NAN, NAN], [NAN, 0.5], [NAN, NAN]]
-    values = np.stack([np.stack([attention, attention, flow], axis=1)] * 2, axis=1)  # [images, references, …]
-    return Evaluation("data", "a model", (), (), ({},) * 3, correlation=values)
+    known = {"status": "measured", "groups": ["correlation"], "target_source": "label", "values": {}}
+    rows = [known | {"correlation": [[a, a, f]] * 2} for a, f in zip(attention, flow, strict=True)]
+    settings = {"groups": ["correlation"], "blurred_twin": False}
+    return Evaluation("data", "a model", (), (), tuple(rows), settings=settings)
 
 
 def test_mean_and_standard_deviation_leave_undefined_images_out():
     rows = {(row[0], row[1], row[2]): row[3:] for row in result().correlations().rows}
     assert rows["occlusion", "attention", 1] == pytest.approx((0.4, np.std([0.1, 0.3, 0.8], ddof=1)))
     assert rows["occlusion", "attention", 2][0] == pytest.approx(-0.1)
-    assert np.isnan(rows["occlusion", "flow", 1]).all()
-    assert rows["input_gradient", "flow", 2][0] == 0.5 and np.isnan(rows["input_gradient", "flow", 2][1])
-    assert result().to_dict()["correlation"]["spearman"][4]["mean"] is None
+    assert rows["occlusion", "flow", 1] == (None, None)
+    assert rows["input_gradient", "flow", 2] == (0.5, None)
 
 
 def test_the_table_is_that_of_the_paper():

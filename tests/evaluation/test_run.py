@@ -240,7 +240,7 @@ def test_constant_maps_are_counted_and_reported(explainer, constant_method):
     notes = {note.split(",")[0]: note for note in actual.notes}
     assert notes["Undefined values in faithfulness"].endswith("does not rank patches: nothing on 3 images.")
     assert "nothing on 1 image" in notes["Undefined values in sanity"]
-    assert "| nothing | – |" in actual.to_markdown("faithfulness")
+    assert "| nothing | – |" in actual.overview("faithfulness").to_markdown()
     json.dumps(actual.to_dict(), allow_nan=False)
 
 
@@ -350,7 +350,7 @@ def test_wrong_options_are_reported_before_a_model_is_loaded(options, message):
 
 def test_custom_data_in_python(explainer):
     image = draw_image(5)
-    dataset = Dataset("mine", "1 image", [Sample("five", lambda: Labelled(image.image, None, "orange disc"))], False)
+    dataset = Dataset("mine", "images", [Sample("five", lambda: Labelled(image.image, None, "orange disc"))], False)
     actual = evaluate(dataset, model=explainer, methods=["gae"], metrics=["faithfulness"], replace_by="blur", points=4)
     assert actual.images[0]["class_name"] == "orange disc"
     assert actual.fractions.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
@@ -523,7 +523,7 @@ def test_a_saved_evaluation_holds_every_number(saved):
 
 
 def test_no_cell_of_a_csv_is_a_formula(saved):
-    actual = replace(saved[0], images=tuple({**one, "class_name": "=1+2"} for one in saved[0].images))
+    actual = replace(saved[0], rows=tuple({**one, "class_name": "=1+2"} for one in saved[0].rows))
     text = actual.results().to_csv()
     assert ",'=1+2," in text and ",=1+2," not in text
 
@@ -543,16 +543,11 @@ def test_tables_for_other_programs(saved, monkeypatch):
         actual.summary().to_pandas()
 
 
-def test_tables_alone(saved, tmp_path):
-    actual, place = saved
-    assert actual.save(tmp_path / "a.json").read_text() == (place / "summary.json").read_text()
-    assert actual.save(tmp_path / "a.csv").read_text() == (place / "summary.csv").read_text()
-    text = actual.save(tmp_path / "a.md").read_text()
-    assert text == str(actual)
+def test_the_text_has_a_table_for_each_group(saved):
+    text = str(saved[0])
+    assert text == saved[0].to_markdown()
     assert "| method | pointing game ↑ |" in text
     assert text.count("| random |") == 3
-    with pytest.raises(OptionError, match=r"Unknown file type '.pdf'"):
-        actual.save(tmp_path / "a.pdf")
 
 
 def test_charts_are_the_same_bytes_every_time(saved, tmp_path):

@@ -13,13 +13,13 @@ from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise, score_object
-from vitflow.evaluation.measures.references import coverage, has_intervals, rank_correlation
-from vitflow.evaluation.targets import Grid, TargetRegion
+from vitflow.evaluation.measures.references import coverage, rank_correlation
+from vitflow.evaluation.metrics import has_intervals, twin_of
+from vitflow.evaluation.targets import Grid, TargetRegion, maps_by_class
 from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import columns_of
 from vitflow.methods.ranks import is_constant
 
 # Values of `Curves` that are stored: the metrics of faithfulness, and two curves.
@@ -27,22 +27,6 @@ _CURVES = (
     *("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation"),
     *("deletion", "insertion"),
 )
-
-
-# Standard deviation of the blur, in patches.
-SIGMA = 1.0
-
-_SUFFIX = " (blurred)"
-
-
-def twin_of(label: str) -> str:
-    """Return the label of a method's blurred twin."""
-    return f"{label}{_SUFFIX}"
-
-
-def is_twin(label: str) -> bool:
-    """Return True if the label is that of a blurred twin."""
-    return label.endswith(_SUFFIX)
 
 
 def blurred(saliency: Saliency) -> Saliency:
@@ -54,7 +38,7 @@ def blurred(saliency: Saliency) -> Saliency:
     >>> bool(np.isclose(blurred(saliency).grid.sum(), saliency.grid.sum()))
     True
     """
-    smooth = gaussian_filter(saliency.grid.astype(np.float64), SIGMA, mode="reflect")
+    smooth = gaussian_filter(saliency.grid.astype(np.float64), 1.0, mode="reflect")
     return replace(saliency, grid=smooth.astype(np.float32))
 
 
@@ -151,14 +135,10 @@ def measure(case: Case) -> dict[str, Any]:
         "status": "measured",
         "groups": case.groups,
         "target_source": "prediction" if case.truth.target is None else "label",
-        "class_index": first.target,
-        "class_name": first.class_name,
-        "probability": first.probability,
-        "predicted_index": first.predicted,
+        **first.score.to_dict(),
         "width": first.image.shape[1],
         "height": first.image.shape[0],
         "region_share": None if region is None else float(region.mean()),
-        "constant": [label for label, saliency in case.maps.items() if is_constant(saliency.grid)],
         "seconds": {label: saliency.seconds for label, saliency in case.maps.items()},
         "grid": None if case.grid is None else case.grid.names,
         "values": values,
@@ -228,12 +208,10 @@ def _grid(case: Case, values: Values) -> None:
             values[label] |= dict(zip(("grid_energy", "grid_auc", "grid_wins"), cell, strict=True))
     if len(objects) < 2:
         return
-    flat = case.explainer.explain_batch([case.image.image], methods=methods, targets=list(objects))
-    for method, maps in zip(methods, columns_of(flat), strict=True):
-        by_class = maps * (len(objects) // len(maps))  # one map for all classes, or one for each
-        scores = [score_object(_heatmap(m), list(objects.values()), index) for index, m in enumerate(by_class)]
+    for label, maps in maps_by_class(case.explainer, case.image.image, methods, list(objects)).items():
+        scores = [score_object(_heatmap(each), list(objects.values()), index) for index, each in enumerate(maps)]
         if defined := [score for score in scores if score is not None]:
-            values[method.label] |= dict(zip(("separation", "separation_wins"), np.mean(defined, axis=0), strict=True))
+            values[label] |= dict(zip(("separation", "separation_wins"), np.mean(defined, axis=0), strict=True))
 
 
 def _intervals(case: Case, values: Values) -> None:

@@ -3,8 +3,9 @@
 This module imports no torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vitflow.errors import OptionError, check_known
 
@@ -269,3 +270,21 @@ def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], li
     chosen = [metric for metric in METRICS.values() if {metric.name, metric.group, "all"} & set(requested)]
     groups = {metric.group for metric in chosen}
     return chosen, [name for name in GROUPS if name in groups or {name, "all"} & set(requested)]
+
+
+def has_intervals(options: Mapping[str, Any]) -> bool:
+    """Return True if values with these options have intervals: sampling and consensus with estimator="regression"."""
+    return bool(options.get("estimator") == "regression")
+
+
+_SUFFIX = " (blurred)"
+
+
+def twin_of(label: str) -> str:
+    """Return the label of a method's blurred twin."""
+    return f"{label}{_SUFFIX}"
+
+
+def is_twin(label: str) -> bool:
+    """Return True if the label is that of a blurred twin."""
+    return label.endswith(_SUFFIX)

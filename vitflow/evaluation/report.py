@@ -9,13 +9,11 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
-from vitflow.evaluation.measuring import is_twin
-from vitflow.evaluation.metrics import GROUPS, Metric
-from vitflow.evaluation.statistics import CONFIDENCE, Difference, defined_means
+from vitflow.evaluation.metrics import GROUPS, Metric, is_twin
+from vitflow.evaluation.statistics import CONFIDENCE
 from vitflow.evaluation.tables import LAYER_TITLES, TableRow, Tables
 from vitflow.explaining.method_table import get_method, is_slow, split_label
 from vitflow.images.charts import (
@@ -31,7 +29,7 @@ from vitflow.images.charts import (
     style_axes,
 )
 from vitflow.images.figures import figure_bytes
-from vitflow.images.typesetting import BODY, GREY, INK, decimal, wrap
+from vitflow.images.typesetting import BODY, GREY, INK, wrap
 from vitflow.viewer.pages import write_html
 
 # Lengths in inches; browsers may draw labels a little wider than matplotlib, so they need the padding.
@@ -102,11 +100,12 @@ def draw_curves(evaluation: Tables) -> Figure:
     """Draw mean deletion and insertion curves, a line per method; baselines are grey."""
     assert evaluation.fractions is not None
     charts = {
-        "deletion: highest patches removed first ↓": evaluation.series["deletion"],
-        "insertion: highest patches inserted first ↑": evaluation.series["insertion"],
+        "deletion: highest patches removed first ↓": evaluation.mean_lines("deletion"),
+        "insertion: highest patches inserted first ↑": evaluation.mean_lines("insertion"),
     }
+    fractions = evaluation.fractions.tolist()
     return draw_lines(
-        {title: _lines(evaluation, evaluation.fractions, defined_means(of)) for title, of in charts.items()},
+        {title: _lines(evaluation, fractions, lines) for title, lines in charts.items()},
         x_label=["share of patches removed", "share of patches inserted"],
         y_label="probability of the class",
         bottom=0.0,
@@ -115,23 +114,27 @@ def draw_curves(evaluation: Tables) -> Figure:
 
 def draw_stages(evaluation: Tables) -> Figure:
     """Draw the similarity to the original maps under cascading randomisation, a line per method."""
-    values = defined_means(evaluation.series["cascade"])  # [methods, stages]
-    trained = np.where(np.isnan(values).all(axis=1, keepdims=True), np.nan, 1.0)
-    lines = np.concatenate([trained, values], axis=1)
+    lines = {
+        method: [1.0, *line] for method, line in evaluation.mean_lines("cascade").items() if line != [None] * len(line)
+    }
     return draw_lines(
-        {"cascading randomisation: closer to 0 is better": _lines(evaluation, np.arange(lines.shape[1]), lines)},
+        {
+            "cascading randomisation: closer to 0 is better": _lines(
+                evaluation, range(len(evaluation.stages) + 1), lines
+            )
+        },
         x_label="weights randomised from the top down to …",
         y_label="Spearman with the trained model's map",
         ticks=["trained", *evaluation.stages],
     )
 
 
-def _lines(evaluation: Tables, x: NDArray[Any], lines: NDArray[np.float64]) -> list[Series]:
+def _lines(evaluation: Tables, x: Sequence[float], lines: Mapping[str, Sequence[float | None]]) -> list[Series]:
     """Return a line per method with values, without the controls, which would cover the methods."""
     return [
-        Series(method, x.tolist(), values.tolist(), baseline=evaluation.is_baseline(method))
-        for method, values in zip(evaluation.methods, lines, strict=True)
-        if not (np.isnan(values).all() or is_twin(method))
+        Series(method, x, line, baseline=evaluation.is_baseline(method))
+        for method, line in lines.items()
+        if not (is_twin(method) or all(value is None for value in line))
     ]
 
 
@@ -149,7 +152,7 @@ def draw_correlation(evaluation: Tables) -> Figure:
 
 def draw_charts(evaluation: Tables) -> dict[str, Figure]:
     """Draw every chart; return them by name."""
-    figures = {group: draw_bars(evaluation, [group]) for group in evaluation.groups}
+    figures = {name: draw_bars(evaluation, [name]) for name in evaluation.groups if name != "correlation"}
     if evaluation.fractions is not None:
         figures["curves"] = draw_curves(evaluation)
     if "cascade" in evaluation.series:
@@ -171,16 +174,17 @@ def verdict(evaluation: Tables) -> str:
     >>> verdict(evaluate("demo:8", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
     'On your 8 images: GAE for where the object is.'
     """
-    measured = {metric.name for metric in evaluation.metrics}
-    answered = {question: [name for name in names if name in measured] for question, names in _QUESTIONS.items()}
-    questions = {question: names[0] for question, names in answered.items() if names}
+    measured = {
+        question: [name for name in names if name in evaluation.values] for question, names in _QUESTIONS.items()
+    }
+    questions = {question: names[0] for question, names in measured.items() if names}
     winners: dict[str, list[str]] = {}
     unclear: list[str] = []
     for question, metric in questions.items():
         if not (ranking := evaluation.ranking(metric)):
             continue
         best = ranking[0][0]
-        if _is_tie(evaluation, metric, best, "random"):
+        if evaluation.state(metric, best, "random") not in ("better", "worse"):
             unclear.append(question)
         else:
             winners.setdefault(best, []).append(question)
@@ -202,17 +206,12 @@ def verdict(evaluation: Tables) -> str:
             _title(other)
             for other in evaluation.main_methods
             if other not in named[: index + 1]
-            and all(_is_tie(evaluation, metric, method, other) for metric in questions.values())
+            and not {"better", "worse"} & {evaluation.state(metric, method, other) for metric in questions.values()}
         ]
         if ties:
             sentences.append(f"no clear difference between {_title(method)} and {_listed(ties)}")
     count = len(evaluation.images)
     return f"On your {count} image{'' if count == 1 else 's'}: {'; '.join(sentences)}."
-
-
-def _is_tie(evaluation: Tables, metric: str, first: str, second: str) -> bool:
-    pair = evaluation.difference(metric, first, second)
-    return pair is None or not pair.is_clear
 
 
 def _is_slow(label: str) -> bool:
@@ -239,81 +238,21 @@ def write_page(evaluation: Tables, path: Path, charts: Mapping[str, Figure]) -> 
         path: the HTML file.
         charts: charts by name, from `draw_charts`.
     """
-    groups = [*evaluation.groups, *(["correlation"] if evaluation.correlation is not None else [])]
     return write_html(
         path,
         "evaluation",
         evaluation=evaluation,
         verdict=verdict(evaluation),
-        groups=[_section(evaluation, group, charts) for group in groups],
+        groups={name: group for name, group in GROUPS.items() if name in evaluation.groups},
+        charts={name: _image(figure, "svg") for name, figure in charts.items()},
+        grids=[_image(grid, "png") for grid in evaluation.grids],
         confidence=round(100 * CONFIDENCE),
         baselines=sum(map(evaluation.is_baseline, evaluation.methods)),
     )
-
-
-def _section(evaluation: Tables, name: str, charts: Mapping[str, Figure]) -> dict[str, Any]:
-    """Return the template values of a group of metrics."""
-    metrics = [metric for metric in evaluation.metrics if metric.group == name]
-    columns = [_column(evaluation, metric) for metric in metrics]
-    return {
-        "name": name,
-        "facts": GROUPS[name],
-        "metrics": metrics,
-        "rows": list(zip(evaluation.methods, zip(*columns, strict=True), strict=True)) if metrics else [],
-        "charts": [
-            {"name": chart} | _image(charts[chart], "svg") for chart in (name, GROUPS[name].series) if chart in charts
-        ],
-        "images": [_image(grid, "png") for grid in (evaluation.grids if name == "grid" else ())],
-        "matrices": [(metric, _matrix(evaluation, metric)) for metric in metrics],
-        "accumulated": evaluation.accumulated_mean_iou() if name == "localisation" else {},
-    }
 
 
 def _image(figure: Figure, suffix: str) -> dict[str, Any]:
     """Return a figure as a data URI, and its width on the page."""
     content = base64.b64encode(figure_bytes(figure, f".{suffix}")).decode()
     kind = {"svg": "svg+xml", "png": "png"}[suffix]
-    return {"image": f"data:image/{kind};base64,{content}", "width": round(_PIXELS * figure.get_figwidth())}
-
-
-def _column(evaluation: Tables, metric: Metric) -> list[dict[str, Any]]:
-    """Return a cell per method: its estimate, flagged if best or not clearly better than the random map."""
-    ranking = evaluation.ranking(metric.name)
-    best = [method for method, mean in ranking if decimal(mean) == decimal(ranking[0][1])]  # as displayed
-    cells = []
-    for row in evaluation.table(metric.name):
-        pair = evaluation.difference(metric.name, row.method, "random")
-        cells.append(
-            {
-                "estimate": row.estimate,
-                "measured": evaluation.is_measured(row.method, metric),
-                "best": row.method in best,
-                "level": pair is not None and _state(pair, metric) != "better",
-            }
-        )
-    return cells
-
-
-def _matrix(evaluation: Tables, metric: Metric) -> list[tuple[str, list[dict[str, str]]]]:
-    """Return row minus column for all pairs, by row."""
-    return [
-        (row, [_cell(evaluation.difference(metric.name, row, column), metric) for column in evaluation.methods])
-        for row in evaluation.methods
-    ]
-
-
-def _cell(pair: Difference | None, metric: Metric) -> dict[str, str]:
-    if pair is None:
-        return {"text": "", "state": "self", "title": ""}
-    mean, low, high, above = pair.estimate.mean, pair.estimate.low, pair.estimate.high, pair.above
-    if mean is None or low is None or high is None or above is None:
-        return {"text": "–", "state": "unclear", "title": "not defined"}
-    title = f"{decimal(low)} … {decimal(high)}; higher on {above:.0%} of {pair.estimate.count} images"
-    return {"text": decimal(mean, signed=True), "state": _state(pair, metric), "title": title}
-
-
-def _state(pair: Difference, metric: Metric) -> str:
-    """Return "better" or "worse" if the first method clearly is, otherwise "unclear"."""
-    if not pair.is_clear or pair.estimate.mean is None:
-        return "unclear"
-    return "better" if (pair.estimate.mean > 0) == (metric.better == "higher") else "worse"
+    return {"data": f"data:image/{kind};base64,{content}", "width": round(_PIXELS * figure.get_figwidth())}

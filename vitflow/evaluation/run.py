@@ -14,9 +14,8 @@ from torch import nn
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, stops_all, whole_number
 from vitflow.evaluation.datasets import Dataset, Sample, open_dataset
 from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, can_drop_tokens
-from vitflow.evaluation.measures.references import has_intervals
 from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
-from vitflow.evaluation.metrics import GROUPS, choose_metrics
+from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.evaluation.targets import Grid, choose_target, draw_grids, make_grids, random_order
@@ -144,14 +143,16 @@ def evaluate(
             f"None of the {len(dataset)} images could be measured. First error: {rows[0]['input']!r}: "
             f"{rows[0]['error']}: {rows[0]['message']}"
         )
-    evaluation = Evaluation.of_rows(
-        rows,
-        dataset=dataset,
+    measured = {group for row in rows for group in row.get("groups", ())}
+    evaluation = Evaluation(
+        data=dataset.name,
         model=explainer.model_id,
-        protocol=protocol,
-        metrics=[metric for metric in shown if metric.group in groups],
+        methods=tuple(protocol.labels),
+        metrics=tuple(metric for metric in shown if metric.group in measured),
+        rows=tuple(rows),
         settings=without_probe(settings) | {"resamples": resamples, "versions": versions()},
-        notes=notes,
+        kind=dataset.kind,
+        skipped=tuple(notes),
     )
     if output is not None:
         with finishing(output):
@@ -225,6 +226,8 @@ def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol) -> dic
     }
     if any(GROUPS[group].costly for group in protocol.groups):
         measured["sanity_images"] = protocol.sanity_images
+    if "sanity" in protocol.groups:
+        measured["unchecked"] = list(protocol.unchecked)
     if "faithfulness" in protocol.groups:
         measured |= {"replace_by": protocol.replace, "points": protocol.points}
     return run_fingerprint("evaluation", data, explainer.fingerprint(), protocol.methods, measured)

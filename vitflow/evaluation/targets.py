@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, check_count, union
 from vitflow.evaluation.datasets import Sample
-from vitflow.evaluation.measures.localisation import CELLS, CellScore, score_cell
+from vitflow.evaluation.measures.localisation import CELLS, score_cell
 from vitflow.evaluation.measures.sanity import as_it_is
 from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.comparison import Comparison
@@ -136,7 +136,7 @@ class Grid:
 
     samples: tuple[Sample, ...]
     classes: tuple[int, ...]
-    _scores: dict[str, list[CellScore]] = field(default_factory=dict)  # by method, computed once for all images
+    _scores: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)  # by method, computed once for all images
 
     @property
     def names(self) -> list[str]:
@@ -156,22 +156,30 @@ class Grid:
     def maps(self, explainer: Explainer, methods: Sequence[ChosenMethod]) -> dict[str, list[Saliency]]:
         """Return the maps of each method, by label, for each class of the grid."""
         image = self.image(explainer)
-        names = [" + ".join(self.names)]
-        flat = as_it_is(explainer, image.shape[:2]).explain_batch(
-            [image], methods=methods, targets=list(self.classes), names=names
+        return maps_by_class(
+            as_it_is(explainer, image.shape[:2]), image, methods, self.classes, names=[" + ".join(self.names)]
         )
-        return {
-            method.label: list(maps) * (CELLS // len(maps))  # one map for all classes, or one for each
-            for method, maps in zip(methods, columns_of(flat), strict=True)
-        }
 
-    def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, CellScore]:
+    def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, tuple[float, ...]]:
         """Return the score of each method's map for the class of this image, by label."""
         if not self._scores:
             for label, maps in self.maps(explainer, methods).items():
                 self._scores[label] = [score_cell(saliency.grid, cell) for cell, saliency in enumerate(maps)]
         cell = self.names.index(name)
         return {label: scores[cell] for label, scores in self._scores.items()}
+
+
+def maps_by_class(
+    explainer: Explainer,
+    image: NDArray[np.uint8],
+    methods: Sequence[ChosenMethod],
+    classes: Sequence[int],
+    names: Sequence[str] | None = None,
+) -> dict[str, list[Saliency]]:
+    """Return the maps of each method, by label, for each class; a method that is not class-specific has one map."""
+    flat = explainer.explain_batch([image], methods=methods, targets=list(classes), names=names)
+    columns = zip(methods, columns_of(flat), strict=True)
+    return {method.label: maps * (len(classes) // len(maps)) for method, maps in columns}
 
 
 def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> dict[str, Grid]:

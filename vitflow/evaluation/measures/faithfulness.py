@@ -144,8 +144,12 @@ def faithfulness_curves(
         whole = Choice(np.arange(orders[0].size), maps[0].grid.shape)
         choices = [whole, Choice(whole.kept[:0], whole.grid)]
         for saliency, order in zip(maps, orders, strict=True):
-            choices += [Choice(kept, saliency.grid.shape) for kept in _kept_between(order, points)]
+            removed = removed_counts(order.size, points)[1:-1]
+            kept = [order[count:] for count in removed] + [order[: order.size - count] for count in removed]
+            choices += [Choice(patches, saliency.grid.shape) for patches in kept]
         logits = logits_of_kept(explainer, pixels, choices, replace, batch_size)
+    if not torch.isfinite(logits).all():
+        raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for an image with removed patches.")
     ends = logits[:2]
     # [maps, most or least relevant first, points, classes]
     between = logits[2:].reshape(len(maps), 2, points - 2, logits.shape[1])
@@ -180,12 +184,6 @@ def patch_order(grid: NDArray[np.floating[Any]]) -> Indices:
     if grid.ndim != 2 or not np.isfinite(grid).all():
         raise ShapeError(f"Expected a map [rows, cols] of finite values, got shape {grid.shape} or non-finite values.")
     return np.argsort(-grid.ravel().astype(np.float64), kind="stable")
-
-
-def _kept_between(order: Indices, points: int) -> list[Indices]:
-    """Return the kept patches at each inner point: most relevant removed first, then least relevant first."""
-    removed = removed_counts(order.size, points)[1:-1]
-    return [order[count:] for count in removed] + [order[: order.size - count] for count in removed]
 
 
 def _check(maps: Sequence[Saliency], points: int, batch_size: int) -> None:
@@ -262,7 +260,6 @@ def logits_of_kept(
         OptionError: replace is unknown.
         ShapeError: replace is "drop", and a grid is not that of the model's tokens.
         UnsupportedModelError: replace is "drop", and the model does not support dropped tokens.
-        ModelError: the logits are not finite values [images, classes].
     """
     check_known("replacement", replace, REPLACEMENTS)
     if replace == "drop":
@@ -278,7 +275,7 @@ def logits_of_kept(
             keeps[torch.from_numpy(choice.kept)] = True
             visible.append(keeps[owners[choice.grid]][None])
         images = torch.where(torch.stack(visible).to(pixels.device), pixels, filler)
-        logits.append(_checked(explainer, explainer.logits(images)))
+        logits.append(explainer.logits(images).cpu())
     return torch.cat(logits)
 
 
@@ -303,7 +300,7 @@ def _with_dropped_tokens(explainer: Explainer, pixels: Tensor, choices: Sequence
             else:
                 kept = torch.from_numpy(np.stack([choices[index].kept for index in chunk]))
                 result = run_on_patches(explainer.model, pixels, kept, layout=layout, outputs=explainer.outputs.read)
-            logits.append(_checked(explainer, result).expand(len(chunk), -1))
+            logits.append(result.cpu().expand(len(chunk), -1))
             order += chunk
     return torch.cat(logits)[np.argsort(order)]
 
@@ -325,12 +322,3 @@ def blur(pixels: Tensor) -> Tensor:
     blurred = cv2.GaussianBlur(image, (0, 0), sigmaX=sigma, borderType=cv2.BORDER_REFLECT_101)
     planes = np.ascontiguousarray(blurred.reshape(height, width, -1).transpose(2, 0, 1))
     return torch.from_numpy(planes).to(pixels.device, pixels.dtype)[None]
-
-
-def _checked(explainer: Explainer, logits: Tensor) -> Tensor:
-    """Return the logits on the CPU; ModelError if they are not finite values [choices, classes]."""
-    if logits.ndim != 2:
-        raise ModelError(f"Expected {explainer.model_id} to return logits [images, classes], got something else.")
-    if not torch.isfinite(logits).all():
-        raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for an image with removed patches.")
-    return logits.detach().cpu()

@@ -7,7 +7,7 @@ measure is None.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,36 +202,14 @@ def accumulated_iou(overlaps: Sequence[Sequence[float]] | NDArray[np.floating[An
 # --- One class against another --------------------------------------------------------------------------------------
 
 
-class CellScore(NamedTuple):
-    """Scores of a grid's map for the target cell.
-
-    Attributes:
-        energy: share of the map's positive mass in the cell; ¼ for a map without positive values.
-        auc: ROC-AUC of the map as a detector of the cell's patches.
-        wins: 1 if the cell has the largest mean, else 0; 1/n for n tied cells.
-    """
-
-    energy: float
-    auc: float
-    wins: float
-
-
-class ObjectScore(NamedTuple):
-    """Scores of a map for the target among the labelled objects of an image.
-
-    Attributes:
-        energy: share of the mass in labelled objects that is in the target object.
-        wins: 1 if the target object has the largest mean, else 0; 1/n for n tied objects.
-    """
-
-    energy: float
-    wins: float
-
-
-def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
-    """Score the map [rows, cols] of a grid for the class in a cell (0 to 3).
+def score_cell(grid: NDArray[np.floating], cell: int) -> tuple[float, float, float]:
+    """Score the map [rows, cols] of a grid of four images for the class in a cell (0 to 3).
 
     Patches that overlap two cells are ignored.
+
+    Returns:
+        The share of the map's positive mass in the cell, ¼ for a map without positive values; the ROC-AUC of the map as
+        a detector of the cell's patches; 1 if the cell has the largest mean, else 0, and 1/n for n tied cells.
 
     Raises:
         ShapeError: the map has fewer than 2 × 2 patches.
@@ -240,7 +218,7 @@ def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
     2021, §4 (the energy).
 
     >>> score_cell(np.array([[3.0, 1.0], [-1.0, 0.0]]), 0)
-    CellScore(energy=0.75, auc=1.0, wins=1.0)
+    (0.75, 1.0, 1.0)
     """
     if grid.ndim != 2 or min(grid.shape) < 2:
         raise ShapeError(f"Expected a map of at least 2 × 2 patches, got {grid.shape}.")
@@ -256,12 +234,10 @@ def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
     inside[cell] = True
     auc = roc_auc(cells.reshape(CELLS, -1), inside.reshape(CELLS, -1))
     assert auc is not None
-    return CellScore(
-        float(mass[cell]) / whole if whole > 0 else 1 / CELLS, auc, _wins(cells.mean(axis=(1, 2)).tolist(), cell)
-    )
+    return float(mass[cell]) / whole if whole > 0 else 1 / CELLS, auc, _wins(cells.mean(axis=(1, 2)), cell)
 
 
-def score_object(heatmap: Heatmap, objects: Sequence[Mask], target: int) -> ObjectScore | None:
+def score_object(heatmap: Heatmap, objects: Sequence[Mask], target: int) -> tuple[float, float] | None:
     """Score the map of an image for one of its labelled objects, against all of them.
 
     Args:
@@ -271,24 +247,24 @@ def score_object(heatmap: Heatmap, objects: Sequence[Mask], target: int) -> Obje
         target: index of the target object.
 
     Returns:
-        None if one of the objects is outside the model input.
+        The share of the mass in labelled objects that is in the target object; 1 if the target object has the largest
+        mean, else 0, and 1/n for n tied objects. None if one of the objects is outside the model input.
 
     >>> masks = [np.array([[True, True, False, False]]), np.array([[False, False, False, True]])]
     >>> score_object(np.array([[3.0, 1.0, 0.0, 2.0]]), masks, 0)
-    ObjectScore(energy=0.6666666666666666, wins=0.5)
+    (0.6666666666666666, 0.5)
     """
     seen = np.isfinite(heatmap)
-    if not all((seen & mask).any() for mask in objects):
+    areas = np.array([(seen & mask).sum() for mask in objects])
+    if not areas.all():
         return None
     values = heatmap.astype(np.float64)
     mass = np.clip(values - max(float(values[seen].min()), 0.0), 0.0, None)
-    sums = [float(mass[seen & mask].sum()) for mask in objects]
-    areas = [int((seen & mask).sum()) for mask in objects]
-    whole = sum(sums)
-    energy = sums[target] / whole if whole > 0 else areas[target] / sum(areas)
-    return ObjectScore(energy, _wins([mass_sum / area for mass_sum, area in zip(sums, areas, strict=True)], target))
+    sums = np.array([mass[seen & mask].sum() for mask in objects])
+    shares = sums / sums.sum() if sums.any() else areas / areas.sum()
+    return float(shares[target]), _wins(sums / areas, target)
 
 
-def _wins(means: Sequence[float], target: int) -> float:
-    largest = np.array(means) == max(means)
+def _wins(means: NDArray[np.float64], target: int) -> float:
+    largest = means == means.max()
     return float(largest[target]) / float(largest.sum())

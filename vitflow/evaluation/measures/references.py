@@ -1,6 +1,6 @@
 """Agreement with references: rank correlation with occlusion and gradients by layer, and coverage of intervals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -108,11 +108,6 @@ def _layer_map(
     return np.round(grid / largest, 6) if largest > 0 else grid
 
 
-def has_intervals(options: Mapping[str, Any]) -> bool:
-    """Return True if values with these options have intervals: sampling and consensus with estimator="regression"."""
-    return bool(options.get("estimator") == "regression")
-
-
 def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) -> float:
     """Return the share of patches whose 95 % interval contains the mean from many masks of another seed.
 
@@ -134,7 +129,7 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
     True
     """
     [method] = choose_methods([(saliency.method, saliency.options)], {})
-    if not has_intervals(method.options) or saliency.target is None:
+    if method.options.get("estimator") != "regression" or saliency.target is None:
         raise OptionError(
             f"Expected a map by sampling or consensus with estimator=regression for a class, got {saliency.method}, "
             "whose values have no intervals."

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitflow.errors import OptionError, VitflowWarning, check_known
-from vitflow.explaining.comparison import mean_of_defined
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.images.preprocessing import Preprocessing
@@ -24,14 +23,12 @@ from vitflow.models.libraries import library_blocks
 # Default number of stages of randomisation, evenly spaced from the head to the whole model.
 DEFAULT_STAGES = 5
 
-OTHERS = ("second", "least")
-
 Grid = NDArray[np.float32]
 Part = tuple[str, list[nn.Module]]
 
 
 def cascading_randomisation(
-    explainer: Explainer, maps: Sequence[Saliency], *, stages: int | Sequence[str] | None = None, seed: int = 0
+    explainer: Explainer, maps: Sequence[Saliency], *, stages: Sequence[str] | None = None, seed: int = 0
 ) -> list[tuple[str, list[float | None]]]:
     """Correlate each map with the map by the same method of the same model with randomised weights.
 
@@ -48,7 +45,7 @@ def cascading_randomisation(
     Args:
         explainer: the explainer that made the maps.
         maps: maps of one image for one target, by any methods.
-        stages: names from `stage_names`, or the number of evenly spaced stages including both ends; 5 if None.
+        stages: names from `stage_names`; by default five, evenly spaced from the head to the whole model.
         seed: seed of the weights, which do not depend on the chosen stages.
 
     Returns:
@@ -62,15 +59,20 @@ def cascading_randomisation(
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
     >>> maps = explainer.explain_batch(sample_images()[:1], methods=["gae", "centre"])
-    >>> [(stage, round(centre, 3)) for stage, (gae, centre) in cascading_randomisation(explainer, maps, stages=2)]
+    >>> ends = ["head", "embedding"]
+    >>> [(stage, round(centre, 3)) for stage, (_, centre) in cascading_randomisation(explainer, maps, stages=ends)]
     [('head', 1.0), ('embedding', 1.0)]
     """
-    chosen = _choose(stage_names(explainer.model), stages)
+    names = stage_names(explainer.model)
+    if stages is None:
+        stages = [names[round(index)] for index in np.linspace(0, len(names) - 1, min(DEFAULT_STAGES, len(names)))]
+    for stage in stages:
+        check_known("stage", stage, names)
     results = []
     with warnings.catch_warnings():
         # Warnings about the random model, such as saturated flows, do not concern the caller's model.
         warnings.simplefilter("ignore", VitflowWarning)
-        for stage, randomised in randomised_copies(explainer, chosen, seed=seed):
+        for stage, randomised in randomised_copies(explainer, stages, seed=seed):
             others = explain_again(randomised, [maps[0].image], maps)
             results.append((stage, [spearman(a.grid, b.grid) for a, b in zip(maps, others, strict=True)]))
     return results
@@ -172,38 +174,22 @@ def _redraw(module: nn.Module) -> None:
             parameter.normal_(float(trained.mean()), float(trained.std(correction=0)))
 
 
-def _choose(names: Sequence[str], stages: int | Sequence[str] | None) -> list[str]:
-    if stages is None:
-        stages = min(DEFAULT_STAGES, len(names))
-    if isinstance(stages, int):
-        if not 1 <= stages <= len(names):
-            raise OptionError(f"Expected 1 to {len(names)} stages for this model, got {stages}.")
-        # A single stage is the whole model.
-        return [names[round(index)] for index in np.linspace(0, len(names) - 1, stages)] if stages > 1 else [names[-1]]
-    if isinstance(stages, str) or not stages:
-        raise OptionError(f"Expected a list of stages, got {stages!r}.")
-    for stage in stages:
-        check_known("stage", stage, names)
-    return list(stages)
-
-
-def shift_stability(explainer: Explainer, maps: Sequence[Saliency], *, pixels: int | None = None) -> list[float | None]:
+def shift_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
     """Return Spearman's ρ between each map and the map of the shifted image, shifted back.
 
-    The model input is shifted by whole patches, once to the right and once down; ρ is the mean of both. Only patches
-    with identical pixels before and after are compared. New pixels come from the image beyond the crop, or from its
+    The model input is shifted by one patch, once to the right and once down; ρ is the mean of both. Only patches with
+    identical pixels before and after are compared. New pixels come from the image beyond the crop, or from its
     reflection at the border. Only the position embedding and the border change, so a map that depends on content is
     stable. A map that depends only on position can be stable, too: a centre prior loses little.
 
     Args:
         explainer, maps: as for `cascading_randomisation`.
-        pixels: shift in pixels of the model input, a multiple of the patch size; by default one patch.
 
     Returns:
         For each map, in order; None if a map is constant or its grid does not shift by whole cells.
 
     Raises:
-        OptionError: the shift is not by whole patches, or the maps are of several images or targets.
+        OptionError: the maps are of several images or targets.
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
@@ -213,15 +199,17 @@ def shift_stability(explainer: Explainer, maps: Sequence[Saliency], *, pixels: i
     True
     """
     image = maps[0].image
-    (down, right), (height, width) = _steps(explainer, image, pixels)
-    window = _wide_window(explainer, image, (down, right))  # the model input with a margin of one step
+    height, width = explainer.pixels(image).shape[-2:]
+    rows, cols = cell_grid(height, width, None)
+    down, right = explainer.spec.patch_size or (height // rows, width // cols)
+    window = _wide_window(explainer, image, (down, right))  # the model input with a margin of one patch
     moved = [window[down : down + height, :width], window[:height, right : right + width]]
     shifted = explain_again(as_it_is(explainer, (height, width)), moved, maps)
     values = []
     for before, to_right, to_down in zip(maps, shifted[: len(maps)], shifted[len(maps) :], strict=True):
         across = _moved_back(before.grid, to_right.grid, right, width)
         along = _moved_back(before.grid.T, to_down.grid.T, down, height)
-        values.append(mean_of_defined([across, along]) if None not in (across, along) else None)
+        values.append(None if across is None or along is None else (across + along) / 2)
     return values
 
 
@@ -254,21 +242,20 @@ def flip_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float
     ]
 
 
-def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency], *, other: str = "second") -> list[float | None]:
+def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
     """Return 1 − ρ between the maps for two classes of the image, by the method of each map.
 
-    Maps for the most probable class and another class are compared by Spearman's ρ over patches. A method that is not
+    Maps for the two most probable classes are compared by Spearman's ρ over patches. A method that is not
     class-specific has 0 and is not run. 1 means uncorrelated maps, 2 reversed ranks.
 
     Args:
         explainer, maps: as for `cascading_randomisation`.
-        other: "second" for the second most probable class, "least" for the least probable class.
 
     Returns:
         For each map, in order; None if the map for one of the classes is constant.
 
     Raises:
-        OptionError: other is unknown, or the model has fewer than two classes.
+        OptionError: the model has fewer than two classes.
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
@@ -277,41 +264,18 @@ def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency], *, other: 
     >>> gae > rollout == 0.0
     True
     """
-    check_known("other class", other, OTHERS)
     methods = [(m.method, m.options) for m in maps if m.class_specific]
     if not methods:
         return [0.0] * len(maps)
-    image = maps[0].image
-    by_class = explainer.explain_batch([image], methods=methods, targets=_two_classes(explainer, image, other))
+    with torch.no_grad():
+        logits = explainer.logits(explainer.pixels(maps[0].image))
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise OptionError(f"Expected a model with at least two classes, got {explainer.model_id} with fewer.")
+    classes = logits[0].argsort(descending=True)[:2].tolist()
+    by_class = explainer.explain_batch([maps[0].image], methods=methods, targets=classes)
     correlations = (spearman(a.grid, b.grid) for a, b in zip(by_class[::2], by_class[1::2], strict=True))
     changes = (None if rho is None else 1.0 - rho for rho in correlations)
     return [next(changes) if m.class_specific else 0.0 for m in maps]
-
-
-def _two_classes(explainer: Explainer, image: NDArray[np.uint8], other: str) -> list[int]:
-    """Return the most probable class of the image, and the other class."""
-    with torch.no_grad():
-        logits = explainer.logits(explainer.pixels(image))
-    if logits.ndim != 2 or logits.shape[1] < 2:
-        raise OptionError(f"Expected a model with at least two classes, got {explainer.model_id} with fewer.")
-    ranked = logits[0].argsort(descending=True).tolist()
-    return [ranked[0], ranked[1 if other == "second" else -1]]
-
-
-def _steps(
-    explainer: Explainer, image: NDArray[np.uint8], pixels: int | None
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shift of the model input (down, right), and its (height, width), in pixels."""
-    height, width = explainer.pixels(image).shape[-2:]
-    rows, cols = cell_grid(height, width, None)
-    patch = explainer.spec.patch_size or (height // rows, width // cols)
-    steps = patch if pixels is None else (pixels, pixels)
-    if min(steps) < 1 or steps[0] % patch[0] or steps[1] % patch[1] or steps[0] >= height or steps[1] >= width:
-        raise OptionError(
-            f"Expected a shift by whole patches of {patch[0]} × {patch[1]} pixels smaller than the model "
-            f"input of {height} × {width} pixels, got {pixels}."
-        )
-    return steps, (height, width)
 
 
 def _wide_window(explainer: Explainer, image: NDArray[np.uint8], margin: tuple[int, int]) -> NDArray[np.uint8]:
