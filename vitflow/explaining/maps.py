@@ -21,8 +21,8 @@ from vitflow.methods.fusion import HeadFusion, SignedFusion, check_layer, normal
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import ATTENTION_POOLING, pool_queries
 from vitflow.models.blocks import block_paths
+from vitflow.models.pooling import ATTENTION_POOLING, pool_queries
 from vitflow.progress import tracking
 from vitflow.recording.probing import output_from_tokens
 from vitflow.recording.trace import Trace

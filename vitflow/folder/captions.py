@@ -22,8 +22,8 @@ from vitflow.folder.work import InputImage, encode_maps
 from vitflow.images.figures import figure_bytes
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
-from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled
+from vitflow.models.names import check_name, model_id
 from vitflow.runs.batches import Batches, RunProgress, Tally
 from vitflow.runs.columns import Maps, Row, failed_row, write_manifest
 from vitflow.runs.store import Run

@@ -18,10 +18,10 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, Vitfl
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.models.anatomy import ATTENTION_POOLING, closed_readouts, feature_layout, logits_of, read_layout, unwrap
-from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
-from vitflow.models.libraries import check_recordable
-from vitflow.models.parts import runs_compiled
+from vitflow.models.anatomy import feature_layout, read_layout
+from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static
+from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
+from vitflow.models.pooling import ATTENTION_POOLING, closed_readouts
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (

@@ -13,7 +13,7 @@ from vitflow.methods.fusion import check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import relevance
 from vitflow.models.anatomy import read_layout
-from vitflow.models.languages import reads_text
+from vitflow.models.calls import reads_text
 from vitflow.recording.isolation import device_of, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace

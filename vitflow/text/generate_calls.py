@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError
-from vitflow.models.languages import decoder_of, reads_cache, reads_text
+from vitflow.models.calls import reads_cache, reads_text
+from vitflow.models.parts import decoder_of
 from vitflow.progress import tracking
 from vitflow.recording.isolation import Hook, device_of
 from vitflow.recording.probing import is_causal

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from vitflow.errors import OptionError
 from vitflow.explaining.clips import ClipSource
 from vitflow.explaining.method_table import Method
-from vitflow.models.anatomy import unwrap
-from vitflow.models.facts import check_name, model_id, model_note
 from vitflow.models.hub import bundled
-from vitflow.models.languages import decoder_path
+from vitflow.models.names import check_name, model_id, model_note
+from vitflow.models.parts import decoder_path, unwrap
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, evaluating
 from vitflow.text import languages

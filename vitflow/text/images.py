@@ -16,7 +16,7 @@ from vitflow.explaining.clips import FRAMES, ClipSource, frames_of
 from vitflow.images.reading import image_name, read_image
 from vitflow.images.videos import seconds_of
 from vitflow.models.anatomy import read_layout
-from vitflow.models.libraries import library_id
+from vitflow.models.parts import library_id
 from vitflow.text.image_tokens import ImageTokens, image_token, image_tokens, refuse_other, source_tokens
 from vitflow.text.languages import load_processor
 from vitflow.text.prompt_images import PromptImages

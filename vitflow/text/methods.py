@@ -24,7 +24,7 @@ from vitflow.methods.fusion import (
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import gradient_weighted_attention
 from vitflow.methods.tokens import Causal, check_causal, relative_to, self_token, uniform_attention
-from vitflow.models.languages import decoder_of
+from vitflow.models.parts import decoder_of
 from vitflow.progress import tracking
 from vitflow.recording.trace import Trace
 from vitflow.text.generate_calls import refuse_not_causal

@@ -18,9 +18,8 @@ from vitflow.explaining.captions import method_record
 from vitflow.explaining.option_types import TextOptions
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.rollout import attention_rollout
-from vitflow.models.anatomy import unwrap
-from vitflow.models.facts import check_name, model_id
-from vitflow.models.libraries import class_count
+from vitflow.models.names import check_name, class_count, model_id
+from vitflow.models.parts import unwrap
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
