@@ -23,7 +23,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of
 from vitflow.methods.cells import cell_edges
-from vitflow.methods.ranks import is_constant
+from vitflow.methods.similarity import is_constant
 
 #: Cells of a grid: two by two, numbered in raster order.
 CELLS = 4

@@ -22,7 +22,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of
-from vitflow.methods.ranks import is_constant
+from vitflow.methods.similarity import is_constant
 from vitflow.runs.batches import Batches
 from vitflow.runs.columns import failed_row
 

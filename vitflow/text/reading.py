@@ -128,8 +128,10 @@ class Reading:
         }
         layers = [torch.from_numpy(layer).unsqueeze(0) for layer in np.asarray(self.matrices)]
         rolled = [attention_rollout(layers[:count], **options)[0].numpy() for count in range(1, len(layers) + 1)]
-        flows = attention_flow(layers, all_sources=True, **options).normalized[0].numpy()
         raw, rollout = np.asarray(self.matrices), np.stack(rolled)
+        flows = np.zeros(raw.shape)  # from each token after each layer
+        for layer, token in np.ndindex(*raw.shape[:2]):
+            flows[layer, token] = attention_flow(layers[: layer + 1], source=token, **options).normalized[0].numpy()
         panels = [
             Panel("raw attention", raw, attention_paths(raw, self.selected), "edges: each layer's attention"),
             Panel("attention rollout", rollout, only_rows(rollout, self.selected), "edges: rollout to the input"),

@@ -32,8 +32,8 @@ from vitflow.images.typesetting import decimal
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion, check_layer, raw_attention
 from vitflow.methods.gradients import ValueWeighting
-from vitflow.methods.ranks import spearman
 from vitflow.methods.rollout import attention_rollout
+from vitflow.methods.similarity import spearman
 from vitflow.recording.trace import Trace
 
 LAYER_METHODS = ("attention", "rollout", "flow")

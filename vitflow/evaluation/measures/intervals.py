@@ -13,7 +13,7 @@ from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.sampling import sample
 from vitflow.explaining.targeted_trace import TargetedTrace
-from vitflow.methods.regression import NORMAL_95, Posterior, regress
+from vitflow.methods.sampling import NORMAL_95, Posterior, regress
 from vitflow.recording.isolation import evaluating
 
 #: Number of masks of the reference.

@@ -13,7 +13,7 @@ from torch import nn
 from vitflow.errors import OptionError, VitflowWarning, check_known
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.methods.ranks import spearman
+from vitflow.methods.similarity import spearman
 from vitflow.models.anatomy import transformer_of
 from vitflow.models.blocks import library_blocks
 

@@ -15,7 +15,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.images.preprocessing import Preprocessing
 from vitflow.methods.cells import cell_grid
-from vitflow.methods.ranks import spearman
+from vitflow.methods.similarity import spearman
 
 OTHERS = ("second", "least")
 
