@@ -29,7 +29,6 @@ from vitflow.recording.isolation import (
     hooked,
     model_lock,
     refuse_checkpointing,
-    refuse_compiled,
     uncompiled,
 )
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
@@ -151,7 +150,6 @@ class record_attention:
             stack.enter_context(hooked(self._fixed_hooks()))
             self._watch()
             if runs_compiled(self._called):
-                refuse_compiled()
                 stack.enter_context(uncompiled())
             self._stack = stack.pop_all()
         return self.trace
