@@ -18,8 +18,8 @@ from vitflow.explaining import captions
 from vitflow.explaining.applying import probabilities_of
 from vitflow.explaining.choices import ChosenMethod, choose_methods
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.explaining.targets import Score, Target, is_several, resolve_targets
 from vitflow.files import write_atomically
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, overlay

@@ -16,12 +16,12 @@ from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import changed_options
 from vitflow.explaining.choices import MethodChoice, check_methods
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
+from vitflow.explaining.inputs import ImageInput, at_least_one, name_of
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import columns_of, draw_comparison
+from vitflow.explaining.strips import Strip, columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_image
 from vitflow.images import figures
 from vitflow.images.figures import FigureResult, draw_and_save
@@ -273,7 +273,6 @@ class Comparison(FigureResult):
         *,
         same_scale: bool = False,
         width: float = 1.5,
-        timings: bool = False,
         **drawing: Any,
     ) -> Figure:
         """Draw the maps over their images: one row per image and class, one column per method.
@@ -285,14 +284,13 @@ class Comparison(FigureResult):
             same_scale: use the same colour limits for all maps of a method, so that they can be compared; by default
                 each map has separate limits. Methods never share limits, because their units differ.
             width: width of a column, in inches.
-            timings: show the computation time below each map.
             drawing: as for `Saliency.figure`; vmin and vmax are those of all maps.
 
         Raises:
             OptionError: a drawing option out of range, or another file type.
         """
-        pen = Pen.of(width, drawing)
-        return draw_and_save(path, lambda: draw_comparison(self.images, pen, same_scale=same_scale, timings=timings))
+        strip = Strip(Pen(width, **drawing), same_scale=same_scale)
+        return draw_and_save(path, lambda: draw_comparison(self.images, strip))
 
     def records(self) -> list[dict[str, Any]]:
         """Return a record of each image for JSON: its maps without values, and their agreement."""

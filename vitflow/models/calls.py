@@ -1,4 +1,4 @@
-"""What a forward pass is given and what it returns: text, caches, logits, detections, and segmentations.
+"""Arguments and outputs of forward passes: text, caches, logits, detections, and segmentations.
 
 Outputs are recognised by their fields, so that no library is imported: detectors in the format of DETR (DETR,
 Conditional DETR, YOLOS and others of transformers, and models that return `pred_logits` and `pred_boxes`), and

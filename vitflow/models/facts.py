@@ -22,21 +22,20 @@ from vitflow.models.names import (
     ClassNames,
     check_name,
     checked_class_names,
+    class_activation,
     class_count,
     class_names_of,
     model_id,
     model_note,
 )
 from vitflow.models.outputs import Outputs, outputs_of
-from vitflow.models.parts import library_id, pretrained_of, unwrap
+from vitflow.models.parts import library_id, unwrap
 
 # Keys of a data_config, as in timm; and keys by which a processor of transformers is recognised.
 _CONFIG = {"input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"}
 _PROCESSOR = {"image_mean", "image_std", "do_normalize", "do_resize", "image_processor_type", "max_num_patches"}
 # Interpolations by their number in Pillow.
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
-# Activations by the problem type of transformers.
-_ACTIVATIONS: Mapping[Any, str] = {"multi_label_classification": "sigmoid", "regression": "value"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +123,7 @@ def _outputs(model: nn.Module, outputs: Any, class_names: ClassNames | None, act
     if class_names is None:
         model_names = class_names_of(model)
         names = None if model_names is None else tuple(model_names)
-    config: Any = getattr(model, "pretrained_cfg", None) or {}
-    problem = getattr(getattr(pretrained_of(model), "config", None), "problem_type", None)
-    default = config.get("activation") or _ACTIVATIONS.get(problem, "softmax")
-    return Outputs(None, names, count, activation or default)
+    return Outputs(None, names, count, activation or class_activation(model))
 
 
 def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:

@@ -19,6 +19,8 @@ ClassNames = str | os.PathLike[str] | Sequence[str] | Mapping[int, str]
 _LARGEST_NAMES = 64 * 2**20
 #: Name of the last class of a detector with a softmax.
 NO_OBJECT = "no object"
+# Activations by the problem type of transformers.
+_ACTIVATIONS = {"multi_label_classification": "sigmoid", "regression": "value"}
 # Note of models whose tokens are not patches of the image.
 _OVERLAPPING = "tokens are cells of a convolutional feature map, whose receptive fields overlap"
 
@@ -90,6 +92,13 @@ def class_count(model: nn.Module) -> int | None:
         return 0 if pretrained is model else None  # the module around it may have a head
     count = getattr(model, "num_classes", None)
     return count if isinstance(count, int) else None
+
+
+def class_activation(model: nn.Module) -> str:
+    """Return the activation of a model's classes: that of its timm configuration, or by its problem type."""
+    config: Any = getattr(model, "pretrained_cfg", None) or {}
+    problem: Any = getattr(getattr(pretrained_of(model), "config", None), "problem_type", None)
+    return str(config.get("activation") or _ACTIVATIONS.get(problem, "softmax"))
 
 
 def class_names_of(model: nn.Module) -> list[str] | None:
@@ -230,7 +239,7 @@ def read_class_names(path: str | os.PathLike[str]) -> list[str]:
             raise ModelError(
                 f"Expected a file of class names of at most {_LARGEST_NAMES:,} bytes, got {size:,}: {path}."
             )
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot read class names from {path}: {error}.") from error
     is_json = path.suffix.lower() == ".json"

@@ -32,8 +32,8 @@ class ClosedReadout:
     Attributes:
         weights: weights of the top layer's tokens, [1 or batch, tokens]; rows sum to 1.
         name: the pooling: "class token", "average over patches", …
-        convention: "exact" if the gradient of an output must equal the weights, "support" if it must be 0 where they
-            are 0, "pooling" if the output must depend on the output of an attention-pooling head only.
+        convention: "exact" if the gradient of an output must equal the weights, "support" if it must be 0 exactly where
+            they are 0, "pooling" if the output must depend on the output of an attention-pooling head only.
     """
 
     weights: Tensor
