@@ -179,7 +179,7 @@ def load_transformers(name: str) -> nn.Module:
             f"{len(missing)} are missing ({', '.join(missing[:3])})."
         )
     model = model.float().eval()
-    remember_name(model, name)
+    remember_name(model, name.removeprefix("local-dir:"))
     return model  # type: ignore[no-any-return]
 
 
