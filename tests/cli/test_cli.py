@@ -490,7 +490,8 @@ def test_names_that_terminals_cannot_print(images, tmp_path):
 def test_methods_are_listed(run):
     table = {row["name"]: row for row in json.loads(run("methods", "--json").stdout)}
     assert table["rollout"]["options"]["residual"] == 0.5
-    assert "discard-ratio" in run("methods").stdout
+    assert "How much of each patch reaches the output" in run("methods").stdout
+    assert "discard-ratio" in run("methods", "rollout").stdout
 
 
 def test_models_are_listed(run):

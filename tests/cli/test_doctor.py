@@ -35,14 +35,14 @@ def test_it_reports_versions_the_device_and_that_a_model_runs(reported):
 
 
 def test_an_extra_that_is_not_there_is_reported_with_the_line_that_installs_it(reported, monkeypatch):
-    def without_pyarrow(name: str) -> str:
-        if name == "pyarrow":
+    def without_tifffile(name: str) -> str:
+        if name == "tifffile":
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(setup, "version", without_pyarrow)
+    monkeypatch.setattr(setup, "version", without_tifffile)
     actual = reported()
-    assert actual["extra parquet"] == "not installed (pip install 'vitflow[parquet]')"
+    assert actual["extra tiff"] == "not installed (pip install 'vitflow[tiff]')"
     assert actual["extra remote"] == "fsspec 1.0"
 
 

@@ -63,7 +63,7 @@ def test_no_image_and_no_mask_starts_a_program(folder, monkeypatch):
     for name in ("cat.jpg", "dog_mask.png"):
         (folder / name).write_bytes(EPS)
     assert all("to be an image (" in reported for reported in results(open_dataset(folder)).values())
-    assert "to be an image" in decode_file(str(folder / "cat.jpg")).message
+    assert "to be an image" in decode_file(str(folder / "cat.jpg")).row["message"]
     for source in (EPS, Image.open(io.BytesIO(EPS))):
         with pytest.raises(ImageError, match="to be an image"):
             read_image(source)

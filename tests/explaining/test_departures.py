@@ -13,7 +13,7 @@ from vitflow.explaining.method_table import BUILT_IN, Method, get_method
 from vitflow.explaining.strips import Strip, draw_comparison
 from vitflow.images.pen import Pen
 from vitflow.text.method_table import TEXT_METHODS, for_kind
-from vitflow.text.view import caption
+from vitflow.text.methods import caption
 
 IMAGE = sample_images()[0]
 

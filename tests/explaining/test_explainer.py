@@ -206,10 +206,12 @@ NAMES = ["ant", "bee", "cow", "dog", "Emu"]
 
 def test_class_names_come_as_a_file_a_list_or_a_mapping(tmp_path):
     (tmp_path / "names.txt").write_text("\n".join(NAMES))
+    (tmp_path / "windows.txt").write_text("\r\n".join(NAMES), encoding="utf-8-sig", newline="")
     numbered = dict(enumerate(NAMES))
     for reported in (
         tmp_path / "names.txt",
         str(tmp_path / "names.txt"),
+        tmp_path / "windows.txt",
         NAMES,
         tuple(NAMES),
         np.array(NAMES),

@@ -172,3 +172,8 @@ def test_the_command_writes_figures(monkeypatch, tmp_path, capsys):
 def test_another_file_type_is_refused_before_anything_is_drawn():
     with pytest.raises(OptionError, match=r"Unknown file type '.jpg'"):
         map_of(np.zeros((2, 2))).figure("figure.jpg")
+
+
+def test_an_overlay_has_the_pixels_of_its_image():
+    with pytest.raises(OptionError, match="dpi cannot be used for an overlay"):
+        map_of(np.zeros((2, 2))).overlay(dpi=300)

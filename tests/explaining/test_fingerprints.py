@@ -152,7 +152,7 @@ def test_every_option_of_a_method_changes_both_fingerprints(name):
 
 
 # What may differ between two runs over one folder, for it changes no result of an image.
-FREE = {"source", "output", "recursive", "glob", "limit", "batch_size", "workers", "overwrite", "manifest", "report"}
+FREE = {"source", "output", "recursive", "glob", "limit", "batch_size", "workers", "overwrite", "report"}
 FREE |= {"max_pixels", "progress", "command", "engine", "address", "actors"}
 
 
@@ -164,7 +164,6 @@ def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):
         "target": 2,
         "drawing": {"alpha": 0.3},
         "format": "png",
-        "save_map": True,
         "overlays": False,
         "options": {"residual": 0.3},
     }
@@ -209,11 +208,11 @@ def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
     source = fill(tmp_path / "in", 2)
     first = Explainer(custom_model(), data_config=CONFIG)
     other = Explainer(custom_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
-    run_folder(source, tmp_path / "out", model=first, save_map=True)
+    run_folder(source, tmp_path / "out", model=first)
     before = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
     with pytest.raises(OptionError, match=r"input.mean was \[0.5, 0.5, 0.5\] and is \[0.1, 0.5, 0.9\]"):
-        run_folder(source, tmp_path / "out", model=other, save_map=True)
-    again = run_folder(source, tmp_path / "out", model=other, save_map=True, overwrite=True)
+        run_folder(source, tmp_path / "out", model=other)
+    again = run_folder(source, tmp_path / "out", model=other, overwrite=True)
     assert again.kept == 0
     after = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
     assert all(entry != its for entry, its in zip(after, before, strict=True))

@@ -1,51 +1,30 @@
-"""The manifest holds the same rows in every format."""
+"""The manifest: a line of JSON for each row."""
 
-import csv
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from vitflow.runs.columns import kinds_in, write_manifest
+from vitflow.runs.columns import write_manifest
 
 ODD = os.fsdecode(b"caf\xe9\nnew.jpg")
 
 
 def rows():
-    yield {"input": "a.jpg", "status": "explained", "size": 3, "probability": 0.25, "outputs": {"r": "a-r.jpg"}}, {}
-    yield {"input": ODD, "status": "failed", "error": "ImageError", "message": 'two\nlines, "quoted"', "stem": ""}, {}
+    yield {"input": "a.jpg", "status": "explained", "size": 3, "probability": 0.25, "outputs": {"r": "a-r.jpg"}}
+    yield {"input": ODD, "status": "failed", "error": "ImageError", "message": 'two\nlines, "quoted"', "stem": ""}
 
 
 COMMON = {"model": "m", "methods": ["r"], "options": {"r": {"residual": 0.5}}, "residual": 0.5, "patch": None}
 
 
-def test_jsonl_is_lossless(tmp_path):
+def test_a_manifest_is_lossless(tmp_path):
     write_manifest(tmp_path / "m.jsonl", rows(), COMMON)
     first, second = (json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines())
     assert first["outputs"] == {"r": "a-r.jpg"} and first["residual"] == 0.5 and first["model"] == "m"
     assert os.fsencode(second["input"]) == b"caf\xe9\nnew.jpg"
     assert "stem" not in second and first.keys() == second.keys()
-
-
-def test_csv_has_the_same_rows(tmp_path):
-    write_manifest(tmp_path / "m.csv", rows(), COMMON)
-    with (tmp_path / "m.csv").open(encoding="utf-8", newline="") as file:
-        first, second = csv.DictReader(file)
-    assert list(first) == [*kinds_in("manifest"), "residual", "patch"]
-    assert first["input"] == "a.jpg" and float(first["probability"]) == 0.25
-    assert json.loads(first["options"]) == {"r": {"residual": 0.5}}
-    assert second["input"] == "caf\\xe9\nnew.jpg"
-    assert second["message"] == 'two\nlines, "quoted"'
-
-
-def test_no_cell_of_a_csv_is_a_formula(tmp_path):
-    names = ["=1+2.jpg", "+1.jpg", "@SUM(A1).jpg", "-1.jpg", "\tx.jpg", "'=.jpg", "a=b.jpg"]
-    write_manifest(tmp_path / "m.csv", (({"input": name, "probability": -0.5}, {}) for name in names), {"layer": -1})
-    with (tmp_path / "m.csv").open(encoding="utf-8", newline="") as file:
-        actual = list(csv.DictReader(file))
-    assert [row["input"] for row in actual] == [f"'{name}" for name in names[:-1]] + ["a=b.jpg"]
-    assert {(row["probability"], row["layer"]) for row in actual} == {("-0.5", "-1")}
 
 
 def test_what_is_to_last_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
@@ -63,24 +42,12 @@ def test_what_is_to_last_is_on_the_disk_before_it_takes_its_place(tmp_path, monk
     assert all(unfinished in synced for unfinished, _ in replaced)
 
 
-def test_parquet_has_the_same_rows_with_types(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    write_manifest(tmp_path / "m.parquet", rows(), COMMON)
-    table = parquet.read_table(tmp_path / "m.parquet")
-    first, second = table.to_pylist()
-    assert first["size"] == 3 and first["probability"] == 0.25 and first["error"] is None
-    assert second["input"] == "caf\\xe9\nnew.jpg"
-    assert json.loads(first["outputs"]) == {"r": "a-r.jpg"}
-    write_manifest(tmp_path / "none.parquet", iter(()), COMMON)
-    assert parquet.read_table(tmp_path / "none.parquet").schema == table.schema
-
-
 def test_a_failed_manifest_leaves_the_old_one(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text("old")
 
     def broken():
-        yield {"input": "a"}, {}
+        yield {"input": "a"}
         raise RuntimeError
 
     with pytest.raises(RuntimeError):

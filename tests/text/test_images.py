@@ -22,8 +22,8 @@ from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import merge_maps, upsample
 from vitflow.models.languages import decoder_path
 from vitflow.text import Generation, ImageTokens, Words, explain_generation
-from vitflow.text.image_tokens import tower_rows
 from vitflow.text.method_table import TEXT_METHODS
+from vitflow.text.prompts import tower_rows
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
@@ -246,17 +246,6 @@ def test_relative_is_the_quotient_with_the_row_of_a_neutral_prompt():
         written().image("heart", relative=True)
 
 
-def test_earlier_words_are_subtracted_as_far_as_they_explain_the_map():
-    actual = written(method="logit_lens")
-    maps, weights = actual.values[:, 1:37, -1].astype(float), actual.among_generated[2, :2, -1].astype(float)
-    rows = actual.values[:, :, -1].astype(float)
-    common = weights @ rows[:2]
-    best = np.linalg.lstsq(common[:, None], rows[2], rcond=None)[0][0]
-    expected = np.clip(maps[2] - best * common[1:37], 0, None)
-    np.testing.assert_allclose(actual.image("heart", without_earlier=True).grid.flatten(), expected, atol=1e-7)
-    assert np.array_equal(actual.image(0, without_earlier=True).grid, actual.image(0).grid)
-
-
 @pytest.mark.parametrize("method", ["rollout", "logit_lens"])
 def test_the_map_of_a_word_is_described_by_the_method_for_texts(method):
     """Also after pickling; the published attention of a decoder is masked, which is no departure."""
@@ -273,7 +262,8 @@ def test_down_to_the_patches_of_the_tower(name):
     one, actual = family(name), written(name, through_tower=True)
     shares = [rows.sum(axis=1) for rows in actual.images.tower]
     assert all((part <= 1 + 1e-5).all() and (part > 0.5).all() for part in shares)
-    fine, coarse = (actual.image("heart", through_tower=through) for through in (None, False))
+    coarse = replace(actual, images=replace(actual.images, tower=None)).image("heart")
+    fine = actual.image("heart")
     assert fine.options["through_tower"] and fine.grid.sum() <= coarse.grid.sum() + 1e-6
     inputs = one.processor(images=photograph(), text=f"{one.prompt} what", return_tensors="pt")
     # Where the layers mix next to nothing, a token holds the patches that it was made of.
@@ -303,8 +293,6 @@ def test_towers_that_cannot_be_followed_are_refused():
         written("qwen2_5_vl", through_tower=True)
     with pytest.raises(UnsupportedModelError, match="has 5 inputs for 2 token grids"):
         written("llava_next", through_tower=True)
-    with pytest.raises(OptionError, match="The vision tower was not recorded"):
-        written().image("heart", through_tower=True)
 
 
 def test_of_two_images_each_has_its_map():
@@ -357,16 +345,25 @@ def test_an_image_alone_is_requested_its_description():
     assert alone.prompt_tokens == reported.prompt_tokens
 
 
-def test_what_the_processor_has_made_is_taken_as_it_is():
+def test_what_the_processor_has_made_has_rows_and_no_maps():
     one = family("llava")
     inputs = one.processor(images=photograph(), text="user <image> what is on", return_tensors="pt")
-    given = {"image": photograph(), "processor": one.processor, "method": "rollout"}
-    actual = explain_generation(one.model, inputs, **given, **saying(one, ANSWER))
-    np.testing.assert_array_equal(actual.image("heart").grid, plainly("llava").image("heart").grid)
-    without = explain_generation(one.model, inputs, tokenizer=one.processor.tokenizer, **saying(one, ANSWER))
-    np.testing.assert_array_equal(without.values, actual.values)
+    given = {"method": "rollout", **saying(one, ANSWER)}
+    actual = explain_generation(one.model, inputs, tokenizer=one.processor.tokenizer, **given)
+    np.testing.assert_array_equal(actual.values, plainly("llava").values)
     with pytest.raises(OptionError, match="Expected an image in the prompt, got none: pass image="):
-        without.image("heart")
+        actual.image("heart")
+    with pytest.raises(OptionError, match="With images or a video, the prompt is one text, got BatchFeature"):
+        explain_generation(one.model, inputs, image=photograph(), processor=one.processor, **given)
+
+
+def test_a_processor_with_other_settings_places_its_patches_by_them():
+    one = family("llava")
+    processor = copy.deepcopy(one.processor)
+    processor.image_processor.do_pad = True
+    options = {"image": photograph(), "processor": processor, "method": "rollout", **saying(one, ANSWER)}
+    actual = explain_generation(one.model, f"{one.prompt} what is on", **options)
+    assert actual.image("heart").placement.window == pytest.approx((0, -12, 64, 52))
 
 
 def test_a_layout_takes_the_place_of_an_unknown_one(monkeypatch):
@@ -389,7 +386,7 @@ def test_what_is_no_image_is_reported():
     one = family("qwen2_vl")
     with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
         written("qwen2_vl", [])
-    with pytest.raises(OptionError, match="Expected one prompt with its images, .* got 2 prompts"):
+    with pytest.raises(OptionError, match="With images or a video, the prompt is one text, got list"):
         explain_generation(one.model, ["what", "is"], image=photograph(), processor=one.processor)
     with pytest.raises(OptionError, match="neutral, through_tower and layout require image"):
         explain_generation(one.model, "what", processor=one.processor, through_tower=True)

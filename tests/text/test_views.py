@@ -12,7 +12,7 @@ import vitflow
 from vitflow.errors import OptionError
 from vitflow.methods.rollout import attention_rollout
 from vitflow.text import Generation, Reading, Words
-from vitflow.text.graph import MOST_TOKENS
+from vitflow.text.sheet import MOST_TOKENS
 from vitflow.text.words import ENGLISH_STOP_WORDS
 
 MINILM = Path(__file__).resolve().parents[3] / "shared" / "data" / "minilm"
@@ -72,7 +72,7 @@ def test_the_writing_position_has_no_number_where_its_share_stands_apart():
     view = actual.sheet(generated=True)
     texts = [text.get_text() for text in view.figure().axes[0].texts]
     assert texts.count("·") == 3 and "query token 40 %" in view.text() and "· is the query token" in view.text()
-    assert "·" not in actual.shaded(1)._tokens[4].number and "query token, reported" not in raw.sheet().text()
+    assert 4 not in actual.shaded(1)._largest and "query token, reported" not in raw.sheet().text()
 
 
 def test_what_is_printed_of_a_result_is_one_short_line():

@@ -17,7 +17,6 @@ from gradio.utils import get_upload_folder
 from matplotlib.figure import Figure
 from torch import nn
 
-from vitflow.app.hosts import checked
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, printable
 from vitflow.explaining.captions import Code, python_call
@@ -151,7 +150,7 @@ def connect(
 ) -> Any:
     """Connect a trigger with a function whose last output is the notes; after an error, only these are shown.
 
-    Inputs are validated values of the request: a file is {"path": …}. A click is the first argument.
+    A file among the inputs is {"path": …}. A click is the first argument.
     """
 
     @wraps(function)
@@ -159,9 +158,8 @@ def connect(
         with _TURN, warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", VitflowWarning)
-            click, values = given[: -len(inputs)], given[-len(inputs) :]
             try:
-                *shown, notes = function(*click, *map(checked, inputs, values))
+                *shown, notes = function(*given)
             except VitflowError as error:
                 return *(gr.skip() for _ in outputs[1:]), _messages("error", [error])
         return *shown, _messages("note", [*(one.message for one in noted), *notes])

@@ -11,7 +11,7 @@ import rich_click as click
 from vitflow.cli.output import say
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_table import Method, list_methods
-from vitflow.explaining.options import OPTIONS, Option, Scope, options_of, shown
+from vitflow.explaining.options import OPTIONS, Option, Scope, default_in_words, options_of
 from vitflow.files import is_remote
 from vitflow.images import FIGURE_FORMATS, FITS
 from vitflow.models import DTYPES
@@ -116,10 +116,7 @@ def _defaults(methods: list[Method], name: str) -> str:
     """Format an option's default, such as "0.5"; by method if they differ, "gae: max; flow: mean"."""
     by_default: dict[str, list[str]] = {}
     for method in methods:
-        default = method.defaults.get(name)
-        by_model = default is None and (OPTIONS[name].kind is bool or OPTIONS[name].scope == "text")
-        text = "depends on the model" if by_model else shown(default)
-        by_default.setdefault(text, []).append(method.name)
+        by_default.setdefault(default_in_words(name, method.defaults.get(name)), []).append(method.name)
     several = [f"{', '.join(names)}: {default}" for default, names in by_default.items()]
     return "; ".join(several if len(several) > 1 else by_default)
 

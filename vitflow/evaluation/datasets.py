@@ -318,7 +318,7 @@ def _images(name: str, paths: Sequence[Path], labels: Path | None = None) -> Dat
     folders = dict.fromkeys(path.parent for path in (*masks.values(), *paths))
     classes = next((folder / "classes.txt" for folder in folders if is_file(folder / "classes.txt")), None)
     try:
-        lines = [] if classes is None else classes.read_text(encoding="utf-8").splitlines()
+        lines = [] if classes is None else classes.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"Expected class names in 'classes.txt', one per line, got {error}.") from error
     labels = labels if labels is not None and is_file(labels) else None

@@ -270,8 +270,9 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
     features, located = trace.features[path], trace.feature_layouts[path]
     if located is None:
         raise UnsupportedModelError(
-            f"Grad-CAM requires features on a patch grid; the output of {path} in {type(trace.model).__name__} has "
-            f"shape {tuple(features.shape)}. Use another layer, input_gradient or occlusion."
+            f"Grad-CAM requires features on a patch grid, of one run; the output of {path} in "
+            f"{type(trace.model).__name__} has shape {tuple(features.shape)}. Use another layer, input_gradient or "
+            "occlusion."
         )
     layout, channels_last = located
     pair = [features, trace.backward().features[path]]

@@ -195,7 +195,7 @@ def _given_targets(targets: Any, probabilities: Tensor) -> Tensor:
             f"Expected an array of {batch} class indices, one for each image, got shape {tuple(targets.shape)} of "
             f"{targets.dtype}."
         )
-    indices = targets.to(probabilities.device, torch.int64)
+    indices: Tensor = targets.to(probabilities.device, torch.int64)
     if ((indices < 0) | (indices >= count)).any():
         raise OptionError(f"Expected class indices from 0 to {count - 1}, got {indices.tolist()}.")
     return indices

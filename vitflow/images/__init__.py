@@ -37,8 +37,5 @@ CLIP_FORMATS = (*FIGURE_FORMATS, ".gif", ".mp4", ".npz")
 #: Formats of the overlays of a folder run.
 OVERLAY_FORMATS = ("jpg", "png", "webp")
 
-#: Formats of the tables of a folder run; Parquet also with the grids of the maps.
-MANIFEST_FORMATS = ("jsonl", "csv", "parquet", "parquet+grids")
-
 #: Engines of a folder run: this process, or a Ray cluster.
 ENGINES = ("local", "ray")

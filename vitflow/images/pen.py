@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from vitflow.errors import OptionError
 from vitflow.images import DPI, Interpolation, overlay
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import upsample
@@ -54,6 +55,8 @@ class Pen:
         interpolation: Interpolation = "smooth",
         **blending: Any,
     ) -> None:
+        if width is None and dpi != DPI:
+            raise OptionError("dpi cannot be used for an overlay, which has the pixels of its image: draw a figure.")
         self.width, self.dpi, self.interpolation, self.blending = width, dpi, interpolation, blending
         self.vmin, self.vmax, self.robust = vmin, vmax, robust
 

@@ -166,7 +166,7 @@ def read_class_names(path: str | os.PathLike[str]) -> list[str]:
             raise ModelError(
                 f"Expected a file of class names of at most {_LARGEST_NAMES:,} bytes, got {size:,}: {path}."
             )
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot read class names from {path}: {error}.") from error
     is_json = path.suffix.lower() == ".json"

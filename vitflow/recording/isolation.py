@@ -42,12 +42,12 @@ def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Buffers, module attributes and the random state are restored.
     """
-    accelerator = "cuda" if device.type == "cpu" else device.type  # not used for the CPU
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    kind, accelerators = ("cpu", []) if device.type in ("cpu", "meta") else (device.type, [device])
     with (
         torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-        torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=accelerator),
+        torch.autocast(kind, enabled=False),
+        torch.random.fork_rng(accelerators, device_type="cuda" if kind == "cpu" else kind),  # not used for the CPU
         evaluating(model),
         unrecorded(),
     ):

@@ -19,10 +19,12 @@ from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import ATTENTION_POOLING, closed_readouts, feature_layout, logits_of, read_layout, unwrap
+from vitflow.models.blocks import block_paths
 from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
 from vitflow.models.libraries import check_recordable
 from vitflow.models.parts import runs_compiled
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
+from vitflow.recording.heads import block_paths_of
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (
     Hook,
@@ -35,6 +37,7 @@ from vitflow.recording.isolation import (
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
 from vitflow.recording.listening import Listening
+from vitflow.recording.patch_places import misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
@@ -232,6 +235,8 @@ class record_attention:
             self._finish(logits)
 
     def _keep(self, path: str, args: Any, output: Any) -> None:
+        if path in self.trace.features:  # features of several runs have no common place on the image
+            self.trace.feature_layouts[path] = None
         self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
 
     def _note(self, path: str, args: Any, output: Any) -> None:
@@ -292,7 +297,9 @@ class record_attention:
         size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
         layout = self._locate_tokens(trace.pixels, size)
         for path, features in trace.features.items():
-            trace.feature_layouts[path] = feature_layout(self._model, size, features, layout)
+            if path not in trace.feature_layouts:
+                located = feature_layout(self._model, size, features, layout)
+                trace.feature_layouts[path] = None if located and self._is_misplaced(located[0]) else located
 
     def _locate_tokens(self, pixels: Tensor, size: tuple[int, int]) -> TokenLayout | None:
         """Find token positions and readouts; return the layout if it is known."""
@@ -322,8 +329,12 @@ class record_attention:
         """Return why a product of these layers would be incomplete, or None."""
         if self._within or self.trace.call is None:
             return None
+        call, names, first = self.trace.call, self._listening.recorded, layers[0].tokens
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        return unseen_mixing(self.trace.call, layouts, self._listening.recorded, self._listening.unapplied)
+        refusal = unseen_mixing(call, layouts, names, self._listening.unapplied)
+        if refusal is None and first.dense and first.queries == first.keys:
+            refusal = misplaced(call, block_paths_of(self._model, names)[0], first.keys)
+        return refusal
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""
@@ -332,6 +343,11 @@ class record_attention:
             return self._layout or read_layout(self._model, size, tokens)
         except UnsupportedModelError:
             return None
+
+    def _is_misplaced(self, layout: TokenLayout) -> bool:
+        """Return True if the tokens of the first block are not the patches of this layout."""
+        call, blocks = self.trace.call, block_paths(self._model)
+        return bool(blocks) and call is not None and misplaced(call, blocks[0], layout) is not None
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:

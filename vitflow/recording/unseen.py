@@ -23,8 +23,8 @@ from vitflow.recording.attention_kinds import may_attend, other_attention
 from vitflow.recording.heads import block_paths_of
 from vitflow.recording.interception import Interception, is_softmax
 from vitflow.recording.isolation import Hook, hooked, trial
+from vitflow.recording.layer_tokens import grid_axis
 from vitflow.recording.probing import FEW_TOKENS, Call, on_few_tokens
-from vitflow.recording.windows import is_grid
 
 # Functions that mix neighbouring tokens, or all tokens.
 _KNOWN = (
@@ -205,11 +205,10 @@ class _Probe(Listener):
             return given if self._fits(given.shape[1]) and not self._fits(given.shape[2]) else None
         if given.ndim != 4:
             return None
-        _, second, third, fourth = given.shape
-        last, first = is_grid(second, third, self._size), is_grid(third, fourth, self._size)
-        if last == first:
+        axis = grid_axis(given.shape, self._size)
+        if axis is None:
             return None
-        return given.flatten(1, 2) if last else given.flatten(2).mT
+        return given.flatten(1, 2) if axis == 1 else given.flatten(2).mT
 
     def _fits(self, count: int) -> bool:
         return count in self._counts or layout_of_count(self._model, self._size, count) is not None
@@ -231,9 +230,8 @@ class _Probe(Listener):
         size = first.float().square().mean().sqrt().to(first)
         second = torch.where(self._which(tokens)[:, None], first + 2 * size * step, first)
         both = torch.cat([first, second])
-        if given.ndim == 3:
-            return both
-        return both.reshape(given.shape) if given.flatten(1, 2).shape == both.shape else both.mT.reshape(given.shape)
+        channels_first = given.ndim == 4 and grid_axis(given.shape, self._size) == 2
+        return (both.mT if channels_first else both).reshape(given.shape)
 
     def _share(self, tokens: Tensor) -> float:
         """Return the difference between the images of unchanged tokens relative to that of changed tokens.

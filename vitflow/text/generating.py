@@ -22,15 +22,12 @@ from vitflow.progress import tracking
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import Hook, device_of, evaluating
 from vitflow.text import languages
-from vitflow.text.encoder_decoder import read_pair, source_words
 from vitflow.text.generation import Generation
-from vitflow.text.image_tokens import tower_rows
-from vitflow.text.images import Layout, Video, with_images, with_source
 from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import check_options
-from vitflow.text.prompt_images import with_neutral
-from vitflow.text.rows import RowsRead, array_of, read_rows
+from vitflow.text.prompts import Layout, Video, source_words, tower_rows, with_images, with_source
+from vitflow.text.rows import RowsRead, array_of, read_pair, read_rows
 from vitflow.text.words import words_of
 
 
@@ -39,7 +36,7 @@ def explain_generation(
     inputs: Any = None,
     *,
     image: Any = None,
-    video: ClipSource | None = None,
+    video: ClipSource | Video | None = None,
     frames: int | None = None,
     tokenizer: Any = None,
     processor: Any = None,
@@ -57,13 +54,12 @@ def explain_generation(
     Args:
         model: causal language model, vision-language model or encoder-decoder model (T5, BART, VisionEncoderDecoder)
             of transformers; a module, id or folder.
-        inputs: the prompt as text, tokenizer output (input_ids, attention_mask) or ids [1, tokens]; with images,
-            text (by default "Describe the image.") or processor output. For an image encoder, text that the decoder
-            continues, by default none, or processor output (pixel_values).
+        inputs: the prompt as text, tokenizer output (input_ids, attention_mask) or ids [1, tokens]; with images, text,
+            by default "Describe the image."; with an image encoder, text that the decoder continues, by default none.
         image: one or several images of the prompt, as paths, bytes, PIL images or arrays; exactly one for an image
             encoder.
         video: the video of the prompt: a file, or frames as a list of images or an array [frames, height, width, 3],
-            2 per second; for other rates, pass processor output, too.
+            2 per second; for other rates, a `vitflow.text.prompts.Video`.
         frames: the number of frames of a video file, evenly spaced; by default 8.
         tokenizer: tokenizer; by default the one saved with the model. Without a tokenizer, tokens are shown as ids.
         processor: image processor; by default the one saved with the model.
@@ -118,6 +114,8 @@ def explain_generation(
     else:
         languages.refuse_not_causal(model)
     refuse_other_layers(model, method)
+    if image is not None and not (inputs is None or isinstance(inputs, str)):
+        raise OptionError(f"With images or a video, the prompt is one text, got {type(inputs).__name__}.")
     images = None
     if image is not None and encoded and getattr(model, "main_input_name", "") == "pixel_values":
         if video is not None or neutral is not None or through_tower:
@@ -128,7 +126,7 @@ def explain_generation(
         if isinstance(inputs, str) and inputs:
             tokenizer = languages.tokenizer_of(model, tokenizer)
             generate["decoder_input_ids"] = tokenizer(inputs, add_special_tokens=False, return_tensors="pt").input_ids
-        inputs, images = with_source(model, inputs, image, processor, layout)
+        inputs, images = with_source(model, image, processor, layout)
     elif image is not None:
         inputs, processor, images = with_images(model, inputs, image, processor, layout)
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
@@ -153,8 +151,8 @@ def explain_generation(
         neutral_arguments = _arguments(neutral_inputs, tokenizer, model, {})
         neutral_ids = neutral_arguments["input_ids"][0].tolist()
         last = [(len(neutral_ids) - 1, None)]
-        row = _rows_of(model, neutral_arguments, neutral_ids, last, definition, used).rows[:, 0]
-        images = with_neutral(images, neutral_images, array_of(row.T))
+        row = array_of(_rows_of(model, neutral_arguments, neutral_ids, last, definition, used).rows[:, 0].T)
+        images = replace(images, neutral=tuple(row[list(part.positions)] for part in neutral_images.parts))
     if images is not None and through_tower:
         with evaluating(model), languages.reading(model):
             prepared = {name: arguments[name] for name in inputs}

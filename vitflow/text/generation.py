@@ -17,12 +17,12 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.images.geometry import Placement
 from vitflow.methods.fusion import check_layer
+from vitflow.text.images import PromptImages
 from vitflow.text.method_table import TEXT_METHODS
-from vitflow.text.prompt_images import PromptImages, subtract_earlier
-from vitflow.text.shaded_text import ShadedText
+from vitflow.text.methods import caption
 from vitflow.text.sheet import Sheet
 from vitflow.text.text_page import ShownImage, TextRow, page_of
-from vitflow.text.view import caption
+from vitflow.text.view import ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, grouped_words, hide, labels_of, text_of
 from vitflow.viewer.pages import Page
 
@@ -120,11 +120,10 @@ class Generation:
         role: str | None = None,
         layer: int | None = None,
         relative: bool = False,
-        without_earlier: bool = False,
-        through_tower: bool | None = None,
     ) -> Saliency:
         """Compute the saliency map of a generated word over an image of the prompt.
 
+        It is propagated to the patches of the vision tower if that was recorded (`through_tower`).
         `facts["on_image"]` is the share of the word's row on the image; `facts["on_first_patch"]` and
         `facts["on_edges"]` are the shares of the map on the first patch and on the border patches, common attention
         sinks.
@@ -137,47 +136,29 @@ class Generation:
                 area.
             layer: last layer to include, 1 is the first, −1 the last; by default the layer of the method.
             relative: divide by the row of the neutral prompt (Zhang et al., ICLR 2025).
-            without_earlier: subtract the maps of earlier generated words (after Li et al., ICCV 2025): their sum,
-                weighted by the word's attribution to them, times the least-squares factor; negative values become 0.
-            through_tower: propagate to the patches of the vision tower; by default if the tower was recorded.
 
         Raises:
             OptionError: unknown word, image or part, or an option that requires an argument of `explain_generation`.
         """
         if self.images is None:
             raise OptionError("Expected an image in the prompt, got none: pass image= to explain_generation.")
-        parts = self.images.chosen(image, role)
-        row, total, top, name = self._row_of(word, layer, without_earlier)
-        through = self._through(through_tower)
-        grid, placement, facts = self.images.map_of(
-            row, total, parts, layer=top, relative=relative, through_tower=through
-        )
-        index = self.images.parts[parts[0]].image
-        flags = {"relative": relative, "without_earlier": without_earlier, "through_tower": through}
-        return self._saliency(
-            grid, placement, index, name, flags, {**facts, **self._blank_facts(word), "layer": top + 1}
-        )
+        indices, parts = self._indices_of(word), self.images.chosen(image, role)
+        row, total, top = self._row_of(indices, layer)
+        grid, placement, facts = self.images.map_of(row, total, parts, top, relative)
+        flags = {"relative": relative, "through_tower": self.images.tower is not None}
+        if self.probabilities is not None:  # of a word, the product over its tokens
+            products = self.probabilities[indices].astype(np.float64).prod(axis=0)
+            with_image, blank = (round(float(product), 6) for product in products)
+            display = f"{blank:.1%} (with the image {with_image:.1%})"
+            facts["blank"] = {"value": blank, "with_image": with_image, "display": display}
+        facts["layer"] = top + 1
+        return self._saliency(indices, grid, placement, self.images.parts[parts[0]].image, flags, facts)
 
-    def _blank_facts(self, word: str | int | Sequence[int]) -> dict[str, Any]:
-        """Return the probability of a word with and without the image, if known: the product over its tokens."""
-        if self.probabilities is None:
-            return {}
-        indices = self._indices_of(word)
-        image, blank = (round(float(each), 6) for each in self.probabilities[indices].astype(np.float64).prod(axis=0))
-        return {"blank": {"value": blank, "with_image": image, "display": f"{blank:.1%} (with the image {image:.1%})"}}
-
-    def clip(
-        self,
-        word: str | int | Sequence[int],
-        *,
-        layer: int | None = None,
-        relative: bool = False,
-        without_earlier: bool = False,
-    ) -> Clip:
+    def clip(self, word: str | int | Sequence[int], *, layer: int | None = None, relative: bool = False) -> Clip:
         """Compute the saliency maps of a generated word over the frames of the video in the prompt.
 
         Args:
-            word, layer, relative, without_earlier: as for `image`.
+            word, layer, relative: as for `image`.
 
         Returns:
             Clip with a map for each position along time, drawn on its first frame; `facts["on_video"]` of each map is
@@ -186,17 +167,27 @@ class Generation:
         Raises:
             OptionError: unknown word, or no video in the prompt.
         """
-        if self.images is None:
-            raise OptionError("Expected a video in the prompt, got none: pass video= to explain_generation.")
-        row, total, top, name = self._row_of(word, layer, without_earlier)
-        grids, placements, share = self.images.frame_maps(row, total, layer=top, relative=relative)
-        flags, facts = {"relative": relative, "without_earlier": without_earlier}, {"on_video": share, "layer": top + 1}
+        images = self.images
+        if images is None or images.video is None:
+            got, remedy = (
+                ("none", "pass video= to explain_generation")
+                if images is None
+                else ("images", "use generation.image(word, image=0)")
+            )
+            raise OptionError(f"Expected a video in the prompt, got {got}: {remedy}.")
+        indices = self._indices_of(word)
+        row, total, top = self._row_of(indices, layer)
+        grids, share = images.grids(row, range(len(images.parts)), top, relative)
+        facts = {"on_video": share / total if total else 0.0, "layer": top + 1}
         frames = tuple(
-            replace(self._saliency(grid, placement, index, name, flags, facts), seconds=self.seconds / len(grids))
-            for index, (grid, placement) in enumerate(zip(grids, placements, strict=True))
+            replace(
+                self._saliency(indices, grid.astype(np.float32), placement, index, {"relative": relative}, facts),
+                seconds=self.seconds / len(grids),
+            )
+            for index, (grid, placement) in enumerate(zip(grids, images.placements, strict=True))
         )
-        source, span = self.images.video or "", self.images.span
-        return Clip(frames, frames[0].score, joint_shares(np.stack(grids)), source, span=span, joint=True)
+        shares = joint_shares(np.stack([frame.grid for frame in frames]))
+        return Clip(frames, frames[0].score, shares, images.video, span=images.span, joint=True)
 
     def _indices_of(self, word: str | int | Sequence[int]) -> list[int]:
         """Return the indices of the generated tokens of a word."""
@@ -206,26 +197,19 @@ class Generation:
             raise OptionError("Expected a word or token indices, got an empty sequence.")
         return indices
 
-    def _row_of(
-        self, word: str | int | Sequence[int], layer: int | None, without_earlier: bool
-    ) -> tuple[NDArray[np.float64], float, int, str]:
-        """Return the row of a word over the prompt, its sum with earlier generated tokens, its layer and the word."""
-        indices = self._indices_of(word)
+    def _row_of(self, indices: Sequence[int], layer: int | None) -> tuple[NDArray[np.float64], float, int]:
+        """Return the row of a word over the prompt, its sum with earlier generated tokens, and its layer index."""
         layer = self.options.get("layer", -1) if layer is None else layer
         top = check_layer("layer", layer, self.values.shape[2])
-        rows = self.values[:, :, top].astype(np.float64)
-        row, start = rows[indices].mean(axis=0), indices[0]
-        total = row.sum() + self.among_generated[indices, :, top].mean(axis=0).sum()
-        if without_earlier:
-            row = subtract_earlier(row, rows[:start], self.among_generated[start, :start, top])
-        return row, float(total), top, text_of(self.generated_tokens[start : indices[-1] + 1]).strip()
+        row = self.values[indices, :, top].astype(np.float64).mean(axis=0)
+        return row, float(row.sum() + self.among_generated[indices, :, top].mean(axis=0).sum()), top
 
     def _saliency(
         self,
+        indices: Sequence[int],
         grid: NDArray[np.float32],
         placement: Placement,
-        index: int,
-        word: str,
+        image: int,
         flags: Mapping[str, bool],
         facts: Mapping[str, Any],
     ) -> WordSaliency:
@@ -234,13 +218,13 @@ class Generation:
         return WordSaliency(
             grid=grid,
             placement=placement,
-            image=self.images.images[index],
-            source=self.images.sources[index],
+            image=self.images.images[image],
+            source=self.images.sources[image],
             model=self.model,
             method=self.method,
             options={**self.options, **{name: True for name, value in flags.items() if value}},
             class_specific=TEXT_METHODS[self.method].class_specific,
-            score=Score(word),
+            score=Score(text_of(self.generated_tokens[indices[0] : indices[-1] + 1]).strip()),
             facts={**facts, **({"model_note": self.model_note} if self.model_note else {})},
             seconds=self.seconds,
         )
@@ -303,14 +287,13 @@ class Generation:
         special: bool = True,
         stop_words: Iterable[str] = (),
         relative: bool = False,
-        through_tower: bool | None = None,
     ) -> Page:
         """Return an interactive HTML page: click a generated word for its attribution by layer and its map on each
         image of the prompt; click a word of the prompt for the generated words attributed to it.
 
         Args:
             special, stop_words: as for `shaded`; hidden tokens can be shown on the page.
-            relative, through_tower: as for `image`.
+            relative: as for `image`.
 
         Write the page with `generation.page().save("generation.html")`.
         """
@@ -326,8 +309,7 @@ class Generation:
         images: list[ShownImage] = []
         first = 0
         if self.images is not None:
-            through, totals = self._through(through_tower), full.sum(axis=1)
-            images = self.images.shown(self.values, totals, relative=relative, through_tower=through)
+            images = self.images.shown(self.values, full.sum(axis=1), relative)
             first = next((indices[0] for indices in self.words()[0].values()), 0)
         return page_of(
             words,
@@ -342,10 +324,6 @@ class Generation:
             patches={position for part in parts for position in part.positions},
             images=images,
         )
-
-    def _through(self, through_tower: bool | None) -> bool:
-        """Resolve the default of `through_tower`: True if the tower was recorded."""
-        return self.images is not None and self.images.tower is not None if through_tower is None else through_tower
 
     def _shown(self, words: Words, special: bool, stop_words: Iterable[str]) -> tuple[Words, dict[int, str]]:
         """Return the words of a view, and the hidden positions with the reason; image patches are hidden."""

@@ -25,15 +25,13 @@ from vitflow.models.libraries import class_count, library_reading
 from vitflow.models.outputs import activate
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
-from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
-from vitflow.text.methods import check_options
+from vitflow.text.methods import caption, check_options
 from vitflow.text.rows import RowsRead, array_of, read_rows
-from vitflow.text.shaded_text import ShadedText
-from vitflow.text.sheet import Sheet
+from vitflow.text.sheet import MOST_TOKENS, GraphView, Panel, Sheet
 from vitflow.text.text_page import TextRow, page_of
-from vitflow.text.view import caption
+from vitflow.text.view import ShadedText
 from vitflow.text.words import Words, hide, labels_of, text_of, words_in, words_of
 from vitflow.viewer.pages import Page
 
@@ -134,9 +132,9 @@ class Reading:
         flows = attention_flow(layers, all_sources=True, **options).normalized[0].numpy()
         raw, rollout = np.asarray(self.matrices), np.stack(rolled)
         panels = [
-            Panel("raw attention", raw, attention_paths(raw, self.selected), "edges: each layer's attention"),
-            Panel("attention rollout", rollout, only_rows(rollout, self.selected), "edges: rollout to the input"),
-            Panel("attention flow", flows, only_rows(flows, self.selected), "edges: flow from the input"),
+            Panel("raw attention", raw, _attention_paths(raw, self.selected), "edges: each layer's attention"),
+            Panel("attention rollout", rollout, _only_rows(rollout, self.selected), "edges: rollout to the input"),
+            Panel("attention flow", flows, _only_rows(flows, self.selected), "edges: flow from the input"),
         ]
         shared = ("head_fusion", "value_weighted", "causal")
         used = {name: self.options[name] for name in shared if name in self.options} | {"residual": options["residual"]}
@@ -151,11 +149,11 @@ class Reading:
         """
         first = next(index for index, row in enumerate(self.rows) if row.positions == self.selected)
         hiding: dict[str, Any] = {"special": special, "stop_words": list(stop_words)}
-        graph = ""
+        graph: GraphView | None = None
         with suppress(OptionError):  # too long for a graph
-            view = self.graph(**hiding)
-            below = view.caption.removesuffix(f" · {printable(self.model)}")  # already in the header
-            graph = replace(view, title="", caption=below).html_image()
+            graph = self.graph(**hiding)
+            below = graph.caption.removesuffix(f" · {printable(self.model)}")  # already in the header
+            graph = replace(graph, title="", caption=below)
         return page_of(
             self.tokens,
             self.rows,
@@ -292,6 +290,23 @@ def explain_text(
         rows=_rows_of_words(words, selected, result, causal),
         **explained,
     )
+
+
+def _only_rows(matrices: NDArray[Any], selected: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return the matrices with all rows but the selected ones set to 0."""
+    kept = np.zeros(matrices.shape)
+    kept[:, selected] = matrices[:, selected]
+    return kept
+
+
+def _attention_paths(matrices: NDArray[Any], selected: tuple[int, ...]) -> NDArray[np.float64]:
+    """Weight each edge by the product of attention from the selected tokens at the top down to it."""
+    weighted, arriving = np.zeros(matrices.shape), np.zeros(matrices.shape[1])
+    arriving[list(selected)] = 1 / len(selected)
+    for layer in range(len(matrices) - 1, -1, -1):
+        weighted[layer] = arriving[:, None] * matrices[layer]
+        arriving = weighted[layer].sum(axis=0)
+    return weighted
 
 
 def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tensor], Words]:

@@ -7,13 +7,14 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
+from vitflow.images.figures import figure_bytes
 from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.fusion import check_layer
-from vitflow.text.view import caption
+from vitflow.text.methods import caption
+from vitflow.text.view import View
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
 from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half, thumbnail
 
@@ -72,7 +73,7 @@ def page_of(
     target: str | None = None,
     probability: float | None = None,
     written: int | None = None,
-    graph: str = "",
+    graph: View | None = None,
     patches: Collection[int] = (),
     images: Sequence[ShownImage] = (),
 ) -> Page:
@@ -87,7 +88,7 @@ def page_of(
         special, stop_words: as for the views; without stop words, the page offers to hide English ones.
         target, probability: target of a class-specific method and its probability, for the caption.
         written: position of the first generated token; None if the text was read.
-        graph: HTML fragment shown below the table, already escaped.
+        graph: figure shown below the table.
         patches: positions of image patches.
         images: images of the prompt with their maps.
     """
@@ -124,7 +125,7 @@ def page_of(
         model=PurePath(model.replace("\\", "/")).name or model,
         method=caption(method, options, "", target=target, probability=probability),
         written=written is not None,
-        graph=Markup(graph),
+        graph=None if graph is None else _graph_record(graph),
         images=len(images),
         data=data,
     )
@@ -161,6 +162,13 @@ def _image_record(image: ShownImage) -> dict[str, Any]:
         "grid": image.maps.shape[2:],
         "maps": pack_half(image.maps),
     }
+
+
+def _graph_record(view: View) -> dict[str, Any]:
+    """Return a figure for the template: its image, its width in pixels, and its description."""
+    figure = view.figure()
+    image = f"data:image/png;base64,{base64.b64encode(figure_bytes(figure, '.png')).decode()}"
+    return {"image": image, "width": round(96 * figure.get_size_inches()[0]), "text": view.text()}
 
 
 def _shares(weights: NDArray[Any]) -> NDArray[np.float64]:

@@ -17,12 +17,12 @@ from vitflow.cli.output import images_bar, resumable, say, say_model_note
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.files import is_link, is_there
-from vitflow.images import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
+from vitflow.images import ENGINES, OVERLAY_FORMATS
 from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 # Options that caption runs accept, in addition to the options of the method.
-_OF_CAPTIONS = "sources output caption model name prompts method_names recursive glob limit resume save_map max_pixels"
+_OF_CAPTIONS = "sources output caption model name prompts method_names recursive glob limit resume max_pixels"
 
 
 @click.command(short_help="Explain every image of folders; resumable.", panel="Many images")
@@ -75,26 +75,19 @@ _OF_CAPTIONS = "sources output caption model name prompts method_names recursive
     type=shared.NEW_FOLDER,
     help="Local folder for the overlays, the manifest, run.json and run.sqlite.",
 )
-@click.option("--save-map", is_flag=True, help="Also write each unscaled map as .npz.")
 @click.option(
     "--overlays/--no-overlays",
     default=True,
     help="Draw overlays. All maps are stored either way, for vitflow draw and vitflow report.",
 )
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Format of the overlays.")
-@click.option(
-    "--manifest",
-    type=click.Choice(MANIFEST_FORMATS),
-    default="jsonl",
-    help="Table with one row per input; parquet+grids includes the maps.",
-)
 @click.option("--report", is_flag=True, help="Write an HTML report at the end; not for a URL.")
 @click.option(
     "--engine",
     panel="Cluster",
     type=click.Choice(ENGINES),
     default="local",
-    help="Compute locally or on a Ray cluster. ray gives the same rows and maps, but no overlays, --save-map, "
+    help="Compute locally or on a Ray cluster. ray gives the same rows and maps, but no overlays, "
     "--workers or --report.",
 )
 @click.option(
@@ -140,7 +133,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
             overwrite=not given["resume"],
             progress=progress,
             command=[printable(word) for word in ["vitflow", *sys.argv[1:]]],
-            **{name: given[name] for name in ("recursive", "glob", "limit", "save_map")},
+            **{name: given[name] for name in ("recursive", "glob", "limit")},
             **shared.given_options(given, ["max_pixels"]),
             **options,
         )
@@ -206,7 +199,7 @@ def _maps(given: dict[str, Any]) -> Callable[..., Any]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.folder.run import explain_folder
 
-    same = ("batch_size", "workers", "overlays", "format", "manifest", "report", "engine", "address", "actors")
+    same = ("batch_size", "workers", "overlays", "format", "report", "engine", "address", "actors")
     return partial(
         explain_folder,
         model=partial(shared.make_explainer, given),

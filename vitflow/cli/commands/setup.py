@@ -7,8 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from vitflow.cli import options as shared
 from vitflow.cli.output import say, say_record, writing
 from vitflow.errors import check_known, printable
 from vitflow.explaining.method_table import Method
-from vitflow.explaining.options import OPTIONS, shown
+from vitflow.explaining.options import OPTIONS, default_in_words
 from vitflow.text.method_table import list_methods
 
 # Extras for developing vitflow.
@@ -31,40 +29,26 @@ _PATIENCE = 2.0
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
 def methods(name: str | None, as_json: bool) -> None:
-    """List the methods, their options and sources.
+    """List the methods, their questions and sources.
 
-    With NAME, describe one method: its question, and the meaning and values of each option.
+    With NAME, describe one method: also the meaning and values of each option.
     """
-    table = [(method, text) for text in (False, True) for method in list_methods(text=text)]
+    tables = {"image": list_methods(text=False), "text": list_methods(text=True)}
     if name is not None:
-        check_known("method", name, {method.name: method for method, _ in table})
-        table = [(method, text) for method, text in table if method.name == name]
+        check_known("method", name, {method.name for table in tables.values() for method in table})
+    rows = [(kind, method) for kind, table in tables.items() for method in table if name in (None, method.name)]
     if as_json:
-        click.echo(json.dumps([_record(*row) for row in table], indent=2))
+        click.echo(json.dumps([_record(kind, method) for kind, method in rows], indent=2))
         return
-    for text, rows in groupby(table, key=itemgetter(1)):
-        if text:
-            click.echo("\nFor texts (vitflow read)\n")
-        for method, _ in rows:
-            click.echo(_summary(method, text) if name is None else _all_of(method, text), nl=False)
+    for kind, method in rows:
+        click.echo(_description(kind, method, options=name is not None), nl=name is None)
 
 
-def _summary(method: Method, text: bool) -> str:
-    """Return a method's summary, defaults and source in a few lines."""
-    lines = [f"{method.name}{'  (class-specific)' if method.class_specific else ''}", f"    {method.summary}"]
-    if method.defaults:
-        options = (f"{shared.flag_of(option)} {_default(value, text)}" for option, value in method.defaults.items())
-        lines.append(f"    defaults: {'  '.join(options)}")
-    if method.paper:
-        lines.append(f"    source: {method.paper}")
-    return "\n".join([*lines, ""])
-
-
-def _record(method: Method, text: bool) -> dict[str, Any]:
+def _record(kind: str, method: Method) -> dict[str, Any]:
     """Return a method as a JSON object."""
     return {
         "name": method.name,
-        "input": "text" if text else "image",
+        "input": kind,
         "summary": method.summary,
         "question": method.question,
         "class_specific": method.class_specific,
@@ -75,36 +59,31 @@ def _record(method: Method, text: bool) -> dict[str, Any]:
     }
 
 
-def _all_of(method: Method, text: bool) -> str:
-    """Describe a method: its question, its source, and the values of each option."""
-    rows = [
-        ("question", method.question or "(not given)"),
-        ("class-specific", "yes" if method.class_specific else "no"),
-        ("source", method.paper or "vitflow"),
-    ]
-    options = []
-    for name, value in method.defaults.items():  # options of registered methods have no help
-        about = f"{OPTIONS[name].help}  [{_values(method, name)}; " if name in OPTIONS else "["
-        options.append((shared.flag_of(name), f"{about}default: {_default(value, text)}]"))
-    for preset, values in method.presets.items():
-        differing = {name: value for name, value in values.items() if value != method.defaults[name]}
-        settings = "  ".join(f"{shared.flag_of(name)} {shown(value)}" for name, value in differing.items())
-        options.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{settings or 'the defaults'}]"))
+def _description(kind: str, method: Method, *, options: bool) -> str:
+    """Describe a method: its question and its source, and with `options` the values of each option."""
     formatter = click.HelpFormatter(max_width=110)
-    formatter.write(f"{method.name}\n")
+    formatter.write(f"{method.name}{' (texts)' if kind == 'text' else ''}\n")
     with formatter.indentation():
         formatter.write_text(method.summary)
-        formatter.write("\n")
-        formatter.write_dl(rows)
-    if options:
+        formatter.write_dl(
+            [
+                ("question", method.question or "(not given)"),
+                ("class-specific", "yes" if method.class_specific else "no"),
+                ("source", method.paper or "vitflow"),
+            ]
+        )
+    rows = []
+    for name, value in method.defaults.items():  # options of registered methods have no help
+        about = f"{OPTIONS[name].help}  [{_values(method, name)}; " if name in OPTIONS else "["
+        rows.append((shared.flag_of(name), f"{about}default: {default_in_words(name, value)}]"))
+    for preset, values in method.presets.items():
+        differing = {name: value for name, value in values.items() if value != method.defaults[name]}
+        settings = "  ".join(f"{shared.flag_of(name)} {default_in_words(name, v)}" for name, v in differing.items())
+        rows.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{settings or 'the defaults'}]"))
+    if options and rows:
         with formatter.section("Options"):
-            formatter.write_dl(options)
+            formatter.write_dl(rows)
     return formatter.getvalue()
-
-
-def _default(value: Any, text: bool) -> str:
-    """Format a default; for texts, None stands for the default of the kind of model."""
-    return "depends on the model" if text and value is None else shown(value)
 
 
 def _values(method: Method, name: str) -> str:
