@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vitflow.recording.attending import Listener, attend, scaled_dot_product_attention, seen_keys, unmasked
+from vitflow.recording.attending import Attention, Listener, attend, scaled_dot_product_attention, seen_keys, unmasked
 
 _ATEN = torch.ops.aten
 _FUSED: set[Any] = {scaled_dot_product_attention, _ATEN.scaled_dot_product_attention}
@@ -36,10 +36,6 @@ class Interception(TorchFunctionMode):
         self._pending: dict[str, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
         # By module: the latest product and its two factors; if a softmax follows, scores, queries and keys.
         self._products: dict[str, tuple[torch.Size, Tensor, Tensor]] = {}
-        # By module: the shapes of its products, which include its scores.
-        self._shapes: dict[str, set[torch.Size]] = {}
-        # Modules whose attention was applied to values in the current call.
-        self._applied: set[str] = set()
         self._within = 0
 
     def begin(self) -> None:
@@ -64,7 +60,6 @@ class Interception(TorchFunctionMode):
         if func not in _INTERCEPTED or not (name := self.listener.running()):
             return func(*args, **kwargs)
         if func in _FUSED:
-            self._applied.add(name)
             return attend(self.listener, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attend_with_many_heads(*args, **kwargs)
@@ -72,16 +67,14 @@ class Interception(TorchFunctionMode):
             output = func(*args, **kwargs)
             self._normalised(name, output, *_softmax_of(*args, **kwargs))
             return output
-        if func is torch.einsum:
-            output = func(*args, **kwargs)
-            self._shapes.setdefault(name, set()).add(output.shape)
-            return output
-        factors = _factors(*args, **kwargs)
-        replacement = self._multiplied(name, *factors) if self._pending.get(name) and factors else None
-        output = func(*args, **kwargs) if replacement is None else replacement
-        self._shapes.setdefault(name, set()).add(output.shape)
-        if self.listener.wants_keys and factors:
-            self._products[name] = output.shape, *factors
+        product = _einsum(*args) if func is torch.einsum else _product(*args, **kwargs)
+        if product is None:
+            return func(*args, **kwargs)
+        first, second, order = product
+        replacement = self._multiplied(name, first, second) if self._pending.get(name) else None
+        output = func(*args, **kwargs) if replacement is None else replacement.permute(order)
+        if self.listener.wants_keys:
+            self._products[name] = output.shape, first, second
         return output
 
     def _attend_with_many_heads(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,34 +126,19 @@ class Interception(TorchFunctionMode):
                     del pending[index]
                 else:
                     pending.clear()
-                self._applied.add(name)
                 attention, values, transposed = applied
                 itself = by_itself or _is_copy(attention, probabilities)
                 scores = scores.reshape(*attention.shape[:-1], -1)
                 precise = self._precise(attention, scores if itself else None)
                 visible = self._visible(scores[..., : attention.shape[-1]])
-                replacement = self.listener.on_attention(precise, values, not itself, key, visible)
+                replacement = self.listener.on_attention(Attention(precise, values, not itself, key, visible))
                 return replacement.mT if transposed and replacement is not None else replacement
         return None
 
     def ended(self, name: str) -> None:
-        """Report softmaxes that no observed product applied to values, at the end of a module.
-
-        If the module applied other attention, or if no product has the shape of the scores, the softmax is treated as
-        one over features.
-        """
+        """Forget the softmaxes that no observed product applied to values, such as those over features."""
         self._products.pop(name, None)
-        shapes, left = self._shapes.pop(name, set()), self._pending.pop(name, ())
-        if name in self._applied:
-            self._applied.discard(name)
-            return
-        for probabilities, scores, key in left:
-            square = probabilities.shape[-1] == probabilities.shape[-2]
-            of_text = self.listener.wants_visible  # text may attend within a window, with other shapes
-            if probabilities.ndim == 4 and (square or of_text or scores.shape in shapes):
-                self.listener.on_attention(
-                    self._precise(probabilities, scores), None, False, key, self._visible(scores)
-                )
+        self._pending.pop(name, None)
 
     def _visible(self, scores: Tensor) -> Tensor | None:
         if not self.listener.wants_visible or scores.ndim not in (3, 4):
@@ -179,20 +157,40 @@ class Interception(TorchFunctionMode):
         return scores.float().softmax(dim=-1)[..., : probabilities.shape[-1]]
 
 
-def is_softmax(func: Any) -> bool:
-    """Return True if a torch function is a softmax."""
-    return func in _SOFTMAX
-
-
 def _softmax_of(input: Tensor, dim: int | None = None, *more: Any, **options: Any) -> tuple[Tensor, int | None]:
     """Return the input and axis of a softmax call."""
     return input, dim
 
 
-def _factors(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor] | None:
-    """Return both factors of a product call; None if they are not tensors."""
+def _product(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, list[int]] | None:
+    """Return both factors of a product call, and the order of its axes; None if the factors are not tensors."""
     first, second = [*args, *(kwargs[name] for name in ("input", "other", "mat2", "tensor2") if name in kwargs)][:2]
-    return (first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else None
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return None
+    return first, second, list(range(max(first.ndim, second.ndim)))
+
+
+def _einsum(equation: Any, *operands: Any) -> tuple[Tensor, Tensor, list[int]] | None:
+    """Return an einsum as a product of matrices: its factors, and the order of the product's axes in its output.
+
+    None for other einsums.
+
+    >>> tensors = torch.ones(2, 3, 4, 5), torch.ones(5, 2, 3, 6)
+    >>> first, second, order = _einsum("bnij,jbnd->ibnd", *tensors)
+    >>> (first @ second).shape, order
+    (torch.Size([2, 3, 4, 6]), [2, 0, 1, 3])
+    """
+    inputs, _, output = str(equation).replace(" ", "").partition("->")
+    names = inputs.split(",")
+    if len(operands) != 2 or len(names) != 2 or len(names[0]) < 2 or "." in inputs:
+        return None
+    *batch, rows, inner = list(names[0])
+    width = "".join(set(names[1]) - set(names[0]))
+    second, product = [*batch, inner, width], [*batch, rows, width]
+    if sorted(names[1]) != sorted(second) or sorted(output) != sorted(product):
+        return None
+    factor = operands[1] if names[1] == "".join(second) else operands[1].permute([names[1].index(n) for n in second])
+    return operands[0], factor, [product.index(name) for name in output]
 
 
 def _applied(first: Tensor, second: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor, bool] | None:

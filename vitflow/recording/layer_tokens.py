@@ -18,7 +18,7 @@ from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout, tensors_in
 from vitflow.models.parts import model_cache, module_paths
-from vitflow.recording.attending import Listener
+from vitflow.recording.attending import Attention, Listener
 from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_traced
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, hooked, trial
@@ -211,21 +211,15 @@ class _Tracer(Listener):
     def _leave(self, args: Any, output: Any) -> None:
         self.interception.ended(self.path.pop()[0])
 
-    def on_attention(
-        self,
-        probabilities: Tensor,
-        value: Tensor | None,
-        mixed: bool = False,
-        key: Tensor | None = None,
-        visible: Tensor | None = None,
-    ) -> None:
+    def on_attention(self, attention: Attention) -> None:
         """Keep the tokens of the queries and keys of a module."""
         name, module = self.path[-1]
-        if value is None or name in self.traced or not is_traced(module):
+        if name in self.traced or not is_traced(module):
             return
         # The arguments of fused attention, or of the product of attention and values or of their transposes.
         first, *_, last = self.interception.operands[:3]
-        arrange, transposed = arrangement(module, probabilities, 1), value is not last
+        probabilities = attention.probabilities
+        arrange, transposed = arrangement(module, probabilities, 1), attention.value is not last
         queries, keys = _tokens_of(first, arrange, transposed), _tokens_of(last, arrange, transposed)
         if transposed:
             queries, keys = keys, queries

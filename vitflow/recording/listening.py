@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import NoAttentionError, UnsupportedModelError, ValueNormsError
+from vitflow.errors import NoAttentionError, UnsupportedModelError
 from vitflow.methods.gradients import Values, fuse_weighted
-from vitflow.recording.attending import Listener, Part
+from vitflow.recording.attending import Attention, Listener, Part
 from vitflow.recording.attention_kinds import (
     arrangement,
     is_difference,
@@ -45,7 +45,6 @@ class Listening(Listener):
         batch: the number of images or texts of the pass.
         recorded_any: True if any attention was recorded.
         recorded: paths of the finished layers, in order.
-        unapplied: paths of the modules of which only the softmax was observed, not its product with values.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Listening(Listener):
         self.pooling: Tensor | None = None
         self.batch = 1
         self.recorded: list[str] = []
-        self.unapplied: set[str] = set()
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
         self._other: set[str] = set()  # descriptions of mixing other than token attention
 
@@ -92,16 +90,9 @@ class Listening(Listener):
             self._other.add(other)
         return None if other is not None else name
 
-    def on_attention(
-        self,
-        probabilities: Tensor,
-        value: Tensor | None,
-        mixed: bool = False,
-        key: Tensor | None = None,
-        visible: Tensor | None = None,
-    ) -> None:
-        """Receive the attention of one module and the values that it is applied to."""
-        name, module = self.path[-1]
+    def on_attention(self, attention: Attention) -> None:
+        """Receive the attention of one module."""
+        (name, module), probabilities, visible = self.path[-1], attention.probabilities, attention.visible
         if self._pools():
             self.pooling = probabilities
             return
@@ -111,16 +102,14 @@ class Listening(Listener):
                 f"{type(module).__name__} ({name}) applies the difference of two attention matrices, which has "
                 "negative entries: rollout and flow do not support it."
             )
-        if value is None:
-            self.unapplied.add(name)
         arrange = arrangement(module, probabilities, self.batch)
         if visible is not None and visible.shape == probabilities.shape:  # heads are folded into the batch
             visible = (visible if arrange is None else arrange(visible)).any(dim=-3)
         if packed := is_packed(module, probabilities):  # values and keys are per group of heads
             visible = None if visible is None else visible.any(dim=-2, keepdim=True)
-        values = self._values_of(value, None if packed else arrange)
-        keys = self._keys_of(key, None if packed else arrange)
-        part = ModuleAttention(probabilities, arrange, values, mixed, keys, visible)
+        values = self._values_of(attention.value, None if packed else arrange)
+        keys = self._keys_of(attention.key, None if packed else arrange)
+        part = ModuleAttention(probabilities, arrange, values, attention.mixed, keys, visible)
         self._open.setdefault(layer, []).append(part)
 
     def accepts_parts(self, query: Tensor) -> bool:
@@ -176,15 +165,10 @@ class Listening(Listener):
                 return path
         return None
 
-    def _values_of(self, value: Tensor | None, arrange: Arrange | None) -> Values | None:
+    def _values_of(self, value: Tensor, arrange: Arrange | None) -> Values | None:
         if not self.values:
             return None
         name, module = self.path[-1]
-        if value is None:
-            raise ValueNormsError(
-                f"Value weighting requires the value vectors of {type(module).__name__} ({name}), which cannot be "
-                "observed."
-            )
         around = self.path[-2][1] if len(self.path) > 1 else None
         return read_values(value if arrange is None else arrange(value), module, name, around)
 

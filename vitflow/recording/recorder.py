@@ -323,7 +323,7 @@ class record_attention:
         if self._within or self.trace.call is None:
             return None
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        return unseen_mixing(self.trace.call, layouts, self._listening.recorded, self._listening.unapplied)
+        return unseen_mixing(self.trace.call, layouts, self._listening.recorded)
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""
