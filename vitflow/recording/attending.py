@@ -6,9 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
-from vitflow.recording.attention_kinds import other_attention
+from torch import Tensor
 
 #: The function of torch itself, even if another library has replaced it in `torch.nn.functional`.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
@@ -46,19 +44,9 @@ class Listener:
 
     Attributes:
         gradients, wants_keys, wants_visible: True if gradients, keys or attention masks are requested.
-        path: path and module of the running modules, outermost first.
     """
 
     gradients = wants_keys = wants_visible = False
-
-    def __init__(self) -> None:
-        self.path: list[tuple[str, nn.Module]] = []
-
-    def running(self) -> str | None:
-        """Return the path of the running module; None if it computes no attention between tokens."""
-        if not self.path or other_attention(self.path[-1][1]) is not None:
-            return None
-        return self.path[-1][0]
 
     def accepts_parts(self, query: Tensor) -> bool:
         """Return True if only fused probabilities of this call are needed, so that they can be computed in parts."""

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitflow.recording.attending import Attention, Listener, attend, scaled_dot_product_attention, seen_keys, unmasked
+from vitflow.recording.attention_kinds import other_attention
 
 _ATEN = torch.ops.aten
 _FUSED: set[Any] = {scaled_dot_product_attention, _ATEN.scaled_dot_product_attention}
@@ -26,12 +27,16 @@ _MANY_HEADS = signature(F.multi_head_attention_forward)
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 
 
-class Interception(TorchFunctionMode):
-    """Function mode for all torch functions of this thread that passes attention to a listener."""
+class Interception(Listener, TorchFunctionMode):
+    """Function mode for all torch functions of this thread that observes the attention of a running model.
 
-    def __init__(self, listener: Listener) -> None:
+    Attributes:
+        path: path and module of the running modules, outermost first.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.listener = listener
+        self.path: list[tuple[str, nn.Module]] = []
         # By module: softmaxes that no product has applied yet, with their scores and keys.
         self._pending: dict[str, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
         # By module: the latest product and its two factors; if a softmax follows, scores, queries and keys.
@@ -55,12 +60,30 @@ class Interception(TorchFunctionMode):
         while self._within:
             self.end()
 
+    def running(self) -> str | None:
+        """Return the path of the running module; None if it computes no attention between tokens."""
+        if not self.path or other_attention(self.path[-1][1]) is not None:
+            return None
+        return self.path[-1][0]
+
+    def leave(self, name: str) -> bool:
+        """Remove the running module from the path; False if it is another one, as an earlier hook raised an error.
+
+        Its softmaxes that no observed product applied to values, such as those over features, are forgotten.
+        """
+        self._products.pop(name, None)
+        self._pending.pop(name, None)
+        if not self.path or self.path[-1][0] != name:
+            return False
+        self.path.pop()
+        return True
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _INTERCEPTED or not (name := self.listener.running()):
+        if func not in _INTERCEPTED or not (name := self.running()):
             return func(*args, **kwargs)
         if func in _FUSED:
-            return attend(self.listener, *args, **kwargs)
+            return attend(self, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attend_with_many_heads(*args, **kwargs)
         if func in _SOFTMAX:
@@ -73,7 +96,7 @@ class Interception(TorchFunctionMode):
         first, second, order = product
         replacement = self._multiplied(name, first, second) if self._pending.get(name) else None
         output = func(*args, **kwargs) if replacement is None else replacement.permute(order)
-        if self.listener.wants_keys:
+        if self.wants_keys:
             self._products[name] = output.shape, first, second
         return output
 
@@ -131,17 +154,12 @@ class Interception(TorchFunctionMode):
                 scores = scores.reshape(*attention.shape[:-1], -1)
                 precise = self._precise(attention, scores if itself else None)
                 visible = self._visible(scores[..., : attention.shape[-1]])
-                replacement = self.listener.on_attention(Attention(precise, values, not itself, key, visible))
+                replacement = self.on_attention(Attention(precise, values, not itself, key, visible))
                 return replacement.mT if transposed and replacement is not None else replacement
         return None
 
-    def ended(self, name: str) -> None:
-        """Forget the softmaxes that no observed product applied to values, such as those over features."""
-        self._products.pop(name, None)
-        self._pending.pop(name, None)
-
     def _visible(self, scores: Tensor) -> Tensor | None:
-        if not self.listener.wants_visible or scores.ndim not in (3, 4):
+        if not self.wants_visible or scores.ndim not in (3, 4):
             return None
         return seen_keys(scores) if scores.ndim == 4 else unmasked(scores)
 
@@ -150,7 +168,7 @@ class Interception(TorchFunctionMode):
 
         With gradients they are unchanged, because a copy would not be in the autograd graph.
         """
-        if self.listener.gradients or probabilities.dtype in (torch.float32, torch.float64):
+        if self.gradients or probabilities.dtype in (torch.float32, torch.float64):
             return probabilities
         if scores is None:
             return probabilities.float()

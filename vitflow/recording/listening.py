@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import NoAttentionError, UnsupportedModelError
 from vitflow.methods.gradients import Values, fuse_weighted
-from vitflow.recording.attending import Attention, Listener, Part
+from vitflow.recording.attending import Attention, Part
 from vitflow.recording.attention_kinds import (
     arrangement,
     is_difference,
@@ -17,6 +17,7 @@ from vitflow.recording.attention_kinds import (
     is_pooling,
     other_attention,
 )
+from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import is_unrecorded
 from vitflow.recording.layers import (
     Arrange,
@@ -34,7 +35,7 @@ from vitflow.recording.trace import Trace
 _PARALLEL_BLOCKS = ("ParallelThingsBlock",)
 
 
-class Listening(Listener):
+class Listening(Interception):
     """Collects the attention of a running model, and adds each finished layer to a trace.
 
     Attributes:
@@ -59,6 +60,7 @@ class Listening(Listener):
         residual: float,
         within: str,
     ) -> None:
+        super().__init__()
         self.model, self.fusions, self.values = model, fusions, values
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
         self.residual, self.within = residual, within
@@ -67,9 +69,9 @@ class Listening(Listener):
         """Record into this trace from now on."""
         self._trace, self.recorded_any = trace, False
         self._keep_heads = self.gradients or not self.fusions
-        self.begin()
+        self.begin_pass()
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         """Reset for a new forward pass."""
         self.path = []
         self.pooling: Tensor | None = None
@@ -179,7 +181,7 @@ class Listening(Listener):
         key = (key if arrange is None else arrange(key)).detach()
         return key.to(torch.promote_types(key.dtype, torch.float32)).transpose(1, 2).flatten(2)
 
-    def ended(self, name: str) -> None:
+    def close(self, name: str) -> None:
         """Finish a module, which may be a layer."""
         parts = self._open.pop(name, ())
         if parts:  # otherwise it was fused part by part

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, tensors_in
 from vitflow.models.parts import model_cache, module_paths
-from vitflow.recording.attending import Attention, Listener
+from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import may_attend, other_attention
 from vitflow.recording.heads import block_paths_of
 from vitflow.recording.interception import Interception
@@ -79,7 +79,7 @@ def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> s
                 trial(model, pixels.device),
                 on_few_tokens(model, shortened),
                 hooked(probe.hooks()),
-                probe.interception,
+                probe,
             ):
                 call(noise)
         except Exception:  # the model rejects the noise or the few tokens, so the check is impossible
@@ -110,7 +110,7 @@ class _Call:
     explained: bool = False
 
 
-class _Probe(Listener):
+class _Probe(Interception):
     """Runs two images through a model; the second becomes the first with some tokens changed."""
 
     def __init__(
@@ -118,7 +118,6 @@ class _Probe(Listener):
     ) -> None:
         super().__init__()
         self._model, self._size, self._explained = model, size, explained
-        self.interception = _KnownMixing(self)
         self._counts = {layout.num_tokens for layout in layouts} | {FEW_TOKENS}
         self._attending = may_attend(model)
         self._calls: list[_Call] = []
@@ -165,9 +164,7 @@ class _Probe(Listener):
         return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
     def _leave(self, path: str, args: Any, output: Any) -> None:
-        if self.path and self.path[-1][0] == path:
-            self.interception.ended(path)
-            self.path.pop()
+        self.leave(path)
         if not self._calls or self._calls[-1].path != path:  # an earlier hook raised an error before it began
             return
         call = self._calls.pop()
@@ -238,7 +235,13 @@ class _Probe(Listener):
             share = float((others.mean() / moved.mean()).sqrt())
         return share if math.isfinite(share) else 0.0
 
-    # -- listener -----------------------------------------------------------------------------------------------------
+    # -- functions ----------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in (*_KNOWN, *_SUMMARIES) and _mixes(name, args, kwargs or {}):
+            self.explain()
+        return super().__torch_function__(func, types, args, kwargs)
 
     def running(self) -> str | None:
         """Return the path of the running module; None if it computes no attention between tokens."""
@@ -255,18 +258,6 @@ class _Probe(Listener):
         if queries != keys:
             return value.new_zeros(shape)
         return value.expand(shape).clone(memory_format=torch.contiguous_format)
-
-
-class _KnownMixing(Interception):
-    """Interception that also detects known token mixing."""
-
-    listener: _Probe
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in (*_KNOWN, *_SUMMARIES) and _mixes(name, args, kwargs or {}):
-            self.listener.explain()
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
