@@ -191,8 +191,8 @@ def test_the_map_is_reported_with_its_share_and_its_sinks():
     assert saliency.image.shape == (40, 64, 3) and saliency.facts["layer"] == 2
     np.testing.assert_allclose(actual.image("heart", layer=1).grid.flatten(), actual.values[2, 1:37, 0])
     json.dumps([actual.to_dict(), saliency.to_dict()])
-    covers = actual.to_dict()["images"][0]["covers"]  # the middle 24 of 38 columns
-    assert covers == pytest.approx({"left": 7 * 64 / 38, "top": 0, "right": 31 * 64 / 38, "bottom": 40})
+    placement = Placement(**actual.to_dict()["images"][0]["placement"])  # the middle 24 of 38 columns
+    assert placement.window == pytest.approx((7 * 64 / 38, 0, 31 * 64 / 38, 40))
     hidden = actual.sheet().hidden
     assert actual.shaded(-1).hidden == hidden and actual.shaded(-1).trust.special is None
     assert [place for place, why in hidden.items() if why == "image patches"] == list(range(1, 37))

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from vitflow.text.images import PromptImages
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.methods import caption
 from vitflow.text.sheet import Sheet
-from vitflow.text.text_page import ShownImage, TextRow, page_of
+from vitflow.text.text_page import TextRow, page_of
 from vitflow.text.view import ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, grouped_words, hide, labels_of, text_of
 from vitflow.viewer.pages import Page
@@ -229,7 +229,7 @@ class Generation:
             seconds=self.seconds,
         )
 
-    def shaded(self, number: int, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
+    def shaded(self, number: int = -1, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
         """Return the prompt and the generated text, shaded by the attribution of one generated token.
 
         Args:
@@ -244,7 +244,8 @@ class Generation:
         index = whole_number("the generated token", number, -generated.length, generated.length - 1) % generated.length
         position = prompt.length + index
         words, hidden = self._shown(prompt + generated, special, stop_words)
-        weights = self._full_rows()[index, :, -1]
+        weights = np.concatenate([self.values[index, :, -1], self.among_generated[index, :, -1]], dtype=np.float64)
+        weights[position:] = np.nan
         return ShadedText(
             words,
             weights,
@@ -255,26 +256,21 @@ class Generation:
             caption=caption(self.method, self.options, self.model),
         )
 
-    def sheet(
-        self, layer: int = -1, *, generated: bool = False, special: bool = True, stop_words: Iterable[str] = ()
-    ) -> Sheet:
+    def sheet(self, layer: int = -1, *, special: bool = True, stop_words: Iterable[str] = ()) -> Sheet:
         """Return a table with a row per generated token and a column per token of the prompt.
 
         Args:
             layer: last layer to include, 1 is the first, −1 the last.
-            generated: show a column per generated token instead of their sum.
             special, stop_words: as for `shaded`.
         """
-        prompt, new = self.prompt_tokens, self.generated_tokens
         index = check_layer("layer", layer, self.values.shape[2])
-        words, hidden = self._shown(prompt + new if generated else prompt, special, stop_words)
+        words, hidden = self._shown(self.prompt_tokens, special, stop_words)
         return Sheet(
             words,
-            self._full_rows()[:, : words.length, index],
-            [label.text for label in labels_of(new)],
-            rest=None if generated else np.nansum(self.among_generated[:, :, index], axis=1),
-            rest_name="generated",
-            self_tokens=list(range(prompt.length - 1, prompt.length - 1 + new.length)),
+            self.values[:, :, index],
+            [label.text for label in labels_of(self.generated_tokens)],
+            rest=self.among_generated[:, :, index].sum(axis=1),
+            self_tokens=[words.length - 1],
             self_share=None if self.self_share is None else float(np.mean(self.self_share[:, index])),
             hidden=hidden,
             title="Attribution of each generated token",
@@ -306,10 +302,10 @@ class Generation:
             for i, label in enumerate(labels_of(words)[m:])
         ]
         parts = () if self.images is None else self.images.parts
-        images: list[ShownImage] = []
+        images: list[dict[str, Any]] = []
         first = 0
         if self.images is not None:
-            images = self.images.shown(self.values, full.sum(axis=1), relative)
+            images = self.images.records(self.values, full.sum(axis=1), relative)
             first = next((indices[0] for indices in self.words()[0].values()), 0)
         return page_of(
             words,
@@ -333,13 +329,6 @@ class Generation:
         plain = tuple(special and position not in patches for position, special in enumerate(words.special))
         return replace(words, special=plain), hidden
 
-    def _full_rows(self) -> NDArray[np.float64]:
-        """Return rows over prompt and generated tokens, [n, m + n, layers]; NaN for later tokens."""
-        rows = np.concatenate([self.values, self.among_generated], axis=1, dtype=np.float64)
-        later = np.arange(rows.shape[1]) >= self.values.shape[1] + np.arange(len(rows))[:, None]
-        rows[later] = np.nan
-        return rows
-
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the sheet as .png, .pdf or .svg; options as for `sheet`."""
         return self.sheet(**options).save(path)
@@ -355,7 +344,7 @@ class Generation:
             "values": self.values.tolist(),
             "among_generated": self.among_generated.tolist(),
             "self_share": None if self.self_share is None else self.self_share.tolist(),
-            "images": [] if self.images is None else self.images.to_list(),
+            "images": [] if self.images is None else [asdict(part) for part in self.images.parts],
             "probabilities": None if self.probabilities is None else self.probabilities.tolist(),
             "model": self.model,
             **method_record(TEXT_METHODS[self.method], self.options),

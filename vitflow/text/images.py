@@ -1,19 +1,23 @@
 """Images of a prompt with the positions of their tokens, and the maps of generated words over them."""
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import merge_maps
 from vitflow.methods.tokens import relative_to
 from vitflow.text.image_tokens import ImageTokens
-from vitflow.text.text_page import ShownImage
+from vitflow.viewer.pages import pack_half, thumbnail
+
+_PAGE_SIZE = 768  # longer side of an image on a page, in pixels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,22 +43,6 @@ class PromptImages:
     tower: tuple[NDArray[np.float32], ...] | None = None
     video: str | None = None
     span: int = 1
-
-    def to_list(self) -> list[dict[str, Any]]:
-        """Return the parts as JSON-serializable dicts: image, role, grid, positions and covered box."""
-        names = ("left", "top", "right", "bottom")
-        return [
-            {
-                "image": part.image,
-                "source": self.sources[part.image],
-                "role": part.role,
-                "rows": part.rows,
-                "columns": part.cols,
-                "positions": list(part.positions),
-                "covers": dict(zip(names, placement.window, strict=True)),
-            }
-            for part, placement in zip(self.parts, self.placements, strict=True)
-        ]
 
     @property
     def placements(self) -> list[Placement]:
@@ -139,15 +127,17 @@ class PromptImages:
         placements = [self.placements[index] for index in indices]
         return (grids[0], placements[0]) if len(grids) == 1 else merge_maps(grids, placements)
 
-    def shown(self, rows: NDArray[Any], totals: NDArray[Any], relative: bool) -> list[ShownImage]:
-        """Return each image with the maps of all rows and layers; each map sums to the share of its row on the image.
+    def records(self, rows: NDArray[Any], totals: NDArray[Any], relative: bool) -> list[dict[str, Any]]:
+        """Return each image with the maps of all rows and layers, for a page.
+
+        Each map sums to the share of its row on the image.
 
         Args:
             rows: weights of the tokens of the prompt, [rows, tokens, layers].
             totals: sums of the rows including earlier generated tokens, [rows, layers].
             relative: as for `grids`.
         """
-        shown = []
+        records = []
         for index, image in enumerate(self.images):
             indices, maps = self.chosen(index, None), []
             for row, layer in np.ndindex(totals.shape):
@@ -155,6 +145,15 @@ class PromptImages:
                 grid, placement, facts = self.map_of(rows[row, :, layer], total, indices, layer, relative)
                 on_grid = float(grid.sum())
                 maps.append(grid * (facts["on_image"] / on_grid if on_grid else 0.0))
-            shape = (*totals.shape, *maps[0].shape)
-            shown.append(ShownImage(self.sources[index], image, placement.window, np.reshape(maps, shape)))
-        return shown
+            encoded = base64.b64encode(thumbnail(image, _PAGE_SIZE)).decode()
+            records.append(
+                {
+                    "name": printable(PurePath(self.sources[index]).name, lines=True),
+                    "image": f"data:image/jpeg;base64,{encoded}",
+                    "size": [image.shape[1], image.shape[0]],
+                    "window": placement.window,
+                    "grid": maps[0].shape,
+                    "maps": pack_half(np.reshape(maps, (*totals.shape, *maps[0].shape))),
+                }
+            )
+        return records
