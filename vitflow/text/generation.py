@@ -119,11 +119,12 @@ class Generation:
         image: int | None = None,
         role: str | None = None,
         layer: int | None = None,
-        relative: bool = False,
     ) -> Saliency:
         """Compute the saliency map of a generated word over an image of the prompt.
 
-        It is propagated to the patches of the vision tower if that was recorded (`through_tower`).
+        It is divided by the row of the neutral prompt (Zhang et al., ICLR 2025) if `explain_generation` got one
+        (`neutral`), and propagated to the patches of the vision tower if that was recorded (`through_tower`).
+
         `facts["on_image"]` is the share of the word's row on the image; `facts["on_first_patch"]` and
         `facts["on_edges"]` are the shares of the map on the first patch and on the border patches, common attention
         sinks.
@@ -135,7 +136,6 @@ class Generation:
             role: restrict the map to parts of this role: "whole", "tile" or "thumbnail"; by default all, combined by
                 area.
             layer: last layer to include, 1 is the first, −1 the last; by default the layer of the method.
-            relative: divide by the row of the neutral prompt (Zhang et al., ICLR 2025).
 
         Raises:
             OptionError: unknown word, image or part, or an option that requires an argument of `explain_generation`.
@@ -144,21 +144,20 @@ class Generation:
             raise OptionError("Expected an image in the prompt, got none: pass image= to explain_generation.")
         indices, parts = self._indices_of(word), self.images.chosen(image, role)
         row, total, top = self._row_of(indices, layer)
-        grid, placement, facts = self.images.map_of(row, total, parts, top, relative)
-        flags = {"relative": relative, "through_tower": self.images.tower is not None}
+        grid, placement, facts = self.images.map_of(row, total, parts, top)
         if self.probabilities is not None:  # of a word, the product over its tokens
             products = self.probabilities[indices].astype(np.float64).prod(axis=0)
             with_image, blank = (round(float(product), 6) for product in products)
             display = f"{blank:.1%} (with the image {with_image:.1%})"
             facts["blank"] = {"value": blank, "with_image": with_image, "display": display}
         facts["layer"] = top + 1
-        return self._saliency(indices, grid, placement, self.images.parts[parts[0]].image, flags, facts)
+        return self._saliency(indices, grid, placement, self.images.parts[parts[0]].image, facts)
 
-    def clip(self, word: str | int | Sequence[int], *, layer: int | None = None, relative: bool = False) -> Clip:
+    def clip(self, word: str | int | Sequence[int], *, layer: int | None = None) -> Clip:
         """Compute the saliency maps of a generated word over the frames of the video in the prompt.
 
         Args:
-            word, layer, relative: as for `image`.
+            word, layer: as for `image`.
 
         Returns:
             Clip with a map for each position along time, drawn on its first frame; `facts["on_video"]` of each map is
@@ -177,11 +176,11 @@ class Generation:
             raise OptionError(f"Expected a video in the prompt, got {got}: {remedy}.")
         indices = self._indices_of(word)
         row, total, top = self._row_of(indices, layer)
-        grids, share = images.grids(row, range(len(images.parts)), top, relative)
+        grids, share = images.grids(row, range(len(images.parts)), top)
         facts = {"on_video": share / total if total else 0.0, "layer": top + 1}
         frames = tuple(
             replace(
-                self._saliency(indices, grid.astype(np.float32), placement, index, {"relative": relative}, facts),
+                self._saliency(indices, grid.astype(np.float32), placement, index, facts),
                 seconds=self.seconds / len(grids),
             )
             for index, (grid, placement) in enumerate(zip(grids, images.placements, strict=True))
@@ -210,11 +209,11 @@ class Generation:
         grid: NDArray[np.float32],
         placement: Placement,
         image: int,
-        flags: Mapping[str, bool],
         facts: Mapping[str, Any],
     ) -> WordSaliency:
         """Return the map of a word on an image of the prompt."""
         assert self.images is not None
+        flags = {"relative": self.images.neutral is not None, "through_tower": self.images.tower is not None}
         return WordSaliency(
             grid=grid,
             placement=placement,
@@ -282,14 +281,12 @@ class Generation:
         *,
         special: bool = True,
         stop_words: Iterable[str] = (),
-        relative: bool = False,
     ) -> Page:
         """Return an interactive HTML page: click a generated word for its attribution by layer and its map on each
         image of the prompt; click a word of the prompt for the generated words attributed to it.
 
         Args:
             special, stop_words: as for `shaded`; hidden tokens can be shown on the page.
-            relative: as for `image`.
 
         Write the page with `generation.page().save("generation.html")`.
         """
@@ -305,7 +302,7 @@ class Generation:
         images: list[dict[str, Any]] = []
         first = 0
         if self.images is not None:
-            images = self.images.records(self.values, full.sum(axis=1), relative)
+            images = self.images.records(self.values, full.sum(axis=1))
             first = next((indices[0] for indices in self.words()[0].values()), 0)
         return page_of(
             words,
