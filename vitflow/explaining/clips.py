@@ -26,7 +26,7 @@ from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, overlay
 from vitflow.images.geometry import Placement
 from vitflow.images.reading import ImageSource, image_name, read_image
 from vitflow.images.videos import read_video, write_video
-from vitflow.methods.ranks import spearman
+from vitflow.methods.similarity import spearman
 from vitflow.models.videos import StackedFrames
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from vitflow.images import figures
 from vitflow.images.figures import FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.typesetting import decimal
-from vitflow.methods.ranks import Values, spearman, top_overlap
+from vitflow.methods.similarity import Values, spearman, top_overlap
 
 
 def mean_of_defined(values: Iterable[float | None]) -> float | None:
@@ -248,7 +248,7 @@ class Comparison(FigureResult):
         """Measure the agreement of each pair of methods: Spearman correlation and overlap of the highest patches.
 
         Class-specific maps are compared for the same class; other maps are compared with the map of each class. See
-        `vitflow.methods.ranks.spearman` and `top_overlap` for ties and constant maps.
+        `vitflow.methods.similarity.spearman` and `top_overlap` for ties and constant maps.
 
         Args:
             top: share of a map's patches that count as its highest, 0 < top < 1; at least one patch.

@@ -25,8 +25,8 @@ from vitflow.images.geometry import Placement
 from vitflow.images.pen import Pen
 from vitflow.images.reading import image_name
 from vitflow.images.upsampling import upsample
-from vitflow.methods.features import Components, principal_components
 from vitflow.methods.fusion import check_layer
+from vitflow.methods.similarity import Components, principal_components
 from vitflow.models.blocks import block_norms, block_paths, layer_output
 
 _MOST_COLUMNS = 6

@@ -20,8 +20,8 @@ from vitflow.folder.run import FolderSummary, run_folder
 from vitflow.images.figures import figure_bytes
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
-from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled
+from vitflow.models.names import check_name, model_id
 from vitflow.runs.batches import RunProgress, Tally
 from vitflow.runs.columns import Grid, Row, failed_row, write_manifest
 from vitflow.runs.store import Run

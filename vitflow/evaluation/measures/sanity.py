@@ -16,9 +16,9 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.images.preprocessing import Preprocessing
 from vitflow.methods.cells import cell_grid
-from vitflow.methods.ranks import spearman
+from vitflow.methods.similarity import spearman
 from vitflow.models.anatomy import transformer_of
-from vitflow.models.libraries import library_blocks
+from vitflow.models.blocks import library_blocks
 
 # Default number of stages of randomisation, evenly spaced from the head to the whole model.
 DEFAULT_STAGES = 5
@@ -302,7 +302,8 @@ def _wide_window(explainer: Explainer, image: NDArray[np.uint8], margin: tuple[i
 def as_it_is(explainer: Explainer, size: tuple[int, ...]) -> Explainer:
     """Return a copy of the explainer for images that already are model inputs."""
     result = copy.copy(explainer)
-    result.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
+    result.inputs = copy.copy(explainer.inputs)
+    result.inputs.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
     return result
 
 
