@@ -49,7 +49,7 @@ class Models:
     ) -> None:
         self.images, self.words = list(images), list(words)
         given = {"checkpoint": checkpoint, "class_names": class_names}
-        self._of_first = {name: str(path) for name, path in given.items() if path is not None}
+        self._of_first: dict[str, Any] = {name: str(path) for name, path in given.items() if path is not None}
         self._image_model, self._language_model = cache(self._load), cache(load_language_model)
         self._processor = cache(load_processor)
         self.explainer = lru_cache(32)(self._explainer)  # prompts that were embedded are kept
@@ -57,7 +57,7 @@ class Models:
     def _load(self, name: str) -> nn.Module:
         return load_model(bundled(name), **self._given(name))
 
-    def _given(self, name: str) -> dict[str, str]:
+    def _given(self, name: str) -> dict[str, Any]:
         """Return the arguments of `load_model` for an image model."""
         return self._of_first if name == self.images[0] else {}
 
