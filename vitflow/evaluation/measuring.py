@@ -14,7 +14,7 @@ from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise, score_object
 from vitflow.evaluation.measures.references import coverage, rank_correlation
-from vitflow.evaluation.metrics import has_intervals, twin_of
+from vitflow.evaluation.metrics import METRICS, has_intervals, twin_of
 from vitflow.evaluation.targets import Grid, TargetRegion, maps_by_class
 from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.explainer import Explainer
@@ -23,10 +23,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.methods.similarity import is_constant
 
 # Values of `Curves` that are stored: the metrics of faithfulness, and two curves.
-_CURVES = (
-    *("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation"),
-    *("deletion", "insertion"),
-)
+_CURVES = [*(name for name, metric in METRICS.items() if metric.group == "faithfulness"), "deletion", "insertion"]
 
 
 def blurred(saliency: Saliency) -> Saliency:
@@ -72,12 +69,6 @@ class Protocol:
     def has_twin(self, method: ChosenMethod) -> bool:
         """Return True if the method's maps are also measured blurred."""
         return self.blurred_twin and method.name not in BASELINES
-
-    @property
-    def labels(self) -> list[str]:
-        """Labels of all measured maps: each method, followed by its blurred twin."""
-        twins = [[twin_of(method.label)] if self.has_twin(method) else [] for method in self.methods]
-        return [label for method, twin in zip(self.methods, twins, strict=True) for label in (method.label, *twin)]
 
 
 # Values by label of a map, then by name.

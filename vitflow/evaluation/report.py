@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vitflow.errors import OptionError, printable, unknown_name
+from vitflow.errors import printable
 from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
 from vitflow.evaluation.metrics import GROUPS, Metric, is_twin
 from vitflow.evaluation.statistics import CONFIDENCE
@@ -53,14 +53,8 @@ def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
     Args:
         evaluation: the results to draw.
         names: measured metrics or their groups.
-
-    Raises:
-        OptionError: none of these metrics was measured.
     """
     metrics = [metric for metric in evaluation.metrics if metric.name in names or metric.group in names]
-    if not metrics:
-        known = [name for metric in evaluation.metrics for name in (metric.group, metric.name)]
-        raise OptionError(unknown_name("metric of this evaluation", ", ".join(names), set(known)))
     methods = [name for name in evaluation.methods if any(evaluation.is_measured(name, metric) for metric in metrics)]
     labels = [printable(name) for name in methods]
     size = (label_width(labels) + _PANEL * len(metrics), _AROUND + _ROW * len(labels))

@@ -138,17 +138,18 @@ def evaluate(
     grids = make_grids(dataset.samples, explainer, seed) if "grid" in groups else {}
     run = _Run(dataset, explainer, protocol, _groups_of(dataset, protocol), grids, batch_size, progress)
     rows = list(run.rows(dataset.samples)) if output is None else run.kept_rows(Path(output), settings, overwrite)
-    if all(row["status"] == "failed" for row in rows):
+    measured = [row for row in rows if row["status"] == "measured"]
+    if not measured:
         raise VitflowError(
             f"None of the {len(dataset)} images could be measured. First error: {rows[0]['input']!r}: "
             f"{rows[0]['error']}: {rows[0]['message']}"
         )
-    measured = {group for row in rows for group in row.get("groups", ())}
+    groups = [group for row in measured for group in row["groups"]]
     evaluation = Evaluation(
         data=dataset.name,
         model=explainer.model_id,
-        methods=tuple(protocol.labels),
-        metrics=tuple(metric for metric in shown if metric.group in measured),
+        methods=tuple(measured[0]["values"]),
+        metrics=tuple(metric for metric in shown if metric.group in groups),
         rows=tuple(rows),
         settings=without_probe(settings) | {"resamples": resamples, "versions": versions()},
         kind=dataset.kind,

@@ -108,22 +108,14 @@ class Clip:
             options: options of `Saliency.overlay`.
         """
         from vitflow.images.charts import draw_clip
-        from vitflow.images.figures import draw_and_save
+        from vitflow.images.figures import written
 
         images = self.overlays(**options)
         first = self.frames[0]
         lines = [line for line in captions.class_lines(self.score) if line]
         title = f"{first.definition.title}: {', '.join(lines)}" if lines else first.definition.title
-        return draw_and_save(
-            path,
-            lambda: draw_clip(
-                {number: images[number] for number in self.key_frames},
-                self.shares,
-                title=title,
-                notes=list(self.notes()),
-                span=self.span,
-            ),
-        )
+        shown = {number: images[number] for number in self.key_frames}
+        return written(draw_clip(shown, self.shares, title=title, notes=list(self.notes()), span=self.span), path)
 
     def notes(self) -> list[str]:
         """Return the notes of the caption."""

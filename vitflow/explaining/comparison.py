@@ -24,7 +24,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import Strip, columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_image
 from vitflow.images import figures
-from vitflow.images.figures import FigureResult, draw_and_save
+from vitflow.images.figures import FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.typesetting import decimal
 from vitflow.methods.similarity import Values, spearman, top_overlap
@@ -290,7 +290,7 @@ class Comparison(FigureResult):
             OptionError: a drawing option out of range, or another file type.
         """
         strip = Strip(Pen(width, **drawing), same_scale=same_scale)
-        return draw_and_save(path, lambda: draw_comparison(self.images, strip))
+        return written(draw_comparison(self.images, strip), path)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a record of each image for JSON: its maps without values, and their agreement."""

@@ -13,7 +13,7 @@ from vitflow.errors import OptionError, check_known, printable, unknown_name
 from vitflow.explaining.inputs import ImageInput, ModelInputs, PlacedImage, at_least_one, name_of
 from vitflow.explaining.regions import Boxes, Masks, Regions, boxes
 from vitflow.images import FITS
-from vitflow.images.preprocessing import InputSpec
+from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.images.reading import ImageSource, image_name
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
@@ -139,8 +139,7 @@ class ImageModel:
             name=name,
             outputs=outputs,
         )
-        self.preprocessing = self.facts.preprocessing(fit)
-        self.inputs = ModelInputs(self.preprocessing, channels, self.model_id)
+        self.inputs = ModelInputs(self.facts.preprocessing(fit), channels, self.model_id)
         if references is not None:
             self.facts = replace(self.facts, outputs=self._similarities(references))
         elif outputs is not None:  # errors come before the first image
@@ -204,6 +203,11 @@ class ImageModel:
     def layout(self) -> TokenLayout | None:
         """Prefix tokens and patch grid, if given."""
         return self.facts.layout
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """Preprocessing from images to model inputs."""
+        return self.inputs.preprocessing
 
     @property
     def spec(self) -> InputSpec:

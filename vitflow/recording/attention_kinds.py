@@ -40,7 +40,7 @@ _CLASS_ATTENTION = ("ClassAttn", "ClassAttention")
 _DIFFERENCE = ("DiffAttention", "DiffParallelScalingBlock", "DiffLlamaAttention")
 # Modules that fold heads into the batch, before windows; and modules with windows before heads.
 _FOLDED_WINDOWS = ("HaloAttn",)
-_WINDOWS_FIRST = ("LocallyGroupedAttn",)
+_WINDOWS_FIRST = ("LocallyGroupedAttn", "RelativePositionalMultiHeadAttention")
 # Modules that compute each head separately, without a head axis.
 _HEAD_BY_HEAD = ("CascadedGroupAttention",)
 # Modules whose windows cannot be traced to the image.

@@ -227,7 +227,8 @@ def _score(trace: Trace, position: int, target: int | None) -> Tensor:
         )
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
     if target is not None:
-        whole_number("target", target, 0, len(scores) - 1)
+        kind = "token id" if predicts_words(trace.model) else "class index"
+        whole_number(f"the target, a {kind},", target, 0, len(scores) - 1)
     return scores.max() if target is None else scores[target]
 
 

@@ -302,7 +302,8 @@ def _wide_window(explainer: Explainer, image: NDArray[np.uint8], margin: tuple[i
 def as_it_is(explainer: Explainer, size: tuple[int, ...]) -> Explainer:
     """Return a copy of the explainer for images that already are model inputs."""
     result = copy.copy(explainer)
-    result.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
+    result.inputs = copy.copy(explainer.inputs)
+    result.inputs.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
     return result
 
 
