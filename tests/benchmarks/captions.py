@@ -39,8 +39,8 @@ from vitflow.demo import DEMO_CAPTION, Scene, draw_scene
 from vitflow.demo.sentences import COLOURS, SHAPES
 from vitflow.evaluation.measures.localisation import energy_in_region, pointing_game
 from vitflow.evaluation.statistics import Estimate, estimate_means
-from vitflow.methods.ranks import centre_prior
-from vitflow.models.languages import decoder_path
+from vitflow.methods.cells import centre_prior
+from vitflow.models.parts import decoder_path
 from vitflow.recording.recorder import record_attention
 from vitflow.text import Generation, explain_generation
 from vitflow.text.languages import load_language_model, load_processor
@@ -71,10 +71,10 @@ ROWS: dict[str, tuple[str, dict]] = {
 TODAY = "rollout, receptive field"
 #: How each row is shown: on the tokens, carried on through the tower, relative to the neutral prompt, and both.
 WAYS = {
-    "": {},
-    "tower": {"tower": True},
-    "relative": {"relative": True},
-    "both": {"relative": True, "tower": True},
+    "": (),
+    "tower": ("tower",),
+    "relative": ("neutral",),
+    "both": ("neutral", "tower"),
 }
 CONTROLS = ("random", "centre")
 LABELS = [(row, way) for way in WAYS for row in ROWS] + [(row, "") for row in CONTROLS]
@@ -169,11 +169,11 @@ def scene_values(
     for label, one in rows_of(model, actual, given, requested):
         less = "less earlier" in label
         for index, (places, mask) in enumerate(regions):
-            for way, options in WAYS.items():
+            for way, kept in WAYS.items():
                 shown = without_earlier(one, places) if less else one
-                if not options.get("tower"):
-                    shown = replace(shown, images=replace(shown.images, tower=None))
-                measure(index, (label, way), shown.image(places, relative=options.get("relative", False)), mask)
+                left_out = {name: None for name in ("tower", "neutral") if name not in kept}
+                shown = replace(shown, images=replace(shown.images, **left_out))
+                measure(index, (label, way), shown.image(places), mask)
     for index, (places, mask) in enumerate(regions):
         plain = replace(actual, images=replace(actual.images, tower=None)).image(places)
         grids = {"random": random.random(plain.grid.shape), "centre": centre_prior(*plain.grid.shape)}

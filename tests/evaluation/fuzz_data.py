@@ -24,7 +24,7 @@ from PIL import Image
 from vitflow.errors import VitflowError
 from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.targets import choose_target
-from vitflow.models.checkpoints import read_class_names
+from vitflow.models.names import read_class_names
 
 WIDTH, HEIGHT = 40, 30
 NAMES = ["tabby", "dog", "tiger cat"]

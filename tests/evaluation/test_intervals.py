@@ -9,8 +9,7 @@ from vitflow.demo import draw_image
 from vitflow.errors import OptionError
 from vitflow.evaluation import coverage, evaluate, run_on_patches
 from vitflow.explaining.refining import affinity_of
-from vitflow.methods.cells import draw_masks
-from vitflow.methods.regression import NOISE
+from vitflow.methods.sampling import NOISE, draw_masks
 
 REGRESSION = {"estimator": "regression", "masks": 24}
 

@@ -13,7 +13,7 @@ from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, load_demo_model
 from vitflow.errors import ModelError, OptionError
 from vitflow.explaining.method_table import Method, get_method, list_methods, register_method
-from vitflow.methods.ranks import centre_prior, random_map
+from vitflow.methods.cells import centre_prior, random_map
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 IMAGES = list(np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8))

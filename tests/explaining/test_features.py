@@ -17,7 +17,7 @@ from vitflow.cli import cli
 from vitflow.errors import OptionError, OutsideGridError, OutsideImageError, ShapeError, UnsupportedModelError
 from vitflow.explaining.features import _coloured
 from vitflow.images.pen import Pen
-from vitflow.methods import features as mathematics
+from vitflow.methods import similarity as mathematics
 from vitflow.methods.rollout import attention_rollout
 
 CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}

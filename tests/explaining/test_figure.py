@@ -169,7 +169,7 @@ def test_the_command_writes_figures(monkeypatch, tmp_path, capsys):
     assert "ends in .png, .jpg" in capsys.readouterr().err
 
 
-def test_another_file_type_is_refused_before_anything_is_drawn():
+def test_another_file_type_is_refused():
     with pytest.raises(OptionError, match=r"Unknown file type '.jpg'"):
         map_of(np.zeros((2, 2))).figure("figure.jpg")
 

@@ -16,8 +16,9 @@ from torch import nn
 import vitflow
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.models import hub
-from vitflow.models.checkpoints import read_checkpoint, read_class_names
-from vitflow.models.facts import class_names_of, model_id, read_input_spec
+from vitflow.models.checkpoints import read_checkpoint
+from vitflow.models.facts import read_input_spec
+from vitflow.models.names import class_names_of, model_id, read_class_names
 
 ID = "test_vit"
 PRETRAINED = {"input_size": [3, 160, 160], "fixed_input_size": True, "mean": [0.1] * 3, "std": [0.2] * 3}
@@ -162,7 +163,7 @@ def test_hostile_class_names_are_refused(tmp_path, text, monkeypatch):
     (tmp_path / "names.json").write_text(text)
     with pytest.raises(ModelError, match=r"Expected a JSON list of names, .*names\.json"):
         read_class_names(tmp_path / "names.json")
-    monkeypatch.setattr("vitflow.models.checkpoints._LARGEST_NAMES", 3)
+    monkeypatch.setattr("vitflow.models.names._LARGEST_NAMES", 3)
     (tmp_path / "names.txt").write_text("cat\ndog")
     with pytest.raises(ModelError, match="at most 3 bytes, got 7"):
         read_class_names(tmp_path / "names.txt")

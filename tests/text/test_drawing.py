@@ -180,21 +180,21 @@ def test_a_sheet_has_a_row_for_each_layer_the_last_on_top():
 
 
 def test_a_sheet_of_generated_words_reports_the_rest_of_each_row():
-    sheet = Sheet(words_of("abc"), [[0.5, 0.3, 0.2], [0.2, 0.2, 0.2]], ["x", "y"], rest=[0.0, 0.4], rest_name="written")
-    assert [text.get_text() for text in sheet.figure().axes[0].texts][-3:] == ["written", "0", "40"]
+    sheet = Sheet(words_of("abc"), [[0.5, 0.3, 0.2], [0.2, 0.2, 0.2]], ["x", "y"], rest=[0.0, 0.4])
+    assert [text.get_text() for text in sheet.figure().axes[0].texts][-3:] == ["generated", "0", "40"]
     assert sheet.text().splitlines()[:2] == [
-        "  x: a 50 %, b 30 %, c 20 %; written 0 %",
-        "  y: a 20 %, b 20 %, c 20 %; written 40 %",
+        "  x: a 50 %, b 30 %, c 20 %; generated 0 %",
+        "  y: a 20 %, b 20 %, c 20 %; generated 40 %",
     ]
 
 
 def test_rows_that_do_not_sum_to_1_are_reported_as_shares_and_their_token_sets_no_scale():
     sheet = Sheet(words_of("abc"), [[0.2, 0.1, 1.5], [0.2, 1.0, 0.4]], ["x", "y"], rest=[0.2, 0.0], self_tokens=[2, 1])
     texts = [text.get_text() for text in sheet.figure().axes[0].texts]
-    assert texts == ["10", "5", "75", "12", "62", "25", "elsewhere", "10", "0"]
+    assert texts == ["10", "5", "75", "12", "62", "25", "generated", "10", "0"]
     shades = shades_of_cells(sheet)
     assert shades[0, 2] == shades[1, 1] == 0.0 and shades[1, 2] == 1.0
-    assert "x: a 10 %, b 5 %; elsewhere 10 %" in sheet.text()
+    assert "x: a 10 %, b 5 %; generated 10 %" in sheet.text()
 
 
 def test_a_large_sheet_has_no_numbers(monkeypatch):
@@ -255,7 +255,7 @@ def test_titles_and_captions_are_shown_as_text(number):
     framed = {"title": evil, "caption": evil}
     view = [
         ShadedText(WORDS, WEIGHTS, **framed),
-        Sheet(WORDS, [WEIGHTS], [evil], rest=[0.1], rest_name=evil, **framed),
+        Sheet(WORDS, [WEIGHTS], [evil], rest=[0.1], **framed),
         GraphView(WORDS, [Panel(evil, graph, note=evil)], selected=(1,), **framed),
     ][number]
     for text in (view.text(), str(view)):
@@ -316,7 +316,7 @@ def test_no_word_of_a_figure_is_cut_or_lies_on_another(words):
     rows = [f"a row of a long name {number}" for number in range(3)]
     views = [
         ShadedText(words, graph[0, 0], selected=(1,), **frame),
-        Sheet(words, graph[0][[0, 1, 0]], rows, rest=[0.1, 0.2, 0.3], rest_name="image tokens", **frame),
+        Sheet(words, graph[0][[0, 1, 0]], rows, rest=[0.1, 0.2, 0.3], **frame),
         Sheet(words, graph[0][[0, 1, 0]], rows, upwards=True),
         GraphView(
             words, [Panel("raw attention of all heads", graph, note=LONG), Panel("b", graph)], selected=(1,), **frame

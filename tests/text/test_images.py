@@ -20,7 +20,7 @@ from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModel
 from vitflow.explaining.method_table import get_method
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import merge_maps, upsample
-from vitflow.models.languages import decoder_path
+from vitflow.models.parts import decoder_path
 from vitflow.text import Generation, ImageTokens, Words, explain_generation
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.prompts import tower_rows
@@ -191,8 +191,8 @@ def test_the_map_is_reported_with_its_share_and_its_sinks():
     assert saliency.image.shape == (40, 64, 3) and saliency.facts["layer"] == 2
     np.testing.assert_allclose(actual.image("heart", layer=1).grid.flatten(), actual.values[2, 1:37, 0])
     json.dumps([actual.to_dict(), saliency.to_dict()])
-    covers = actual.to_dict()["images"][0]["covers"]  # the middle 24 of 38 columns
-    assert covers == pytest.approx({"left": 7 * 64 / 38, "top": 0, "right": 31 * 64 / 38, "bottom": 40})
+    placement = Placement(**actual.to_dict()["images"][0]["placement"])  # the middle 24 of 38 columns
+    assert placement.window == pytest.approx((7 * 64 / 38, 0, 31 * 64 / 38, 40))
     hidden = actual.sheet().hidden
     assert actual.shaded(-1).hidden == hidden and actual.shaded(-1).trust.special is None
     assert [place for place, why in hidden.items() if why == "image patches"] == list(range(1, 37))
@@ -232,18 +232,16 @@ def test_maps_laid_together_hold_what_falls_into_each_cell():
 
 def test_relative_is_the_quotient_with_the_row_of_a_neutral_prompt():
     one, actual = family("llava"), written(method="attention", neutral="user <image> the square")
-    saliency = actual.image("heart", relative=True)
+    saliency = actual.image("heart")
     inputs = one.processor(images=photograph(), text="user <image> the square", return_tensors="pt")
     with record_attention(one.model, within=decoder_path(one.model)) as trace, torch.no_grad():
         one.model(**inputs)
     neutral = trace.attentions[-1][0].mean(dim=0)[-1, 1:37].numpy()
     quotient = actual.values[2, 1:37, -1] / neutral
     np.testing.assert_allclose(saliency.grid.flatten(), quotient / quotient.sum(), rtol=1e-4)
-    assert saliency.options["relative"] and saliency.facts["on_image"] == pytest.approx(
-        actual.image("heart").facts["on_image"]
-    )
-    with pytest.raises(OptionError, match="relative=True requires a neutral prompt: pass neutral="):
-        written().image("heart", relative=True)
+    raw = written(method="attention").image("heart")
+    assert saliency.options["relative"] and "relative" not in raw.options
+    assert saliency.facts["on_image"] == pytest.approx(raw.facts["on_image"])
 
 
 @pytest.mark.parametrize("method", ["rollout", "logit_lens"])

@@ -258,13 +258,13 @@ def test_a_source_with_an_encoder_can_be_clicked_too(opened):
 
 @pytest.mark.parametrize("name", ["llava", "internvl"])
 def test_a_word_shows_its_map_on_the_image(name, opened):
-    actual = written(name, neutral="user <image> the square", through_tower=name == "llava")
-    for options in ({}, {"relative": True}):
-        page = opened(actual.page(**options))
+    relative = written(name, neutral="user <image> the square", through_tower=name == "llava")
+    for actual in (relative, replace(relative, images=replace(relative.images, neutral=None))):
+        page = opened(actual.page())
         for word in range(len(ANSWER)):
             shares = []
             for layer in (1, 2):
-                saliency = actual.image(word, layer=layer, **options)
+                saliency = actual.image(word, layer=layer)
                 share = saliency.grid / saliency.grid.sum() * saliency.facts["on_image"]
                 page.evaluate(SHARES, [word, str(layer)])
                 shown = page.evaluate(

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.models.vision_language import Family, family
 from tests.text.test_image_tokens import centre_of, holding, silenced
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.models.languages import decoder_of
+from vitflow.models.parts import decoder_of
 from vitflow.text import Generation, explain_generation
 from vitflow.text.image_tokens import ImageTokens
 from vitflow.text.prompts import Video, with_images
@@ -134,10 +134,11 @@ def test_relative_maps_have_a_common_scale():
     one, prompt = family("qwen2_vl"), "what is on"
     options = {"method": "rollout", "max_new_tokens": 1, "do_sample": False, "processor": one.processor}
     generation = explain_generation(one.model, f"{one.video_prompt} {prompt}", video=FRAMES, neutral="a", **options)
-    raw, neutral = ([frame.grid for frame in generation.clip(0).frames], generation.images.neutral)
-    quotients = [grid.ravel() / before[:, -1] for grid, before in zip(raw, neutral, strict=True)]
+    raw = replace(generation, images=replace(generation.images, neutral=None)).clip(0).frames
+    pairs = zip(raw, generation.images.neutral, strict=True)
+    quotients = [frame.grid.ravel() / before[:, -1] for frame, before in pairs]
     expected = np.concatenate(quotients) / np.concatenate(quotients).sum()
-    actual = np.concatenate([frame.grid.ravel() for frame in generation.clip(0, relative=True).frames])
+    actual = np.concatenate([frame.grid.ravel() for frame in generation.clip(0).frames])
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 

@@ -69,9 +69,9 @@ def test_the_writing_position_has_no_number_where_its_share_stands_apart():
     values, among = raw.values.copy(), raw.among_generated.copy()
     values[0, 3] = among[1, 0] = among[2, 1] = 0  # as the receptive field leaves it
     actual = replace(raw, values=values, among_generated=among, self_share=np.full((3, 2), 0.4, np.float32))
-    view = actual.sheet(generated=True)
+    view = actual.sheet()
     texts = [text.get_text() for text in view.figure().axes[0].texts]
-    assert texts.count("·") == 3 and "query token 40 %" in view.text() and "· is the query token" in view.text()
+    assert texts.count("·") == 1 and "query token 40 %" in view.text() and "· is the query token" in view.text()
     assert 4 not in actual.shaded(1)._largest and "query token, reported" not in raw.sheet().text()
 
 
@@ -132,8 +132,6 @@ def test_a_generation_is_a_row_for_each_written_token():
     np.testing.assert_allclose(sheet.weights.sum(axis=1) + sheet.rest, 1, atol=1e-6)
     assert sheet.rows == ["w0", "w1", "w2"] and sheet.rest[0] == 0
     np.testing.assert_allclose(actual.sheet(1).weights, actual.values[..., 0])
-    whole = actual.sheet(generated=True).weights
-    assert whole.shape == (3, 7) and np.isnan(whole[0, 4:]).all() and not np.isnan(whole[2, :6]).any()
 
 
 def test_one_written_token_is_shaded_over_all_that_it_read():

@@ -23,9 +23,9 @@ from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.regions import about_region
 from vitflow.images.figures import save_figure
-from vitflow.models.detection import has_regions, is_segmenting
 from vitflow.models.hub import bundled
 from vitflow.models.loading import load_model
+from vitflow.models.names import has_regions, is_segmenting
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
 from vitflow.progress import Update, shown_by

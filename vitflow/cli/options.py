@@ -391,7 +391,7 @@ def _outputs(given: Mapping[str, Any], model: Any) -> Any:
     """Return the outputs that the options request; None for the model's classes."""
     from vitflow.explaining.image_model import similarity_to
     from vitflow.explaining.regions import about_region
-    from vitflow.models.detection import has_regions, is_segmenting
+    from vitflow.models.names import has_regions, is_segmenting
     from vitflow.models.pairs import prompts
 
     if given.get("prompts") and given.get("like"):

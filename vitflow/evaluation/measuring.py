@@ -20,7 +20,7 @@ from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
-from vitflow.methods.ranks import is_constant
+from vitflow.methods.similarity import is_constant
 
 # Values of `Curves` that are stored: the metrics of faithfulness, and two curves.
 _CURVES = [*(name for name, metric in METRICS.items() if metric.group == "faithfulness"), "deletion", "insertion"]

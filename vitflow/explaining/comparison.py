@@ -24,10 +24,10 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import Strip, columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_image
 from vitflow.images import figures
-from vitflow.images.figures import FigureResult, draw_and_save
+from vitflow.images.figures import FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.typesetting import decimal
-from vitflow.methods.ranks import Values, spearman, top_overlap
+from vitflow.methods.similarity import Values, spearman, top_overlap
 
 
 def mean_of_defined(values: Iterable[float | None]) -> float | None:
@@ -248,7 +248,7 @@ class Comparison(FigureResult):
         """Measure the agreement of each pair of methods: Spearman correlation and overlap of the highest patches.
 
         Class-specific maps are compared for the same class; other maps are compared with the map of each class. See
-        `vitflow.methods.ranks.spearman` and `top_overlap` for ties and constant maps.
+        `vitflow.methods.similarity.spearman` and `top_overlap` for ties and constant maps.
 
         Args:
             top: share of a map's patches that count as its highest, 0 < top < 1; at least one patch.
@@ -290,7 +290,7 @@ class Comparison(FigureResult):
             OptionError: a drawing option out of range, or another file type.
         """
         strip = Strip(Pen(width, **drawing), same_scale=same_scale)
-        return draw_and_save(path, lambda: draw_comparison(self.images, strip))
+        return written(draw_comparison(self.images, strip), path)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a record of each image for JSON: its maps without values, and their agreement."""

@@ -38,8 +38,8 @@ from vitflow.explaining.targets import (
     resolve_targets,
 )
 from vitflow.images.reading import ImageSource
-from vitflow.models.detection import refuse_deformable
 from vitflow.models.outputs import Outputs
+from vitflow.models.parts import refuse_deformable
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 

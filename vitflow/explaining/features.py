@@ -20,13 +20,13 @@ from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, nam
 from vitflow.explaining.similarity import layer_features
 from vitflow.explaining.strips import in_rows
 from vitflow.images import DPI, Interpolation, figures, overlay
-from vitflow.images.figures import Cell, Column, FigureResult, draw_and_save
+from vitflow.images.figures import Cell, Column, FigureResult, written
 from vitflow.images.geometry import Placement
 from vitflow.images.pen import Pen
 from vitflow.images.reading import image_name
 from vitflow.images.upsampling import upsample
-from vitflow.methods.features import Components, principal_components
 from vitflow.methods.fusion import check_layer
+from vitflow.methods.similarity import Components, principal_components
 from vitflow.models.blocks import block_norms, block_paths, layer_output
 
 _MOST_COLUMNS = 6
@@ -135,15 +135,12 @@ class Features(FigureResult):
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
         pen = Pen(width, dpi=dpi, interpolation=interpolation, alpha=alpha)
-        return draw_and_save(path, lambda: self._draw(pen))
-
-    def _draw(self, pen: Pen) -> Figure:
         columns = []
         for image, colours in zip(self.images, self.colours, strict=True):
             photograph = Cell(pen.photograph(image.image), (), (image_name(image.source),))
             columns.append((Column(""), [photograph, Cell(_coloured(image, colours, pen))]))
         bands = [([head for head, _ in row], [[cells for _, cells in row]]) for row in in_rows(columns, _MOST_COLUMNS)]
-        return figures.draw_bands(bands, note=self._note(), dpi=pen.dpi)
+        return written(figures.draw_bands(bands, note=self._note(), dpi=pen.dpi), path)
 
     def _note(self) -> str:
         together = "" if len(self.images) == 1 else " over all images"

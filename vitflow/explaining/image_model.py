@@ -17,23 +17,24 @@ from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.images.reading import ImageSource, image_name
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
-from vitflow.models.anatomy import no_logits, unwrap
-from vitflow.models.checkpoints import ClassNames, check_name_count, checked_class_names, weights_sha256
-from vitflow.models.detection import PromptedDetector, refuse_joint_text
-from vitflow.models.facts import read_facts
-from vitflow.models.libraries import forward_options, headless, library_data_config, library_id
+from vitflow.models.anatomy import forward_options
+from vitflow.models.blocks import headless
+from vitflow.models.calls import no_logits
+from vitflow.models.checkpoints import weights_sha256
+from vitflow.models.facts import library_data_config, read_facts
 from vitflow.models.loading import load_model
+from vitflow.models.names import ClassNames, check_name_count, checked_class_names, model_id
 from vitflow.models.outputs import Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import (
+    PromptedDetector,
     Prompts,
-    called,
     is_pair,
     is_prompted_detector,
-    pair_data_config,
     pair_of,
     prompt_outputs,
     refuse_without_prompts,
 )
+from vitflow.models.parts import refuse_joint_text, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.probing import probe
@@ -115,8 +116,8 @@ class ImageModel:
             data_config = data_config or library_data_config(self.model)
             self.model, outputs = headless(self.model), Outputs(count=0)
         if prompted is not None:
-            data_config = data_config or pair_data_config(self.model, prompted.processor)
-            name = name or called(self.model)
+            data_config = data_config or library_data_config(self.model, prompted.processor)
+            name = name or model_id(self.model)
             self.model = PromptedDetector(self.model, prompted)
         self.regions: Regions | None = None
         if isinstance(outputs, Boxes | Masks):
@@ -125,7 +126,7 @@ class ImageModel:
             outputs, class_names, activation, named = self.regions.outputs(), None, None, True
         refuse_without_prompts(self.model)
         if is_video_model(self.model):
-            name = name or library_id(self.model) or type(self.model).__name__
+            name = name or model_id(self.model)
             self.model, data_config, layout = _stacked(self.model, data_config)
         self._heads: dict[bool, Head | None] = {}  # for the outputs (False) and their contrasts with the rest (True)
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))

@@ -20,7 +20,7 @@ from vitflow.explaining.options import OPTIONS, takes_method_options
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import SHARES, Strip, in_rows
 from vitflow.explaining.targets import Contrast, Target
-from vitflow.images.figures import Band, Cell, Column, FigureResult, draw_and_save
+from vitflow.images.figures import Band, Cell, Column, FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.reading import image_name
 from vitflow.methods.fusion import check_layer
@@ -78,9 +78,6 @@ class LayerMaps(FigureResult):
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
         pen = Pen(width, **drawing)
-        return draw_and_save(path, lambda: self._draw(pen))
-
-    def _draw(self, pen: Pen) -> Figure:
         strip = Strip(pen)
         cells = [[(column, strip.cell(each)) for column, each in section] for section in self._sections()]
         whole = self.accumulated[-1]
@@ -91,7 +88,7 @@ class LayerMaps(FigureResult):
             for section in cells
             for row in in_rows(section, _MOST_COLUMNS)
         ]
-        return strip.figure(bands, self._note(pen))
+        return written(strip.figure(bands, self._note(pen)), path)
 
     def _sections(self) -> Iterator[list[tuple[Column, Saliency]]]:
         """Yield the columns of each section with their maps; the first section is the map of all layers."""

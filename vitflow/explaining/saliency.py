@@ -173,14 +173,9 @@ class Saliency:
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
-        from vitflow.images.figures import draw_and_save
+        from vitflow.images.figures import Cell, Column, bar_with_values, draw_bands, limits_in_words, written
 
         pen = Pen(width, **drawing)
-        return draw_and_save(path, lambda: self._draw(pen))
-
-    def _draw(self, pen: Pen) -> "Figure":
-        from vitflow.images.figures import Cell, Column, bar_with_values, draw_bands, limits_in_words
-
         limits = pen.limits(self.drawn)
         drawn = pen.overlay(self.drawn, self.placement, self.image, limits, self.marked)
         heads = [Column(self.definition.title, captions.departures(self.definition, self.options))]
@@ -190,7 +185,7 @@ class Saliency:
             cells.insert(0, [Cell(pen.photograph(self.reference))])
         bar = bar_with_values(self.drawn, pen, limits, captions.ends(self.score, self.class_specific))
         notes = filter(None, (limits_in_words(pen, limits), pen.note, *self._notes()))
-        return draw_bands([(heads, [cells])], bars=[bar], note="\n".join(notes), dpi=pen.dpi)
+        return written(draw_bands([(heads, [cells])], bars=[bar], note="\n".join(notes), dpi=pen.dpi), path)
 
     def _notes(self) -> Iterator[str]:
         """Yield the notes below the figure."""

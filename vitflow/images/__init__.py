@@ -37,5 +37,8 @@ CLIP_FORMATS = (*FIGURE_FORMATS, ".gif", ".mp4", ".npz")
 #: Formats of the overlays of a folder run.
 OVERLAY_FORMATS = ("jpg", "png", "webp")
 
+#: Formats of the manifest of a folder run; "parquet+grids" has the maps as columns.
+MANIFEST_FORMATS = ("jsonl", "csv", "parquet", "parquet+grids")
+
 #: Engines of a folder run: this process, or a Ray cluster.
 ENGINES = ("local", "ray")

@@ -290,11 +290,8 @@ class FigureResult:
         return bundle(repr(self), self.figure(dpi=NOTEBOOK_DPI))
 
 
-def draw_and_save(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:
-    """Draw a figure and, with a path, also write it there; the suffix is checked first."""
-    if path is not None:
-        check_format(path)
-    figure = draw()
+def written(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+    """Return a figure; with a path, also write it there."""
     if path is not None:
         save_figure(figure, path)
     return figure

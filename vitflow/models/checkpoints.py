@@ -3,13 +3,11 @@
 import argparse
 import hashlib
 import inspect
-import json
-import os
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,6 @@ from vitflow.files import is_file
 _WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "net")
 # Prefixes that wrappers (DataParallel, torch.compile, Lightning) add to every name.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-
-_LARGEST_NAMES = 64 * 2**20
-
-# Class names as an argument: a file of names, the names in order, or {index: name}.
-ClassNames = str | os.PathLike[str] | Sequence[str] | Mapping[int, str]
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
@@ -107,74 +100,6 @@ def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     while weights and (prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in weights)), "")):
         weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     return weights
-
-
-def _names(value: Any) -> list[str] | None:
-    """Return class names from a list, a complete {index: name} mapping, or either as JSON; otherwise None."""
-    try:
-        if isinstance(value, str):
-            value = json.loads(value)
-        if isinstance(value, Mapping):
-            by_index = {int(key): name for key, name in value.items()}
-            value = [by_index[index] for index in range(len(value))]
-    except (TypeError, ValueError, KeyError, RecursionError):
-        return None
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Set):
-        return None
-    names = list(value)
-    return [str(name) for name in names] if all(isinstance(name, str | int | float) for name in names) else None
-
-
-def checked_class_names(names: ClassNames, count: int | None) -> list[str]:
-    """Return class names given as an argument, one for each class of the model.
-
-    Args:
-        names: a file (see `read_class_names`), the names in order, or {index: name}.
-        count: number of classes of the model; None if not known yet.
-
-    Raises:
-        ModelError: `names` is none of these, or does not have one name for each class.
-
-    >>> checked_class_names({1: "dog", 0: "cat"}, 2)
-    ['cat', 'dog']
-    """
-    checked = read_class_names(names) if isinstance(names, str | os.PathLike) else _names(names)
-    if checked is None:
-        raise ModelError(
-            f"Expected class names as a file, a list, or {{index: name}} with every index from 0, got {names!r:.80}."
-        )
-    check_name_count(checked, count)
-    return checked
-
-
-def check_name_count(names: Sequence[str], count: int | None) -> None:
-    """Raise ModelError unless there are `count` names."""
-    if count is not None and len(names) != count:
-        raise ModelError(f"Expected {count} class names, one for each class of the model, got {len(names)}.")
-
-
-def read_class_names(path: str | os.PathLike[str]) -> list[str]:
-    """Read class names from a file: JSON (a list, or {index: name}), or text with one name per line.
-
-    Raises:
-        ModelError: the file cannot be read, is larger than 64 MiB, or contains no names.
-    """
-    path = Path(path)
-    try:
-        size = path.stat().st_size
-        if size > _LARGEST_NAMES:
-            raise ModelError(
-                f"Expected a file of class names of at most {_LARGEST_NAMES:,} bytes, got {size:,}: {path}."
-            )
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"Cannot read class names from {path}: {error}.") from error
-    is_json = path.suffix.lower() == ".json"
-    names = _names(text) if is_json else [line.strip() for line in text.splitlines() if line.strip()]
-    if not names:
-        expected = "a JSON list of names, or an object {index: name}," if is_json else "one class name per line"
-        raise ModelError(f"Expected {expected} in {path}, got {'something else' if is_json else 'none'}.")
-    return names
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from vitflow.demo import DEMO_CAPTION, DEMO_TEXT
 from vitflow.errors import ModelError, load_extra, printable
 from vitflow.files import is_file, is_folder
+from vitflow.models.names import remember_name
 
 # File extensions of weights and configurations.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz", ".json")
@@ -177,8 +178,9 @@ def load_transformers(name: str) -> nn.Module:
             f"The weights of {printable(name)} do not fit {type(model).__name__}, the class in its config.json: "
             f"{len(missing)} are missing ({', '.join(missing[:3])})."
         )
-    model._loaded_name = name
-    return model.float().eval()  # type: ignore[no-any-return]
+    model = model.float().eval()
+    remember_name(model, name.removeprefix("local-dir:"))
+    return model  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -229,12 +231,13 @@ def load_open_clip(name: str) -> nn.Module:
     try:
         with quiet_hub(requested=True):
             model: Any = open_clip.create_model(architecture, pretrained=tag)
-            model._loaded_tokenizer, model._loaded_name = open_clip.get_tokenizer(architecture), f"{architecture}.{tag}"
+            model._loaded_tokenizer = open_clip.get_tokenizer(architecture)
     except Exception as error:  # downloads raise many kinds of errors
         raise ModelError(
             f"The weights of {name!r} cannot be fetched and are not in the cache ({_first_line(error)}). Remedy: load "
             "the model in Python, and pass it with processor=open_clip.get_tokenizer(name)."
         ) from error
+    remember_name(model, f"{architecture}.{tag}")
     return model.eval()  # type: ignore[no-any-return]
 
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.files import is_file, is_folder
-from vitflow.models.checkpoints import ClassNames, checked_class_names, read_checkpoint
-from vitflow.models.facts import remember_name
+from vitflow.models.checkpoints import read_checkpoint
 from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
-from vitflow.models.libraries import class_count
+from vitflow.models.names import ClassNames, checked_class_names, class_count, remember_name
 
 Weights = Mapping[str, Tensor]
 
@@ -76,8 +75,10 @@ def load_model(
             model = _with_weights(name, Path(checkpoint), options)
             # A name with a tag identifies the weights of a file; an architecture or a folder's config does not.
             known = timm.is_model(name) and "." in name
-        if known:
-            remember_name(model, name)
+        config: Any = getattr(model, "pretrained_cfg", None) or {}
+        if known and class_count(model) in (None, 0, config.get("num_classes")):  # otherwise its head is new
+            tagged = timm.is_model(name) and config.get("architecture") and config.get("tag")
+            remember_name(model, f"{config['architecture']}.{config['tag']}" if tagged else name)
     if class_names is not None:
         names, config = checked_class_names(class_names, class_count(model)), getattr(model, "pretrained_cfg", None)
         model.pretrained_cfg = {**(config or {}), "label_names": names, "label_descriptions": None}  # type: ignore[assignment]

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import layout_of_count, read_layout, tensors_in
+from vitflow.models.anatomy import layout_of_count, read_layout
+from vitflow.models.calls import tensors_in
 from vitflow.models.parts import model_cache, module_paths
-from vitflow.recording.attending import Listener
+from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_traced
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, hooked, trial
@@ -161,7 +162,7 @@ def _trace(model: nn.Module, pixels: Tensor) -> dict[str, LayerTokens]:
     if key not in known:
         noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
         tracer = _Tracer(model, size)
-        with trial(model, pixels.device), hooked(tracer.hooks()), tracer.interception:
+        with trial(model, pixels.device), hooked(tracer.hooks()), tracer:
             model(noise.to(pixels))
         known[key] = tracer.traced
     traced: dict[str, LayerTokens] = known[key]
@@ -189,43 +190,37 @@ class _Places:
         return _Places(torch.where(patch < 0, 0, cells), TokenLayout(0, rows, cols))
 
 
-class _Tracer(Listener):
-    """Keeps the tokens that each module attends to."""
+class _Tracer(Interception):
+    """Follows the tokens of an image through all functions, and keeps those that each module attends to."""
 
     def __init__(self, model: nn.Module, size: Size) -> None:
         super().__init__()
-        self.interception = _Tracing(self)
         self.model, self.size = model, size
         self.traced: dict[str, LayerTokens] = {}
+        self._operands: Sequence[Tensor] = ()  # of the current call
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
         for name, module in module_paths(self.model):
             if module._modules:
                 yield Hook(module, partial(self._enter, name, module), before=True, while_unrecorded=True)
-                yield Hook(module, self._leave, before=False, while_unrecorded=True)
+                yield Hook(module, partial(self._leave, name), before=False, while_unrecorded=True)
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.path.append((name, module))
 
-    def _leave(self, args: Any, output: Any) -> None:
-        self.interception.ended(self.path.pop()[0])
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        self.leave(name)
 
-    def on_attention(
-        self,
-        probabilities: Tensor,
-        value: Tensor | None,
-        mixed: bool = False,
-        key: Tensor | None = None,
-        visible: Tensor | None = None,
-    ) -> None:
+    def on_attention(self, attention: Attention) -> None:
         """Keep the tokens of the queries and keys of a module."""
         name, module = self.path[-1]
-        if value is None or name in self.traced or not is_traced(module):
+        if name in self.traced or not is_traced(module):
             return
         # The arguments of fused attention, or of the product of attention and values or of their transposes.
-        first, *_, last = self.interception.operands[:3]
-        arrange, transposed = arrangement(module, probabilities, 1), value is not last
+        first, *_, last = self._operands[:3]
+        probabilities = attention.probabilities
+        arrange, transposed = arrangement(module, probabilities, 1), attention.value is not last
         queries, keys = _tokens_of(first, arrange, transposed), _tokens_of(last, arrange, transposed)
         if transposed:
             queries, keys = keys, queries
@@ -235,17 +230,10 @@ class _Tracer(Listener):
             indices = queries.index.long() - 1, keys.index.long() - 1
             self.traced[name] = LayerTokens(queries.grid, keys.grid, *indices)
 
-
-class _Tracing(Interception):
-    """Interception that follows the tokens of an image through all functions."""
-
-    listener: _Tracer
-    operands: Sequence[Tensor] = ()  # of the current call
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.operands = list(tensors_in([args, kwargs]))
-        sources = [places for tensor in self.operands if (places := _places_of(tensor)) is not None]
+        self._operands = list(tensors_in([args, kwargs]))
+        sources = [places for tensor in self._operands if (places := _places_of(tensor)) is not None]
         output = super().__torch_function__(func, types, args, kwargs)
         results = list(tensors_in(output))
         name = getattr(func, "__name__", "")
@@ -264,14 +252,14 @@ class _Tracing(Interception):
 
     def _image(self, tensor: Tensor) -> _Places | None:
         """Return the places of a tensor with the tokens of one image in raster order, or None."""
-        shape, size = tensor.shape, self.listener.size
+        shape, size = tensor.shape, self.size
         if len(shape) not in (3, 4) or len(tensor) != 1:
             return None
         axis = 1 if len(shape) == 3 else grid_axis(shape, size)
         if axis is None:
             return None
         axes = shape[axis : axis + len(shape) - 2]  # of the tokens
-        grid = TokenLayout(0, *axes) if len(axes) == 2 else layout_of_count(self.listener.model, size, *axes)
+        grid = TokenLayout(0, *axes) if len(axes) == 2 else layout_of_count(self.model, size, *axes)
         if grid is None or grid.num_prefix_tokens:
             return None
         index = torch.arange(1, grid.num_patches + 1, device="cpu").float().reshape(axes)

@@ -1,26 +1,22 @@
-"""The columns of a row, maps in half precision, and the manifest.
+"""The columns of a row, and maps in half precision.
 
-An input is a path relative to the run's root. JSON stores names that are not valid UTF-8 with lone surrogates (Python's
-surrogateescape): `os.fsencode(row["input"])` returns their bytes. SQL cannot: there, `input` shows such bytes as
-escapes.
+An input is a path relative to the run's root. Names that are not valid UTF-8 have lone surrogates (Python's
+surrogateescape): `os.fsencode(row["input"])` returns their bytes. In SQL, `input` shows such bytes as escapes.
 
 A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the smallest power of two that no value exceeds,
 so that maps of any scale keep the precision of float16 (the map is the scale times the stored values).
 """
 
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
-from vitflow.files import write_atomically
 from vitflow.images.geometry import Placement
 
 Row = dict[str, Any]
@@ -151,6 +147,11 @@ def by_rank(row: Row, maps: Maps) -> Iterator[tuple[Row, Maps]]:
 # -- maps in half precision
 
 
+def grid_columns(label: str) -> dict[str, str]:
+    """Return the columns of one map, with their kinds: its values, its numbers of rows and columns, and its scale."""
+    return {f"grid_{label}": "bytes", f"rows_{label}": "whole", f"cols_{label}": "whole", f"scale_{label}": "number"}
+
+
 def pack_half(grid: AnyGrid) -> tuple[bytes, int, int, float]:
     """Return a grid as bytes of little-endian float16, its rows, its columns, and its scale.
 
@@ -187,25 +188,3 @@ def placement_of(known: Mapping[str, Any]) -> Placement:
         return Placement(**fields)  # type: ignore[arg-type]
     except (AttributeError, TypeError, ValueError) as error:
         raise ShapeError(f"Expected the placement of a map, got {known!r}.") from error
-
-
-# -- the manifest
-
-
-def write_manifest(
-    path: Path, rows: Iterable[Mapping[str, Any]], common: Mapping[str, Any], where: str = "manifest"
-) -> None:
-    """Write rows as lines of JSON, atomically and in their order.
-
-    Args:
-        path: the file.
-        rows: rows of a run.
-        common: values that are the same in every row.
-        where: the table of COLUMNS.
-    """
-    names = dict.fromkeys([*kinds_in(where), *common])
-    with write_atomically(path, durable=True) as file:
-        for row in rows:
-            record = {name: row.get(name, common.get(name)) for name in names}
-            # ASCII, so that lone surrogates and line separators are escaped.
-            file.write(json.dumps(record, allow_nan=False).encode("ascii") + b"\n")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from vitflow.text.images import PromptImages
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.methods import caption
 from vitflow.text.sheet import Sheet
-from vitflow.text.text_page import ShownImage, TextRow, page_of
+from vitflow.text.text_page import TextRow, page_of
 from vitflow.text.view import ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, grouped_words, hide, labels_of, text_of
 from vitflow.viewer.pages import Page
@@ -119,11 +119,12 @@ class Generation:
         image: int | None = None,
         role: str | None = None,
         layer: int | None = None,
-        relative: bool = False,
     ) -> Saliency:
         """Compute the saliency map of a generated word over an image of the prompt.
 
-        It is propagated to the patches of the vision tower if that was recorded (`through_tower`).
+        It is divided by the row of the neutral prompt (Zhang et al., ICLR 2025) if `explain_generation` got one
+        (`neutral`), and propagated to the patches of the vision tower if that was recorded (`through_tower`).
+
         `facts["on_image"]` is the share of the word's row on the image; `facts["on_first_patch"]` and
         `facts["on_edges"]` are the shares of the map on the first patch and on the border patches, common attention
         sinks.
@@ -135,7 +136,6 @@ class Generation:
             role: restrict the map to parts of this role: "whole", "tile" or "thumbnail"; by default all, combined by
                 area.
             layer: last layer to include, 1 is the first, −1 the last; by default the layer of the method.
-            relative: divide by the row of the neutral prompt (Zhang et al., ICLR 2025).
 
         Raises:
             OptionError: unknown word, image or part, or an option that requires an argument of `explain_generation`.
@@ -144,21 +144,20 @@ class Generation:
             raise OptionError("Expected an image in the prompt, got none: pass image= to explain_generation.")
         indices, parts = self._indices_of(word), self.images.chosen(image, role)
         row, total, top = self._row_of(indices, layer)
-        grid, placement, facts = self.images.map_of(row, total, parts, top, relative)
-        flags = {"relative": relative, "through_tower": self.images.tower is not None}
+        grid, placement, facts = self.images.map_of(row, total, parts, top)
         if self.probabilities is not None:  # of a word, the product over its tokens
             products = self.probabilities[indices].astype(np.float64).prod(axis=0)
             with_image, blank = (round(float(product), 6) for product in products)
             display = f"{blank:.1%} (with the image {with_image:.1%})"
             facts["blank"] = {"value": blank, "with_image": with_image, "display": display}
         facts["layer"] = top + 1
-        return self._saliency(indices, grid, placement, self.images.parts[parts[0]].image, flags, facts)
+        return self._saliency(indices, grid, placement, self.images.parts[parts[0]].image, facts)
 
-    def clip(self, word: str | int | Sequence[int], *, layer: int | None = None, relative: bool = False) -> Clip:
+    def clip(self, word: str | int | Sequence[int], *, layer: int | None = None) -> Clip:
         """Compute the saliency maps of a generated word over the frames of the video in the prompt.
 
         Args:
-            word, layer, relative: as for `image`.
+            word, layer: as for `image`.
 
         Returns:
             Clip with a map for each position along time, drawn on its first frame; `facts["on_video"]` of each map is
@@ -177,11 +176,11 @@ class Generation:
             raise OptionError(f"Expected a video in the prompt, got {got}: {remedy}.")
         indices = self._indices_of(word)
         row, total, top = self._row_of(indices, layer)
-        grids, share = images.grids(row, range(len(images.parts)), top, relative)
+        grids, share = images.grids(row, range(len(images.parts)), top)
         facts = {"on_video": share / total if total else 0.0, "layer": top + 1}
         frames = tuple(
             replace(
-                self._saliency(indices, grid.astype(np.float32), placement, index, {"relative": relative}, facts),
+                self._saliency(indices, grid.astype(np.float32), placement, index, facts),
                 seconds=self.seconds / len(grids),
             )
             for index, (grid, placement) in enumerate(zip(grids, images.placements, strict=True))
@@ -210,11 +209,11 @@ class Generation:
         grid: NDArray[np.float32],
         placement: Placement,
         image: int,
-        flags: Mapping[str, bool],
         facts: Mapping[str, Any],
     ) -> WordSaliency:
         """Return the map of a word on an image of the prompt."""
         assert self.images is not None
+        flags = {"relative": self.images.neutral is not None, "through_tower": self.images.tower is not None}
         return WordSaliency(
             grid=grid,
             placement=placement,
@@ -229,7 +228,7 @@ class Generation:
             seconds=self.seconds,
         )
 
-    def shaded(self, number: int, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
+    def shaded(self, number: int = -1, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
         """Return the prompt and the generated text, shaded by the attribution of one generated token.
 
         Args:
@@ -244,7 +243,8 @@ class Generation:
         index = whole_number("the generated token", number, -generated.length, generated.length - 1) % generated.length
         position = prompt.length + index
         words, hidden = self._shown(prompt + generated, special, stop_words)
-        weights = self._full_rows()[index, :, -1]
+        weights = np.concatenate([self.values[index, :, -1], self.among_generated[index, :, -1]], dtype=np.float64)
+        weights[position:] = np.nan
         return ShadedText(
             words,
             weights,
@@ -255,26 +255,21 @@ class Generation:
             caption=caption(self.method, self.options, self.model),
         )
 
-    def sheet(
-        self, layer: int = -1, *, generated: bool = False, special: bool = True, stop_words: Iterable[str] = ()
-    ) -> Sheet:
+    def sheet(self, layer: int = -1, *, special: bool = True, stop_words: Iterable[str] = ()) -> Sheet:
         """Return a table with a row per generated token and a column per token of the prompt.
 
         Args:
             layer: last layer to include, 1 is the first, −1 the last.
-            generated: show a column per generated token instead of their sum.
             special, stop_words: as for `shaded`.
         """
-        prompt, new = self.prompt_tokens, self.generated_tokens
         index = check_layer("layer", layer, self.values.shape[2])
-        words, hidden = self._shown(prompt + new if generated else prompt, special, stop_words)
+        words, hidden = self._shown(self.prompt_tokens, special, stop_words)
         return Sheet(
             words,
-            self._full_rows()[:, : words.length, index],
-            [label.text for label in labels_of(new)],
-            rest=None if generated else np.nansum(self.among_generated[:, :, index], axis=1),
-            rest_name="generated",
-            self_tokens=list(range(prompt.length - 1, prompt.length - 1 + new.length)),
+            self.values[:, :, index],
+            [label.text for label in labels_of(self.generated_tokens)],
+            rest=self.among_generated[:, :, index].sum(axis=1),
+            self_tokens=[words.length - 1],
             self_share=None if self.self_share is None else float(np.mean(self.self_share[:, index])),
             hidden=hidden,
             title="Attribution of each generated token",
@@ -286,14 +281,12 @@ class Generation:
         *,
         special: bool = True,
         stop_words: Iterable[str] = (),
-        relative: bool = False,
     ) -> Page:
         """Return an interactive HTML page: click a generated word for its attribution by layer and its map on each
         image of the prompt; click a word of the prompt for the generated words attributed to it.
 
         Args:
             special, stop_words: as for `shaded`; hidden tokens can be shown on the page.
-            relative: as for `image`.
 
         Write the page with `generation.page().save("generation.html")`.
         """
@@ -306,10 +299,10 @@ class Generation:
             for i, label in enumerate(labels_of(words)[m:])
         ]
         parts = () if self.images is None else self.images.parts
-        images: list[ShownImage] = []
+        images: list[dict[str, Any]] = []
         first = 0
         if self.images is not None:
-            images = self.images.shown(self.values, full.sum(axis=1), relative)
+            images = self.images.records(self.values, full.sum(axis=1))
             first = next((indices[0] for indices in self.words()[0].values()), 0)
         return page_of(
             words,
@@ -333,13 +326,6 @@ class Generation:
         plain = tuple(special and position not in patches for position, special in enumerate(words.special))
         return replace(words, special=plain), hidden
 
-    def _full_rows(self) -> NDArray[np.float64]:
-        """Return rows over prompt and generated tokens, [n, m + n, layers]; NaN for later tokens."""
-        rows = np.concatenate([self.values, self.among_generated], axis=1, dtype=np.float64)
-        later = np.arange(rows.shape[1]) >= self.values.shape[1] + np.arange(len(rows))[:, None]
-        rows[later] = np.nan
-        return rows
-
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the sheet as .png, .pdf or .svg; options as for `sheet`."""
         return self.sheet(**options).save(path)
@@ -355,7 +341,7 @@ class Generation:
             "values": self.values.tolist(),
             "among_generated": self.among_generated.tolist(),
             "self_share": None if self.self_share is None else self.self_share.tolist(),
-            "images": [] if self.images is None else self.images.to_list(),
+            "images": [] if self.images is None else [asdict(part) for part in self.images.parts],
             "probabilities": None if self.probabilities is None else self.probabilities.tolist(),
             "model": self.model,
             **method_record(TEXT_METHODS[self.method], self.options),

@@ -1,19 +1,23 @@
 """Images of a prompt with the positions of their tokens, and the maps of generated words over them."""
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import merge_maps
 from vitflow.methods.tokens import relative_to
 from vitflow.text.image_tokens import ImageTokens
-from vitflow.text.text_page import ShownImage
+from vitflow.viewer.pages import pack_half, thumbnail
+
+_PAGE_SIZE = 768  # longer side of an image on a page, in pixels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,22 +43,6 @@ class PromptImages:
     tower: tuple[NDArray[np.float32], ...] | None = None
     video: str | None = None
     span: int = 1
-
-    def to_list(self) -> list[dict[str, Any]]:
-        """Return the parts as JSON-serializable dicts: image, role, grid, positions and covered box."""
-        names = ("left", "top", "right", "bottom")
-        return [
-            {
-                "image": part.image,
-                "source": self.sources[part.image],
-                "role": part.role,
-                "rows": part.rows,
-                "columns": part.cols,
-                "positions": list(part.positions),
-                "covers": dict(zip(names, placement.window, strict=True)),
-            }
-            for part, placement in zip(self.parts, self.placements, strict=True)
-        ]
 
     @property
     def placements(self) -> list[Placement]:
@@ -84,24 +72,17 @@ class PromptImages:
             raise OptionError(unknown_name("role", role, roles))
         return [index for index in indices if role in (None, self.parts[index].role)]
 
-    def grids(
-        self, row: NDArray[Any], indices: Sequence[int], layer: int, relative: bool
-    ) -> tuple[list[NDArray[np.float64]], float]:
-        """Return the weights of parts as grids, and their sum before they are made relative.
+    def grids(self, row: NDArray[Any], indices: Sequence[int], layer: int) -> tuple[list[NDArray[np.float64]], float]:
+        """Return the weights of parts as grids, divided by the row of the neutral prompt if any, and their raw sum.
 
         Args:
             row: weights of the tokens of the prompt, [tokens].
             indices: indices of the parts.
             layer: layer index of the row.
-            relative: divide by the row of the neutral prompt.
         """
         weights = [np.asarray(row, np.float64)[list(self.parts[index].positions)] for index in indices]
         total = float(sum(part.sum() for part in weights))
-        if relative:
-            if self.neutral is None:
-                raise OptionError(
-                    "relative=True requires a neutral prompt: pass neutral='Describe the image.' to explain_generation."
-                )
+        if self.neutral is not None:
             neutral = np.concatenate([self.neutral[index][:, layer] for index in indices])
             quotients = relative_to(torch.from_numpy(np.concatenate(weights)), torch.from_numpy(neutral)).numpy()
             weights = np.split(quotients, np.cumsum([len(part) for part in weights])[:-1])
@@ -109,17 +90,17 @@ class PromptImages:
         return [part.reshape(shape) for part, shape in zip(weights, shapes, strict=True)], total
 
     def map_of(
-        self, row: NDArray[Any], total: float, indices: Sequence[int], layer: int, relative: bool
+        self, row: NDArray[Any], total: float, indices: Sequence[int], layer: int
     ) -> tuple[NDArray[np.float32], Placement, dict[str, Any]]:
         """Return the map of a row on parts of an image, combined by area, its placement, and facts about it.
 
         If the vision tower was recorded, the map is propagated to its patches.
 
         Args:
-            row, indices, layer, relative: as for `grids`.
+            row, indices, layer: as for `grids`.
             total: sum of the row including earlier generated tokens.
         """
-        grids, share = self.grids(row, indices, layer, relative)
+        grids, share = self.grids(row, indices, layer)
         first, (grid, placement) = float(grids[0].flat[0]), self._combined(grids, indices)
         on_grid = float(grid.sum())
         facts = {
@@ -139,22 +120,32 @@ class PromptImages:
         placements = [self.placements[index] for index in indices]
         return (grids[0], placements[0]) if len(grids) == 1 else merge_maps(grids, placements)
 
-    def shown(self, rows: NDArray[Any], totals: NDArray[Any], relative: bool) -> list[ShownImage]:
-        """Return each image with the maps of all rows and layers; each map sums to the share of its row on the image.
+    def records(self, rows: NDArray[Any], totals: NDArray[Any]) -> list[dict[str, Any]]:
+        """Return each image with the maps of all rows and layers, for a page.
+
+        Each map sums to the share of its row on the image.
 
         Args:
             rows: weights of the tokens of the prompt, [rows, tokens, layers].
             totals: sums of the rows including earlier generated tokens, [rows, layers].
-            relative: as for `grids`.
         """
-        shown = []
+        records = []
         for index, image in enumerate(self.images):
             indices, maps = self.chosen(index, None), []
             for row, layer in np.ndindex(totals.shape):
                 total = float(totals[row, layer])
-                grid, placement, facts = self.map_of(rows[row, :, layer], total, indices, layer, relative)
+                grid, placement, facts = self.map_of(rows[row, :, layer], total, indices, layer)
                 on_grid = float(grid.sum())
                 maps.append(grid * (facts["on_image"] / on_grid if on_grid else 0.0))
-            shape = (*totals.shape, *maps[0].shape)
-            shown.append(ShownImage(self.sources[index], image, placement.window, np.reshape(maps, shape)))
-        return shown
+            encoded = base64.b64encode(thumbnail(image, _PAGE_SIZE)).decode()
+            records.append(
+                {
+                    "name": printable(PurePath(self.sources[index]).name, lines=True),
+                    "image": f"data:image/jpeg;base64,{encoded}",
+                    "size": [image.shape[1], image.shape[0]],
+                    "window": placement.window,
+                    "grid": maps[0].shape,
+                    "maps": pack_half(np.reshape(maps, (*totals.shape, *maps[0].shape))),
+                }
+            )
+        return records

@@ -15,18 +15,11 @@ from vitflow.errors import OptionError, UnsupportedModelError, check_known, whol
 from vitflow.explaining.captions import method_in_words
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window, parse_window
-from vitflow.methods.fusion import (
-    HeadFusion,
-    add_residual,
-    check_fraction,
-    check_head_fusion,
-    check_layer,
-    discard_low,
-)
+from vitflow.methods.fusion import HeadFusion, add_residual, check_fraction, check_head_fusion, check_layer, discard_low
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import gradient_weighted_attention
 from vitflow.methods.tokens import Causal, check_causal, relative_to, self_token, uniform_attention
-from vitflow.models.languages import decoder_of
+from vitflow.models.parts import decoder_of
 from vitflow.progress import tracking
 from vitflow.recording.trace import Trace
 from vitflow.text.languages import has_head, predicts_words, refuse_not_causal
@@ -234,7 +227,8 @@ def _score(trace: Trace, position: int, target: int | None) -> Tensor:
         )
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
     if target is not None:
-        whole_number("target", target, 0, len(scores) - 1)
+        kind = "token id" if predicts_words(trace.model) else "class index"
+        whole_number(f"the target, a {kind},", target, 0, len(scores) - 1)
     return scores.max() if target is None else scores[target]
 
 

@@ -16,11 +16,12 @@ from vitflow.images import charts
 from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, RULE, SMALL, TITLE, measure, plain, wrap
 from vitflow.text.view import POSITIVE, SHADES, RowSummary, View, check_weights, fractions, percent
-from vitflow.text.words import Words, labels_of, shortened, shown_positions
+from vitflow.text.words import Words, labels_of
 
 #: Figures with more cells print no numbers.
 MOST_NUMBERS = 700
-_CELL, _LONGEST_NAME = 0.235, 18
+_CELL = 0.235
+_REST = "generated"  # header of the extra column
 _ITSELF = "·"  # in the cell of the query token, if its share is reported separately
 _STRONGEST = 5  # tokens of each row in plain text
 
@@ -33,10 +34,8 @@ class Sheet(View):
         words: the tokens of the columns.
         weights: [rows, tokens], NaN for unseen tokens; all rows share one colour scale.
         rows: name of each row, first row first.
-        rest: weight of other tokens in each row, [rows], shown in an extra column.
-        rest_name: header of that column.
-        self_tokens: position of the query token of each row, excluded from the colour scale; rows without an entry
-            have none.
+        rest: weight of generated tokens in each row, [rows], shown in an extra column.
+        self_tokens: position of the query token of the first rows, excluded from the colour scale.
         self_share: share of the selected tokens, or of the query token of each row, if it is not among the
             weights; those cells then show no number.
         upwards: draw the first row at the bottom, as for layers.
@@ -54,7 +53,6 @@ class Sheet(View):
     weights: Any
     rows: Sequence[str]
     rest: Any = None
-    rest_name: str = "elsewhere"
     self_tokens: Sequence[int] = ()
     self_share: float | None = None
     upwards: bool = False
@@ -64,7 +62,6 @@ class Sheet(View):
         if self.rest is not None:
             object.__setattr__(self, "rest", check_weights(self.rest, (len(self.rows),)))
         object.__setattr__(self, "rows", [printable(name) for name in self.rows])
-        object.__setattr__(self, "rest_name", printable(self.rest_name, lines=True))
         super().__post_init__()
         if len(self.rows) != len(self.weights):
             raise ShapeError(f"Expected a name for each of {len(self.weights)} rows, got {len(self.rows)}.")
@@ -83,7 +80,7 @@ class Sheet(View):
 
     @cached_property
     def _columns(self) -> list[int]:
-        return shown_positions(self.words, self.hidden)
+        return [position for position in range(self.words.length) if position not in self.hidden]
 
     @cached_property
     def _shares(self) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
@@ -122,7 +119,7 @@ class Sheet(View):
             shades = self._shades[row]
             columns = sorted(self._columns, key=lambda column: -abs(shades[column]))[:_STRONGEST]
             tokens = [f"{labels[column].text} {self._number(row, column)} %" for column in columns if shades[column]]
-            other = "" if rest is None else f"; {self.rest_name} {percent(rest[row])} %"
+            other = "" if rest is None else f"; {_REST} {percent(rest[row])} %"
             lines.append(f"  {self.rows[row]}: {', '.join(tokens) or 'nothing'}{other}")
         return lines
 
@@ -134,7 +131,7 @@ class Sheet(View):
         columns = max(len(names), 1)
         width, height = max(min(_CELL, 9.0 / columns), 0.03), max(min(_CELL, 9.0 / len(order)), 0.03)  # of a cell
         room = max(measure(_cut(row), BODY) for row in self.rows) + 0.06
-        room += 0.0 if rest is None else max(measure(self.rest_name, SMALL), 0.3) + 0.06
+        room += 0.0 if rest is None else measure(_REST, SMALL) + 0.06
         header = max((measure(name, BODY) for name in names), default=0.0) + 0.06
         figure = new_chart((max(room + width * columns + 2 * MARGIN, 3.6), header + height * len(order) + MARGIN))
         axes = figure.subplots()
@@ -153,14 +150,15 @@ class Sheet(View):
                 axes.text(x, y, number, ha="center", va="center_baseline", **plain(SMALL - 1) | ink)
         if rest is not None:
             place, style = columns - 0.5 + 0.06 / width, plain(SMALL) | {"color": GREY}
-            axes.text(place, -0.5, self.rest_name, va="bottom", **style)
+            axes.text(place, -0.5, _REST, va="bottom", **style)
             for y in ys:
                 axes.text(place, y, percent(rest[order[y]]), va="center_baseline", **style)
         return charts.framed(figure, self.title, self.footer)
 
 
-def _cut(name: str) -> str:
-    return shortened(name, _LONGEST_NAME)
+def _cut(name: str, length: int = 18) -> str:
+    """Return a name of at most `length` characters, truncated with an ellipsis."""
+    return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 #: Larger graphs are unreadable.
@@ -230,7 +228,7 @@ class GraphView(View):
 
     @property
     def _columns(self) -> list[int]:
-        return shown_positions(self.words, self.hidden)
+        return [position for position in range(self.words.length) if position not in self.hidden]
 
     @property
     def trust(self) -> RowSummary:
@@ -254,7 +252,7 @@ class GraphView(View):
     def figure(self) -> Figure:
         """Return the graphs as a figure."""
         labels = labels_of(self.words)
-        names = [shortened(labels[position].text, 14) for position in self._columns]
+        names = [_cut(labels[position].text, 14) for position in self._columns]
         layers = max(len(panel.matrices) for panel in self.panels)
         # Layers run from left to right, so that tokens can be labelled horizontally.
         panel_width, row = max(layers * max(min(_STEP, 7.0 / layers), 0.2), 1.4), min(0.2, 7.5 / len(names))

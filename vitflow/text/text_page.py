@@ -16,9 +16,7 @@ from vitflow.methods.fusion import check_layer
 from vitflow.text.methods import caption
 from vitflow.text.view import View
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
-from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half, thumbnail
-
-_IMAGE_SIZE = 768  # longer side of an image on the page, in pixels
+from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,23 +41,6 @@ class TextRow:
     self_share: NDArray[Any] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShownImage:
-    """An image of the prompt with the maps of all rows.
-
-    Attributes:
-        name: file name or description.
-        image: uint8 RGB [height, width, 3].
-        window: region covered by the maps, (left, top, right, bottom) in pixels of the image.
-        maps: [rows, layers, grid rows, grid columns]; each map sums to the share of its row on the image.
-    """
-
-    name: str
-    image: NDArray[np.uint8]
-    window: tuple[float, float, float, float]
-    maps: NDArray[Any]
-
-
 def page_of(
     words: Words,
     rows: Sequence[TextRow],
@@ -75,7 +56,7 @@ def page_of(
     written: int | None = None,
     graph: View | None = None,
     patches: Collection[int] = (),
-    images: Sequence[ShownImage] = (),
+    images: Sequence[Mapping[str, Any]] = (),
 ) -> Page:
     """Make the page of a text.
 
@@ -90,7 +71,7 @@ def page_of(
         written: position of the first generated token; None if the text was read.
         graph: figure shown below the table.
         patches: positions of image patches.
-        images: images of the prompt with their maps.
+        images: images of the prompt with their maps, as records for the page.
     """
     stopped = list(stop_words)
     shares = np.stack([_shares(row.weights) for row in rows])
@@ -113,7 +94,7 @@ def page_of(
         "cumulative": "layer" not in options,  # row l covers all layers up to l
         "written": written,
         "hidden": [*([] if special else ["special"]), *(["stop"] if stopped else [])],
-        "images": [_image_record(image) for image in images],
+        "images": list(images),
         "tables": {"one_side": one_table(None, False)},
         "percentiles": ROBUST_PERCENTILES,
         "drawing": drawing_of(),
@@ -150,18 +131,6 @@ def _token_records(words: Words, stop_words: Iterable[str], patches: Collection[
 
 def _rounded(self_share: NDArray[Any] | None) -> list[float | None] | None:
     return None if self_share is None else [None if np.isnan(share) else round(float(share), 6) for share in self_share]
-
-
-def _image_record(image: ShownImage) -> dict[str, Any]:
-    """Return an image and its packed maps for JSON."""
-    return {
-        "name": printable(PurePath(image.name).name, lines=True),
-        "image": f"data:image/jpeg;base64,{base64.b64encode(thumbnail(image.image, _IMAGE_SIZE)).decode()}",
-        "size": [image.image.shape[1], image.image.shape[0]],
-        "window": image.window,
-        "grid": image.maps.shape[2:],
-        "maps": pack_half(image.maps),
-    }
 
 
 def _graph_record(view: View) -> dict[str, Any]:

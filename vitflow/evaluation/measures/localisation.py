@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
-from vitflow.methods.ranks import is_constant
+from vitflow.methods.similarity import is_constant
 
 Heatmap = NDArray[np.floating[Any]]
 Mask = NDArray[np.bool_]

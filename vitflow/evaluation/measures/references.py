@@ -21,9 +21,9 @@ from vitflow.images.reading import ImageSource
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import HeadFusion, check_layer, raw_attention
 from vitflow.methods.gradients import ValueWeighting
-from vitflow.methods.ranks import spearman
-from vitflow.methods.regression import NORMAL_95, Posterior, regress
 from vitflow.methods.rollout import attention_rollout
+from vitflow.methods.sampling import NORMAL_95, Posterior, regress
+from vitflow.methods.similarity import spearman
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.trace import Trace
 

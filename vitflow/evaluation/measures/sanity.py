@@ -16,9 +16,9 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.images.preprocessing import Preprocessing
 from vitflow.methods.cells import cell_grid
-from vitflow.methods.ranks import spearman
+from vitflow.methods.similarity import spearman
 from vitflow.models.anatomy import transformer_of
-from vitflow.models.libraries import library_blocks
+from vitflow.models.blocks import library_blocks
 
 # Default number of stages of randomisation, evenly spaced from the head to the whole model.
 DEFAULT_STAGES = 5
