@@ -154,7 +154,9 @@ class ImageModel:
             self.facts = replace(self.facts, outputs=self._similarities(references))
         elif outputs is not None:  # errors come before the first image
             with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-                tried = self.outputs.tried(self.forward, self._two_images(), alone=not named)
+                tried = self.outputs.tried(
+                    lambda images: self.forward(images.clone()), self._two_images(), alone=not named
+                )
                 tried = tried if self.regions is None else self.regions.completed(tried, self.model)
             self.facts = replace(self.facts, outputs=tried)
         if class_names is not None and self.facts.outputs.count is None:
@@ -310,6 +312,12 @@ class ImageModel:
                 f"Expected a finite float tensor [{channels}, {height}, {width}], normalised for {self.model_id}, or a "
                 f"batch of them, got {pixels.dtype} {list(pixels.shape)}."
             )
+        tall, wide = self.spec.patch_size or (1, 1)
+        if size != self.spec.size and (size[0] % tall or size[1] % wide):
+            raise ShapeError(
+                f"Expected a tensor whose height and width are multiples of the patches of {self.model_id}, {tall} × "
+                f"{wide} pixels, got {size[0]} × {size[1]}."
+            )
         pixels = pixels.detach()
         values = pixels.float().cpu()
         mean, std = (torch.tensor(each[:channels]).view(-1, 1, 1) for each in (self.spec.mean, self.spec.std))
@@ -419,7 +427,7 @@ class ImageModel:
             ModelError: the model's output contains no logits.
         """
         with evaluating(self.model):
-            output = self.forward(pixels)
+            output = self.forward(pixels.clone())  # the model may change it in place
             logits = (outputs or self.outputs).numbers(output)
         if logits is None:
             raise no_logits(output, self.model_id)
