@@ -24,7 +24,6 @@ from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_stat
 from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
 from vitflow.models.pooling import ATTENTION_POOLING, closed_readouts
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
-from vitflow.recording.heads import block_paths_of
 from vitflow.recording.isolation import (
     Hook,
     hooked,
@@ -35,7 +34,7 @@ from vitflow.recording.isolation import (
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
 from vitflow.recording.listening import Listening
-from vitflow.recording.patch_places import misplaced
+from vitflow.recording.patch_places import block_layouts, misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
@@ -265,16 +264,14 @@ class record_attention:
         if 0 in given.shape:
             raise ShapeError(f"Expected at least one image, got an empty model input {tuple(given.shape)}.")
         pixels, call = given, Call(self._model, args, kwargs, given)
-        if not self._gradients:
-            trace.begin(pixels, self._outputs, call)
-            return args, kwargs
-        # A new tensor, so that the caller's tensor does not require gradients.
-        leaf = pixels.clone() if pixels.is_inference() else pixels.detach()
-        leaf.requires_grad_()
-        trace.begin(leaf, self._outputs, call)
+        if self._gradients:  # a new tensor, so that the caller's tensor does not require gradients
+            pixels = pixels.clone() if pixels.is_inference() else pixels.detach()
+            pixels.requires_grad_()
+        trace.begin(pixels, self._outputs, call)
+        copied = pixels.clone()  # the model may change it in place
         return (
-            tuple(leaf if value is pixels else value for value in args),
-            {name: leaf if value is pixels else value for name, value in kwargs.items()},
+            tuple(copied if value is given else value for value in args),
+            {name: copied if value is given else value for name, value in kwargs.items()},
         )
 
     def _finish(self, logits: Tensor) -> None:
@@ -289,7 +286,7 @@ class record_attention:
         for path, features in trace.features.items():
             if path not in trace.feature_layouts:
                 located = feature_layout(self._model, size, features, layout)
-                trace.feature_layouts[path] = None if located and self._is_misplaced(located[0]) else located
+                trace.feature_layouts[path] = None if located and self._is_misplaced(path, located[0]) else located
 
     def _locate_tokens(self, pixels: Tensor, size: tuple[int, int]) -> TokenLayout | None:
         """Find token positions and readouts; return the layout if it is known."""
@@ -319,12 +316,10 @@ class record_attention:
         """Return why a product of these layers would be incomplete, or None."""
         if self._within or self.trace.call is None:
             return None
-        call, names, first = self.trace.call, self._listening.recorded, layers[0].tokens
+        call, names = self.trace.call, self._listening.recorded
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         refusal = unseen_mixing(call, layouts, names)
-        if refusal is None and first.dense and first.queries == first.keys:
-            refusal = misplaced(call, block_paths_of(self._model, names)[0], first.keys)
-        return refusal
+        return refusal or misplaced(call, block_layouts(self._model, layers, self.trace.names))
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""
@@ -334,10 +329,12 @@ class record_attention:
         except UnsupportedModelError:
             return None
 
-    def _is_misplaced(self, layout: TokenLayout) -> bool:
-        """Return True if the tokens of the first block are not the patches of this layout."""
-        call, blocks = self.trace.call, block_paths(self._model)
-        return bool(blocks) and call is not None and misplaced(call, blocks[0], layout) is not None
+    def _is_misplaced(self, path: str, layout: TokenLayout) -> bool:
+        """Return True if the tokens of a module, and of the first block, are not the patches of this layout."""
+        blocks = block_paths(self._model)
+        around = [block for n, block in enumerate(blocks) if n == 0 or f"{path}.".startswith(f"{block}.")]
+        call = self.trace.call
+        return call is not None and misplaced(call, dict.fromkeys(around, layout)) is not None
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:
