@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -350,8 +350,12 @@ def _sides(size: Any, kind: str = "") -> tuple[tuple[int, int] | None, bool]:
     The class of the processor determines which of them a single number is.
     """
     if isinstance(size, int):
-        processor = getattr(sys.modules.get("transformers"), kind.replace("FeatureExtractor", "ImageProcessor"), None)
-        return (size, size), not getattr(processor, "default_to_square", True)
+        name, library = kind.replace("FeatureExtractor", "ImageProcessor"), sys.modules.get("transformers")
+        known: Iterable[Any] = (
+            getattr(library, each, None) for each in (name, f"{name}Fast")
+        )  # in early releases of 5 the second
+        squares = (kind.default_to_square for kind in known if hasattr(kind, "default_to_square"))
+        return (size, size), not next(squares, True)
     if isinstance(size, Mapping):
         if size.get("shortest_edge"):
             return (int(size["shortest_edge"]),) * 2, True
