@@ -16,7 +16,7 @@ from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError, OutsideImageError, ShapeError, UnsupportedModelError
 from vitflow.explaining.regions import _input_shares, _weights, iou
-from vitflow.explaining.strips import _block, _note, columns_of
+from vitflow.explaining.strips import Strip, columns_of
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.images.geometry import place
 from vitflow.images.pen import Pen
@@ -321,8 +321,7 @@ def test_rows_of_a_comparison_are_the_detections():
     first = rows[0][0]
     twin = replace(first, facts=first.facts | {"detection": first.facts["detection"] | {"query": 99}})
     assert len(columns_of([first, twin, first])[0]) == 2  # equal scores of two detections
-    pen = Pen.of(1.5, {})
-    block = _block(rows, {id(each): (0.0, 1.0) for column in rows for each in column}, pen, False, False)
+    block = Strip(Pen(1.5)).block(rows, [(0.0, 1.0)] * 2)
     images = [cell.image for cell in block[0]]
     assert not np.array_equal(*images) and all((image == 255).all(axis=2).any() for image in images)
 
@@ -336,7 +335,7 @@ def test_a_comparison_says_what_its_frames_mark():
         ),
     ):
         maps = explainer.explain_batch([bright(3)], methods=["input_gradient"], patch_size=16)
-        assert words in _note([maps], Pen.of(1.5, {}), False, [])
+        assert words in Strip(Pen(1.5)).note([maps])
 
 
 def test_a_folder_has_a_row_and_a_map_for_each_detection(tmp_path):

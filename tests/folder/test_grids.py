@@ -15,6 +15,7 @@ from tests.folder.test_run import fill, image_bytes, run, tiny_model
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import OptionError
+from vitflow.folder.batch_explainer import map_of
 from vitflow.folder.draw import draw_run, read_grids, report_run
 from vitflow.runs.saved import FILE
 
@@ -150,3 +151,21 @@ def test_ctrl_c_keeps_what_is_done(tmp_path, explainer):
     done = len(actual(out))
     assert 8 <= done < 40
     assert run(source, out, model=explainer, overlays=False).kept == done
+
+
+def test_the_maps_of_a_run_are_exported_as_parquet(both, tmp_path, explainer):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    out, options = tmp_path / "out", {"model": explainer, "methods": ["rollout", "gae"], "overlays": False}
+    assert run(both / "in", out, manifest="parquet+grids", **options).manifest == out / "manifest.parquet"
+    table = parquet.read_table(out / "manifest.parquet")
+    rows = {row["input"]: row for row in table.to_pylist()}
+    assert len(rows) == 9 and rows["bad.png"]["grid_gae"] is None and len(rows["0.jpg"]["grid_gae"]) == 2 * 16
+    for name, maps in actual(out).items():
+        record = rows[name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")]
+        for label, grid in maps.items():
+            entry, placement = map_of(record, label)
+            assert (entry == grid).all() and placement.image_size == (40, 48)
+    run(both / "in", out, manifest="parquet", **options)
+    assert not [name for name in parquet.read_table(out / "manifest.parquet").column_names if "grid" in name]
+    run(both / "in", out, **options)
+    assert not (out / "manifest.parquet").exists()

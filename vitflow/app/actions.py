@@ -17,16 +17,15 @@ from gradio.utils import get_upload_folder
 from matplotlib.figure import Figure
 from torch import nn
 
-from vitflow.app.hosts import checked
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, printable
 from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.regions import about_region
 from vitflow.images.figures import save_figure
-from vitflow.models.detection import has_regions, is_segmenting
 from vitflow.models.hub import bundled
 from vitflow.models.loading import load_model
+from vitflow.models.names import has_regions, is_segmenting
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
 from vitflow.progress import Update, shown_by
@@ -151,7 +150,7 @@ def connect(
 ) -> Any:
     """Connect a trigger with a function whose last output is the notes; after an error, only these are shown.
 
-    Inputs are validated values of the request: a file is {"path": …}. A click is the first argument.
+    A file among the inputs is {"path": …}. A click is the first argument.
     """
 
     @wraps(function)
@@ -159,9 +158,8 @@ def connect(
         with _TURN, warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", VitflowWarning)
-            click, values = given[: -len(inputs)], given[-len(inputs) :]
             try:
-                *shown, notes = function(*click, *map(checked, inputs, values))
+                *shown, notes = function(*given)
             except VitflowError as error:
                 return *(gr.skip() for _ in outputs[1:]), _messages("error", [error])
         return *shown, _messages("note", [*(one.message for one in noted), *notes])

@@ -19,7 +19,7 @@ from vitflow.folder.work import auto_batch, check_target, compute_maps, make_job
 from vitflow.images.geometry import Placement
 from vitflow.images.reading import MAX_PIXELS, read_channels
 from vitflow.runs.batches import Batches
-from vitflow.runs.columns import Grid, Row, kinds_in, pack_half, placement_of, unpack_half
+from vitflow.runs.columns import Grid, Row, grid_columns, kinds_in, pack_half, placement_of, unpack_half
 
 # Missing values by kind, so that the type of a column does not depend on the batch.
 _NOTHING: dict[str, Any] = {"text": "", "json": "", "bytes": b"", "whole": -1, "number": float("nan")}
@@ -121,11 +121,11 @@ class BatchExplainer:
         for part in parts(batches, self._images(ids, images)):
             for row, maps in compute_maps(batches, part, self._job):
                 for label, saliency in maps.items():
-                    row |= zip(_grid_columns(label), pack_half(saliency.grid), strict=True)
+                    row |= zip(grid_columns(label), pack_half(saliency.grid), strict=True)
                 records.append(row)
         kinds = dict(kinds_in("record"))
         for label in self.labels:
-            kinds |= _grid_columns(label)
+            kinds |= grid_columns(label)
         return {"id": np.asarray(ids)} | {name: _column_of(records, name, kind) for name, kind in kinds.items()}
 
     @staticmethod
@@ -187,11 +187,6 @@ def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS, channels: 
         return failed(error, name, facts)
 
 
-def _grid_columns(label: str) -> dict[str, str]:
-    """Return the columns of one map, with their kinds: its values, its numbers of rows and columns, and its scale."""
-    return {f"grid_{label}": "bytes", f"rows_{label}": "whole", f"cols_{label}": "whole", f"scale_{label}": "number"}
-
-
 def _column_of(records: Sequence[Row], name: str, kind: str) -> np.ndarray[Any, Any]:
     values = [_NOTHING[kind] if record.get(name) is None else record[name] for record in records]
     if kind in ("whole", "number"):
@@ -211,7 +206,7 @@ def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
     Raises:
         ShapeError: the record has no such map (for example, its image failed), or the map is damaged.
     """
-    values, *others = (record.get(name) for name in _grid_columns(label))
+    values, *others = (record.get(name) for name in grid_columns(label))
     if not values:
         raise ShapeError(f"The record {record.get('id')!r} has no map {label!r}.")
     grid = unpack_half(values, *others)

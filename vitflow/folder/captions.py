@@ -20,10 +20,11 @@ from vitflow.folder.run import FolderSummary, run_folder
 from vitflow.images.figures import figure_bytes
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
-from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled
+from vitflow.models.names import check_name, model_id
 from vitflow.runs.batches import RunProgress, Tally
-from vitflow.runs.columns import Grid, Row, failed_row, write_manifest
+from vitflow.runs.columns import Grid, Row, failed_row
+from vitflow.runs.manifest import write_manifest
 from vitflow.runs.store import Run
 from vitflow.text.generating import explain_generation
 from vitflow.text.generation import Generation
@@ -136,9 +137,7 @@ def caption_folder(
                 tally.row(row)
 
     def write(run: Run) -> tuple[Path, None]:
-        path = run.folder / "manifest.jsonl"
-        write_manifest(path, run.rows(), common, where="captions")
-        return path, None
+        return write_manifest(run.folder, ((row, {}) for row in run.rows()), common, where="captions"), None
 
     return run_folder(
         listing,

@@ -264,7 +264,7 @@ def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict
     """Return a figure with the first overlay of each row's image, and a table of the rows."""
     from vitflow.images.figures import NOTEBOOK_DPI, Cell, Column, bundle, draw_bands, html_table  # imports matplotlib
 
-    pen, cells, columns, overlays = Pen(_WIDTH, NOTEBOOK_DPI), [], [], []
+    pen, cells, columns, overlays = Pen(_WIDTH, dpi=NOTEBOOK_DPI), [], [], []
     for row in rows:
         probability = row.get("probability")
         prediction = (

@@ -29,8 +29,9 @@ from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, ma
 from vitflow.images.overlay import blend
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.runs.batches import RunProgress, Tally
-from vitflow.runs.columns import by_rank, write_manifest
+from vitflow.runs.columns import by_rank
 from vitflow.runs.fingerprints import run_fingerprint
+from vitflow.runs.manifest import check_manifest, write_manifest
 from vitflow.runs.saved import SavedRun
 from vitflow.runs.store import Run, finishing
 
@@ -142,6 +143,7 @@ def explain_folder(
     overwrite: bool = False,
     overlays: bool = True,
     format: str = "jpg",
+    manifest: str = "jsonl",
     report: bool = False,
     max_pixels: int = MAX_PIXELS,
     drawing: Mapping[str, Any] | None = None,
@@ -178,6 +180,7 @@ def explain_folder(
         overwrite: recompute everything, and remove the outputs of an earlier run with other options.
         overlays: draw each map. Without overlays, a run is faster, and `draw_run` can draw a selection later.
         format: format of the overlays: "jpg", "png" or "webp".
+        manifest: "jsonl", "csv", "parquet", or "parquet+grids" with the maps in columns.
         report: also write an HTML report; not for a URL.
         max_pixels: images with more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
@@ -204,6 +207,7 @@ def explain_folder(
     (2, 0, ['disc_star_and_crescent.png', 'ring_and_triangle.png'])
     """
     check_engine(engine, address, actors, workers=workers, report=report)
+    check_manifest(manifest)
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0)):
         if value is not None:
             whole_number(name, value, least)
@@ -243,7 +247,7 @@ def explain_folder(
             Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
 
     def write(run: Run) -> tuple[Path, Path | None]:
-        table = _write_manifest(run, job)
+        table = _write_manifest(run, manifest, job)
         return table, report_run(run.folder) if report else None
 
     return run_folder(
@@ -272,13 +276,12 @@ def _processes(inputs: Sequence[Input], workers: int | None) -> int:
     return min(count, max(8, cores) if remote else cores, len(inputs))
 
 
-def _write_manifest(run: Run, job: Job) -> Path:
+def _write_manifest(run: Run, format: str, job: Job) -> Path:
     known = run.fingerprint
-    common = {name: known[name] for name in ("model", "weights_sha256", "options")} | {
-        "methods": list(known["methods"])
-    }
+    labels = list(known["methods"])
+    common = {name: known[name] for name in ("model", "weights_sha256", "options")} | {"methods": labels}
     if job.ranks:
         common["rank"] = 1
-    path = run.folder / "manifest.jsonl"
-    write_manifest(path, (each for row in run.rows() for each, _ in by_rank(row, {})), common)
-    return path
+    inputs = run.with_maps() if format.endswith("+grids") else ((row, {}) for row in run.rows())
+    rows = (each for row, maps in inputs for each in by_rank(row, maps))
+    return write_manifest(run.folder, rows, common, format=format, labels=labels)

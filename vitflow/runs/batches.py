@@ -58,7 +58,7 @@ class Batches:
             return stops_all(error, self.explainer.fit)
         if self._refuses is None:
             try:
-                self.explainer.explain_batch([self.explainer.grey()], methods=methods)
+                self.explainer.explain_batch([self.explainer.inputs.grey()], methods=methods)
                 self._refuses = False
             except Exception as probe_error:
                 self._refuses = stops_all(probe_error, self.explainer.fit)

@@ -1,26 +1,22 @@
-"""The columns of a row, maps in half precision, and the manifest.
+"""The columns of a row, and maps in half precision.
 
-An input is a path relative to the run's root. JSON stores names that are not valid UTF-8 with lone surrogates (Python's
-surrogateescape): `os.fsencode(row["input"])` returns their bytes. SQL cannot: there, `input` shows such bytes as
-escapes.
+An input is a path relative to the run's root. Names that are not valid UTF-8 have lone surrogates (Python's
+surrogateescape): `os.fsencode(row["input"])` returns their bytes. In SQL, `input` shows such bytes as escapes.
 
 A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the smallest power of two that no value exceeds,
 so that maps of any scale keep the precision of float16 (the map is the scale times the stored values).
 """
 
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
-from vitflow.files import write_atomically
 from vitflow.images.geometry import Placement
 
 Row = dict[str, Any]
@@ -36,10 +32,9 @@ _LARGEST_SCALE = 2.0**128
 class Column(NamedTuple):
     """The type of a column, and the tables that contain it.
 
-    The kind "json" is a list or a dict; `values` are the types of the dict's values. Rows are
-    "folder" (all rows of a folder run) and "measured" (of an evaluation); tables are the "manifest" of maps or of
-    "captions", a "record", the columns of an SQL "condition", the "score" of each target of an image, and the "results"
-    of an evaluation.
+    The kind "json" is a list or a dict; `values` are the types of the dict's values. Rows are "folder" (all rows of a
+    folder run); tables are the "manifest" of maps or of "captions", a "record", the columns of an SQL "condition", the
+    "score" of each target of an image, and the "results" of an evaluation.
     """
 
     kind: str
@@ -52,7 +47,7 @@ _SCORE = "manifest record condition score"
 #: The columns of all rows, in table order.
 COLUMNS = {
     "input": Column("text", "folder manifest captions condition results"),
-    "target_source": Column("text", "measured results"),
+    "target_source": Column("text", "results"),
     "stem": Column("text", "folder"),
     "status": Column("text", "manifest captions record"),
     "error": Column("text", "manifest captions record"),
@@ -60,17 +55,17 @@ COLUMNS = {
     "size": Column("whole", "folder manifest captions condition"),
     "mtime_ns": Column("whole", "folder manifest captions"),
     "sha256": Column("text", "folder manifest captions"),
-    "width": Column("whole", "manifest captions record condition measured"),
-    "height": Column("whole", "manifest captions record condition measured"),
-    "class_index": Column("whole", f"{_SCORE} measured results"),
-    "class_name": Column("text", f"{_SCORE} measured results"),
-    "probability": Column("number", f"{_SCORE} measured results"),
+    "width": Column("whole", "manifest captions record condition"),
+    "height": Column("whole", "manifest captions record condition"),
+    "class_index": Column("whole", f"{_SCORE} results"),
+    "class_name": Column("text", f"{_SCORE} results"),
+    "probability": Column("number", f"{_SCORE} results"),
     "caption": Column("text", "captions"),
     "words": Column("json", "captions"),
     "left_out": Column("json", "captions"),
     "target": Column("text", _SCORE),
     "value": Column("number", _SCORE),
-    "predicted_index": Column("whole", f"{_SCORE} measured results"),
+    "predicted_index": Column("whole", f"{_SCORE} results"),
     "ranks": Column("json"),
     "model": Column("text", "manifest"),
     "weights_sha256": Column("text", "manifest"),
@@ -81,9 +76,7 @@ COLUMNS = {
     "facts": Column("json", "manifest record", (dict,)),
     "placement": Column("json", "record", (list, str)),
     "seconds": Column("number", "manifest captions condition"),
-    "region_share": Column("number", "measured results"),
-    "groups": Column("json", "measured"),
-    "constant": Column("json", "measured"),
+    "region_share": Column("number", "results"),
 }
 
 
@@ -91,6 +84,19 @@ COLUMNS = {
 def kinds_in(where: str) -> Mapping[str, str]:
     """Return the columns of a table with their kinds."""
     return {name: column.kind for name, column in COLUMNS.items() if where in column.where.split()}
+
+
+# Spreadsheets evaluate text with these prefixes; the apostrophe is included to keep the escape reversible.
+_COMPUTED = ("=", "+", "-", "@", "\t", "\r", "'")
+
+
+def plain_cell(value: Any) -> Any:
+    """Prefix text that a spreadsheet would evaluate with an apostrophe, which readers strip; numbers are unchanged.
+
+    >>> plain_cell("=1+2.jpg"), plain_cell("a.jpg"), plain_cell(-1.5)
+    ("'=1+2.jpg", 'a.jpg', -1.5)
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(_COMPUTED) else value
 
 
 def failed_row(known: Mapping[str, Any], error: Exception | str, message: str = "") -> Row:
@@ -141,6 +147,11 @@ def by_rank(row: Row, maps: Maps) -> Iterator[tuple[Row, Maps]]:
 # -- maps in half precision
 
 
+def grid_columns(label: str) -> dict[str, str]:
+    """Return the columns of one map, with their kinds: its values, its numbers of rows and columns, and its scale."""
+    return {f"grid_{label}": "bytes", f"rows_{label}": "whole", f"cols_{label}": "whole", f"scale_{label}": "number"}
+
+
 def pack_half(grid: AnyGrid) -> tuple[bytes, int, int, float]:
     """Return a grid as bytes of little-endian float16, its rows, its columns, and its scale.
 
@@ -177,25 +188,3 @@ def placement_of(known: Mapping[str, Any]) -> Placement:
         return Placement(**fields)  # type: ignore[arg-type]
     except (AttributeError, TypeError, ValueError) as error:
         raise ShapeError(f"Expected the placement of a map, got {known!r}.") from error
-
-
-# -- the manifest
-
-
-def write_manifest(
-    path: Path, rows: Iterable[Mapping[str, Any]], common: Mapping[str, Any], where: str = "manifest"
-) -> None:
-    """Write rows as lines of JSON, atomically and in their order.
-
-    Args:
-        path: the file.
-        rows: rows of a run.
-        common: values that are the same in every row.
-        where: the table of COLUMNS.
-    """
-    names = dict.fromkeys([*kinds_in(where), *common])
-    with write_atomically(path, durable=True) as file:
-        for row in rows:
-            record = {name: row.get(name, common.get(name)) for name in names}
-            # ASCII, so that lone surrogates and line separators are escaped.
-            file.write(json.dumps(record, allow_nan=False).encode("ascii") + b"\n")

@@ -17,7 +17,7 @@ from vitflow.cli.output import images_bar, resumable, say, say_model_note
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.choices import choose_methods
 from vitflow.files import is_link, is_there
-from vitflow.images import ENGINES, OVERLAY_FORMATS
+from vitflow.images import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
 from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
@@ -81,6 +81,12 @@ _OF_CAPTIONS = "sources output caption model name prompts method_names recursive
     help="Draw overlays. All maps are stored either way, for vitflow draw and vitflow report.",
 )
 @click.option("--format", type=click.Choice(OVERLAY_FORMATS), default="jpg", help="Format of the overlays.")
+@click.option(
+    "--manifest",
+    type=click.Choice(MANIFEST_FORMATS),
+    default="jsonl",
+    help="Table with one row per input; parquet+grids includes the maps.",
+)
 @click.option("--report", is_flag=True, help="Write an HTML report at the end; not for a URL.")
 @click.option(
     "--engine",
@@ -199,7 +205,7 @@ def _maps(given: dict[str, Any]) -> Callable[..., Any]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.folder.run import explain_folder
 
-    same = ("batch_size", "workers", "overlays", "format", "report", "engine", "address", "actors")
+    same = ("batch_size", "workers", "overlays", "format", "manifest", "report", "engine", "address", "actors")
     return partial(
         explain_folder,
         model=partial(shared.make_explainer, given),
