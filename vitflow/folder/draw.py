@@ -58,26 +58,25 @@ class Drawn:
     error: str | None = None
 
 
-def open_run(folder: str | os.PathLike[str]) -> SavedRun:
+@contextlib.contextmanager
+def open_run(folder: str | os.PathLike[str]) -> Iterator[SavedRun]:
     """Open a folder run, and check the settings required for drawing.
 
     Raises:
         OptionError: there is no folder run, or its record is damaged.
     """
-    run = SavedRun(folder)
-    settings = run.fingerprint
-    if settings.get("kind") != "folder":
-        run.close()
-        raise OptionError(f"No folder run in {os.fspath(folder)!r}: pass the output folder of one.")
-    known = all(isinstance(settings.get(name), kind) for name, kind in _RUN.items())
-    if not known or not all(
-        value is None or isinstance(value, _DRAWING.get(name, (str,))) for name, value in settings["drawing"].items()
-    ):
-        run.close()
-        raise OptionError(
-            f"The record of the run in {os.fspath(folder)!r} is damaged: repeat it with vitflow folder --overwrite."
-        )
-    return run
+    with SavedRun(folder) as run:
+        settings = run.fingerprint
+        if settings.get("kind") != "folder":
+            raise OptionError(f"No folder run in {os.fspath(folder)!r}: pass the output folder of one.")
+        if not all(isinstance(settings.get(name), kind) for name, kind in _RUN.items()) or not all(
+            value is None or isinstance(value, _DRAWING.get(name, (str,)))
+            for name, value in settings["drawing"].items()
+        ):
+            raise OptionError(
+                f"The record of the run in {os.fspath(folder)!r} is damaged: repeat it with vitflow folder --overwrite."
+            )
+        yield run
 
 
 def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterator[tuple[Row, Maps]]:
