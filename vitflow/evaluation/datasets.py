@@ -17,13 +17,13 @@ import numpy as np
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_image
 from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation.annotations import (
+    LONGEST_MESSAGE,
     WRONG,
     Label,
     Labelled,
     Parse,
     Region,
     as_label,
-    check_count,
     read_annotations,
     unreadable,
 )
@@ -34,7 +34,6 @@ _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")
 _UNKNOWN = 255  # mask value of unknown pixels, as in Pascal VOC
 _LONGEST_NAME = 4096  # bytes of a path
-_LONGEST_MESSAGE = 200  # characters of an error message, which may quote the file
 _PROBED = 20  # items of an iterable that are read to detect regions
 
 
@@ -289,7 +288,7 @@ def _find_image(file: Any, folders: Sequence[Path]) -> Path:
     existing = next(filter(is_file, inside), None)
     if existing is None and len(inside) < len(candidates):
         raise OptionError(
-            f"The annotations name {file[:_LONGEST_MESSAGE]!r}, which is outside the image folders ("
+            f"The annotations name {file[:LONGEST_MESSAGE]!r}, which is outside the image folders ("
             f"{', '.join(repr(str(folder)) for folder in folders)}). To allow it, pass its folder with --images "
             "(images=…)."
         )
@@ -367,7 +366,6 @@ def _read_masked(path: Path, mask: Path | None, names: Sequence[str], written: t
     if not names:
         return Labelled(image, (Region(label, values > 0),), label)
     present = np.unique(values[values > 0]).tolist()
-    check_count(len(present))
     regions = []
     for value in present:
         unknown = value > len(names) and value == _UNKNOWN

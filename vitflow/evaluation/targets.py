@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, VitflowError
-from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, check_count, union
+from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, union
 from vitflow.evaluation.datasets import Sample
 from vitflow.evaluation.measures.localisation import CELLS, score_cell
 from vitflow.evaluation.measures.sanity import as_it_is
@@ -76,7 +76,6 @@ def choose_target(image: Labelled, num_classes: int, class_names: Sequence[str] 
     target = _index(image.label, num_classes, class_names)
     if image.regions is None:
         return TargetRegion(target)
-    check_count(len(image.regions))
     unknown = [region for region in image.regions if region.unknown]
     known = [region for region in image.regions if not region.unknown]
     by_class: dict[int | None, list[Region]] = {}

@@ -96,7 +96,7 @@ def _layer_map(
     """
     readout, options = trace.readout, discard | {"num_prefix_tokens": trace.layout.num_prefix_tokens}
     if method == "attention":
-        tokens = raw_attention([fused[-1]], readout=readout, **options)
+        tokens = raw_attention(fused[-1], readout=readout, **options)
     elif method == "rollout":
         tokens = attention_rollout(fused, readout=readout, start_layer=start_layer, residual=residual, **options)
     else:
