@@ -231,20 +231,16 @@ def _is_like(value: Any, ids: Tensor) -> bool:
 
 def _check_length(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise OptionError if the requested tokens exceed the model's positions."""
-    start, what = arguments.get("decoder_input_ids"), "a beginning"
-    if not languages.has_encoder(model):
-        start, what = arguments["input_ids"], "a prompt"
+    start = arguments.get("decoder_input_ids" if languages.has_encoder(model) else "input_ids")
     tokens = start.shape[1] if isinstance(start, Tensor) else 1
     limit = languages.positions_of(model)
     steps, length = (languages.generation_setting(model, arguments, name) for name in ("max_new_tokens", "max_length"))
     steps = length - tokens if steps is None and isinstance(length, int) else steps
-    if limit is None or not isinstance(steps, int) or tokens + steps - 1 <= limit:
-        return
-    most = limit - tokens + 1  # the last generated token is not an input
-    raise OptionError(
-        f"Expected {f'at most {most} new tokens after' if most > 0 else 'a shorter text than'} {what} of "
-        f"{tokens}, as {type(model).__name__} has positions for {limit}, got {steps}: lower max_new_tokens."
-    )
+    if limit is not None and isinstance(steps, int) and tokens + steps - 1 > limit:  # the last one is not an input
+        raise OptionError(
+            f"Expected at most {max(limit - tokens + 1, 0)} new tokens after {tokens}, as {type(model).__name__} has "
+            f"positions for {limit}, got {steps}: lower max_new_tokens, or shorten the prompt."
+        )
 
 
 _DEFAULT_STEPS = 20  # max_new_tokens of transformers, for the display of progress
