@@ -185,19 +185,16 @@ def _arguments(inputs: Any, tokenizer: Any, model: nn.Module, generate: Mapping[
     if isinstance(inputs, Tensor):
         inputs = {"pixel_values" if inputs.ndim == 4 else "input_ids": inputs}
     arguments = {**(inputs if isinstance(inputs, Mapping) else {}), **generate}
-    source = arguments.get("input_ids")
-    if source is None and languages.has_encoder(model):
-        source = arguments.get("pixel_values")
-    elif not isinstance(source, Tensor) or source.ndim != 2 or source.is_floating_point():
-        source = None
-    if not isinstance(source, Tensor):
+    sees = languages.has_encoder(model) and "input_ids" not in arguments
+    source = arguments.get("pixel_values" if sees else "input_ids")
+    if not isinstance(source, Tensor) or source.is_floating_point() != sees or (source.ndim != 2 and not sees):
         raise OptionError(
             "Expected a text, or tokenizer output with return_tensors='pt' (input_ids [1, tokens] and "
             f"attention_mask), got {type(inputs).__name__}."
         )
     if len(source) != 1:
         raise OptionError(f"Expected one prompt, got {len(source)}: call it once for each.")
-    if "input_ids" in arguments:
+    if not sees:
         arguments = _unpadded(model, arguments)
     if languages.generation_setting(model, generate, "stop_strings") is not None and "tokenizer" not in arguments:
         arguments["tokenizer"] = languages.tokenizer_of(model, tokenizer)

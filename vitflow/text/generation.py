@@ -308,7 +308,7 @@ class Generation:
             words,
             rows,
             first=first,
-            method=self.method,
+            caption=caption(self.method, self.options, ""),
             options=self.options,
             model=self.model,
             special=special,

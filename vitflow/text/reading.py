@@ -158,10 +158,8 @@ class Reading:
             self.rows,
             first=first,
             model=self.model,
-            method=self.method,
+            caption=self._caption(""),
             options=self.options,
-            target=self.target,
-            probability=self.probability,
             graph=graph,
             **hiding,
         )
@@ -184,8 +182,11 @@ class Reading:
             "selected": self.selected,
             "hidden": hide(self.tokens, special=not special, stop_words=stop_words),
             "title": f"Attribution of “{self._word}”",
-            "caption": caption(self.method, self.options, self.model, target=self.target, probability=self.probability),
+            "caption": self._caption(self.model),
         }
+
+    def _caption(self, model: str) -> str:
+        return caption(self.method, self.options, model, target=self.target, probability=self.probability)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the shaded text as .png, .pdf or .svg; options as for `shaded`."""
