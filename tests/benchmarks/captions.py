@@ -39,8 +39,8 @@ from vitflow.demo import DEMO_CAPTION, Scene, draw_scene
 from vitflow.demo.sentences import COLOURS, SHAPES
 from vitflow.evaluation.measures.localisation import energy_in_region, pointing_game
 from vitflow.evaluation.statistics import Estimate, estimate_means
-from vitflow.methods.ranks import centre_prior
-from vitflow.models.languages import decoder_path
+from vitflow.methods.cells import centre_prior
+from vitflow.models.parts import decoder_path
 from vitflow.recording.recorder import record_attention
 from vitflow.text import Generation, explain_generation
 from vitflow.text.languages import load_language_model, load_processor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.models.vision_language import NAMES, Family, family
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.models.languages import decoder_of
+from vitflow.models.parts import decoder_of
 from vitflow.text.image_tokens import ImageTokens, image_tokens
 
 transformers = pytest.importorskip("transformers")

@@ -21,7 +21,7 @@ from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModel
 from vitflow.explaining.method_table import get_method
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import merge_maps, upsample
-from vitflow.models.languages import decoder_path
+from vitflow.models.parts import decoder_path
 from vitflow.text import Generation, ImageTokens, Words, explain_generation
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.prompts import tower_rows

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.models.vision_language import Family, family
 from tests.text.test_image_tokens import centre_of, holding, silenced
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.models.languages import decoder_of
+from vitflow.models.parts import decoder_of
 from vitflow.text import Generation, explain_generation
 from vitflow.text.image_tokens import ImageTokens
 from vitflow.text.prompts import Video, with_images

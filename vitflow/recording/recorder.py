@@ -18,23 +18,24 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, Vitfl
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.models.anatomy import ATTENTION_POOLING, closed_readouts, feature_layout, logits_of, read_layout, unwrap
-from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
-from vitflow.models.libraries import check_recordable
-from vitflow.models.parts import runs_compiled
+from vitflow.models.anatomy import feature_layout, read_layout
+from vitflow.models.blocks import block_paths
+from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static
+from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
+from vitflow.models.pooling import ATTENTION_POOLING, closed_readouts
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
-from vitflow.recording.interception import Interception
+from vitflow.recording.heads import block_paths_of
 from vitflow.recording.isolation import (
     Hook,
     hooked,
     model_lock,
     refuse_checkpointing,
-    refuse_compiled,
     uncompiled,
 )
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
 from vitflow.recording.listening import Listening
+from vitflow.recording.patch_places import misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
@@ -131,18 +132,18 @@ class record_attention:
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._head, self._within = layout, readout, head, within
+        self._is_open = False
         if gradients:
             refuse_checkpointing(self._model)
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
             stack.enter_context(model_lock(self._model))
-            if hasattr(self, "_interception"):
+            if self._is_open:
                 raise VitflowError("This recording is open already: create another record_attention(model).")
-            self.trace, self._ran = Trace(model=self._model), False
+            self.trace, self._ran, self._is_open = Trace(model=self._model), False, True
             self._listening.open(self.trace)
-            self._interception = Interception(self._listening)
-            stack.callback(self._forget)
+            stack.callback(self._close)
             self._watched: dict[str, nn.Module] = {}
             self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._unhook)
@@ -151,14 +152,13 @@ class record_attention:
             stack.enter_context(hooked(self._fixed_hooks()))
             self._watch()
             if runs_compiled(self._called):
-                refuse_compiled()
                 stack.enter_context(uncompiled())
             self._stack = stack.pop_all()
         return self.trace
 
-    def _forget(self) -> None:
-        self._interception.end_all()
-        del self._interception  # so that it can be opened again
+    def _close(self) -> None:
+        self._listening.end_all()
+        self._is_open = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -211,27 +211,22 @@ class record_attention:
         if not name:
             args, kwargs = self._begin(args, kwargs)
         if name in self._watched:
-            self._interception.begin()
+            self._listening.begin()
         self._listening.path.append((name, module))
         return (args, kwargs) if not name else None
 
     def _leave(self, name: str, args: Any, output: Any) -> None:
-        path, interception = self._listening.path, self._interception
-        try:
-            if output is not None:  # no exception was raised
-                interception.ended(name)
-        finally:
-            if path and path[-1][0] == name:
-                path.pop()
-                if name in self._watched:
-                    interception.end()
-        if output is not None:
-            self._listening.ended(name)
+        if self._listening.leave(name) and name in self._watched:
+            self._listening.end()
+        if output is not None:  # no exception was raised
+            self._listening.close(name)
         if not name and output is not None and (logits := self._outputs(output)) is not None:
             self.trace.output = output
             self._finish(logits)
 
     def _keep(self, path: str, args: Any, output: Any) -> None:
+        if path in self.trace.features:  # features of several runs have no common place on the image
+            self.trace.feature_layouts[path] = None
         self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
 
     def _note(self, path: str, args: Any, output: Any) -> None:
@@ -251,7 +246,7 @@ class record_attention:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace = self.trace
         self._watch()
-        self._listening.begin()
+        self._listening.begin_pass()
         trace.begin()
         text = reads_text(args, kwargs)
         given = _pixels_among(args, kwargs) if text is None else text
@@ -292,7 +287,9 @@ class record_attention:
         size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
         layout = self._locate_tokens(trace.pixels, size)
         for path, features in trace.features.items():
-            trace.feature_layouts[path] = feature_layout(self._model, size, features, layout)
+            if path not in trace.feature_layouts:
+                located = feature_layout(self._model, size, features, layout)
+                trace.feature_layouts[path] = None if located and self._is_misplaced(located[0]) else located
 
     def _locate_tokens(self, pixels: Tensor, size: tuple[int, int]) -> TokenLayout | None:
         """Find token positions and readouts; return the layout if it is known."""
@@ -322,8 +319,12 @@ class record_attention:
         """Return why a product of these layers would be incomplete, or None."""
         if self._within or self.trace.call is None:
             return None
+        call, names, first = self.trace.call, self._listening.recorded, layers[0].tokens
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        return unseen_mixing(self.trace.call, layouts, self._listening.recorded, self._listening.unapplied)
+        refusal = unseen_mixing(call, layouts, names)
+        if refusal is None and first.dense and first.queries == first.keys:
+            refusal = misplaced(call, block_paths_of(self._model, names)[0], first.keys)
+        return refusal
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""
@@ -332,6 +333,11 @@ class record_attention:
             return self._layout or read_layout(self._model, size, tokens)
         except UnsupportedModelError:
             return None
+
+    def _is_misplaced(self, layout: TokenLayout) -> bool:
+        """Return True if the tokens of the first block are not the patches of this layout."""
+        call, blocks = self.trace.call, block_paths(self._model)
+        return bool(blocks) and call is not None and misplaced(call, blocks[0], layout) is not None
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:

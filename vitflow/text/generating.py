@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from vitflow.errors import OptionError, UnsupportedModelError, check_known
 from vitflow.explaining.clips import ClipSource
 from vitflow.explaining.method_table import Method
-from vitflow.models.anatomy import unwrap
-from vitflow.models.facts import check_name, model_id, model_note
+from vitflow.models.calls import reads_text
 from vitflow.models.hub import bundled
-from vitflow.models.languages import decoder_path, reads_text
+from vitflow.models.names import check_name, model_id, model_note
+from vitflow.models.parts import decoder_path, unwrap
 from vitflow.progress import tracking
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import Hook, device_of, evaluating

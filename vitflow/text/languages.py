@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, load_extra, printable
 from vitflow.files import is_file, is_folder
+from vitflow.models.calls import reads_cache, refuse_static
 from vitflow.models.hub import quiet_hub, quietly
-from vitflow.models.languages import decoder_of, reads_cache, refuse_static, text_config, word_embedding
-from vitflow.models.libraries import library_id
+from vitflow.models.parts import decoder_of, library_id, text_config, word_embedding
 from vitflow.recording.probing import is_causal
 
 # Supported generation modes: one token is appended per step.

@@ -15,19 +15,12 @@ from vitflow.errors import OptionError, UnsupportedModelError, check_known, whol
 from vitflow.explaining.captions import method_in_words
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window, parse_window
-from vitflow.methods.fusion import (
-    HeadFusion,
-    add_residual,
-    check_fraction,
-    check_head_fusion,
-    check_layer,
-    discard_low,
-)
+from vitflow.methods.fusion import HeadFusion, add_residual, check_fraction, check_head_fusion, check_layer, discard_low
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import gradient_weighted_attention
 from vitflow.methods.tokens import Causal, check_causal, relative_to, self_token, uniform_attention
-from vitflow.models.languages import decoder_of
-from vitflow.models.libraries import class_count
+from vitflow.models.names import class_count
+from vitflow.models.parts import decoder_of
 from vitflow.progress import tracking
 from vitflow.recording.trace import Trace
 from vitflow.text.languages import predicts_words, refuse_not_causal

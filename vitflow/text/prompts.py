@@ -18,7 +18,7 @@ from vitflow.images.reading import image_name, read_image
 from vitflow.images.videos import seconds_of
 from vitflow.methods.rollout import attention_rollout
 from vitflow.models.anatomy import read_layout
-from vitflow.models.libraries import library_id
+from vitflow.models.parts import library_id
 from vitflow.recording.recorder import record_attention
 from vitflow.text.image_tokens import ImageTokens, Kind, image_token, image_tokens, source_tokens
 from vitflow.text.images import PromptImages

@@ -19,8 +19,9 @@ from vitflow.explaining.option_types import TextOptions
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.rollout import attention_rollout
-from vitflow.models.anatomy import unwrap
-from vitflow.models.facts import check_name, model_id
+from vitflow.models.names import check_name, class_activation, model_id
+from vitflow.models.outputs import activate
+from vitflow.models.parts import unwrap
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
@@ -58,7 +59,7 @@ class Reading:
         method: method name.
         options: all options of the method.
         target: token whose logit a class-specific method explains; else None.
-        probability: the model's probability of the target.
+        probability: the model's probability of the target; None for a regression.
         seconds: time of the forward pass and the method.
         rows: the attributions of all words that the page shows: for rollout and raw attention of texts of up to 256
             tokens all words, else the explained word.
@@ -127,8 +128,10 @@ class Reading:
         }
         layers = [torch.from_numpy(layer).unsqueeze(0) for layer in np.asarray(self.matrices)]
         rolled = [attention_rollout(layers[:count], **options)[0].numpy() for count in range(1, len(layers) + 1)]
-        flows = attention_flow(layers, all_sources=True, **options).normalized[0].numpy()
         raw, rollout = np.asarray(self.matrices), np.stack(rolled)
+        flows = np.zeros(raw.shape)  # from each token after each layer
+        for layer, token in np.ndindex(*raw.shape[:2]):
+            flows[layer, token] = attention_flow(layers[: layer + 1], source=token, **options).normalized[0].numpy()
         selected = np.isin(np.arange(self.tokens.length), self.selected)[:, None]  # their rows are highlighted
         panels = [
             Panel("raw attention", raw, _attention_paths(raw, self.selected), "edges: each layer's attention"),
@@ -341,7 +344,9 @@ def _selected(words: Words, token: str | int | None, tokenizer: Any, causal: boo
         return words.find(token)
     mask_id = getattr(tokenizer, "mask_token_id", None)
     masked = [position for position, token_id in enumerate(words.ids) if token_id == mask_id]
-    if len(masked) == 1:
+    if len(masked) > 1:
+        raise OptionError(f"The text has {len(masked)} mask tokens: pass token= with the index of one, {masked}.")
+    if masked:
         return (masked[0],)
     return (words.length - 1,) if causal else (0,)
 
@@ -364,8 +369,10 @@ def _target(target: str | int | None, tokenizer: Any, model: nn.Module) -> int |
 def _describe_target(
     logits: Tensor, position: int, target: int | None, tokenizer: Any, model: nn.Module
 ) -> dict[str, Any]:
-    """Return the name of the target and the model's probability of it."""
+    """Return the name of the target and the model's probability of it, None for a regression."""
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
     index = int(scores.argmax()) if target is None else target
     name = words_of(tokenizer, [index]).strings[0].strip() if predicts_words(model) else f"class {index}"
-    return {"target": name, "probability": float(scores.double().softmax(dim=-1)[index])}
+    activation = "softmax" if predicts_words(model) else class_activation(model)
+    probability = None if activation == "value" else float(activate(scores, activation)[index])
+    return {"target": name, "probability": probability}
