@@ -19,7 +19,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout, tensors_in
 from vitflow.models.parts import model_cache, module_paths
 from vitflow.recording.attending import Attention
-from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_traced
+from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_head_by_head
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, hooked, trial
 from vitflow.recording.layers import Arrange, AttentionLayer, stack_of, stream_of
@@ -139,15 +139,11 @@ def _locate(
     if is_class_attention(model.get_submodule(layer.name)):
         first = torch.zeros(1, queries, dtype=torch.long)
         return LayerTokens(of_keys, of_keys, first, torch.arange(keys).unsqueeze(0))
-    if tokens is not None and tokens.key_index is not None and _is_reordered(tokens.key_index):
-        return tokens
-    return None if of_queries is None else LayerTokens(of_queries, of_keys)
-
-
-def _is_reordered(index: Tensor) -> bool:
-    """Return True if an index [1, tokens] is a permutation other than the raster order."""
-    raster = torch.arange(index.shape[1], device="cpu")
-    return torch.equal(index[0].sort().values, raster) and not torch.equal(index[0], raster)
+    in_order = LayerTokens(of_queries, of_keys) if of_queries is not None else None
+    if tokens is None or tokens.key_index is None or of_keys.num_prefix_tokens:
+        return in_order
+    raster = torch.arange(keys, device="cpu").unsqueeze(0)
+    return in_order if torch.equal(tokens.key_index, raster) else tokens  # in another order, or padded
 
 
 def _trace(model: nn.Module, pixels: Tensor) -> dict[str, LayerTokens]:
@@ -214,7 +210,7 @@ class _Tracer(Interception):
     def on_attention(self, attention: Attention) -> None:
         """Keep the tokens of the queries and keys of a module."""
         name, module = self.path[-1]
-        if name in self.traced or not is_traced(module):
+        if name in self.traced or is_head_by_head(module):
             return
         # The arguments of fused attention, or of the product of attention and values or of their transposes.
         first, *_, last = self._operands[:3]

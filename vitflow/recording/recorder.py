@@ -297,17 +297,16 @@ class record_attention:
             layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
             refusal = refusal or self._unseen(layers)
         if not layers or refusal is not None:
-            layout = self._layout_without_attention(size)
-            trace.set_layers(layers, layout, refusal)
+            layout, trace.refusal = self._layout_without_attention(size), refusal
+            trace.locate(layers, layout)
             return layout
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         layout = max(layouts, key=lambda layout: layout.num_patches)
-        trace.set_layers(layers, layout)
         top = layers[-1].tokens.queries
-        closed = closed_readouts(self._model, top, self._listening.pooling)
-        pooled = self._listening.pooling if closed[0].name == ATTENTION_POOLING else None
         given = None if self._readout is None else _normalized(self._readout, len(pixels), top).to(layers[-1].example)
-        trace.set_readouts(closed, pooled, given)
+        trace.locate(layers, layout, given)
+        trace.closed = closed_readouts(self._model, top, self._listening.pooling)
+        trace.pooled = self._listening.pooling if trace.closed[0].name == ATTENTION_POOLING else None
         return layout
 
     def _unseen(self, layers: list[AttentionLayer]) -> str | None:

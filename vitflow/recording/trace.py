@@ -60,7 +60,6 @@ class Trace(RecordedLayers):
     call: Call | None = None
     candidates: dict[str, Tensor] = field(default_factory=dict)
     _layout: TokenLayout | None = None
-    _top: TokenLayout | None = None
     _given: Tensor | None = None
     _taps: dict[tuple[int, ...], list[Tap]] = field(default_factory=dict)
     _heads: dict[Read, Head] = field(default_factory=dict)
@@ -70,13 +69,9 @@ class Trace(RecordedLayers):
         """Reset the trace for a new forward pass on this model input."""
         Trace.__init__(self, model=self.model, pixels=pixels, read=read, call=call)
 
-    def set_readouts(self, closed: Sequence[ClosedReadout], pooled: Tensor | None, given: Tensor | None) -> None:
-        """Set the closed-form readouts, the attention of a pooling head, and the readout given by the caller."""
-        self.closed, self.pooled, self._given, self._top = closed, pooled, given, self.layers[-1].tokens.queries
-
-    def set_layers(self, layers: list[AttentionLayer], layout: TokenLayout | None, refusal: str | None = None) -> None:
-        """Set the layers and the token layout, or the reason for a refusal."""
-        self.layers, self._layout, self.refusal = layers, layout, refusal
+    def locate(self, layers: list[AttentionLayer], layout: TokenLayout | None, given: Tensor | None = None) -> None:
+        """Set the layers with their token positions, the layout, and the readout given by the caller."""
+        self.layers, self._layout, self._given = layers, layout, given
 
     @property
     def layout(self) -> TokenLayout:
@@ -95,7 +90,7 @@ class Trace(RecordedLayers):
     @property
     def top(self) -> TokenLayout:
         """Prefix tokens and patch grid of the top layer, as in the readout."""
-        return self.layout if self._top is None else self._top
+        return self.layers[-1].tokens.queries if self.closed else self.layout
 
     @property
     def block_norms(self) -> Sequence[str]:
@@ -230,7 +225,6 @@ class Trace(RecordedLayers):
             self,
             layers=self.layers[: tap.layers],
             pooled=None,
-            _top=self.layers[tap.layers - 1].tokens.queries,
             _given=tap.readout,
             _backward={
                 key: replace(each, attentions=each.attentions[: tap.layers]) for key, each in self._backward.items()
