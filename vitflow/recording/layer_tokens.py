@@ -23,6 +23,7 @@ from vitflow.recording.attention_kinds import arrangement, is_class_attention, i
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, hooked, trial
 from vitflow.recording.layers import Arrange, AttentionLayer, stack_of, stream_of
+from vitflow.recording.probing import Call
 
 Size = tuple[int, int]
 
@@ -62,14 +63,13 @@ def _reads_others(layer: AttentionLayer, batch: int, square: set[int]) -> bool:
 
 
 def find_tokens(
-    model: nn.Module, layers: Sequence[AttentionLayer], pixels: Tensor, layout: TokenLayout | None
+    call: Call, layers: Sequence[AttentionLayer], layout: TokenLayout | None
 ) -> tuple[list[AttentionLayer], str | None]:
     """Find the token positions of each layer.
 
     Args:
-        model: the model.
+        call: the recorded call of the model.
         layers: its recorded attention, in order.
-        pixels: the model input, [batch, channels, height, width].
         layout: the layout of the tokens, if given.
 
     Returns:
@@ -78,7 +78,7 @@ def find_tokens(
     Raises:
         UnsupportedModelError: global attention, and the model's token layout is unknown.
     """
-    batch, size = len(pixels), (pixels.shape[-2], pixels.shape[-1])
+    model, batch, size = call.model, len(call.pixels), (call.pixels.shape[-2], call.pixels.shape[-1])
     counts = {(len(layer.example), *layer.example.shape[-2:]) for layer in layers}
     count, queries, keys = next(iter(counts))
     if len(counts) == 1 and count == batch and queries == keys:
@@ -87,7 +87,7 @@ def find_tokens(
         for layer in layers:
             layer.located = everywhere
         return list(layers), None
-    traced = _trace(model, pixels)
+    traced = _trace(call, size)
     located = [replace(layer, located=_locate(model, layer, batch, size, layout, traced)) for layer in layers]
     following = [*located[1:], None]
     mixing = [
@@ -146,19 +146,17 @@ def _locate(
     return in_order if torch.equal(tokens.key_index, raster) else tokens  # in another order, or padded
 
 
-def _trace(model: nn.Module, pixels: Tensor) -> dict[str, LayerTokens]:
+def _trace(call: Call, size: Size) -> dict[str, LayerTokens]:
     """Trace the tokens of each attention layer for images of this size, by module path.
 
     The model runs once per size, in eval mode and with the random state restored, so that running statistics and the
     caller's random numbers do not change.
     """
-    size = (pixels.shape[-2], pixels.shape[-1])
-    known, key = model_cache(model), (_trace, size)
+    known, key = model_cache(call.model), (_trace, size)
     if key not in known:
-        noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
-        tracer = _Tracer(model, size)
-        with trial(model, pixels.device), hooked(tracer.hooks()), tracer:
-            model(noise.to(pixels))
+        tracer = _Tracer(call.model, size)
+        with trial(call.model, call.pixels.device), hooked(tracer.hooks()), tracer:
+            call(call.noise(1))
         known[key] = tracer.traced
     traced: dict[str, LayerTokens] = known[key]
     return traced

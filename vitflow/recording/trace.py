@@ -60,6 +60,7 @@ class Trace(RecordedLayers):
     call: Call | None = None
     candidates: dict[str, Tensor] = field(default_factory=dict)
     _layout: TokenLayout | None = None
+    _top: TokenLayout | None = None
     _given: Tensor | None = None
     _taps: dict[tuple[int, ...], list[Tap]] = field(default_factory=dict)
     _heads: dict[Read, Head] = field(default_factory=dict)
@@ -69,9 +70,15 @@ class Trace(RecordedLayers):
         """Reset the trace for a new forward pass on this model input."""
         Trace.__init__(self, model=self.model, pixels=pixels, read=read, call=call)
 
-    def locate(self, layers: list[AttentionLayer], layout: TokenLayout | None, given: Tensor | None = None) -> None:
-        """Set the layers with their token positions, the layout, and the readout given by the caller."""
-        self.layers, self._layout, self._given = layers, layout, given
+    def locate(
+        self,
+        layers: list[AttentionLayer],
+        layout: TokenLayout | None,
+        top: TokenLayout | None = None,
+        given: Tensor | None = None,
+    ) -> None:
+        """Set the layers with their positions, the layouts of all tokens and of the top layer, and a given readout."""
+        self.layers, self._layout, self._top, self._given = layers, layout, top, given
 
     @property
     def layout(self) -> TokenLayout:
@@ -90,7 +97,7 @@ class Trace(RecordedLayers):
     @property
     def top(self) -> TokenLayout:
         """Prefix tokens and patch grid of the top layer, as in the readout."""
-        return self.layers[-1].tokens.queries if self.closed else self.layout
+        return self.layout if self._top is None else self._top
 
     @property
     def block_norms(self) -> Sequence[str]:
@@ -225,6 +232,7 @@ class Trace(RecordedLayers):
             self,
             layers=self.layers[: tap.layers],
             pooled=None,
+            _top=self.layers[tap.layers - 1].tokens.queries,
             _given=tap.readout,
             _backward={
                 key: replace(each, attentions=each.attentions[: tap.layers]) for key, each in self._backward.items()
