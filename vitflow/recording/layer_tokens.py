@@ -6,7 +6,7 @@ Functions that move entries move the index as well.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,8 +33,9 @@ _MOVING = {
     *("pad", "permute", "repeat", "repeat_interleave", "reshape", "roll", "select", "split", "squeeze", "stack"),
     *("swapaxes", "T", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
 }
-# Functions that may pool the tokens of a query.
-_REDUCING = {"amax", "max", "max_pool2d"}
+# Functions that may pool tokens, and the possible sides of the cells of patches that are pooled or merged.
+_REDUCING = {"amax", "max", "max_pool2d", "mean"}
+_SIDES = (1, 2, 4)
 
 
 def decoder_stacks(layers: Sequence[AttentionLayer], batch: int) -> set[str]:
@@ -142,8 +143,10 @@ def _locate(
     in_order = LayerTokens(of_queries, of_keys) if of_queries is not None else None
     if tokens is None or tokens.key_index is None or of_keys.num_prefix_tokens:
         return in_order
-    raster = torch.arange(keys, device="cpu").unsqueeze(0)
-    return in_order if torch.equal(tokens.key_index, raster) else tokens  # in another order, or padded
+    # All patches, in another order or with padding.
+    order, raster = tokens.key_index[0], torch.arange(tokens.keys.num_patches, device="cpu")
+    reordered = torch.equal(order[order >= 0].sort().values, raster) and not torch.equal(order, raster)
+    return tokens if reordered else in_order
 
 
 def _trace(call: Call, size: Size) -> dict[str, LayerTokens]:
@@ -174,11 +177,9 @@ class _Places:
     index: Tensor
     grid: TokenLayout
 
-    def coarser(self, side: int) -> "_Places | None":
-        """Return the places on the grid whose cells have side × side patches; None if they do not divide the grid."""
-        if side == 0 or self.grid.rows % side or self.grid.cols % side:
-            return None
-        rows, cols, patch = self.grid.rows // side, self.grid.cols // side, self.index - 1
+    def coarser(self, side: int) -> "_Places":
+        """Return the places on the grid whose cells have side × side patches."""
+        rows, cols, patch = -(-self.grid.rows // side), -(-self.grid.cols // side), self.index - 1
         cells = patch // self.grid.cols // side * cols + patch % self.grid.cols // side + 1
         return _Places(torch.where(patch < 0, 0, cells), TokenLayout(0, rows, cols))
 
@@ -238,9 +239,14 @@ class _Tracer(Interception):
                 tensor._places = _Places(index, sources[0].grid)  # type: ignore[attr-defined]
         elif name not in _MOVING and results and results[0].is_floating_point():
             shape = results[0].shape
-            places = _reduced(sources[0], shape, func, args[1:], kwargs) if sources and name in _REDUCING else None
-            carried = (_carried(each, shape, name) for each in sources)
-            results[0]._places = places or next(filter(None, carried), None) or self._image(results[0])  # type: ignore[attr-defined]
+            places = next(filter(None, (_carried(each, shape, name) for each in sources)), None)
+            if places is None and sources and name in _REDUCING:
+                maximum, grid = torch.amax if name == "mean" else func, sources[0].grid
+                sides = [side for side in _SIDES if grid.rows % side == grid.cols % side == 0]
+                places = _reduced(sources[0], lambda index: maximum(index, *args[1:], **kwargs), sides)
+            if places is None and (not sources or (len(shape) == 4 and name not in _REDUCING - {"max_pool2d"})):
+                places = self._image(results[0])
+            results[0]._places = places  # type: ignore[attr-defined]
         return output
 
     def _image(self, tensor: Tensor) -> _Places | None:
@@ -278,27 +284,31 @@ def _indices(given: Any) -> Any:
 
 
 def _carried(places: _Places, shape: torch.Size, function: str) -> _Places | None:
-    """Return the places of a function's result: those of an operand, if at most the channel axis differs."""
+    """Return the places of a function's result: those of an operand, if at most the channel axis differs.
+
+    The channels of an operand may be those of several tokens, which are merged.
+    """
     index = places.index
     channels = [axis for axis in range(index.ndim) if len(shape) != index.ndim or shape[axis] != index.shape[axis]]
     if function == "linear":
         channels = channels or [index.ndim - 1]
     if not channels:
         return places
-    first = index.narrow(channels[0], 0, 1)
-    if len(channels) > 1 or not (index.stride(channels[0]) == 0 or (index == first).all()):
+    if len(channels) > 1:
         return None
-    return _Places(first.expand(shape), places.grid)
+    if index.stride(channels[0]) == 0:
+        return _Places(index.narrow(channels[0], 0, 1).expand(shape), places.grid)
+    sides = _SIDES if function == "linear" else (1,)
+    merged = _reduced(places, partial(torch.amax, dim=channels[0], keepdim=True), sides)
+    return merged and replace(merged, index=merged.index.expand(shape))
 
 
-def _reduced(places: _Places, shape: torch.Size, func: Any, args: Any, kwargs: Any) -> _Places | None:
-    """Return the places of a maximum over channels, or over the patches of each cell of a coarser grid."""
-    for side in (1, round((places.index.numel() / shape.numel()) ** 0.5)):
+def _reduced(places: _Places, maximum: Callable[[Tensor], Any], sides: Sequence[int]) -> _Places | None:
+    """Return the places of a maximum over channels, or over the patches of cells of side × side patches."""
+    for side in sides:
         coarse = places.coarser(side)
-        if coarse is None:
-            return None
         negative = torch.where(coarse.index > 0, -coarse.index, -torch.inf)
-        high, low = (next(tensors_in(func(index, *args, **kwargs))) for index in (coarse.index, negative))
+        high, low = (next(tensors_in(maximum(index))) for index in (coarse.index, negative))
         if torch.equal(high, torch.where(high > 0, -low, 0)):
             return _Places(high, coarse.grid)
     return None
