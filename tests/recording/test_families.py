@@ -60,6 +60,7 @@ STAGED = [
     ("test_maxvit", {}, 160, 0, 40),
     ("mobilevit_xxs", {}, 256, 0, 32),
     ("botnet26t_256", {}, 256, 0, 16),
+    ("halonet26t", {}, 256, 0, 16),
     ("iformer_t", {}, 224, 0, 14),
     ("efficientformerv2_s0", {}, 224, 0, 14),
     ("pvt_v2_b0", {}, 224, 0, 56),
@@ -92,7 +93,6 @@ REFUSED = [
     ("crossvit_tiny_240", {}, 240, "two branches of tokens"),
     ("nextvit_small", {}, 224, "runs of neighbours"),
     ("efficientvit_m0", {}, 224, "CascadedGroupAttention"),
-    ("halonet26t", {}, 256, "HaloAttn"),
 ]
 # No attention between tokens at all: what is computed instead.
 OTHERS = [
