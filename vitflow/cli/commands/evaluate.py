@@ -8,7 +8,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.commands.compare import MethodWithOptions
+from vitflow.cli.commands.figures import MethodWithOptions
 from vitflow.cli.output import images_bar, resumable, say, say_record
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import choose_metrics

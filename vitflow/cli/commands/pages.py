@@ -1,4 +1,4 @@
-"""`vitflow explore` and `vitflow app`: a page that computes maps in the browser, and one of a local server."""
+"""`vitflow explore` and `vitflow app`: a page that computes maps in the browser, and the page of a local server."""
 
 from pathlib import Path
 from typing import Any

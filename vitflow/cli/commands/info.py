@@ -1,4 +1,4 @@
-"""`vitflow methods`, `models`, `demo` and `doctor`: what there is, a first example, and a check of the installation."""
+"""`vitflow methods`, `models`, `demo` and `doctor`: information, a first example, and a check of the installation."""
 
 import json
 import platform
