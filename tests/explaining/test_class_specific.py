@@ -13,7 +13,7 @@ from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, load_demo_model
 from vitflow.errors import ModelError, OptionError
 from vitflow.explaining.method_table import Method, get_method, list_methods, register_method
-from vitflow.methods.ranks import centre_prior, random_map
+from vitflow.methods.cells import centre_prior, random_map
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 IMAGES = list(np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8))
@@ -101,6 +101,7 @@ def test_custom_targets_survive_groups_of_different_sizes():
         (np.array([0, 1, 2]), "one class index for each of 2 images, got 3"),
         (np.array([0, 9]), r"class indices from 0 to 4, got \[0, 9\]"),
         (np.array([0.5, 1.0]), "an array of 2 class indices, one for each image"),
+        (np.array(["0", "1"]), "an array of 2 class indices, one for each image"),
         ("class one", "model has no class names"),
         ([0, 7], "class index from 0 to 4, got 7"),
     ],
@@ -116,6 +117,26 @@ def test_numbers_of_any_kind_are_class_indices():
         actual = explainer().explain(IMAGES[0], method="gae", target=target)
         assert actual.target == 2
         np.testing.assert_array_equal(actual.grid, expected.grid)
+    for dtype in ("int8", "uint8", "uint16", "uint32", "uint64"):
+        maps = explainer().explain_batch(IMAGES[:2], methods=["gradcam"], targets=np.array([2, 0], dtype))
+        assert [saliency.target for saliency in maps] == [2, 0]
+
+
+def test_probabilities_are_no_logits():
+    model = nn.Sequential(literal_vit.timm_model().float(), nn.Softmax(dim=1)).eval()
+    with pytest.raises(ModelError, match=r"Expected logits from Sequential, got probabilities.*output\.log\(\)"):
+        Explainer(model, data_config=DATA).explain(IMAGES[0])
+    kept = Explainer(model, data_config=DATA, outputs=lambda output: output.log(), activation="softmax")
+    expected = explainer().explain(IMAGES[0], target=2)
+    assert kept.explain(IMAGES[0], target=2).probability == pytest.approx(expected.probability)
+
+
+def test_a_head_replaced_later_has_other_classes():
+    model = literal_vit.timm_model().float()
+    kept = Explainer(model, data_config=DATA, class_names=list("abcde"))
+    model.reset_classifier(3)
+    with pytest.raises(ModelError, match="Expected 5 logits from .*, one for each class, got 3"):
+        kept.explain(IMAGES[0])
 
 
 @pytest.mark.parametrize("method", SPECIFIC)

@@ -22,7 +22,7 @@ from vitflow.errors import ImageError, ModelError, OptionError, UnsupportedModel
 from vitflow.explaining.captions import class_lines
 from vitflow.explaining.targets import class_index, resolve_targets
 from vitflow.methods import TokenLayout
-from vitflow.models.facts import class_names_of
+from vitflow.models.names import class_names_of
 
 CUSTOM = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
@@ -206,10 +206,12 @@ NAMES = ["ant", "bee", "cow", "dog", "Emu"]
 
 def test_class_names_come_as_a_file_a_list_or_a_mapping(tmp_path):
     (tmp_path / "names.txt").write_text("\n".join(NAMES))
+    (tmp_path / "windows.txt").write_text("\r\n".join(NAMES), encoding="utf-8-sig", newline="")
     numbered = dict(enumerate(NAMES))
     for reported in (
         tmp_path / "names.txt",
         str(tmp_path / "names.txt"),
+        tmp_path / "windows.txt",
         NAMES,
         tuple(NAMES),
         np.array(NAMES),
@@ -250,6 +252,12 @@ def test_names_that_two_classes_share_are_refused():
     with pytest.raises(OptionError, match=r"Several classes are called 'crane'.*\(0\).*\(1\)"):
         class_index("crane", 2, ["crane", "crane"])
     assert class_index("killer whale", 2, ["grampus, killer whale", "other"]) == 0
+
+
+def test_a_name_of_digits_is_a_name_and_a_number_is_an_index():
+    names = ["0", "1", "10", "2"]  # folders in the order of their names
+    assert [class_index(text, 4, names) for text in ("2", "10", "3")] == [3, 2, 3]
+    assert [class_index(number, 4, names) for number in (2, np.int64(1))] == [2, 1]
 
 
 def test_the_most_probable_classes():

@@ -16,10 +16,11 @@ import vitflow
 from vitflow import Explainer, record_attention
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import logits_of
-from vitflow.models.blocks import block_norms
-from vitflow.models.facts import class_names_of, model_id, read_input_spec
-from vitflow.models.libraries import class_count, processor_settings
+from vitflow.models.anatomy import embedding_of
+from vitflow.models.blocks import block_norms, library_blocks
+from vitflow.models.calls import logits_of
+from vitflow.models.facts import processor_settings, read_input_spec
+from vitflow.models.names import class_count, class_names_of, model_id
 from vitflow.models.processors import from_processor
 
 transformers = pytest.importorskip("transformers")
@@ -341,16 +342,39 @@ def test_torchvisions_models_are_named_by_count_of_classes():
 # -- what they say of themselves ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ViT", "DeiT", "CLIP", "Siglip", "Bit"])
-def test_images_are_prepared_as_by_the_image_processor(name):
-    processor = getattr(transformers, f"{name}ImageProcessor")()
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {}) for name in ("ViT", "DeiT", "CLIP", "Siglip", "Bit", "ConvNext", "Levit")),
+        ("ConvNext", {"size": {"shortest_edge": 224}}),
+        ("ViT", {"do_rescale": False}),
+        ("ViT", {"rescale_factor": 1 / 127.5}),
+        ("Vivit", {}),
+        ("CLIP", {"size": {"shortest_edge": 225}}),
+    ],
+)
+def test_images_are_prepared_as_by_the_image_processor(name, settings):
+    processor = getattr(transformers, f"{name}ImageProcessor")(**settings)
     model = built("ViTForImageClassification", image_size=224, patch_size=32)
     explainer = Explainer(model, data_config=processor.to_dict())
-    source = photo(300, 400)
-    expected = processor(source, return_tensors="pt")["pixel_values"]
+    source = photo(300, 401)
+    images = [[source]] if name == "Vivit" else source
+    expected = processor(images, return_tensors="pt")["pixel_values"].reshape(1, 3, *explainer.spec.size)
     prepared = explainer.pixels(source)
-    assert prepared.shape == expected.shape == (1, 3, 224, 224)
-    assert (prepared - expected).abs().max() < 3 / 255 / 0.25  # filters round to 8 bits, each in its own way
+    rounding = 3 / 255 / min(explainer.spec.std)  # filters round to 8 bits, each in its own way
+    assert (prepared - expected).abs().max() < rounding
+
+
+@pytest.mark.parametrize("setting", ["do_flip_channel_order", "include_top"])
+def test_a_processor_with_settings_that_are_not_supported_is_refused(setting):
+    with pytest.raises(OptionError, match=f"{setting}=True, which vitflow does not support: explain tensors"):
+        from_processor({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, setting: True})
+
+
+def test_a_single_size_is_that_of_the_shorter_side_if_the_processor_takes_it_so():
+    old = {"size": 224, "crop_size": 224, "do_center_crop": True, "feature_extractor_type": "CLIPFeatureExtractor"}
+    assert from_processor(old)["crop_mode"] == "floor"
+    assert from_processor(old | {"feature_extractor_type": "DeiTFeatureExtractor"})["crop_mode"] == "squash"
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "null", "[" * 100_000])
@@ -404,7 +428,7 @@ def test_a_processor_in_the_hubs_cache_is_detected(tmp_path, monkeypatch):
     model = built("CLIPForImageClassification")
     model.name_or_path = "somebody/a-clip"
     spec = read_input_spec(model)
-    assert (spec.mean[0], spec.size, spec.crop_mode) == (0.48145466, (32, 32), "center")
+    assert (spec.mean[0], spec.size, spec.crop_mode) == (0.48145466, (32, 32), "floor")
     assert model_id(model) == "somebody/a-clip"
     model.name_or_path = str(tmp_path)  # a folder without one
     with pytest.raises(ModelError, match="image processor"):
@@ -463,8 +487,8 @@ def test_a_model_of_texts_and_images_is_refused_with_its_part_that_sees():
 def test_models_of_timm_are_none_of_theirs():
     model = timm.create_model("test_vit")
     assert class_count(model) == 1000
-    assert not vitflow.models.libraries.library_blocks(model)
-    assert vitflow.models.libraries.library_layout(model, (160, 160)) is None
+    assert not library_blocks(model)
+    assert embedding_of(model) is None
 
 
 def test_a_processor_or_a_preset_reports_what_the_model_wants_to_see():

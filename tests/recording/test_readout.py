@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods import TokenLayout
-from vitflow.models.anatomy import logits_of
+from vitflow.models.calls import logits_of
 
 SIZE = 64
 CONFIG = {
@@ -162,6 +162,25 @@ def test_conventions_are_kept_where_the_output_is_computed_by_them_alone(build):
     assert trace.pooling in ("class and distillation token", "attention pooling")
     assert np.abs(convention - gradient).sum(axis=1).max() < 0.5  # total variation: another number, not another place
     assert (convention.argmax(axis=1) < 2).all() or trace.pooling == "attention pooling"
+
+
+@pytest.mark.parametrize("token", [0, 1])
+def test_a_head_on_one_token_of_a_distilled_model_starts_at_that_token(token):
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = jitter(
+                timm.create_model("deit_tiny_distilled_patch16_224", img_size=SIZE, depth=2, num_classes=5)
+            )
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.backbone.head(self.backbone.forward_features(images)[:, token])
+
+    model = Probe()
+    with record_attention(model, gradients=True) as trace:
+        model(pixels())
+    assert trace.pooling == ("class token", "gradient of the output")[token]
+    np.testing.assert_allclose(trace.readout.detach(), np.eye(18)[[token, token]], atol=1e-6)
 
 
 def test_a_pooling_head_that_the_output_does_not_use_is_no_readout():
@@ -472,3 +491,80 @@ def test_trailing_tokens_are_no_patches_and_may_be_what_is_read():
     np.testing.assert_allclose(actual.grid, row[1:17].view(4, 4), rtol=1e-4)
     for method in ["flow", "gae", "gradcam", "similarity", "legrad"]:
         assert np.isfinite(explainer.explain(photo(), method=method, target=0).grid).all()
+
+
+class Changed(nn.Module):
+    """A user's module that changes its input before the model, and combines the outputs of several runs."""
+
+    def __init__(self, *changes, size: int = SIZE) -> None:
+        super().__init__()
+        self.model, self.changes = timm_vit(img_size=size), changes
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.stack([self.model(change(images)) for change in self.changes]).mean(dim=0)
+
+
+def same(images: Tensor) -> Tensor:
+    return images
+
+
+def mirrored(images: Tensor) -> Tensor:
+    return images.flip(-1)
+
+
+MISPLACING = {
+    "flip": lambda: (Changed(mirrored), None),
+    "transposition": lambda: (Changed(lambda images: images.mT), None),
+    "crop": lambda: (Changed(lambda images: images[..., :32, 32:], size=32), None),
+    "prefix that is a suffix": lambda: (timm_vit(), TokenLayout(0, 4, 4, 1)),
+    "other grid": lambda: (timm_vit(), TokenLayout(1, 2, 8)),
+    "more prefix tokens": lambda: (timm_vit(), TokenLayout(5, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("build", MISPLACING.values(), ids=MISPLACING.keys())
+def test_tokens_that_are_not_the_patches_of_the_layout_have_no_map(build):
+    model, layout = build()
+    explainer = Explainer(model, data_config=CONFIG, layout=layout)
+    for method in QUICK:
+        with pytest.raises(UnsupportedModelError, match=r"from other pixels.*misplaced.*occlusion"):
+            explainer.explain(photo(), method=method)
+    for method in ("gradcam", "similarity"):
+        if layout is None:  # otherwise the model's layout is used
+            with pytest.raises(UnsupportedModelError, match="patch grid"):
+                explainer.explain(photo(), method=method)
+    assert "blanked" in explainer.explain(photo(), method="sampling", masks=8).facts["hidden"]
+
+
+def test_resized_tokens_keep_their_places():
+    model = Changed(lambda images: nn.functional.interpolate(images, (32, 32)), size=32)
+    explainer = Explainer(model, data_config=CONFIG)
+    inner = Explainer(model.model, data_config=CONFIG | {"input_size": (3, 32, 32)})
+    input = explainer.pixels(photo())
+    small = nn.functional.interpolate(input, (32, 32))
+    for method in [*QUICK, "sampling"]:
+        first, second = explainer.explain(input, method=method), inner.explain(small, method=method)
+        np.testing.assert_allclose(first.grid, second.grid, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mean_over_several_runs_of_a_model_has_no_map_of_a_single_run():
+    explainer = Explainer(Changed(same, mirrored), data_config=CONFIG)
+    for method in ["rollout", "attention", "flow", "gradient_rollout", "gae"]:
+        with pytest.raises(UnsupportedModelError, match=r"several runs of its last block"):
+            explainer.explain(photo(), method=method)
+    with pytest.raises(UnsupportedModelError, match=r"patch grid, of one run"):
+        explainer.explain(photo(), method="gradcam")
+    assert "several times" in explainer.explain(photo(), method="sampling", masks=8).facts["hidden"]
+
+
+def test_an_output_that_bypasses_every_block_is_refused():
+    class Bypass(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.other = timm_vit(), jitter(nn.Linear(3, 5))
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.model(images) + self.other(images.mean(dim=(2, 3)))
+
+    with pytest.raises(UnsupportedModelError, match=r"directly from the image, bypassing its blocks"):
+        Explainer(Bypass(), data_config=CONFIG).explain(photo(), method="gae")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests import literal_vit
 from vitflow import Explainer, load_model
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.evaluation.measures.perturbation import can_drop_tokens, check_can_drop
+from vitflow.evaluation.measures.faithfulness import can_drop_tokens, check_can_drop
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording import token_dropping
 from vitflow.recording.token_dropping import droppable_tokens, needs_patches, run_on_patches
@@ -209,7 +209,7 @@ def test_a_model_is_tried_once():
     assert can_drop_tokens(explainer)
     count = len(passes)
     assert can_drop_tokens(explainer) and can_drop_tokens(Explainer(model, data_config=DATA))
-    assert len(passes) == count == 3
+    assert len(passes) == count == 4
 
 
 # --- What cannot drop tokens ----------------------------------------------------------------------------------------
@@ -266,7 +266,8 @@ def test_windows_and_relative_biases_are_refused(name, size, reason):
 def test_a_given_layout_is_taken():
     model = literal_vit.timm_model()
     explainer = Explainer(model, data_config=DATA, layout=TokenLayout(1, 2, 8))
-    assert check_can_drop(explainer, (32, 32)) == TokenLayout(1, 2, 8)
+    with pytest.raises(UnsupportedModelError, match="not the patches at their places on the image"):
+        check_can_drop(explainer, (32, 32))
     explainer = Explainer(model, data_config=DATA, layout=TokenLayout(2, 4, 4))
     with pytest.raises(
         UnsupportedModelError, match="Expected 18 tokens at the first block of VisionTransformer, got 17"

@@ -470,11 +470,11 @@ def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
         with record_attention(model, **options) as trace:
             model(pixels)
         assert trace.refusal is None
-    assert counting.runs == [3, 2, 3, 3, 3]
+    assert counting.runs == [3, 2, 1, 3, 3, 3]
     assert len(counting.kept) == 3  # of the recorded pass, not of the probe
     model.blocks[1].attn = Custom(model.blocks[1].attn, by_hand)
     assert "blocks.1.attn" in run(model, pixels).refusal
-    assert counting.runs[5:] == [3, 2, 2]  # found in a few tokens, and confirmed in all
+    assert counting.runs[6:] == [3, 2, 2]  # found in a few tokens, and confirmed in all
     model.blocks[1].attn.how = in_keywords  # no module was replaced, but more is seen
     assert run(model, pixels).refusal is None
 
@@ -538,7 +538,7 @@ def test_tokens_in_another_order_are_no_unseen_attention():
 
     model = build()
     model.norm_pre, model.norm = nn.Sequential(Turned()), nn.Sequential(Turned(), model.norm)
-    assert run(model, torch.randn(1, 3, 32, 32)).refusal is None
+    assert "from other pixels" in run(model, torch.randn(1, 3, 32, 32)).refusal
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -169,6 +169,32 @@ def test_relative_to_the_receptive_field_the_self_token_stands_next_to(bytes_tok
         assert not np.allclose(actual.weights, raw.weights)
 
 
+def test_one_of_several_mask_tokens_must_be_requested(wordpieces):
+    read = {"model": reads(), "tokenizer": wordpieces, "method": "gae"}
+    with pytest.raises(OptionError, match=r"has 2 mask tokens: pass token= .*\[2, 5\]"):
+        explain_text("The [MASK] is on [MASK]", **read)
+    assert explain_text("The [MASK] is on [MASK]", token=5, **read).selected == (5,)
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels", "probability"),
+    [
+        (None, 3, lambda logits: logits.softmax(0)[0]),
+        ("multi_label_classification", 3, lambda logits: logits[0].sigmoid()),
+        (None, 1, lambda logits: logits[0].sigmoid()),
+        ("regression", 1, lambda logits: None),
+    ],
+)
+def test_the_probability_of_a_class_is_that_of_the_models_kind(wordpieces, problem, labels, probability):
+    config = transformers.BertConfig(**SIZES | {"vocab_size": 15}, num_labels=labels, problem_type=problem)
+    model = transformers.BertForSequenceClassification(config).eval()
+    with torch.no_grad():
+        logits = model(**wordpieces(TEXT, return_tensors="pt")).logits[0].double()
+    reading = explain_text(TEXT, model=model, tokenizer=wordpieces, method="gae", target=0)
+    expected = probability(logits)
+    assert reading.probability == (None if expected is None else pytest.approx(float(expected), rel=1e-5))
+
+
 def test_the_masked_word_is_requested_where_there_is_one_and_its_word_named(wordpieces):
     actual = explain_text("The key is on the [MASK]", model=reads(), tokenizer=wordpieces, method="gae")
     assert actual.tokens.strings[actual.selected[0]] == "[MASK]"

@@ -87,7 +87,8 @@ def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
     """Return the scores [batch, classes] of a model's logits, usually probabilities; None if it has no classes.
 
     Raises:
-        ModelError: the model returned no tensor, or values that are not finite.
+        ModelError: the model returned no tensor, values that are not finite, probabilities instead of logits, or
+            another number of logits than it has classes.
     """
     if not isinstance(logits, Tensor):
         raise ModelError(f"Expected {facts.id} to return one tensor of logits, got none.")
@@ -97,6 +98,18 @@ def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
         raise ModelError(
             f"{facts.id} returned NaN or infinite logits for this image: check its weights and precision "
             f"({logits.dtype})."
+        )
+    outputs, count = facts.outputs, logits.shape[1]
+    if outputs.function is None and outputs.count not in (None, count):
+        raise ModelError(
+            f"Expected {outputs.count} logits from {facts.id}, one for each class, got {count}: create the Explainer "
+            "after the head has been replaced."
+        )
+    sums_to_1 = bool(logits.min() >= 0 and (logits.double().sum(dim=1) - 1).abs().max() < 1e-3)
+    if outputs.function is None and outputs.activation == "softmax" and sums_to_1:
+        raise ModelError(
+            f"Expected logits from {facts.id}, got probabilities, which sum to 1; another softmax would change them. "
+            "Leave out the softmax of the model, or pass outputs=lambda output: output.log() and activation='softmax'."
         )
     return facts.outputs.scores(logits)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import Chosen
-from vitflow.models.facts import wordnet_of
+from vitflow.models.names import wordnet_of
 from vitflow.models.outputs import Outputs
 
 # An error about an unknown class lists the names of at most this many classes.
@@ -186,22 +186,25 @@ def is_top(target: Any) -> bool:
 
 
 def _given_targets(targets: Any, probabilities: Tensor) -> Tensor:
-    indices = torch.as_tensor(targets, device=probabilities.device)
     batch, count = probabilities.shape
-    if indices.shape != (batch,) or indices.dtype.is_floating_point or indices.dtype == torch.bool:
+    if not isinstance(targets, Tensor) and targets.dtype.kind in "iu":
+        targets = torch.from_numpy(targets.astype(np.int64))
+    whole = isinstance(targets, Tensor) and not (targets.dtype.is_floating_point or targets.dtype == torch.bool)
+    if not whole or targets.shape != (batch,):
         raise OptionError(
-            f"Expected an array of {batch} class indices, one for each image, got shape {tuple(indices.shape)} of "
-            f"{indices.dtype}."
+            f"Expected an array of {batch} class indices, one for each image, got shape {tuple(targets.shape)} of "
+            f"{targets.dtype}."
         )
+    indices: Tensor = targets.to(probabilities.device, torch.int64)
     if ((indices < 0) | (indices >= count)).any():
         raise OptionError(f"Expected class indices from 0 to {count - 1}, got {indices.tolist()}.")
-    return indices.long()
+    return indices
 
 
 def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None) -> int:
     """Return the index of a class given by index or name; ImageNet classes also by any synonym or WordNet id.
 
-    Case and underscores are ignored.
+    Case and underscores are ignored. A text that is the name of a class is not an index.
 
     Raises:
         OptionError: the class does not exist, or the name is ambiguous.
@@ -210,7 +213,8 @@ def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None
     1
     """
     text = str(target).strip()
-    if re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
+    matches = [i for i, name in enumerate(class_names or ()) if name.lower() == text.lower()]
+    if re.fullmatch(r"-?\d{1,18}", text, re.ASCII) and not (matches and isinstance(target, str)):
         index = int(text)
         if not 0 <= index < num_classes:
             raise OptionError(f"Expected a class index from 0 to {num_classes - 1}, got {index}.")
@@ -218,7 +222,6 @@ def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None
     if class_names is None:
         raise OptionError(f"This model has no class names: give an index instead of {text!r}.")
     query, synonyms = _plain(text), _synonyms(tuple(class_names))
-    matches = [i for i, name in enumerate(class_names) if name.lower() == text.lower()]
     matches = matches or [i for i, names in enumerate(synonyms) if query == names[0]]
     matches = matches or [i for i, names in enumerate(synonyms) if query in names]
     if len(matches) == 1:

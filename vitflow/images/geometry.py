@@ -1,7 +1,7 @@
 """Placement: the part of an image that the model sees, and the mapping of its pixels to the model input."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.images import FITS, Fit
 
-CropMode = Literal["center", "squash", "border", "patches", "corner"]
+CropMode = Literal["center", "squash", "border", "floor", "patches", "corner"]
 # Those of timm.
 CROP_MODES: tuple[CropMode, ...] = ("center", "squash", "border")
 FILTERS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
@@ -152,7 +152,8 @@ def place(
             whole image to the input size, whatever its aspect; "pad" keeps the aspect and pads; "native" keeps the
             aspect with about as many patches as input_size has, each side rounded to whole patches.
         crop_pct: share of the resized image that is cropped out; for "crop" only.
-        crop_mode: timm's "center", "squash" or "border"; "patches": the largest size of nearly the image's aspect
+        crop_mode: timm's "center", "squash" or "border"; "floor": "center" with the offset rounded down, as by
+            transformers; "patches": the largest size of nearly the image's aspect
             that has no more whole patches than input_size, each side rounded up; or "corner": the whole image at the
             top left, padded with black below or to the right, as by OWLv2. For "crop" only.
         patch_size: side of a patch, or (height, width) of it; for "native" and "patches" only.
@@ -230,7 +231,7 @@ def _most_patches(image_size: Size, input_size: Size, patch_size: int | tuple[in
 
 def _place_like_timm(image_size: Size, input_size: Size, crop_pct: float, crop_mode: CropMode) -> Placement:
     """Compute the resize and crop of timm's evaluation transform, with the same rounding."""
-    check_known("crop mode", crop_mode, CROP_MODES)
+    check_known("crop mode", crop_mode, (*CROP_MODES, "floor"))
     if not (math.isfinite(crop_pct) and crop_pct > 0):
         raise OptionError(f"Expected crop_pct above 0, got {crop_pct}.")
     scale_size = math.floor(input_size[0] / crop_pct), math.floor(input_size[1] / crop_pct)
@@ -251,7 +252,8 @@ def _place_like_timm(image_size: Size, input_size: Size, crop_pct: float, crop_m
         # … while timm's ResizeKeepRatio rounds both.
         ratio = min(image_size[0] / scale_size[0], image_size[1] / scale_size[1])
         resized = round(image_size[0] / ratio), round(image_size[1] / ratio)
-    return Placement(image_size, resized, _centred(resized, input_size), input_size, padding="black")
+    offset = _centred(resized, input_size, math.floor if crop_mode == "floor" else round)
+    return Placement(image_size, resized, offset, input_size, padding="black")
 
 
 def _border(image_size: Size, scale_size: Size, input_size: Size) -> Placement:
@@ -261,10 +263,10 @@ def _border(image_size: Size, scale_size: Size, input_size: Size) -> Placement:
     return Placement(image_size, resized, _centred(resized, input_size), input_size)
 
 
-def _centred(resized: Size, input_size: Size) -> tuple[int, int]:
+def _centred(resized: Size, input_size: Size, rounded: Callable[[float], int] = round) -> tuple[int, int]:
     """Return (top, left) of a centred model input; padding puts the odd pixel last, cropping rounds half to even."""
     top, left = (
-        -((inner - outer) // 2) if inner > outer else round((outer - inner) / 2)
+        -((inner - outer) // 2) if inner > outer else rounded((outer - inner) / 2)
         for outer, inner in zip(resized, input_size, strict=True)
     )
     return top, left

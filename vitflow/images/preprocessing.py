@@ -26,7 +26,7 @@ class InputSpec:
         mean, std: per channel, for values in [0, 1]; in the image's units if there are neither 1 nor 3 channels.
         interpolation: name of the resize filter.
         crop_pct: share of the resized image that the crop keeps.
-        crop_mode: "center", "squash" or "border".
+        crop_mode: as for `geometry.place`.
         patch_size: (height, width) of a patch in pixels, if the model has one.
         dynamic: whether the model accepts other input sizes.
     """

@@ -117,8 +117,9 @@ def attend(
         return probabilities.to(value.dtype) @ value
     if is_causal:
         attn_mask = None
-    grouped = {"enable_gqa": True} if enable_gqa else {}  # new in torch 2.5
-    return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _attend_in_parts(

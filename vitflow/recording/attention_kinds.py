@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.models.languages import text_config
-from vitflow.models.parts import module_paths, modules_of
+from vitflow.models.parts import module_paths, modules_of, text_config
 from vitflow.recording.layers import Arrange, AttentionLayer
 
 # Softmaxes that are not attention between tokens.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import ClosedReadout
 from vitflow.models.parts import module_paths, output_cache, runs_compiled
+from vitflow.models.pooling import ClosedReadout
 from vitflow.recording.attention_kinds import is_pooling
 from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
 from vitflow.recording.probing import Call, on_few_tokens
@@ -27,6 +27,9 @@ from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_n
 _ROUNDING = {8: 1e-9, 4: 1e-5, 2: 2e-2}
 _FROM_INPUT = "also directly from the image, bypassing its blocks"
 _SKIPPED = "from several blocks, with skip connections around some of them"
+# Path of the image among those of blocks.
+_IMAGE = ""
+_REPEATED = "from several runs of its last block"
 # Maximum number of outputs that are tested individually; with more, two random combinations and the largest output are
 # tested.
 _FEW_OUTPUTS = 8
@@ -112,7 +115,9 @@ def _observe_on(
     *,
     few: Sequence[str],
 ) -> Head:
-    cuts = _Cuts(call.model, blocks)
+    with torch.inference_mode(False):
+        noise = call.noise(2).requires_grad_()
+    cuts = _Cuts(call.model, blocks, noise)
     with (
         torch.inference_mode(False),
         trial(call.model, call.pixels.device),
@@ -121,9 +126,7 @@ def _observe_on(
         on_few_tokens(call.model, few),
         hooked(cuts.hooks()),
     ):
-        noise = call.noise(2).requires_grad_()
-        outputs = read(call(noise))
-        return _head(outputs, noise, cuts, blocks, top, closed)
+        return _head(read(call(noise)), cuts, blocks, top, closed)
 
 
 class _Cuts:
@@ -132,9 +135,9 @@ class _Cuts:
     Blocks run without gradients, later modules with gradients.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], pixels: Tensor) -> None:
         self._model, self._blocks = model, blocks
-        self.earlier: list[Cut] = []  # blocks except the last
+        self.earlier = [Cut(_IMAGE, pixels, False)]  # the image, and blocks except the last
         self.inputs: dict[str, Tensor | None] = {}  # the input tokens of each block
         self.cuts: list[Cut] = []  # the last block and later modules, in order
 
@@ -162,6 +165,7 @@ class _Cuts:
         torch.set_grad_enabled(True)
         last = path == self._blocks[-1]
         if last:
+            self.earlier += self.cuts[:1]  # of the block's previous run
             self.cuts.clear()
         tokens = tokens_of(output)
         if tokens is None:
@@ -182,7 +186,6 @@ class _Cuts:
 
 def _head(
     outputs: Tensor | None,
-    noise: Tensor,
     cuts: _Cuts,
     blocks: Sequence[str],
     top: TokenLayout,
@@ -191,21 +194,21 @@ def _head(
     """Derive the head from one forward pass on noise."""
     if outputs is None or outputs.ndim != 2 or not cuts.cuts:
         return Head(None, tuple(blocks))
-    candidates, paths, scores = list(closed), set[str](), _scores(outputs)
+    candidates, paths, scores, repeated = list(closed), set[str](), _scores(outputs), False
     for score in scores:
         every = [*cuts.earlier, *cuts.cuts]
         gradients = torch.autograd.grad(score, [cut.tensor for cut in every], retain_graph=True, allow_unused=True)
         for cut, gradient in zip(every, gradients, strict=True):
             cut.gradient = gradient
+        repeated = repeated or any(cut.path == blocks[-1] and _is_nonzero(cut.gradient) for cut in cuts.earlier)
         tap, earlier = _tap(cuts, top)
         paths |= earlier if tap is None else {tap.path, *earlier}
         candidates = [readout for readout in candidates if _matches_gradient(tap, cuts, top, readout)]
     taps = _taps(paths, cuts, blocks)
-    if paths.isdisjoint(blocks[:-1]):
+    refusal = _REPEATED if repeated else _FROM_INPUT if _IMAGE in paths else ""
+    if paths.isdisjoint(blocks[:-1]) and not refusal:
         return Head(candidates[0].name if candidates and scores else None, tuple(blocks), taps)
-    to_input = [torch.autograd.grad(score, noise, retain_graph=True, allow_unused=True)[0] for score in scores]
-    refusal = _FROM_INPUT if any(map(_is_nonzero, to_input)) else "" if _is_chain(cuts, blocks) else _SKIPPED
-    return Head(None, tuple(blocks), taps, refusal)
+    return Head(None, tuple(blocks), taps, refusal or ("" if _is_chain(cuts, blocks) else _SKIPPED))
 
 
 def _taps(paths: set[str], cuts: _Cuts, blocks: Sequence[str]) -> tuple[str, ...]:
@@ -221,7 +224,7 @@ def _taps(paths: set[str], cuts: _Cuts, blocks: Sequence[str]) -> tuple[str, ...
 
 def _is_chain(cuts: _Cuts, blocks: Sequence[str]) -> bool:
     """Return True if the input of each block is computed from the output of the previous block alone."""
-    leaves = {cut.path: cut.tensor for cut in [*cuts.earlier, cuts.cuts[0]]}
+    leaves = {cut.path: cut.tensor for cut in [*cuts.earlier, cuts.cuts[0]] if cut.path != _IMAGE}
     for before, path in pairwise(blocks):
         tokens = cuts.inputs.get(path)
         if tokens is None or before not in leaves:
@@ -257,8 +260,8 @@ def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
     Container outputs of another width may be internal to a head, and are only used if there are no others.
 
     Returns:
-        The cut, and the paths of earlier blocks that gradients reach without passing it; without a cut, of all blocks
-        that the head reads if it does not read the last one.
+        The cut, and the paths of earlier blocks, or of the image, that gradients reach without passing it; without a
+        cut, of all blocks that the head reads if it does not read the last one.
     """
     last = cuts.cuts[0]
     if not _is_nonzero(last.gradient):
@@ -274,7 +277,7 @@ def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
 
 
 def _bypassing_blocks(cut: Cut, cuts: _Cuts) -> set[str]:
-    """Return the paths of the blocks with gradients that bypass the cut."""
+    """Return the paths of the blocks, or of the image, with gradients that bypass the cut."""
     blocks = [block for block in (*cuts.earlier, cuts.cuts[0]) if _is_nonzero(block.gradient)]
     leaves = [block.tensor for block in blocks]
     passed = torch.autograd.grad(cut.tensor, leaves, cut.gradient, retain_graph=True, allow_unused=True)
@@ -317,7 +320,8 @@ def _matches_gradient(tap: Cut | None, cuts: _Cuts, top: TokenLayout, closed: Cl
     readout, rounding = norms / norms.sum(dim=1, keepdim=True), _ROUNDING[tap.tensor.dtype.itemsize]
     weights = closed.weights[:1].to(readout)
     if closed.convention == "support":
-        return bool(readout[:, weights[0] == 0].sum(dim=1).max() <= rounding)
+        inside = weights[0] > 0
+        return bool(readout[:, ~inside].sum(dim=1).max() <= rounding and readout[:, inside].min() > rounding)
     return bool((readout - weights).abs().max() <= rounding)
 
 

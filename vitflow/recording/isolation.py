@@ -216,7 +216,7 @@ def uncompiled() -> Iterator[None]:
     """Run compiled code eagerly, in all threads until the last of them ends, because compiled code hides its calls."""
     user = object()
     with _guard:
-        if not _eager_users and hasattr(torch.compiler, "set_stance"):  # `refuse_compiled` rejects older releases
+        if not _eager_users:
             _eager.enter_context(torch.compiler.set_stance("force_eager"))
         _eager_users.append(user)
     try:
@@ -226,15 +226,6 @@ def uncompiled() -> Iterator[None]:
             _eager_users.remove(user)
             if not _eager_users:
                 _eager.close()
-
-
-def refuse_compiled() -> None:
-    """Raise UnsupportedModelError if torch cannot run compiled code eagerly (before 2.6)."""
-    if not hasattr(torch.compiler, "set_stance"):
-        raise UnsupportedModelError(
-            f"Compiled models require torch 2.6 or newer, got {torch.__version__}. Pass the model as it was before "
-            "torch.compile, or upgrade torch."
-        )
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import layout_of_count, read_layout, tensors_in
+from vitflow.models.anatomy import layout_of_count, read_layout
+from vitflow.models.calls import tensors_in
 from vitflow.models.parts import model_cache, module_paths
 from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_head_by_head

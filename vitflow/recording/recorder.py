@@ -18,22 +18,24 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, Vitfl
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.models.anatomy import ATTENTION_POOLING, closed_readouts, feature_layout, logits_of, read_layout, unwrap
-from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
-from vitflow.models.libraries import check_recordable
-from vitflow.models.parts import runs_compiled
+from vitflow.models.anatomy import feature_layout, read_layout
+from vitflow.models.blocks import block_paths
+from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static
+from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
+from vitflow.models.pooling import ATTENTION_POOLING, closed_readouts
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
+from vitflow.recording.heads import block_paths_of
 from vitflow.recording.isolation import (
     Hook,
     hooked,
     model_lock,
     refuse_checkpointing,
-    refuse_compiled,
     uncompiled,
 )
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
-from vitflow.recording.layers import FusionKey, stack_of
+from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
 from vitflow.recording.listening import Listening
+from vitflow.recording.patch_places import misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
@@ -150,7 +152,6 @@ class record_attention:
             stack.enter_context(hooked(self._fixed_hooks()))
             self._watch()
             if runs_compiled(self._called):
-                refuse_compiled()
                 stack.enter_context(uncompiled())
             self._stack = stack.pop_all()
         return self.trace
@@ -224,6 +225,8 @@ class record_attention:
             self._finish(logits)
 
     def _keep(self, path: str, args: Any, output: Any) -> None:
+        if path in self.trace.features:  # features of several runs have no common place on the image
+            self.trace.feature_layouts[path] = None
         self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
 
     def _note(self, path: str, args: Any, output: Any) -> None:
@@ -284,7 +287,9 @@ class record_attention:
         size = (trace.call.pixels.shape[-2], trace.call.pixels.shape[-1])
         layout = self._locate_tokens(trace.call, size)
         for path, features in trace.features.items():
-            trace.feature_layouts[path] = feature_layout(self._model, size, features, layout)
+            if path not in trace.feature_layouts:
+                located = feature_layout(self._model, size, features, layout)
+                trace.feature_layouts[path] = None if located and self._is_misplaced(located[0]) else located
 
     def _locate_tokens(self, call: Call, size: tuple[int, int]) -> TokenLayout | None:
         """Find token positions and readouts; return the layout if it is known."""
@@ -298,7 +303,7 @@ class record_attention:
             layers, refusal = find_tokens(call, layers, self._layout)
         if layers and refusal is None:
             layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-            refusal = None if self._within else unseen_mixing(call, layouts, self._listening.recorded)
+            refusal = self._unseen(call, layers, layouts)
         if not layers or refusal is not None:
             layout, trace.refusal = self._layout_without_attention(size), refusal
             trace.locate(layers, layout)
@@ -310,6 +315,16 @@ class record_attention:
         trace.pooled = self._listening.pooling if trace.closed[0].name == ATTENTION_POOLING else None
         return layout
 
+    def _unseen(self, call: Call, layers: list[AttentionLayer], layouts: list[TokenLayout]) -> str | None:
+        """Return why a product of these layers would be incomplete or misplaced, or None."""
+        if self._within:
+            return None
+        names, first = self._listening.recorded, layers[0].tokens
+        refusal = unseen_mixing(call, layouts, names)
+        if refusal is None and first.dense and first.queries == first.keys:
+            refusal = misplaced(call, block_paths_of(self._model, names)[0], first.keys)
+        return refusal
+
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""
         tokens = next((features.shape[1] for features in self.trace.features.values() if features.ndim == 3), None)
@@ -317,6 +332,11 @@ class record_attention:
             return self._layout or read_layout(self._model, size, tokens)
         except UnsupportedModelError:
             return None
+
+    def _is_misplaced(self, layout: TokenLayout) -> bool:
+        """Return True if the tokens of the first block are not the patches of this layout."""
+        call, blocks = self.trace.call, block_paths(self._model)
+        return bool(blocks) and call is not None and misplaced(call, blocks[0], layout) is not None
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:

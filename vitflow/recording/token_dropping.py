@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import ALL_TOKENS, closed_readouts, logits_of, read_layout, transformer_of, unwrap
-from vitflow.models.libraries import forward_options, library_blocks
-from vitflow.models.parts import output_cache
+from vitflow.models.anatomy import forward_options, read_layout, transformer_of
+from vitflow.models.blocks import library_blocks
+from vitflow.models.calls import logits_of
+from vitflow.models.parts import module_paths, output_cache, unwrap
+from vitflow.models.pooling import ALL_TOKENS, closed_readouts
 from vitflow.recording.isolation import Hook, evaluating, hooked
+from vitflow.recording.patch_places import misplaced
+from vitflow.recording.probing import Call
 from vitflow.recording.readout import Read
 
 
@@ -118,11 +122,12 @@ class _Shortening:
     def __init__(
         self, model: nn.Module, size: tuple[int, int], kept: Tensor | None, layout: TokenLayout | None
     ) -> None:
-        self.model, self.size, self.kept, self.layout = model, size, kept, layout
+        self.model, self.size, self.kept, self.layout, self.runs = model, size, kept, layout, 0
 
     def enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Change the arguments of a block."""
         if index == 0:
+            self.runs += 1
             args = (self._choose(args[0] if args else None), *args[1:])
         if self.kept is not None and kwargs.get("rope") is not None:
             kwargs = kwargs | {"rope": self._rotations(kwargs["rope"], self.kept)}
@@ -168,6 +173,8 @@ def _run(
         Hook(block, partial(shortening.enter, index), before=True) for index, block in enumerate(_blocks(model))
     ):
         logits = outputs(model(pixels, **forward_options(model, size)))
+    if shortening.runs > 1:
+        raise UnsupportedModelError("It runs its blocks several times for an image.")
     if logits is None or shortening.layout is None:
         raise UnsupportedModelError(_NO_LOGITS)
     return logits, shortening.layout
@@ -195,6 +202,11 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: 
     try:
         with torch.no_grad(), evaluating(model):
             whole, layout = _run(model, noise, None, layout, outputs)
+            call = Call(model, (noise,), forward_options(model, (noise.shape[-2], noise.shape[-1])), noise)
+            first = _blocks(model)[0]
+            block = next(path for path, module in module_paths(model) if module is first)
+            if misplaced(call, block, layout) is not None:
+                return "Its tokens are not the patches at their places on the image."
             order = torch.randperm(layout.num_patches, generator=random).to(noise.device)
             half = order[: max(layout.num_patches // 2, 1)]
             every, _ = _run(model, noise, order.sort().values[None], layout, outputs)

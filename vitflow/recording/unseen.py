@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import layout_of_count, tensors_in
+from vitflow.models.anatomy import layout_of_count
+from vitflow.models.calls import tensors_in
 from vitflow.models.parts import model_cache, module_paths
 from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import may_attend, other_attention
