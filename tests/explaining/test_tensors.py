@@ -143,3 +143,16 @@ def test_an_original_of_an_image_is_refused():
         explainer.explain(IMAGES[0], original=IMAGES[0])
     with pytest.raises(OptionError, match="one original for each of 3"):
         explainer.explain_batch(normalised(IMAGES), originals=IMAGES[:2])
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_a_tensor_with_part_of_a_patch_is_refused(library):
+    if library == "timm":
+        options = {"img_size": 32, "patch_size": 8, "depth": 2, "dynamic_img_size": True, "dynamic_img_pad": True}
+        model = timm.create_model("vit_tiny_patch16_224", **options)
+    else:
+        model = model_of(library)
+    explainer = Explainer(model, data_config=DATA)
+    assert explainer.explain(torch.full((3, 40, 32), -0.5)).grid.shape == (5, 4)
+    with pytest.raises(ShapeError, match=r"multiples of the patches of .*, 8 × 8 pixels, got 36 × 32"):
+        explainer.explain(torch.full((3, 36, 32), -0.5))

@@ -23,7 +23,7 @@ from vitflow import Explainer, record_attention
 from vitflow.errors import NoAttentionError, UnsupportedModelError
 from vitflow.explaining.maps import rollout
 from vitflow.methods import TokenLayout
-from vitflow.models.anatomy import logits_of
+from vitflow.models.calls import logits_of
 
 SHRUNK = {"depth": 2, "embed_dim": 96, "num_heads": 4}
 # Model, what differs from its usual size, side of the image, prefix tokens and side of the grid of its maps.

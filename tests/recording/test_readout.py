@@ -550,7 +550,7 @@ def test_resized_tokens_keep_their_places():
 def test_a_mean_over_several_runs_of_a_model_has_no_map_of_a_single_run():
     explainer = Explainer(Changed(same, mirrored), data_config=CONFIG)
     for method in ["rollout", "attention", "flow", "gradient_rollout", "gae"]:
-        with pytest.raises(UnsupportedModelError, match=r"several runs of its last block"):
+        with pytest.raises(UnsupportedModelError, match=r"by several runs of its blocks"):
             explainer.explain(photo(), method=method)
     with pytest.raises(UnsupportedModelError, match=r"patch grid, of one run"):
         explainer.explain(photo(), method="gradcam")
@@ -568,3 +568,122 @@ def test_an_output_that_bypasses_every_block_is_refused():
 
     with pytest.raises(UnsupportedModelError, match=r"directly from the image, bypassing its blocks"):
         Explainer(Bypass(), data_config=CONFIG).explain(photo(), method="gae")
+
+
+class Pruned(nn.Module):
+    """A model that keeps some patches after its first block, as EViT does, or merges them in a coarser grid."""
+
+    def __init__(self, kept: int | None) -> None:
+        super().__init__()
+        self.model, self.kept = timm_vit(), kept
+
+    def forward(self, images: Tensor) -> Tensor:
+        model, first = self.model, self.model.num_prefix_tokens
+        tokens = model.blocks[0](model.norm_pre(model._pos_embed(model.patch_embed(images))))
+        prefix, patches = tokens[:, :first], tokens[:, first:]
+        if self.kept is None:
+            patches = nn.functional.avg_pool2d(patches.mT.unflatten(2, (4, 4)), 2).flatten(2).mT
+        else:
+            chosen = patches.norm(dim=-1).topk(self.kept, dim=1).indices.sort(dim=1).values
+            patches = patches.gather(1, chosen.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
+        tokens = torch.cat([prefix, patches], dim=1)
+        for block in model.blocks[1:]:
+            tokens = block(tokens)
+        return model.head(model.norm(tokens)[:, 0])
+
+
+@pytest.mark.parametrize("kept", [4, 8, 9, 12])
+def test_a_number_of_kept_tokens_that_fits_a_grid_is_no_grid(kept):
+    explainer = Explainer(Pruned(kept), data_config=CONFIG)
+    for method in ("rollout", "gae"):
+        with pytest.raises(UnsupportedModelError, match=r"at model\.blocks\.1 from other pixels.*or drop tokens"):
+            explainer.explain(photo(), method=method)
+    for method in ("gradcam", "similarity"):
+        with pytest.raises(UnsupportedModelError, match="patch grid"):
+            explainer.explain(photo(), method=method)
+
+
+def test_merged_tokens_are_a_coarser_grid():
+    explainer = Explainer(Pruned(None), data_config=CONFIG)
+    assert explainer.explain(photo(), method="rollout").grid.shape == (4, 4)
+    assert explainer.explain(photo(), method="gradcam").grid.shape == (2, 2)
+
+
+def test_a_model_that_changes_its_input_in_place_has_the_maps_of_one_that_does_not():
+    class InPlace(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, images: Tensor) -> Tensor:
+            images -= 0.25
+            images /= 0.5
+            return self.model(images)
+
+    model = timm_vit()
+    inputs = pixels().clamp(-1, 1)
+    first = Explainer(InPlace(model), data_config=CONFIG)
+    second = Explainer(Changed(lambda images: (images - 0.25) / 0.5), data_config=CONFIG)
+    for method in [*QUICK, "gradcam", "input_gradient", "occlusion", "sampling"]:
+        options = {"masks": 16} if method == "sampling" else {}
+        for one, other in zip(
+            first.explain_batch(inputs, methods=[method], **options),
+            second.explain_batch(inputs, methods=[method], **options),
+            strict=True,
+        ):
+            np.testing.assert_allclose(one.grid, other.grid, rtol=1e-4, atol=1e-4 * np.abs(other.grid).max())
+
+
+def test_a_readout_is_observed_again_after_a_setting_has_changed():
+    class Selected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.token = timm_vit(), 0
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.model.head(self.model.forward_features(images)[:, self.token])
+
+    token = 0
+    by_setting = Selected()
+    by_variable = Around(lambda tokens: tokens)
+    first = Explainer(by_setting, data_config=CONFIG)
+    second = Explainer(by_variable, data_config=CONFIG, outputs=lambda output: output[:, token])
+    for explainer in (first, second):
+        assert explainer.explain(photo(), method="rollout").facts["readout"] == "class token"
+    by_setting.token = token = 6
+    for explainer in (first, second):
+        for method in ("rollout", "gae"):
+            facts = explainer.explain(photo(), method=method).facts
+            assert facts["readout"] == "1 patch, from the gradient of the output"
+
+
+def test_a_second_run_on_a_selected_part_of_the_image_has_no_map_of_both_runs():
+    class Zooming(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = timm_vit()
+
+        def forward(self, images: Tensor) -> Tensor:
+            corner = int(self.model(images).detach().argmax()) % 2 * 16
+            part = images[..., corner : corner + 48, :48]
+            return self.model(nn.functional.interpolate(part, (SIZE, SIZE)))
+
+    explainer = Explainer(Zooming(), data_config=CONFIG)
+    for method, reason in (("rollout", "by several runs of its blocks"), ("gae", "do not depend on the recorded")):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            explainer.explain(photo(), method=method)
+
+
+def test_a_stack_of_blocks_that_runs_again_on_its_output_is_one_model():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = timm_vit()
+
+        def forward(self, images: Tensor) -> Tensor:
+            model = self.model
+            tokens = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+            return model.head(model.norm(model.blocks(model.blocks(tokens)))[:, 0])
+
+    trace = Explainer(Recurrent(), data_config=CONFIG).record(photo())
+    assert len(trace.attentions) == 6 and trace.pooling == "class token"

@@ -145,7 +145,7 @@ class ImageModel:
         elif outputs is not None:  # errors come before the first image
             with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
                 noise = torch.cat([self.pixels(image) for image in self.inputs.two_images()])
-                tried = self.outputs.tried(self.forward, noise, alone=not named)
+                tried = self.outputs.tried(lambda images: self.forward(images.clone()), noise, alone=not named)
                 tried = tried if self.regions is None else self.regions.completed(tried, self.model)
             self.facts = replace(self.facts, outputs=tried)
         if class_names is not None and self.facts.outputs.count is None:
@@ -321,7 +321,7 @@ class ImageModel:
             ModelError: the model's output contains no logits.
         """
         with evaluating(self.model):
-            output = self.forward(pixels)
+            output = self.forward(pixels.clone())  # the model may change it in place
             logits = (outputs or self.outputs).numbers(output)
         if logits is None:
             raise no_logits(output, self.model_id)

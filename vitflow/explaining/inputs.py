@@ -136,6 +136,12 @@ class ModelInputs:
                 f"Expected a finite float tensor [{channels}, {height}, {width}], normalised for {self._model_id}, or "
                 f"a batch of them, got {pixels.dtype} {list(pixels.shape)}."
             )
+        tall, wide = self.spec.patch_size or (1, 1)
+        if size != self.spec.size and (size[0] % tall or size[1] % wide):
+            raise ShapeError(
+                f"Expected a tensor whose height and width are multiples of the patches of {self._model_id}, {tall} × "
+                f"{wide} pixels, got {size[0]} × {size[1]}."
+            )
         pixels = pixels.detach()
         values = pixels.float().cpu()
         mean, std = (torch.tensor(each[:channels]).view(-1, 1, 1) for each in (self.spec.mean, self.spec.std))

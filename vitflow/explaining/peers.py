@@ -97,7 +97,7 @@ class _Explained(nn.Module):
         self.model, self._outputs = model, outputs
 
     def forward(self, pixels: Tensor) -> Tensor:
-        output = self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
+        output = self.model(pixels.clone(), **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
         numbers = self._outputs.numbers(output)
         if numbers is None:
             raise UnsupportedModelError("the model returns no scores")

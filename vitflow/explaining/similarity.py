@@ -27,6 +27,8 @@ def layer_features(trace: Trace, layer: int) -> tuple[Tensor, TokenLayout]:
         UnsupportedModelError: the features have no patch grid.
     """
     path, norm = layer_output(trace.model, layer)
+    if path not in trace.features:
+        raise UnsupportedModelError(f"{type(trace.model).__name__} does not run {path}: use another layer.")
     features, located = trace.features[path], trace.feature_layouts[path]
     if located is None or trace.pixels is None or len(features) != len(trace.pixels):
         raise UnsupportedModelError(

@@ -1,6 +1,8 @@
 """The modules of a model: wrappers, parts of language models, refusals, and a cache valid while they are the same."""
 
+import inspect
 from collections.abc import Callable, Iterator
+from types import FunctionType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -13,6 +15,8 @@ from vitflow.errors import UnsupportedModelError
 CLASSIFIERS = ("classifier", "cls_classifier")
 # Attention implementations of transformers that call functions of torch and can be recorded.
 _RECORDABLE = ("sdpa", "eager")
+# Types of settings whose values are compared.
+_PLAIN = (bool, int, float, str, NoneType)
 # Modules are kept by weak references, so that the cache does not keep a model alive.
 _caches: WeakKeyDictionary[nn.Module, tuple[list[Any], dict[Any, Any]]] = WeakKeyDictionary()
 
@@ -90,7 +94,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def model_cache(model: nn.Module) -> dict[Any, Any]:
-    """Return the cache of a model; a new one if a module was replaced, wrapped, compiled, added or removed."""
+    """Return the cache of a model; a new one if a module or setting was replaced, wrapped, compiled or removed."""
     marks = _marks(model)
     known, cache = _caches.get(model, (None, {}))
     if known != marks:
@@ -102,7 +106,7 @@ def model_cache(model: nn.Module) -> dict[Any, Any]:
 def output_cache(model: nn.Module, outputs: Callable[..., Any]) -> dict[Any, Any]:
     """Return the cache of a model and of a function of its outputs, kept while both exist; see `model_cache`."""
     owner = getattr(outputs, "__self__", outputs)  # each access creates a new bound method
-    known, key = model_cache(model), ("outputs", id(owner))
+    known, key = model_cache(model), ("outputs", id(owner), _captured(getattr(owner, "function", outputs)))
     if key not in known or known[key][0]() is not owner:
         known[key] = ref(owner, lambda _: known.pop(key, None)), {}
     values: dict[Any, Any] = known[key][1]
@@ -110,11 +114,24 @@ def output_cache(model: nn.Module, outputs: Callable[..., Any]) -> dict[Any, Any
 
 
 def _marks(model: nn.Module) -> list[Any]:
-    """Return marks that change if a module is replaced, compiled, added or removed, or gets a forward method."""
+    """Return marks that change if a module is replaced, compiled, added or removed, or gets a method or setting."""
     modules = modules_of(model)
     names = [tuple(module._modules) for module in modules]
     forwards = [("forward" in vars(module), _is_compiled(module)) for module in modules]
-    return [*map(ref, modules), *map(type, modules), *names, *forwards]
+    settings = [
+        [(name, value) for name, value in vars(module).items() if type(value) in _PLAIN and name != "training"]
+        for module in modules
+    ]
+    return [*map(ref, modules), *map(type, modules), *names, *forwards, *settings]
+
+
+def _captured(function: Any) -> tuple[Any, ...]:
+    """Return the plain values that a function reads from its closure and from global variables."""
+    if not isinstance(function, FunctionType):
+        return ()
+    read = inspect.getclosurevars(function)
+    variables = [*read.nonlocals.items(), *read.globals.items()]
+    return tuple((name, value) for name, value in variables if type(value) in _PLAIN)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -190,9 +207,7 @@ def text_config(model: nn.Module) -> Any:
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the decoder of a transformers model."""
     pretrained: Any = model
-    decoder: nn.Module | None = pretrained.get_decoder()
-    if decoder is None:  # most decoder-only models before transformers 5
-        decoder = pretrained.base_model
+    decoder: nn.Module = pretrained.get_decoder()
     return decoder
 
 

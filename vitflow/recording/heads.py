@@ -29,7 +29,7 @@ _FROM_INPUT = "also directly from the image, bypassing its blocks"
 _SKIPPED = "from several blocks, with skip connections around some of them"
 # Path of the image among those of blocks.
 _IMAGE = ""
-_REPEATED = "from several runs of its last block"
+_REPEATED = "by several runs of its blocks"
 # Maximum number of outputs that are tested individually; with more, two random combinations and the largest output are
 # tested.
 _FEW_OUTPUTS = 8
@@ -140,6 +140,8 @@ class _Cuts:
         self.earlier = [Cut(_IMAGE, pixels, False)]  # the image, and blocks except the last
         self.inputs: dict[str, Tensor | None] = {}  # the input tokens of each block
         self.cuts: list[Cut] = []  # the last block and later modules, in order
+        self.latest = pixels  # the latest output of a block
+        self.restarted = False  # True if a block ran again on tokens that are not computed from that output
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
@@ -158,7 +160,10 @@ class _Cuts:
             yield Hook(module, act, before=False, while_unrecorded=True, first=True)
 
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
-        self.inputs[path] = tokens_of(args or kwargs.get("hidden_states"))
+        tokens = tokens_of(args or kwargs.get("hidden_states"))
+        if path in self.inputs and tokens is not None and not _is_computed_from(tokens, self.latest):
+            self.restarted = True
+        self.inputs[path] = tokens
         torch.set_grad_enabled(False)
 
     def _cut(self, path: str, args: Any, output: Any) -> Any:
@@ -170,7 +175,7 @@ class _Cuts:
         tokens = tokens_of(output)
         if tokens is None:
             return None
-        leaf = tokens.detach().requires_grad_()
+        self.latest = leaf = tokens.detach().requires_grad_()
         (self.cuts if last else self.earlier).append(Cut(path, leaf, True))
         return with_tokens(output, leaf)
 
@@ -184,6 +189,13 @@ class _Cuts:
             self.cuts.append(Cut(path, output, False))
 
 
+def _is_computed_from(tokens: Tensor, source: Tensor) -> bool:
+    if tokens is source or not tokens.requires_grad:
+        return tokens is source
+    [gradient] = torch.autograd.grad(tokens.sum(), [source], retain_graph=True, allow_unused=True)
+    return gradient is not None
+
+
 def _head(
     outputs: Tensor | None,
     cuts: _Cuts,
@@ -194,7 +206,7 @@ def _head(
     """Derive the head from one forward pass on noise."""
     if outputs is None or outputs.ndim != 2 or not cuts.cuts:
         return Head(None, tuple(blocks))
-    candidates, paths, scores, repeated = list(closed), set[str](), _scores(outputs), False
+    candidates, paths, scores, repeated = list(closed), set[str](), _scores(outputs), cuts.restarted
     for score in scores:
         every = [*cuts.earlier, *cuts.cuts]
         gradients = torch.autograd.grad(score, [cut.tensor for cut in every], retain_graph=True, allow_unused=True)

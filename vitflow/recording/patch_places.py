@@ -1,74 +1,103 @@
 """Check that the tokens of a model are the patches of its layout."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.parts import model_cache, runs_compiled
+from vitflow.recording.heads import block_paths_of
 from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
+from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.probing import Call
+from vitflow.recording.unseen import without_attention
 
 # Largest distance between a patch and the pixels that its token is computed from, in patches and in their standard
 # deviations, which are large after a convolutional stem.
 _MOST_PATCHES, _MOST_DEVIATIONS = 0.6, 2.0
 
 
-class _Embedded(Exception):
-    """Raised before the first block runs."""
+class _Seen(Exception):
+    """Ends a forward pass after the last block of interest has its input."""
 
 
-def misplaced(call: Call, block: str, layout: TokenLayout) -> str | None:
-    """Return why the tokens of the first block are not the patches of a layout, or None; cached per model and layout.
+def block_layouts(model: nn.Module, layers: Sequence[AttentionLayer], names: Sequence[str]) -> dict[str, TokenLayout]:
+    """Return the path of a block for each layout of dense layers: the first block, and others of later layouts.
 
-    Up to nine patches are tested: the gradient of their tokens with respect to the pixels of noise must be where the
-    layout places them. A crop, a flip or another order of tokens inside the model would misplace every map.
+    Args:
+        model: the model.
+        layers: its layers, some of which may be products of several.
+        names: paths of all attention modules that ran, first layer first.
+    """
+    paths = dict(zip(names, block_paths_of(model, names), strict=True))
+    blocks: dict[str, TokenLayout] = {}
+    for layer in layers:
+        if layer.tokens.dense and layer.tokens.keys not in blocks.values():
+            blocks.setdefault(paths[layer.name if layer is not layers[0] else names[0]], layer.tokens.keys)
+    return blocks
+
+
+def misplaced(call: Call, places: Mapping[str, TokenLayout]) -> str | None:
+    """Return why tokens are not the patches of their layout, or None; cached per model and layouts.
+
+    Up to nine patches of each layout are tested: the gradient of their tokens with respect to the pixels of noise must
+    be where the layout places them, if attention is replaced by the identity. A crop, a flip, another order or dropped
+    tokens would misplace every map.
 
     Args:
         call: call of the unwrapped model.
-        block: path of the first block.
-        layout: layout of the tokens at its input.
+        places: layout of the tokens at the input of blocks, by path.
     """
-    known, key = model_cache(call.model), (misplaced, layout, tuple(call.pixels.shape[1:]))
+    known, key = model_cache(call.model), (misplaced, tuple(places.items()), tuple(call.pixels.shape[1:]))
     if key not in known:
-        known[key] = None if call.pixels.is_meta else _misplaced_patch(call, block, layout)
+        known[key] = None if call.pixels.is_meta else _misplaced_patch(call, places)
     if known[key] is None:
         return None
-    row, col = known[key]
+    block, row, col = known[key]
+    layout = places[block]
     return (
         f"{type(call.model).__name__} computes the token of the patch in row {row} and column {col} (of "
-        f"{layout.rows} × {layout.cols}) from other pixels, so its maps would be misplaced: it may crop, flip or "
-        "reorder its input. If its layout is another, pass layout=TokenLayout(num_prefix_tokens, rows, cols); "
-        "otherwise use input_gradient or occlusion."
+        f"{layout.rows} × {layout.cols}) at {block} from other pixels, so its maps would be misplaced: it may crop, "
+        "flip or reorder its input, or drop tokens. If its layout is another, pass "
+        "layout=TokenLayout(num_prefix_tokens, rows, cols); otherwise use input_gradient or occlusion."
     )
 
 
-def _misplaced_patch(call: Call, block: str, layout: TokenLayout) -> tuple[int, int] | None:
-    """Return row and column of a patch whose token is computed from other pixels, or None."""
-    given: list[Tensor] = []
+def _misplaced_patch(call: Call, places: Mapping[str, TokenLayout]) -> tuple[str, int, int] | None:
+    """Return block, row and column of a patch whose token is computed from other pixels, or None."""
+    given: dict[str, Tensor | None] = {}
 
-    def end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim == 3)
-        raise _Embedded
+    def see(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim == 3)
+        fitting = (value.flatten(0, 1) for value in values if value.shape[:2].numel() == places[path].num_tokens)
+        given.setdefault(path, next(fitting, None))
+        if len(given) == len(places):
+            raise _Seen
 
-    hook = Hook(call.model.get_submodule(block), end, before=True, while_unrecorded=True)
+    hooks = [
+        Hook(call.model.get_submodule(path), partial(see, path), before=True, while_unrecorded=True) for path in places
+    ]
     compiled = uncompiled() if runs_compiled(call.model) else nullcontext()
     with torch.inference_mode(False), trial(call.model, call.pixels.device), torch.enable_grad(), compiled:
-        with hooked([hook]), suppress(Exception):  # the model may reject noise; the test ends with _Embedded
-            call(noise := call.noise(1).requires_grad_())
-        fitting = (each.flatten(0, 1) for each in given if each.shape[:2].numel() == layout.num_tokens)
-        tokens = next(fitting, None)
-        if tokens is None or not tokens.requires_grad:
-            return None
-        direction = torch.randn(tokens.shape[1], generator=torch.Generator().manual_seed(0)).to(tokens)
-        for row in {0, layout.rows // 2, layout.rows - 1}:
-            for col in {0, layout.cols // 2, layout.cols - 1}:
+        noise = call.noise(1).requires_grad_()
+        # The model may reject noise.
+        with suppress(Exception), hooked(hooks), without_attention(call):
+            call(noise)
+        for block, layout in places.items():
+            tokens = given.get(block)
+            if tokens is None or not tokens.requires_grad:
+                continue
+            direction = torch.randn(tokens.shape[1], generator=torch.Generator().manual_seed(0)).to(tokens)
+            for row, col in product(*({0, side // 2, side - 1} for side in (layout.rows, layout.cols))):
                 token = tokens[layout.token_of_patch(row, col)]
                 [gradient] = torch.autograd.grad(token @ direction, noise, retain_graph=True, allow_unused=True)
                 if gradient is None or not _is_around(gradient[0].double().square().sum(dim=0), row, col, layout):
-                    return row, col
+                    return block, row, col
     return None
 
 

@@ -210,7 +210,7 @@ class Call:
 
         def replaced(value: Any) -> Any:
             if value is self.pixels:
-                return other
+                return other.clone()  # the model may change it in place
             of_images = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(self.pixels)
             return value[:1].expand(len(other), *value.shape[1:]) if of_images else value
 
@@ -287,4 +287,4 @@ def output_from_tokens(model: nn.Module, pixels: Tensor, path: str, tokens: Tens
 
     hook = Hook(model.get_submodule(path), give, before=False)
     with hooked([hook]), torch.inference_mode(False), evaluating(model), torch.no_grad():
-        return model(pixels.detach(), **forward_options(model, (pixels.shape[-2], pixels.shape[-1])))
+        return model(pixels.detach().clone(), **forward_options(model, (pixels.shape[-2], pixels.shape[-1])))

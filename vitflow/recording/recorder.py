@@ -24,7 +24,6 @@ from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_stat
 from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
 from vitflow.models.pooling import ATTENTION_POOLING, closed_readouts
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
-from vitflow.recording.heads import block_paths_of
 from vitflow.recording.isolation import (
     Hook,
     hooked,
@@ -33,9 +32,9 @@ from vitflow.recording.isolation import (
     uncompiled,
 )
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
-from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
+from vitflow.recording.layers import FusionKey, stack_of
 from vitflow.recording.listening import Listening
-from vitflow.recording.patch_places import misplaced
+from vitflow.recording.patch_places import block_layouts, misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
@@ -265,16 +264,14 @@ class record_attention:
         if 0 in given.shape:
             raise ShapeError(f"Expected at least one image, got an empty model input {tuple(given.shape)}.")
         pixels, call = given, Call(self._model, args, kwargs, given)
-        if not self._gradients:
-            trace.begin(pixels, self._outputs, call)
-            return args, kwargs
-        # A new tensor, so that the caller's tensor does not require gradients.
-        leaf = pixels.clone() if pixels.is_inference() else pixels.detach()
-        leaf.requires_grad_()
-        trace.begin(leaf, self._outputs, call)
+        if self._gradients:  # a new tensor, so that the caller's tensor does not require gradients
+            pixels = pixels.clone() if pixels.is_inference() else pixels.detach()
+            pixels.requires_grad_()
+        trace.begin(pixels, self._outputs, call)
+        copied = pixels.clone()  # the model may change it in place
         return (
-            tuple(leaf if value is pixels else value for value in args),
-            {name: leaf if value is pixels else value for name, value in kwargs.items()},
+            tuple(copied if value is given else value for value in args),
+            {name: copied if value is given else value for name, value in kwargs.items()},
         )
 
     def _finish(self, logits: Tensor) -> None:
@@ -289,7 +286,7 @@ class record_attention:
         for path, features in trace.features.items():
             if path not in trace.feature_layouts:
                 located = feature_layout(self._model, size, features, layout)
-                trace.feature_layouts[path] = None if located and self._is_misplaced(located[0]) else located
+                trace.feature_layouts[path] = None if located and self._is_misplaced(path, located[0]) else located
 
     def _locate_tokens(self, call: Call, size: tuple[int, int]) -> TokenLayout | None:
         """Find token positions and readouts; return the layout if it is known."""
@@ -303,7 +300,10 @@ class record_attention:
             layers, refusal = find_tokens(call, layers, self._layout)
         if layers and refusal is None:
             layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-            refusal = self._unseen(call, layers, layouts)
+            if not self._within:
+                refusal = unseen_mixing(call, layouts, self._listening.recorded) or misplaced(
+                    call, block_layouts(self._model, layers, trace.names)
+                )
         if not layers or refusal is not None:
             layout, trace.refusal = self._layout_without_attention(size), refusal
             trace.locate(layers, layout)
@@ -315,16 +315,6 @@ class record_attention:
         trace.pooled = self._listening.pooling if trace.closed[0].name == ATTENTION_POOLING else None
         return layout
 
-    def _unseen(self, call: Call, layers: list[AttentionLayer], layouts: list[TokenLayout]) -> str | None:
-        """Return why a product of these layers would be incomplete or misplaced, or None."""
-        if self._within:
-            return None
-        names, first = self._listening.recorded, layers[0].tokens
-        refusal = unseen_mixing(call, layouts, names)
-        if refusal is None and first.dense and first.queries == first.keys:
-            refusal = misplaced(call, block_paths_of(self._model, names)[0], first.keys)
-        return refusal
-
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""
         tokens = next((features.shape[1] for features in self.trace.features.values() if features.ndim == 3), None)
@@ -333,10 +323,12 @@ class record_attention:
         except UnsupportedModelError:
             return None
 
-    def _is_misplaced(self, layout: TokenLayout) -> bool:
-        """Return True if the tokens of the first block are not the patches of this layout."""
-        call, blocks = self.trace.call, block_paths(self._model)
-        return bool(blocks) and call is not None and misplaced(call, blocks[0], layout) is not None
+    def _is_misplaced(self, path: str, layout: TokenLayout) -> bool:
+        """Return True if the tokens of a module, and of the first block, are not the patches of this layout."""
+        blocks = block_paths(self._model)
+        around = [block for n, block in enumerate(blocks) if n == 0 or f"{path}.".startswith(f"{block}.")]
+        call = self.trace.call
+        return call is not None and misplaced(call, dict.fromkeys(around, layout)) is not None
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:

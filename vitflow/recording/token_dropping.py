@@ -172,7 +172,7 @@ def _run(
     with hooked(
         Hook(block, partial(shortening.enter, index), before=True) for index, block in enumerate(_blocks(model))
     ):
-        logits = outputs(model(pixels, **forward_options(model, size)))
+        logits = outputs(model(pixels.clone(), **forward_options(model, size)))
     if shortening.runs > 1:
         raise UnsupportedModelError("It runs its blocks several times for an image.")
     if logits is None or shortening.layout is None:
@@ -205,7 +205,7 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: 
             call = Call(model, (noise,), forward_options(model, (noise.shape[-2], noise.shape[-1])), noise)
             first = _blocks(model)[0]
             block = next(path for path, module in module_paths(model) if module is first)
-            if misplaced(call, block, layout) is not None:
+            if misplaced(call, {block: layout}) is not None:
                 return "Its tokens are not the patches at their places on the image."
             order = torch.randperm(layout.num_patches, generator=random).to(noise.device)
             half = order[: max(layout.num_patches // 2, 1)]

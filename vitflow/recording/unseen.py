@@ -8,6 +8,7 @@ pooling or linear attention inside the block explains that.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,6 +93,14 @@ def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> s
         if probe.mixing is not None and not shortened:
             return probe.mixing
     return None
+
+
+@contextmanager
+def without_attention(call: Call) -> Iterator[None]:
+    """Replace recorded attention by the identity, so that tokens are computed only from their own place."""
+    probe = _Probe(call.model, (call.pixels.shape[-2], call.pixels.shape[-1]), (), set())
+    with hooked(probe.hooks()), probe:
+        yield
 
 
 @dataclass(slots=True)
