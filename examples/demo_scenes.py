@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.demo import COLOURS, SHAPES, Phrase, Thing, draw_scene
+from vitflow.demo import COLOURS, SHAPES, SIDES, Phrase, Sentence, Thing, draw_scene
 
 SIZE, PATCH = 64, 8
 GRID = SIZE // PATCH
@@ -124,3 +124,54 @@ def kind_of(thing: Thing) -> int:
 
 def phrase_of(kind: int) -> Phrase:
     return Phrase(COLOURS[kind // len(SHAPES)], SHAPES[kind % len(SHAPES)])
+
+
+def turned(sentence: Sentence) -> Sentence:
+    """Rephrase a sentence about two objects from the other one: "A left of B" as "B right of A"."""
+    if len(sentence.phrases) != 2 or sentence.relation == "and":
+        return sentence
+    opposite = SIDES[(SIDES.index(sentence.relation) + 2) % 4]
+    return Sentence(sentence.phrases[::-1], opposite)
+
+
+def falsified(sentence: Sentence, wrong: str, things: Sequence[Thing], random: np.random.Generator) -> Sentence | None:
+    """Return a sentence that differs in one respect and is false of the image.
+
+    Args:
+        sentence: whose phrases name colour and shape.
+        wrong: "colour" or "shape" (replaced, or exchanged between two phrases), or "side" (replaced, or the phrases
+            exchanged).
+        things: the things in the image.
+        random: the random generator.
+
+    Returns:
+        None for "side" if the sentence names no side.
+    """
+    if wrong == "side" and (len(sentence.phrases) == 1 or sentence.relation == "and"):
+        return None
+    while True:
+        other = _change_side(sentence, random) if wrong == "side" else _change_word(sentence, wrong, random)
+        if not other.holds(things):
+            return other
+
+
+def _change_side(sentence: Sentence, random: np.random.Generator) -> Sentence:
+    if random.random() < 0.3:
+        first, second, *rest = sentence.phrases
+        return Sentence((second, first, *rest), sentence.relation)
+    return replace(sentence, relation=SIDES[random.integers(4)])
+
+
+def _change_word(sentence: Sentence, wrong: str, random: np.random.Generator) -> Sentence:
+    phrases = list(sentence.phrases)
+    number = int(random.integers(len(phrases)))
+    values = [getattr(phrase, wrong) for phrase in phrases]
+    if len(set(values)) > 1 and random.random() < 0.5:
+        other = int(random.choice([place for place, value in enumerate(values) if value != values[number]] or [number]))
+        values[number], values[other] = values[other], values[number]
+    else:
+        values[number] = str(random.choice(COLOURS if wrong == "colour" else SHAPES))
+    return replace(
+        sentence,
+        phrases=tuple(replace(phrase, **{wrong: value}) for phrase, value in zip(phrases, values, strict=True)),
+    )

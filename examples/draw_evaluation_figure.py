@@ -12,9 +12,9 @@ from pathlib import Path
 
 import vitflow
 from vitflow.evaluation import Evaluation, evaluate
-from vitflow.evaluation.charts import draw_bars
-from vitflow.evaluation.choices import is_twin, twin_of
-from vitflow.evaluation.statistics import Table
+from vitflow.evaluation.metrics import is_twin, twin_of
+from vitflow.evaluation.report import draw_bars
+from vitflow.evaluation.tables import Table
 from vitflow.images.figures import save_figure
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cv2
 import torch
 import torchvision
 import transformers
@@ -24,8 +23,7 @@ from torch import nn
 import vitflow
 from vitflow.demo import draw_images, draw_scene, load_demo_model, sample_images
 from vitflow.explaining.strips import draw_words
-from vitflow.images.figures import Cell, Column, draw_bands, figure_bytes
-from vitflow.images.pen import GUIDED
+from vitflow.images.figures import figure_bytes
 
 
 @dataclass(frozen=True)
@@ -87,22 +85,7 @@ def gallery(model: nn.Module, desk: Path) -> dict[str, Drawing]:
         "torchvision": Drawing(lambda: of_library(as_torchvision), same),
         "folder": Drawing(folder, ["gae"], 85),
         "paper": Drawing(lambda: strip([cat, coffee], paper, dpi=120), paper, 75),
-        "guided": Drawing(lambda: draw_guided(explainer, cat), ["gae", "random"]),
     }
-
-
-def draw_guided(explainer: vitflow.Explainer, image: Path) -> bytes:
-    """A map and a random map, each smooth and by guided upsampling."""
-    cells = [
-        (
-            Column(one.definition.title, name),
-            [Cell(cv2.resize(one.overlay(interpolation=name), (200, 200), interpolation=cv2.INTER_AREA))],
-        )
-        for one in (explainer.explain(image, method=method) for method in ("gae", "random"))
-        for name in ("smooth", "guided")
-    ]
-    figure = draw_bands([([head for head, _ in cells], [[cell for _, cell in cells]])], note=GUIDED, dpi=125)
-    return figure_bytes(figure, ".png")
 
 
 TUNED = ["gae", "gradient_rollout"]

@@ -128,7 +128,7 @@ def rows_of(model: nn.Module, ids: Tensor, truth: Tensor) -> dict[str, Tensor]:
     }
     for weighting, reported in ((False, ""), (True, ", weighted by norm"), ("output", ", weighted along the output")):
         fused = [layer.detach() for layer in trace.fused("mean", value_weighted=weighting)]
-        actual[f"raw attention, last layer{reported}"] = raw_attention(fused, readout=last, num_prefix_tokens=0)
+        actual[f"raw attention, last layer{reported}"] = raw_attention(fused[-1], readout=last, num_prefix_tokens=0)
         for causal in ("raw", "receptive_field"):
             relative = reported + (", receptive field" if causal == "receptive_field" else "")
             actual[f"rollout{relative}"] = vitflow.attention_rollout(fused, causal=causal, readout=last)

@@ -3,12 +3,12 @@
     python examples/sentence_similarity.py [--model ../shared/data/minilm] ["sentence" "sentence"]
 
 The likeness is the cosine between the mean vectors of both sentences, as sentence encoders such as all-MiniLM-L6-v2 are
-used; its gradient speaks through generic attention explainability (GAE). Writes similarity.html.
+used; its gradient speaks through generic attention explainability (GAE). Writes similarity-1.png and
+similarity-2.png.
 """
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 import vitflow
 from vitflow.methods.rollout import gradient_weighted_attention, relevance
 from vitflow.text.languages import load_language_model
-from vitflow.text.shaded_text import ShadedText
+from vitflow.text.view import ShadedText
 from vitflow.text.words import hide, words_of
 
 SENTENCES = ("A man is playing a guitar on the stage.", "Someone performs music in front of an audience.")
@@ -53,10 +53,8 @@ if __name__ == "__main__":
     except vitflow.VitflowError as error:
         sys.exit(f"{error}\nThis example needs a sentence encoder: --model sentence-transformers/all-MiniLM-L6-v2")
     encoder.requires_grad_(False)
-    views = []
-    for sentence, other in (given.sentences, given.sentences[::-1]):
+    for number, (sentence, other) in enumerate((given.sentences, given.sentences[::-1]), start=1):
         view, similarity = shaded(encoder, tokenizer, sentence, other)
         print(view.text(), end="\n\n")
-        views.append(view.html())
+        print(view.save(f"similarity-{number}.png"))
     print(f"likeness (cosine): {similarity:.3f}")
-    Path("similarity.html").write_text('<!doctype html><meta charset="utf-8">' + "".join(views), encoding="utf-8")

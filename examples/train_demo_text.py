@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from demo_scenes import GRID, Scenes, phrase_of, things_of
+from demo_scenes import GRID, Scenes, falsified, phrase_of, things_of, turned
 from demo_training import (
     TOWER,
     WORDS,
@@ -45,7 +45,7 @@ from transformers import (
     SiglipProcessor,
 )
 
-from vitflow.demo import COLOURS, DEMO_CAPTION, DEMO_TEXT, SHAPES, Phrase, Sentence, Thing, caption, falsified, turned
+from vitflow.demo import COLOURS, DEMO_CAPTION, DEMO_TEXT, SHAPES, Phrase, Sentence, Thing, caption
 
 LENGTH = 16  # tokens of a sentence
 DRAWN_TOGETHER = 20_000  # images in a file of the kept folder

@@ -94,7 +94,7 @@ def test_images_of_the_bundled_model_are_drawn_the_same_today(script):
 
 @pytest.mark.skipif(not CHECKPOINT.is_file(), reason="the trained weights are not at ../shared/data")
 @pytest.mark.parametrize(
-    "name", ["methods", "contrast", "no-classes", "transformers", "torchvision", "folder", "paper", "guided"]
+    "name", ["methods", "contrast", "no-classes", "transformers", "torchvision", "folder", "paper"]
 )
 def test_images_of_photographs_are_drawn_the_same_today(script, name, tmp_path):
     model = vitflow.load_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", checkpoint=CHECKPOINT)

@@ -97,7 +97,7 @@ def load_extra(
     except ImportError as cause:
         package = module.partition(".")[0]
         get = f"pip install 'vitflow[{extra}]'{otherwise and f', or {otherwise}'}"
-        raise error(f"{needed_for} needs {package}, which is not installed: {get}.") from cause
+        raise error(f"{needed_for} requires {package}, which is not installed: {get}.") from cause
 
 
 # Control characters, line separators, bidirectional marks, zero-width characters (except joiners, which scripts use),

@@ -204,8 +204,6 @@ def test_a_clip_is_explained_as_in_the_library(ask, clip):
     [
         (("demo", "gae", "orange dics"), "error: Unknown class 'orange dics'. Did you mean 'orange disc'?"),
         (("demo", "gae", "", "a dog"), "error: VisionTransformer has no text encoder"),
-        (("vit_tiny_patch16_224", "gae"), "error: Unknown model of this page 'vit_tiny_patch16_224'."),
-        (("demo", "rolout"), "error: Unknown method of this page 'rolout'. Did you mean 'rollout'?"),
         (
             ("demo", "rollout", "", "", "", "crop", "grey", "smooth", False, "", "much"),
             "error: discard_ratio: expected",
@@ -215,6 +213,19 @@ def test_a_clip_is_explained_as_in_the_library(ask, clip):
 )
 def test_what_is_wrong_stands_in_the_page(ask, fields, expected):
     assert reported(ask("explain", SAMPLE, *fields)).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (("vit_tiny_patch16_224", "gae"), "Unknown model of this page 'vit_tiny_patch16_224'."),
+        (("demo", "rolout"), "Unknown method of this page 'rolout'. Did you mean 'rollout'?"),
+    ],
+)
+def test_a_value_that_no_field_offers_is_refused(ask, fields, expected):
+    with pytest.raises(Exception, match="of this page") as refused:
+        ask("explain", SAMPLE, *fields)
+    assert html.unescape(str(refused.value)).startswith(expected)
 
 
 def test_a_file_that_is_no_image_is_reported_as_the_command_line_reports_it(ask, tmp_path):
@@ -261,9 +272,8 @@ def test_a_text_that_cannot_be_read_is_reported(ask):
     assert reported(ask("words", None, "", first=("What is in an image", "demo-caption"))).startswith(
         "error: Expected a pho"
     )
-    assert reported(ask("words", None, "a heart", first=("What a word rests on", "demo"))).startswith(
-        "error: Unknown model of"
-    )
+    with pytest.raises(Exception, match="Unknown model of this page &#x27;demo&#x27;"):
+        ask("words", None, "a heart", first=("What a word rests on", "demo"))
 
 
 def test_captions_take_the_method_of_the_command_line_and_texts_theirs(ask):
@@ -338,14 +348,14 @@ def test_a_page_computes_a_result_only_if_its_address_names_one(tabs, tmp_path, 
 
 def test_a_clip_is_explained_with_a_video_model(clip, tmp_path, monkeypatch):
     from tests.explaining.test_videos import CONFIG, built
-    from vitflow.app import clips
+    from vitflow.app import images
     from vitflow.app.actions import Models
 
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     models = Models(["video"], [])
     explainer = vitflow.Explainer(built("VideoMAE", num_labels=5), data_config=CONFIG)
     monkeypatch.setattr(models, "explainer", lambda name, fit: (explainer, ""))
-    *_, files, code, _, notes = clips._Answers(models).clip({"path": str(clip)}, "video", "gae", "2", 4)
+    *_, files, code, _, notes = images._Answers(models).clip({"path": str(clip)}, "video", "gae", "2", 4)
     with np.load(files[-1]) as saved:
         assert len(saved["shares"]) == 4 and saved["grid"].ndim == 3
     assert "frames=" not in code and "target='2'" in code and notes == []
@@ -607,7 +617,7 @@ def test_without_gradio_it_says_what_to_install(monkeypatch):
 
 
 def test_the_command_serves_what_it_was_reported(monkeypatch):
-    from vitflow.cli.commands import app
+    from vitflow.cli.commands import pages
 
     reported: dict = {}
 
@@ -615,7 +625,7 @@ def test_the_command_serves_what_it_was_reported(monkeypatch):
         reported.update(given)
         return SimpleNamespace(local_url="http://127.0.0.1:7860/", block_thread=lambda: None)
 
-    monkeypatch.setattr(app, "serve", instead)
+    monkeypatch.setattr(pages, "serve", instead)
     line = ["app", str(SAMPLE), "--model", "demo", "--no-open", "--port", "8000", "--time-limit", "5"]
     line += ["--checkpoint", str(SAMPLE), "--class-names", str(SAMPLE), "--allowed-host", "a", "--allowed-host", "*.b"]
     line += ["--prompt", "a dog", "--prompt", "a cat"]

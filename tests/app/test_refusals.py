@@ -195,7 +195,7 @@ def test_a_foreign_page_is_refused(web, page, uploaded):
 
 
 def test_which_names_a_page_has_follows_from_where_it_is_served():
-    from vitflow.app.hosts import HostCheck
+    from vitflow.app.page import HostCheck
 
     def served(host: str, *allowed: str):
         check = HostCheck(None, host=host, allowed=allowed)
@@ -291,16 +291,16 @@ def test_a_video_has_bounds(web, tmp_path):
 
 
 def test_a_large_video_is_refused_and_reading_one_has_a_time_limit(tmp_path, monkeypatch):
-    from vitflow.app import clips
+    from vitflow.app import images
     from vitflow.app.actions import TimeLimitError, limited
 
     path = tmp_path / "short.mp4"
     video(path, np.zeros((30, 16, 16, 3), np.uint8))
     with pytest.raises(TimeLimitError, match="a shorter video"), limited(1e-9):
         read_video(path, 4)
-    monkeypatch.setattr(clips, "_BYTES", 100)
+    monkeypatch.setattr(images, "_BYTES", 100)
     with pytest.raises(ImageError, match="at most 100 bytes"):
-        clips._checked({"path": str(path)})
+        images._video_of({"path": str(path)})
 
 
 def test_a_prompt_that_cannot_be_joined_with_an_image_is_an_error_in_words(web, uploaded):

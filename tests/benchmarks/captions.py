@@ -27,7 +27,7 @@ and is the default since.
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -39,8 +39,8 @@ from vitflow.demo import DEMO_CAPTION, Scene, draw_scene
 from vitflow.demo.sentences import COLOURS, SHAPES
 from vitflow.evaluation.measures.localisation import energy_in_region, pointing_game
 from vitflow.evaluation.statistics import Estimate, estimate_means
-from vitflow.methods.ranks import centre_prior
-from vitflow.models.languages import decoder_path
+from vitflow.methods.cells import centre_prior
+from vitflow.models.parts import decoder_path
 from vitflow.recording.recorder import record_attention
 from vitflow.text import Generation, explain_generation
 from vitflow.text.languages import load_language_model, load_processor
@@ -71,10 +71,10 @@ ROWS: dict[str, tuple[str, dict]] = {
 TODAY = "rollout, receptive field"
 #: How each row is shown: on the tokens, carried on through the tower, relative to the neutral prompt, and both.
 WAYS = {
-    "": {},
-    "tower": {"through_tower": True},
-    "relative": {"relative": True},
-    "both": {"relative": True, "through_tower": True},
+    "": (),
+    "tower": ("tower",),
+    "relative": ("neutral",),
+    "both": ("neutral", "tower"),
 }
 CONTROLS = ("random", "centre")
 LABELS = [(row, way) for way in WAYS for row in ROWS] + [(row, "") for row in CONTROLS]
@@ -128,6 +128,19 @@ def rows_of(
         yield label, one
 
 
+def without_earlier(actual: Generation, places: Sequence[int]) -> Generation:
+    """Subtract from the rows of a word what the rows of earlier words explain, after Li et al., ICCV 2025."""
+    values, start = actual.values.copy(), places[0]
+    rows = values[:, :, -1].astype(float)
+    row, common = (
+        rows[list(places)].mean(axis=0),
+        actual.among_generated[start, :start, -1].astype(float) @ rows[:start],
+    )
+    square = float(common @ common)
+    values[list(places), :, -1] = np.clip(row - (float(row @ common) / square if square else 0.0) * common, 0.0, None)
+    return replace(actual, values=values)
+
+
 def scene_values(
     model: torch.nn.Module, processor: object, scene: Scene, random: np.random.Generator
 ) -> np.ndarray | None:
@@ -156,11 +169,13 @@ def scene_values(
     for label, one in rows_of(model, actual, given, requested):
         less = "less earlier" in label
         for index, (places, mask) in enumerate(regions):
-            for way, options in WAYS.items():
-                options = {"through_tower": False, **options, "without_earlier": less}
-                measure(index, (label, way), one.image(places, **options), mask)
+            for way, kept in WAYS.items():
+                shown = without_earlier(one, places) if less else one
+                left_out = {name: None for name in ("tower", "neutral") if name not in kept}
+                shown = replace(shown, images=replace(shown.images, **left_out))
+                measure(index, (label, way), shown.image(places), mask)
     for index, (places, mask) in enumerate(regions):
-        plain = actual.image(places, through_tower=False)
+        plain = replace(actual, images=replace(actual.images, tower=None)).image(places)
         grids = {"random": random.random(plain.grid.shape), "centre": centre_prior(*plain.grid.shape)}
         for name, grid in grids.items():
             measure(index, (name, ""), replace(plain, grid=np.asarray(grid, np.float32)), mask)

@@ -50,9 +50,8 @@ from vitflow.explaining.method_table import get_method, register_method
 from vitflow.explaining.refining import affinity_of, make_maps
 from vitflow.explaining.sampling import geometric_mean, sample
 from vitflow.explaining.targeted_trace import TargetedTrace
-from vitflow.methods.cells import mean_differences
 from vitflow.methods.refinement import Affinity, refine
-from vitflow.methods.regression import regress
+from vitflow.methods.sampling import mean_differences, regress
 
 SAMPLED = {"keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
 RECORDED = {"value_weighted": "output", "head_fusion": "signed_mean", "refine": 1, "affinity": "both"}

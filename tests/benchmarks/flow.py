@@ -36,8 +36,7 @@ from torch import Tensor
 from vitflow import record_attention
 from vitflow.demo import load_demo_model, sample_images
 from vitflow.methods.flow.attention_flow import attention_flow
-from vitflow.methods.flow.graph import graph_of
-from vitflow.methods.flow.layers import layer_capacities, parse_window
+from vitflow.methods.flow.layers import graph_of, layer_capacities, parse_window
 
 SHARED = Path(os.environ.get("VITFLOW_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data"
 TINY = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"

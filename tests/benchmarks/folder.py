@@ -135,7 +135,7 @@ PARTS = (
     (answers, "make_maps", "rollout and refinement, this thread"),
     (Saliency, "overlay", "overlay"),
     (Image.Image, "save", "encode"),
-    (run, "draw_files", "row"),
+    (pipeline, "draw_files", "row"),
     (pipeline.Pipeline, "_write", "write"),
     (Explainer, "explain_batch", "the rest of explaining"),
     (pipeline.Pipeline, "run", "the rest of the pipeline"),

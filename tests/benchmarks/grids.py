@@ -22,10 +22,10 @@ from tests.benchmarks.folder import draw_photographs
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.files import write_inside
-from vitflow.folder.decoders import decode_file
+from vitflow.folder.decoders import Decoded, decode_file
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.plan import Input
-from vitflow.folder.work import Decoded, ImageMaps, InputImage, Job, describe, encode_overlay, make_job
+from vitflow.folder.work import Job, encode_overlay, explained_row, make_job
 from vitflow.images.geometry import place
 from vitflow.runs.saved import FILE
 from vitflow.runs.store import Run
@@ -51,8 +51,8 @@ def made_up(source: Path, number: int, count: int, drawn: int, dice: np.random.G
     grid = dice.random((14, 14), np.float32)
     answer = Score("class 1", number / count, index=1, named=False)
     saliency = Saliency(grid, placement, pixels, name, "m", "rollout", {}, score=answer)
-    image = InputImage(Input(name, "", name[:-4]), decoded or Decoded(size=1, mtime_ns=1))
-    return describe(image, ImageMaps({"rollout": saliency}), job)
+    image = (decoded or Decoded(pixels, {"size": 1, "mtime_ns": 1})).named(Input(name, "", name[:-4]).known)
+    return image.row | explained_row({"rollout": saliency}, job) | {"seconds": 0.0}, {"rollout": grid}
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:

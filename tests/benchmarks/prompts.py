@@ -22,9 +22,8 @@ import numpy as np
 
 import vitflow
 from vitflow import Explainer, load_model
-from vitflow.demo import Scene, Sentence, draw_scene, falsified
-from vitflow.evaluation.gridding import score_object
-from vitflow.evaluation.measures.localisation import energy_in_region
+from vitflow.demo import COLOURS, SHAPES, Scene, draw_scene
+from vitflow.evaluation.measures.localisation import energy_in_region, score_object
 from vitflow.evaluation.statistics import estimate_means
 
 METHODS = ["gae", "sampling", "consensus", "gradcam", "legrad", "gradient_rollout", "rollout", "random", "centre"]
@@ -45,11 +44,15 @@ def measure(images: int, name: str, methods: list[str]) -> None:
     absent: list[float] = []
     for number, scene in enumerate(islice(several_things(), images)):
         prompts = [str(thing.phrase) for thing in scene.things]
-        wrong = [
-            str(falsified(Sentence((thing.phrase,)), word, scene.things, random))
+        changed = [
+            phrase
             for thing in scene.things
-            for word in ("colour", "shape")
+            for phrase in (
+                replace(thing.phrase, colour=str(random.choice(COLOURS))),
+                replace(thing.phrase, shape=str(random.choice(SHAPES))),
+            )
         ]
+        wrong = [str(phrase) for phrase in changed if not scene.holds(str(phrase))]
         for alone in (False, True):
             explainer = Explainer(model, outputs=vitflow.prompts(prompts, raw=alone))
             actual = explainer.explain_batch([scene.image], methods=methods, targets=list(range(len(prompts))))
@@ -62,7 +65,8 @@ def measure(images: int, name: str, methods: list[str]) -> None:
                 shares = [blocks(mask, actual[0].grid.shape).mean(axis=(1, 3)) for mask in scene.masks]
                 exact = [replace(actual[0], grid=share.astype(np.float32)).heatmap for share in shares]
                 scores["exact", alone].append(scored(exact, scene.masks))
-        read(Explainer(model, outputs=vitflow.prompts(list(dict.fromkeys(wrong)), raw=True)), scene, absent)
+        if wrong:
+            read(Explainer(model, outputs=vitflow.prompts(list(dict.fromkeys(wrong)), raw=True)), scene, absent)
         print(f"\r{number + 1} of {images}", end="", flush=True)
     print("\n\n| map | of | in the named thing | of what lies in things | named thing wins |\n|---|---|---:|---:|---:|")
     for (method, alone), rows in scores.items():

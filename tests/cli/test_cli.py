@@ -335,14 +335,13 @@ def test_an_output_with_an_unknown_suffix_is_no_folder(here, images, tmp_path):
 
 @pytest.mark.parametrize("command", ["explain", "layers", "compare", "explore"])
 def test_an_output_into_a_folder_that_is_not_there_yet(command, here, images, tmp_path):
-    for folder in ("new.folder/", "new.folder", "other/below/"):  # the second time it is there
+    for folder in ("new.folder/", "new.folder", "other/below/", "nowhere"):  # the second time it is there
         code, out, err = here(command, "--model", "demo", images[0], "--method", "rollout", "-o", folder)
         assert code == 0, err
         [file] = out.splitlines()
         assert (tmp_path / file).is_file() and file.startswith(folder.rstrip("/"))
-    if command != "explain":
-        code, _, err = here(command, "--model", "demo", images[0], "--method", "rollout", "-o", "nowhere")
-        assert code == 2 and "or a folder with / at its end, got 'nowhere'" in err
+    code, _, err = here(command, "--model", "demo", images[0], "--method", "rollout", "-o", "no.where")
+    assert code == 2 and "or a folder (ending in / if its name has a dot), got 'no.where'" in err
 
 
 @pytest.mark.parametrize("command", ["explain", "compare"])
@@ -491,7 +490,8 @@ def test_names_that_terminals_cannot_print(images, tmp_path):
 def test_methods_are_listed(run):
     table = {row["name"]: row for row in json.loads(run("methods", "--json").stdout)}
     assert table["rollout"]["options"]["residual"] == 0.5
-    assert "discard-ratio" in run("methods").stdout
+    assert "How much of each patch reaches the output" in run("methods").stdout
+    assert "discard-ratio" in run("methods", "rollout").stdout
 
 
 def test_models_are_listed(run):

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 from vitflow.cli import cli
-from vitflow.cli.commands import doctor
+from vitflow.cli.commands import setup
 from vitflow.explaining.explainer import Explainer
 
 
@@ -35,14 +35,14 @@ def test_it_reports_versions_the_device_and_that_a_model_runs(reported):
 
 
 def test_an_extra_that_is_not_there_is_reported_with_the_line_that_installs_it(reported, monkeypatch):
-    def without_pyarrow(name: str) -> str:
-        if name == "pyarrow":
+    def without_tifffile(name: str) -> str:
+        if name == "tifffile":
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(doctor, "version", without_pyarrow)
+    monkeypatch.setattr(setup, "version", without_tifffile)
     actual = reported()
-    assert actual["extra parquet"] == "not installed (pip install 'vitflow[parquet]')"
+    assert actual["extra tiff"] == "not installed (pip install 'vitflow[tiff]')"
     assert actual["extra remote"] == "fsspec 1.0"
 
 
@@ -59,12 +59,12 @@ def test_a_hub_that_is_silent_costs_two_seconds_and_offline_it_is_not_requested(
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         started = time.monotonic()
-        assert doctor._hub().startswith("not reachable within 2 s")
+        assert setup._hub().startswith("not reachable within 2 s")
         assert time.monotonic() - started < 10  # two seconds, and what a busy machine adds
         server.settimeout(5)
         server.accept()[0].close()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert doctor._hub().startswith("not checked")
+        assert setup._hub().startswith("not checked")
         server.settimeout(0.2)
         with pytest.raises(TimeoutError):
             server.accept()

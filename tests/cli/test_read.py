@@ -77,7 +77,7 @@ def test_a_crafted_tokenizer_sends_nothing_but_words_to_a_terminal(decoder, tmp_
     for arguments in (
         (text,),
         (text, "--method", "gae"),
-        (text, "--view", "layers"),
+        (text, "--view", "sheet"),
         (text, "--view", "graph"),
         ("--prompt", text, "--generate", 3),
         ("--prompt", text, "--generate", 3, "--view", "text"),
@@ -161,7 +161,7 @@ def test_numbers_come_as_json(encoder):
     assert actual["trust"]["special"] == pytest.approx(actual["weights"][0] + actual["weights"][-1], abs=1e-5)
 
 
-@pytest.mark.parametrize(("view", "sign"), [("layers", "layer 2"), ("graph", "attention flow"), ("text", " %  ")])
+@pytest.mark.parametrize(("view", "sign"), [("sheet", "layer 2"), ("graph", "attention flow"), ("text", " %  ")])
 def test_each_view_can_be_requested(view, sign, encoder):
     done = read(TEXT, "--model", encoder, "--token", "is", "--view", view)
     assert done.exit_code == 0 and sign in done.stdout
@@ -211,7 +211,7 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
         (["a", "--prompt", "b"], "got both"),
         (["a", "--generate", 3], "--generate requires --prompt"),
         (["--prompt", "a", "--token", "a"], "--token cannot be used with --prompt"),
-        (["a", "--view", "matrix"], "Expected --view text or layers or graph without --prompt, got matrix"),
+        (["--prompt", "a", "--view", "graph"], "--view graph cannot be used with --prompt"),
         (["a", "--png", "a.bmp"], "Expected an output that ends in .png, .pdf, .svg, got 'a.bmp'"),
         (["a", "--method", "attention", "--residual", 0.1], "Unknown attention option 'residual'"),
         (["a", "--hide-stop-words", "none.txt"], "Expected --hide-stop-words english, or a file"),
@@ -248,7 +248,7 @@ def test_help_and_usage_errors_of_read_load_no_torch():
         "import sys\nfrom vitflow.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
         "print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
     )
-    for arguments in (["--help"], ["a", "--model", "x", "--view", "matrix"]):
+    for arguments in (["--help"], ["--prompt", "a", "--model", "x", "--view", "graph"]):
         done = subprocess.run(
             [sys.executable, "-c", code, "read", *arguments], capture_output=True, text=True, timeout=60
         )
@@ -319,8 +319,6 @@ def _set(folder, **values):
 @pytest.mark.parametrize("case", DAMAGE)
 def test_a_damaged_model_of_a_language_is_reported_in_one_line(case, encoder, tmp_path):
     place = shutil.copytree(encoder, tmp_path / "model")
-    if "pickle" in case and not hasattr(torch.compiler, "set_stance"):
-        pytest.skip("transformers reads no pickles with torch before 2.6")
     damage, message = DAMAGE[case]
     damage(place)
     done = CliRunner().invoke(cli, ["read", "the key", "--model", str(place)])

@@ -22,9 +22,9 @@ import numpy as np
 from PIL import Image
 
 from vitflow.errors import VitflowError
-from vitflow.evaluation.choices import choose_target
 from vitflow.evaluation.datasets import open_dataset
-from vitflow.models.checkpoints import read_class_names
+from vitflow.evaluation.targets import choose_target
+from vitflow.models.names import read_class_names
 
 WIDTH, HEIGHT = 40, 30
 NAMES = ["tabby", "dog", "tiger cat"]

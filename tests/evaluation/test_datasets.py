@@ -11,7 +11,7 @@ from vitflow.demo import CLASS_NAMES, draw_image
 from vitflow.errors import ImageError, OptionError, ShapeError
 from vitflow.evaluation import Region, open_dataset
 from vitflow.evaluation.annotations import Labelled, union
-from vitflow.evaluation.choices import choose_target
+from vitflow.evaluation.targets import choose_target
 
 SIZE = (30, 40)  # height, width
 

@@ -19,8 +19,7 @@ from tests import literal_vit
 from vitflow import Explainer, load_model
 from vitflow.demo import draw_images
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
-from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves, removed_counts
-from vitflow.evaluation.measures.perturbation import patch_order
+from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves, patch_order, removed_counts
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 

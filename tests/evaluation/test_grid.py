@@ -12,8 +12,9 @@ from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation import evaluate, open_dataset
 from vitflow.evaluation.annotations import Labelled
 from vitflow.evaluation.datasets import Dataset, Sample
-from vitflow.evaluation.gridding import make_grids, score_cell, score_object, tile
-from vitflow.evaluation.page import verdict
+from vitflow.evaluation.measures.localisation import score_cell, score_object
+from vitflow.evaluation.report import verdict
+from vitflow.evaluation.targets import make_grids, tile
 from vitflow.images.reading import write_image
 
 DICE = np.random.default_rng(0)
@@ -56,7 +57,7 @@ def test_a_right_map_wins_and_constant_and_empty_ones_have_chance():
     for constant in (np.full((4, 6), 0.1, np.float32), np.zeros((4, 6), np.float32), np.full((5, 7), -2.0)):
         assert score_cell(constant, 3) == (0.25, 0.5, 0.25)
     whatever = DICE.random((4, 4))
-    assert np.mean([score_cell(whatever, cell).energy for cell in range(4)]) == pytest.approx(0.25)
+    assert np.mean([score_cell(whatever, cell)[0] for cell in range(4)]) == pytest.approx(0.25)
     with pytest.raises(ShapeError, match=r"at least 2 × 2 patches, got \(1, 4\)"):
         score_cell(np.zeros((1, 4)), 0)
 
@@ -150,7 +151,7 @@ def test_an_image_that_cannot_be_read_takes_no_grid_along(demo):
 
     dataset = open_dataset("demo:16:3000")
     samples = [*dataset.samples, Sample("broken", broken, fixed=True)]
-    actual = evaluate(Dataset("mine", "17 images", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
+    actual = evaluate(Dataset("mine", "images", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
     assert len(actual.failures) == 1 and len(actual.images) == 16
     assert actual.table("grid_wins")[0].estimate.count % 4 == 0
 

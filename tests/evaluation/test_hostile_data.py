@@ -18,10 +18,10 @@ from pycocotools import mask as coco
 from vitflow import Explainer
 from vitflow.errors import ImageError, ModelError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation import Region, evaluate, open_dataset
-from vitflow.evaluation.choices import choose_target
+from vitflow.evaluation.targets import choose_target
 from vitflow.folder.decoders import decode_file
 from vitflow.images.reading import read_image
-from vitflow.models.checkpoints import read_class_names
+from vitflow.models.names import read_class_names
 
 HEIGHT, WIDTH = 30, 40
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 30\n%%EndComments\nshowpage\n%%EOF\n"
@@ -63,7 +63,7 @@ def test_no_image_and_no_mask_starts_a_program(folder, monkeypatch):
     for name in ("cat.jpg", "dog_mask.png"):
         (folder / name).write_bytes(EPS)
     assert all("to be an image (" in reported for reported in results(open_dataset(folder)).values())
-    assert "to be an image" in decode_file(str(folder / "cat.jpg")).message
+    assert "to be an image" in decode_file(str(folder / "cat.jpg")).row["message"]
     for source in (EPS, Image.open(io.BytesIO(EPS))):
         with pytest.raises(ImageError, match="to be an image"):
             read_image(source)

@@ -8,10 +8,8 @@ from vitflow import Explainer
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError
 from vitflow.evaluation import coverage, evaluate, run_on_patches
-from vitflow.evaluation.measures import intervals
 from vitflow.explaining.refining import affinity_of
-from vitflow.methods.cells import draw_masks
-from vitflow.methods.regression import NOISE
+from vitflow.methods.sampling import NOISE, draw_masks
 
 REGRESSION = {"estimator": "regression", "masks": 24}
 
@@ -64,7 +62,7 @@ def test_coverage_requires_intervals(explainer):
 
 
 def test_evaluate_reports_coverage_for_methods_with_intervals_only(explainer, monkeypatch, tmp_path):
-    monkeypatch.setattr(intervals.coverage, "__kwdefaults__", {"masks": 40})
+    monkeypatch.setattr(coverage, "__kwdefaults__", {"masks": 40})
     methods = ["gae", ("sampling", REGRESSION), ("consensus", {**REGRESSION, "masks": "auto"})]
     actual = evaluate("demo:3", model=explainer, methods=methods, metrics=["coverage", "roc_auc"], sanity_images=2)
     measured = np.isfinite(actual.values["coverage"]).sum(axis=0)

@@ -24,10 +24,10 @@ from vitflow.evaluation import (
     faithfulness_curves,
     flip_stability,
     localise,
+    measuring,
     open_dataset,
     results,
     run,
-    scoring,
 )
 from vitflow.evaluation.datasets import Dataset
 from vitflow.explaining.method_table import METHODS
@@ -81,10 +81,10 @@ def test_the_values_are_those_of_the_parts(explainer):
                 assert actual.values[name][number, place] == pytest.approx(getattr(truth, name), abs=1e-5)
             for name in ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation"):
                 assert actual.values[name][number, place] == pytest.approx(getattr(curve, name), abs=1e-4)
-            assert actual.curves["deletion"][number, place] == pytest.approx(curve.deletion, abs=1e-4)
+            assert actual.series["deletion"][number, place] == pytest.approx(curve.deletion, abs=1e-4)
             assert actual.values["flip_stability"][number, place] == pytest.approx(flip, abs=1e-3)
-    assert actual.randomisation.shape == (2, len(actual.stages), 4)
-    assert np.abs(actual.randomisation[:, -1]) == pytest.approx(actual.values["randomisation"])
+    assert actual.series["cascade"].shape == (2, 4, len(actual.stages))
+    assert np.abs(actual.series["cascade"][..., -1]) == pytest.approx(actual.values["randomisation"])
 
 
 def test_tables_and_differences_follow_from_the_values(explainer):
@@ -186,9 +186,14 @@ def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity(explainer)
 
 def test_rank_correlation_by_layer_is_a_group(explainer):
     actual = evaluate("demo:2", model=explainer, methods=["centre"], metrics=["correlation"], sanity_images=1)
-    assert actual.correlation.values.shape == (2, 3, 6, 1)
+    assert actual.correlation.shape == (1, 2, 3, 6)
     assert actual.metrics == ()
-    assert "Spearman with occlusion" in actual.to_markdown()
+    text = actual.to_markdown()
+    assert "Spearman with occlusion" in text and "Mean ± standard deviation over 1 image" in text
+    rows = actual.to_dict()["correlation"]["spearman"]
+    assert len(rows) == 2 * 3 * 6 and rows[0]["standard_deviation"] is None
+    assert (rows[1]["reference"], rows[1]["method"], rows[1]["layer"]) == ("occlusion", "attention", 2)
+    assert rows[-1]["mean"] == actual.correlation[0, 1, 2, 5]
 
 
 # --- What cannot be measured -----------------------------------------------------------------------------------------
@@ -235,7 +240,7 @@ def test_constant_maps_are_counted_and_reported(explainer, constant_method):
     notes = {note.split(",")[0]: note for note in actual.notes}
     assert notes["Undefined values in faithfulness"].endswith("does not rank patches: nothing on 3 images.")
     assert "nothing on 1 image" in notes["Undefined values in sanity"]
-    assert "| nothing | – |" in actual.to_markdown("faithfulness")
+    assert "| nothing | – |" in actual.overview("faithfulness").to_markdown()
     json.dumps(actual.to_dict(), allow_nan=False)
 
 
@@ -268,7 +273,7 @@ def test_an_image_that_the_model_fails_on_does_not_take_its_batch_along(explaine
 
 
 def test_a_metric_that_fails_on_one_image_fails_that_image(explainer, monkeypatch):
-    honest = scoring.localise
+    honest = measuring.localise
     calls = iter(range(100))
 
     def fragile(heatmap, region):
@@ -276,7 +281,7 @@ def test_a_metric_that_fails_on_one_image_fails_that_image(explainer, monkeypatc
             raise ZeroDivisionError("by hand")
         return honest(heatmap, region)
 
-    monkeypatch.setattr(scoring, "localise", fragile)
+    monkeypatch.setattr(measuring, "localise", fragile)
     actual = evaluate("demo:3", model=explainer, methods=["rollout"], metrics=["roc_auc"])
     assert [row["input"] for row in actual.failures] == ["demo-1"]
 
@@ -345,7 +350,7 @@ def test_wrong_options_are_reported_before_a_model_is_loaded(options, message):
 
 def test_custom_data_in_python(explainer):
     image = draw_image(5)
-    dataset = Dataset("mine", "1 image", [Sample("five", lambda: Labelled(image.image, None, "orange disc"))], False)
+    dataset = Dataset("mine", "images", [Sample("five", lambda: Labelled(image.image, None, "orange disc"))], False)
     actual = evaluate(dataset, model=explainer, methods=["gae"], metrics=["faithfulness"], replace_by="blur", points=4)
     assert actual.images[0]["class_name"] == "orange disc"
     assert actual.fractions.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
@@ -358,19 +363,19 @@ def test_custom_data_in_python(explainer):
 @pytest.fixture
 def no_drawing(monkeypatch):
     """Tables are all that matters: no figures, and a page without them."""
-    monkeypatch.setattr(results, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "draw_charts", lambda *_: {})
 
 
 def counting(monkeypatch) -> list[str]:
     """The names of the images that are measured from now on."""
     measured: list[str] = []
-    honest = scoring._row
+    honest = run.measure
 
-    def count(explainer, item, *others):
-        measured.append(item.name)
-        return honest(explainer, item, *others)
+    def count(case):
+        measured.append(case.name)
+        return honest(case)
 
-    monkeypatch.setattr(scoring, "_row", count)
+    monkeypatch.setattr(run, "measure", count)
     return measured
 
 
@@ -458,7 +463,7 @@ def test_an_output_that_cannot_be_written_is_reported(explainer, tmp_path, no_dr
     (tmp_path / "out" / ".vitflow-0123.part").write_text("left by a kill")
     monkeypatch.undo()
     measured = counting(monkeypatch)
-    monkeypatch.setattr(results, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "draw_charts", lambda *_: {})
     assert len(evaluate("demo:1", output=tmp_path / "out", **options).images) == 1
     assert measured == []
     assert not list((tmp_path / "out").glob("*.part"))
@@ -518,7 +523,7 @@ def test_a_saved_evaluation_holds_every_number(saved):
 
 
 def test_no_cell_of_a_csv_is_a_formula(saved):
-    actual = replace(saved[0], images=tuple({**one, "class_name": "=1+2"} for one in saved[0].images))
+    actual = replace(saved[0], rows=tuple({**one, "class_name": "=1+2"} for one in saved[0].rows))
     text = actual.results().to_csv()
     assert ",'=1+2," in text and ",=1+2," not in text
 
@@ -538,16 +543,11 @@ def test_tables_for_other_programs(saved, monkeypatch):
         actual.summary().to_pandas()
 
 
-def test_tables_alone(saved, tmp_path):
-    actual, place = saved
-    assert actual.save(tmp_path / "a.json").read_text() == (place / "summary.json").read_text()
-    assert actual.save(tmp_path / "a.csv").read_text() == (place / "summary.csv").read_text()
-    text = actual.save(tmp_path / "a.md").read_text()
-    assert text == str(actual)
+def test_the_text_has_a_table_for_each_group(saved):
+    text = str(saved[0])
+    assert text == saved[0].to_markdown()
     assert "| method | pointing game ↑ |" in text
     assert text.count("| random |") == 3
-    with pytest.raises(OptionError, match=r"Unknown file type '.pdf'"):
-        actual.save(tmp_path / "a.pdf")
 
 
 def test_charts_are_the_same_bytes_every_time(saved, tmp_path):

@@ -7,10 +7,10 @@ from scipy import stats
 from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation.statistics import (
     Estimate,
-    Table,
     estimate_means,
     paired_differences,
 )
+from vitflow.evaluation.tables import Table
 
 
 def test_mean_and_standard_error_leave_undefined_values_out():
@@ -100,7 +100,7 @@ def test_a_difference_reversed_is_that_of_the_exchanged_methods():
 
 
 def test_a_table_has_a_dash_or_nothing_for_undefined_values():
-    table = Table(("method", "mean"), [("gae", float("nan")), ("=1", 0.5)])
+    table = Table(("method", "mean"), [("gae", None), ("=1", 0.5)])
     assert table.to_dicts() == [{"method": "gae", "mean": None}, {"method": "=1", "mean": 0.5}]
     assert table.to_csv() == "method,mean\ngae,\n'=1,0.5\n"
     assert "| gae | – |" in table.to_markdown()
@@ -117,7 +117,5 @@ def test_wrong_arguments_are_refused():
         estimate_means(np.zeros(3))
     with pytest.raises(ShapeError, match=r"\[images, 2 methods\]"):
         paired_differences(["a", "b"], np.zeros((3, 3)))
-    with pytest.raises(OptionError, match="0 < confidence < 1"):
-        estimate_means(np.zeros((3, 1)), confidence=95)
-    with pytest.raises(OptionError, match="at least 1 resample"):
+    with pytest.raises(OptionError, match="resamples of at least 1"):
         estimate_means(np.zeros((3, 1)), resamples=0)

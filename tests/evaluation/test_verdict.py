@@ -3,7 +3,7 @@
 import numpy as np
 
 from vitflow.evaluation.metrics import METRICS
-from vitflow.evaluation.page import verdict
+from vitflow.evaluation.report import verdict
 from vitflow.evaluation.tables import Tables
 
 DICE = np.random.default_rng(0)
@@ -12,13 +12,19 @@ DICE = np.random.default_rng(0)
 def measured(count: int = 40, **means: dict[str, float]) -> Tables:
     """Values around these means by metric and method; those of `twins` are nearly the same."""
     methods = tuple(dict.fromkeys(name for entry in means.values() for name in entry))
-    values = {
-        metric: np.stack([entry[name] + 0.02 * DICE.normal(size=count) for name in methods], axis=1)
-        for metric, entry in means.items()
-    }
-    images = tuple({"groups": ["localisation", "faithfulness", "sanity", "grid"]} for _ in range(count))
+    rows = tuple(
+        {
+            "status": "measured",
+            "groups": ["localisation", "faithfulness", "sanity", "grid"],
+            "values": {
+                name: {metric: entry[name] + 0.02 * DICE.normal() for metric, entry in means.items()}
+                for name in methods
+            },
+        }
+        for _ in range(count)
+    )
     metrics = tuple(METRICS[name] for name in means)
-    return Tables("data", "model", methods, metrics, images, values=values, settings={"resamples": 200})
+    return Tables("data", "model", methods, metrics, rows, settings={"resamples": 200})
 
 
 def test_each_question_has_its_best_map_and_haste_its():

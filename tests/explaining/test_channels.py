@@ -130,7 +130,7 @@ def test_files_with_other_channels_or_too_many_pixels_are_refused_before_they_ar
 def test_a_missing_package_for_tiff_is_named(tmp_path, monkeypatch):
     tiff(tmp_path / "field.tif", field())
     monkeypatch.setitem(sys.modules, "tifffile", None)
-    with pytest.raises(ImageError, match=r"needs tifffile.*pip install 'vitflow\[tiff\]'"):
+    with pytest.raises(ImageError, match=r"requires tifffile.*pip install 'vitflow\[tiff\]'"):
         read_bands(tmp_path / "field.tif", 5)
 
 

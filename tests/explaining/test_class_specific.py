@@ -13,7 +13,7 @@ from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, load_demo_model
 from vitflow.errors import ModelError, OptionError
 from vitflow.explaining.method_table import Method, get_method, list_methods, register_method
-from vitflow.methods.ranks import centre_prior, random_map
+from vitflow.methods.cells import centre_prior, random_map
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 IMAGES = list(np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8))
@@ -161,7 +161,7 @@ def test_every_method_works_on_every_readout(readout):
 
 def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
     kept, passes = explainer(), {"forward": 0, "backward": 0}
-    kept.explain(IMAGES[0], method="rollout")  # which observes the model's head, once
+    kept.explain_batch(IMAGES[:1], methods=["rollout", "gradcam"])  # which observes the model, once
     kept.model.register_forward_hook(lambda *_: passes.update(forward=passes["forward"] + 1))
     differentiate = torch.autograd.grad
 

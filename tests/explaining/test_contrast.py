@@ -14,9 +14,7 @@ from vitflow.demo import draw_image, sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.method_table import list_methods
 from vitflow.explaining.saliency import contrasted
-from vitflow.folder.decoders import Decoded
-from vitflow.folder.plan import Input
-from vitflow.folder.work import ImageMaps, InputImage, draw_files, make_job
+from vitflow.folder.work import explained_row, make_job
 from vitflow.images.reading import write_image
 
 IMAGE = draw_image(0)
@@ -157,8 +155,7 @@ def test_the_row_of_such_a_contrast_has_no_number_rather_than_0(demo):
     first, second = demo.explain_batch([IMAGE.image], methods=["gae"], targets=[0, 1])
     reported = contrasted(first, replace(second, score=replace(second.score, value=0.0)))
     job = make_job(["gae"], {}, target=Contrast(0, 1))
-    image = InputImage(Input("one.png", "", "one"), Decoded(image=IMAGE.image))
-    row, *_ = draw_files(image, ImageMaps({"gae": reported}), job)
+    row = explained_row({"gae": reported}, job)
     assert row["target"] == reported.score.name and row["value"] is None
     reported = replace(reported, score=replace(reported.score, value=0.0))
-    assert draw_files(image, ImageMaps({"gae": reported}), job)[0]["value"] == 0.0
+    assert explained_row({"gae": reported}, job)["value"] == 0.0

@@ -10,10 +10,10 @@ from vitflow import Explainer
 from vitflow.demo import sample_images
 from vitflow.explaining.captions import changed_options, departures, departures_from_paper
 from vitflow.explaining.method_table import BUILT_IN, Method, get_method
-from vitflow.explaining.strips import draw_comparison
+from vitflow.explaining.strips import Strip, draw_comparison
 from vitflow.images.pen import Pen
 from vitflow.text.method_table import TEXT_METHODS, for_kind
-from vitflow.text.view import caption
+from vitflow.text.methods import caption
 
 IMAGE = sample_images()[0]
 
@@ -91,7 +91,7 @@ def test_figures_strips_sheets_and_json_report_the_departure_under_the_name(expl
         for given, line in (({"preset": "paper", **options}, reported), ({"preset": "paper"}, "")):
             saliency = explainer.explain(IMAGE, method=method, **given)
             assert saliency.to_dict()["departures_from_paper"] == line
-            for figure in (saliency.figure(), draw_comparison([[saliency]], Pen(2.5))):
+            for figure in (saliency.figure(), draw_comparison([[saliency]], Strip(Pen(2.5)))):
                 words = [text.get_text() for text in figure.findobj(Text)]
                 assert (line in words) == bool(line)
                 if not line:

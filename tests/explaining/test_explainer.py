@@ -22,7 +22,7 @@ from vitflow.errors import ImageError, ModelError, OptionError, UnsupportedModel
 from vitflow.explaining.captions import class_lines
 from vitflow.explaining.targets import class_index, resolve_targets
 from vitflow.methods import TokenLayout
-from vitflow.models.facts import class_names_of
+from vitflow.models.names import class_names_of
 
 CUSTOM = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}

@@ -15,8 +15,9 @@ from tests.models.test_libraries import FAMILIES, NORMALISATION, built
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import OptionError, OutsideGridError, OutsideImageError, ShapeError, UnsupportedModelError
+from vitflow.explaining.features import _coloured
 from vitflow.images.pen import Pen
-from vitflow.methods import features as mathematics
+from vitflow.methods import similarity as mathematics
 from vitflow.methods.rollout import attention_rollout
 
 CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}
@@ -234,8 +235,8 @@ def test_padding_has_no_part_in_the_components():
         [False] * 4,
     ]
     assert components[1:3].reshape(8, 3) == pytest.approx(wanted.of(torch.from_numpy(patches)).numpy(), abs=1e-5)
-    pen = Pen.of(1.0, {"dpi": 64, "interpolation": "nearest", "alpha": 1.0})
-    drawn = pen.colours(actual.colours[0], entry.shown, entry.placement, entry.image)
+    pen = Pen(1.0, dpi=64, interpolation="nearest", alpha=1.0)
+    drawn = _coloured(entry, actual.colours[0], pen)
     assert drawn.shape == (32, 64, 3)
     assert drawn[4, 4].tolist() == np.rint(255 * actual.colours[0][1, 0]).tolist()
 

@@ -111,7 +111,7 @@ def test_the_requested_patch_is_framed(explainer, tmp_path):
     size = saliency.placement.input_size[0] / saliency.grid.shape[0]
     assert middle == pytest.approx((2.5 * size, 7.5 * size))
     height, width = saliency.image.shape[:2]
-    pen = Pen(width / 100, 100)  # the photograph's own size
+    pen = Pen(width / 100, dpi=100)  # the photograph's own size
     plain = replace(saliency, options={**saliency.options, "patch": None})
     limits = (0.0, float(saliency.grid.max()))
     framed, bare = (pen.overlay(one.grid, one.placement, one.image, limits, one.patch_box) for one in (saliency, plain))
@@ -169,6 +169,11 @@ def test_the_command_writes_figures(monkeypatch, tmp_path, capsys):
     assert "ends in .png, .jpg" in capsys.readouterr().err
 
 
-def test_another_file_type_is_refused_before_anything_is_drawn():
+def test_another_file_type_is_refused():
     with pytest.raises(OptionError, match=r"Unknown file type '.jpg'"):
         map_of(np.zeros((2, 2))).figure("figure.jpg")
+
+
+def test_an_overlay_has_the_pixels_of_its_image():
+    with pytest.raises(OptionError, match="dpi cannot be used for an overlay"):
+        map_of(np.zeros((2, 2))).overlay(dpi=300)

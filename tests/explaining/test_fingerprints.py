@@ -18,10 +18,9 @@ from vitflow import Explainer, explain_folder, prompts, similarity_to
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError
 from vitflow.evaluation import Labelled, Sample, evaluate, results
-from vitflow.evaluation.choices import choose
 from vitflow.evaluation.datasets import Dataset, open_dataset
-from vitflow.evaluation.run import _settings
-from vitflow.evaluation.scoring import Protocol
+from vitflow.evaluation.measuring import Protocol
+from vitflow.evaluation.run import _settings, choose
 from vitflow.explaining.method_table import list_methods
 from vitflow.explaining.options import METHOD_OPTIONS
 from vitflow.folder.draw import read_grids
@@ -36,7 +35,7 @@ CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 
 
 def probe_of(entry):
-    return probing.probe(entry.model, entry.forward, entry.input_shape)
+    return probing.probe(entry.model, entry.forward, entry.inputs.shape)
 
 
 def custom_model(**options) -> torch.nn.Module:
@@ -148,12 +147,12 @@ def test_every_option_of_a_method_changes_both_fingerprints(name):
         assert folders[0] != folders[1], method.name
         dataset = open_dataset("demo:2")
         protocols = [Protocol(tuple(choose([(method.name, given)], {})[:1]), ("faithfulness",)) for given in options]
-        settings = [_settings(dataset, entry, protocol, 1) for protocol in protocols]
+        settings = [_settings(dataset, entry, protocol) for protocol in protocols]
         assert settings[0]["options"] != settings[1]["options"]
 
 
 # What may differ between two runs over one folder, for it changes no result of an image.
-FREE = {"source", "output", "recursive", "glob", "limit", "batch_size", "workers", "overwrite", "manifest", "report"}
+FREE = {"source", "output", "recursive", "glob", "limit", "batch_size", "workers", "overwrite", "report"}
 FREE |= {"max_pixels", "progress", "command", "engine", "address", "actors"}
 
 
@@ -165,7 +164,6 @@ def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):
         "target": 2,
         "drawing": {"alpha": 0.3},
         "format": "png",
-        "save_map": True,
         "overlays": False,
         "options": {"residual": 0.3},
     }
@@ -180,7 +178,7 @@ FREE_OF_EVALUATIONS = {"output", "images", "limit", "batch_size", "resamples", "
 
 
 def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "draw_charts", lambda *_: {})
     usual = {"data": "demo:1", "model": explainer(), "methods": ["rollout"], "metrics": ["faithfulness", "sanity"]}
     usual |= {"points": 3, "sanity_images": 0}
     others = {
@@ -210,11 +208,11 @@ def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
     source = fill(tmp_path / "in", 2)
     first = Explainer(custom_model(), data_config=CONFIG)
     other = Explainer(custom_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
-    run_folder(source, tmp_path / "out", model=first, save_map=True)
+    run_folder(source, tmp_path / "out", model=first)
     before = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
     with pytest.raises(OptionError, match=r"input.mean was \[0.5, 0.5, 0.5\] and is \[0.1, 0.5, 0.9\]"):
-        run_folder(source, tmp_path / "out", model=other, save_map=True)
-    again = run_folder(source, tmp_path / "out", model=other, save_map=True, overwrite=True)
+        run_folder(source, tmp_path / "out", model=other)
+    again = run_folder(source, tmp_path / "out", model=other, overwrite=True)
     assert again.kept == 0
     after = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
     assert all(entry != its for entry, its in zip(after, before, strict=True))
@@ -299,7 +297,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_a_second_run_with_another_model_of_the_same_weights_is_refused(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(results, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "draw_charts", lambda *_: {})
     source, (make, make_other) = fill(tmp_path / "in", 2), PAIRS[kind]
     options = {"methods": ["rollout"], "metrics": ["faithfulness"], "points": 3, "output": tmp_path / "evaluated"}
     words = "the model's outputs differ"
@@ -411,7 +409,7 @@ def test_the_probe_is_one_forward_pass_and_leaves_the_model_as_it_was():
 
 
 def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "draw_charts", lambda *_: {})
     options = {"methods": ["rollout"], "metrics": ["roc_auc"], "output": tmp_path / "out"}
     evaluate("demo:2", model=Explainer(custom_model(), data_config=CONFIG), **options)
     other = Explainer(custom_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
@@ -420,7 +418,7 @@ def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):
 
 
 def test_images_in_memory_are_distinguished_by_their_pixels(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "save_charts", lambda *_: {})
+    monkeypatch.setattr(results, "draw_charts", lambda *_: {})
     options = {"model": tiny_model(), "methods": ["rollout"], "metrics": ["faithfulness"], "points": 3}
     images = [draw_image(seed).image for seed in range(4)]
     first = evaluate(images[:2], output=tmp_path / "out", **options)

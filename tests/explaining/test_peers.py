@@ -163,7 +163,7 @@ def test_unknown_names_are_reported():
 def test_a_missing_package_prints_its_command(monkeypatch):
     external_method.cache_clear()
     monkeypatch.setitem(sys.modules, "captum.attr", None)
-    with pytest.raises(OptionError, match=r"--method captum:Saliency needs captum.*pip install 'vitflow\[captum\]'"):
+    with pytest.raises(OptionError, match=r"--method captum:Saliency requires captum.*pip install 'vitflow\[captum\]'"):
         get_method("captum:Saliency")
     external_method.cache_clear()
 

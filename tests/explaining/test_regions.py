@@ -16,12 +16,11 @@ from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError, OutsideImageError, ShapeError, UnsupportedModelError
 from vitflow.explaining.regions import _input_shares, _weights, iou
-from vitflow.explaining.strips import _block, _note, columns_of
-from vitflow.folder.draw import draw_run
+from vitflow.explaining.strips import Strip, columns_of
+from vitflow.folder.draw import draw_run, read_grids
 from vitflow.images.geometry import place
 from vitflow.images.pen import Pen
 from vitflow.images.reading import write_image
-from vitflow.runs.columns import grid_columns, unpack_half
 
 SIZE = 64
 CONFIG = {"input_size": (3, SIZE, SIZE), "mean": (0.5,) * 3, "std": (0.5,) * 3}
@@ -322,8 +321,7 @@ def test_rows_of_a_comparison_are_the_detections():
     first = rows[0][0]
     twin = replace(first, facts=first.facts | {"detection": first.facts["detection"] | {"query": 99}})
     assert len(columns_of([first, twin, first])[0]) == 2  # equal scores of two detections
-    pen = Pen.of(1.5, {})
-    block = _block(rows, {id(each): (0.0, 1.0) for column in rows for each in column}, pen, False, False)
+    block = Strip(Pen(1.5)).block(rows, [(0.0, 1.0)] * 2)
     images = [cell.image for cell in block[0]]
     assert not np.array_equal(*images) and all((image == 255).all(axis=2).any() for image in images)
 
@@ -337,11 +335,10 @@ def test_a_comparison_says_what_its_frames_mark():
         ),
     ):
         maps = explainer.explain_batch([bright(3)], methods=["input_gradient"], patch_size=16)
-        assert words in _note([maps], Pen.of(1.5, {}), False, [])
+        assert words in Strip(Pen(1.5)).note([maps])
 
 
 def test_a_folder_has_a_row_and_a_map_for_each_detection(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
     (tmp_path / "in").mkdir()
     for seed in range(3):
         write_image(tmp_path / "in" / f"{seed}.png", photo(seed))
@@ -349,9 +346,9 @@ def test_a_folder_has_a_row_and_a_map_for_each_detection(tmp_path):
     methods = ["gae", "gradcam"]
     images, out = sorted((tmp_path / "in").glob("*")), tmp_path / "out"
     run = partial(vitflow.explain_folder, tmp_path / "in", out, model=explainer, methods=methods, target="top3")
-    summary = run(manifest="parquet+grids", workers=0)
+    summary = run(workers=0)
     assert summary.total == 3
-    rows, records = list(summary), parquet.read_table(summary.manifest).to_pylist()
+    rows, grids = list(summary), {row["input"]: maps for row, maps in read_grids(out)}
     maps = explainer.explain_batch(images, methods=methods, targets="top3")
     for name in {row["input"] for row in rows}:
         mine, direct = [row for row in rows if row["input"] == name], [m for m in maps if Path(m.source).name == name]
@@ -361,10 +358,8 @@ def test_a_folder_has_a_row_and_a_map_for_each_detection(tmp_path):
             assert row["class_name"] == saliency.class_name
             assert row["probability"] == pytest.approx(saliency.probability, abs=1e-6)
             assert set(row["outputs"]) == set(methods)
-            [record] = [each for each in records if (each["input"], each["rank"]) == (name, row["rank"])]
-            stored = unpack_half(*(record[column] for column in grid_columns("gae")))
-            np.testing.assert_allclose(stored, saliency.grid, rtol=1e-3)
-    assert run(manifest="jsonl").kept == 3
+            np.testing.assert_allclose(grids[name][f"gae-top{row['rank']}"], saliency.grid, rtol=1e-3)
+    assert run().kept == 3
     assert len((out / "manifest.jsonl").read_text().splitlines()) == len(rows)
     written = {path.name for drawn in draw_run(out, tmp_path / "again") for path in drawn.paths}
     assert written == {Path(path).name for row in rows for path in row["outputs"].values()}

@@ -12,7 +12,8 @@ from tests.folder.test_run import Picky, image_bytes, tiny_model
 from vitflow import Contrast, Explainer
 from vitflow.errors import OptionError, ShapeError
 from vitflow.folder import BatchExplainer
-from vitflow.runs.columns import map_of, pack_half
+from vitflow.folder.batch_explainer import map_of
+from vitflow.runs.columns import pack_half
 
 BAD = image_bytes(3)[:400]
 

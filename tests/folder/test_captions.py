@@ -13,9 +13,10 @@ pytest.importorskip("transformers")
 from vitflow.cli import cli
 from vitflow.demo import draw_scene
 from vitflow.errors import OptionError
-from vitflow.folder import caption_folder
+from vitflow.folder import caption_folder, read_grids
 from vitflow.folder.captions import load_language_model, load_processor
 from vitflow.models.hub import bundled
+from vitflow.runs.columns import placement_of
 from vitflow.text import explain_generation
 
 SEEDS = (500_001, 500_003)
@@ -45,7 +46,7 @@ def rows_of(output):
 
 def test_each_image_has_its_words_and_a_map_of_each(images, tmp_path, captioner):
     out = tmp_path / "out"
-    summary = caption_folder(images, out, recursive=True, save_map=True, **captioner)
+    summary = caption_folder(images, out, recursive=True, **captioner)
     assert (summary.explained, summary.failed, summary.kept) == (2, 1, 0)
     first, below, broken = rows_of(out)
     assert [row["input"] for row in (first, below, broken)] == ["a.png", "below/b.png", "broken.png"]
@@ -58,10 +59,13 @@ def test_each_image_has_its_words_and_a_map_of_each(images, tmp_path, captioner)
     )  # fmt: skip
     words, left_out = actual.words()
     assert [one["word"] for one in first["words"]] == list(words) and first["left_out"] == left_out
-    with np.load(out / first["outputs"]["npz"]) as saved:
-        assert saved["words"].tolist() == list(words)
-        np.testing.assert_array_equal(saved["maps"], [actual.image(places).grid for places in words.values()])
-        assert json.loads(str(saved["metadata"]))["placement"]["image_size"] == [64, 64]
+    stored = {row["input"]: (row, maps) for row, maps in read_grids(out)}
+    assert list(stored) == ["a.png", "below/b.png"]
+    row, maps = stored["a.png"]
+    assert list(maps) == list(words) and placement_of(row["placement"]).image_size == (64, 64)
+    for word, places in words.items():
+        grid = actual.image(places).grid
+        assert np.abs(maps[word] - grid).max() <= grid.max() / 2**11
     with Image.open(out / "below/b-caption.png") as strip:
         assert strip.width > 500
     assert [row["input"] for row in summary] == [row["input"] for row in rows_of(out)]

@@ -15,8 +15,8 @@ from tests.folder.test_run import fill, image_bytes, run, tiny_model
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.errors import OptionError
+from vitflow.folder.batch_explainer import map_of
 from vitflow.folder.draw import draw_run, read_grids, report_run
-from vitflow.runs.columns import map_of
 from vitflow.runs.saved import FILE
 
 
@@ -59,24 +59,6 @@ def test_the_maps_are_those_of_a_run_with_overlays_and_no_overlay_is_there(both)
         for rows in ([row for row, _ in read_grids(both / name)] for name in ("overlays", "grids"))
     ]
     assert rows[0] == rows[1]
-
-
-def test_the_maps_of_a_run_are_exported_as_parquet(both, tmp_path, explainer):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    out, options = tmp_path / "out", {"model": explainer, "methods": ["rollout", "gae"], "overlays": False}
-    assert run(both / "in", out, manifest="parquet+grids", **options).manifest == out / "manifest.parquet"
-    table = parquet.read_table(out / "manifest.parquet")
-    rows = {row["input"]: row for row in table.to_pylist()}
-    assert len(rows) == 9 and rows["bad.png"]["grid_gae"] is None and len(rows["0.jpg"]["grid_gae"]) == 2 * 16
-    for name, maps in actual(out).items():
-        record = rows[name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")]
-        for label, grid in maps.items():
-            entry, placement = map_of(record, label)
-            assert (entry == grid).all() and placement.image_size == (40, 48)
-    run(both / "in", out, manifest="parquet", **options)
-    assert not [name for name in parquet.read_table(out / "manifest.parquet").column_names if "grid" in name]
-    run(both / "in", out, **options)
-    assert not (out / "manifest.parquet").exists()
 
 
 def test_overlays_drawn_on_demand_are_those_of_the_run(both, tmp_path):
@@ -171,9 +153,19 @@ def test_ctrl_c_keeps_what_is_done(tmp_path, explainer):
     assert run(source, out, model=explainer, overlays=False).kept == done
 
 
-def test_files_of_maps_need_no_overlays(tmp_path, explainer):
-    source, out = fill(tmp_path / "in", 2), tmp_path / "out"
-    assert run(source, out, model=explainer, overlays=False, save_map=True).explained == 2
-    assert sorted(path.name for path in out.iterdir() if "rollout" in path.name) == ["0-rollout.npz", "1-rollout.npz"]
-    with np.load(out / "0-rollout.npz") as saved:
-        assert np.abs(saved["grid"] - actual(out)["0.jpg"]["rollout"]).max() <= saved["grid"].max() / 2**11
+def test_the_maps_of_a_run_are_exported_as_parquet(both, tmp_path, explainer):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    out, options = tmp_path / "out", {"model": explainer, "methods": ["rollout", "gae"], "overlays": False}
+    assert run(both / "in", out, manifest="parquet+grids", **options).manifest == out / "manifest.parquet"
+    table = parquet.read_table(out / "manifest.parquet")
+    rows = {row["input"]: row for row in table.to_pylist()}
+    assert len(rows) == 9 and rows["bad.png"]["grid_gae"] is None and len(rows["0.jpg"]["grid_gae"]) == 2 * 16
+    for name, maps in actual(out).items():
+        record = rows[name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")]
+        for label, grid in maps.items():
+            entry, placement = map_of(record, label)
+            assert (entry == grid).all() and placement.image_size == (40, 48)
+    run(both / "in", out, manifest="parquet", **options)
+    assert not [name for name in parquet.read_table(out / "manifest.parquet").column_names if "grid" in name]
+    run(both / "in", out, **options)
+    assert not (out / "manifest.parquet").exists()

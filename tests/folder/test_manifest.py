@@ -1,4 +1,4 @@
-"""The manifest holds the same rows in every format."""
+"""The manifest has the same rows in every format."""
 
 import csv
 import json
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vitflow.runs.columns import kinds_in, write_manifest
+from vitflow.runs.columns import kinds_in
+from vitflow.runs.manifest import write_manifest
 
 ODD = os.fsdecode(b"caf\xe9\nnew.jpg")
 
@@ -17,22 +18,21 @@ def rows():
     yield {"input": ODD, "status": "failed", "error": "ImageError", "message": 'two\nlines, "quoted"', "stem": ""}, {}
 
 
-COMMON = {"model": "m", "methods": ["r"], "options": {"r": {"residual": 0.5}}, "residual": 0.5, "patch": None}
+COMMON = {"model": "m", "methods": ["r"], "options": {"r": {"residual": 0.5}}, "rank": 1}
 
 
-def test_jsonl_is_lossless(tmp_path):
-    write_manifest(tmp_path / "m.jsonl", rows(), COMMON)
-    first, second = (json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines())
-    assert first["outputs"] == {"r": "a-r.jpg"} and first["residual"] == 0.5 and first["model"] == "m"
+def test_json_lines_are_lossless(tmp_path):
+    path = write_manifest(tmp_path, rows(), COMMON)
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first["outputs"] == {"r": "a-r.jpg"} and first["rank"] == 1 and first["model"] == "m"
     assert os.fsencode(second["input"]) == b"caf\xe9\nnew.jpg"
     assert "stem" not in second and first.keys() == second.keys()
 
 
 def test_csv_has_the_same_rows(tmp_path):
-    write_manifest(tmp_path / "m.csv", rows(), COMMON)
-    with (tmp_path / "m.csv").open(encoding="utf-8", newline="") as file:
+    with write_manifest(tmp_path, rows(), COMMON, format="csv").open(encoding="utf-8", newline="") as file:
         first, second = csv.DictReader(file)
-    assert list(first) == [*kinds_in("manifest"), "residual", "patch"]
+    assert list(first) == [*kinds_in("manifest"), "rank"]
     assert first["input"] == "a.jpg" and float(first["probability"]) == 0.25
     assert json.loads(first["options"]) == {"r": {"residual": 0.5}}
     assert second["input"] == "caf\\xe9\nnew.jpg"
@@ -41,14 +41,25 @@ def test_csv_has_the_same_rows(tmp_path):
 
 def test_no_cell_of_a_csv_is_a_formula(tmp_path):
     names = ["=1+2.jpg", "+1.jpg", "@SUM(A1).jpg", "-1.jpg", "\tx.jpg", "'=.jpg", "a=b.jpg"]
-    write_manifest(tmp_path / "m.csv", (({"input": name, "probability": -0.5}, {}) for name in names), {"layer": -1})
-    with (tmp_path / "m.csv").open(encoding="utf-8", newline="") as file:
+    inputs = (({"input": name, "probability": -0.5}, {}) for name in names)
+    with write_manifest(tmp_path, inputs, {"layer": -1}, format="csv").open(encoding="utf-8", newline="") as file:
         actual = list(csv.DictReader(file))
     assert [row["input"] for row in actual] == [f"'{name}" for name in names[:-1]] + ["a=b.jpg"]
     assert {(row["probability"], row["layer"]) for row in actual} == {("-0.5", "-1")}
 
 
-def test_what_is_to_last_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+def test_parquet_has_the_same_rows_with_types(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = parquet.read_table(write_manifest(tmp_path, rows(), COMMON, format="parquet"))
+    first, second = table.to_pylist()
+    assert first["size"] == 3 and first["probability"] == 0.25 and first["error"] is None and first["rank"] == 1
+    assert second["input"] == "caf\\xe9\nnew.jpg"
+    assert json.loads(first["outputs"]) == {"r": "a-r.jpg"}
+    empty = write_manifest(tmp_path / "none", iter(()), COMMON, format="parquet")
+    assert parquet.read_table(empty).schema == table.schema
+
+
+def test_a_manifest_is_synced_to_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
     synced, replaced = [], []
     real = Path.replace
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").resolve()))
@@ -58,25 +69,13 @@ def test_what_is_to_last_is_on_the_disk_before_it_takes_its_place(tmp_path, monk
         return real(self, target)
 
     monkeypatch.setattr(Path, "replace", replace)
-    write_manifest(tmp_path / "m.jsonl", rows(), COMMON)
+    write_manifest(tmp_path, rows(), COMMON)
     assert len(replaced) == 1
     assert all(unfinished in synced for unfinished, _ in replaced)
 
 
-def test_parquet_has_the_same_rows_with_types(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    write_manifest(tmp_path / "m.parquet", rows(), COMMON)
-    table = parquet.read_table(tmp_path / "m.parquet")
-    first, second = table.to_pylist()
-    assert first["size"] == 3 and first["probability"] == 0.25 and first["error"] is None
-    assert second["input"] == "caf\\xe9\nnew.jpg"
-    assert json.loads(first["outputs"]) == {"r": "a-r.jpg"}
-    write_manifest(tmp_path / "none.parquet", iter(()), COMMON)
-    assert parquet.read_table(tmp_path / "none.parquet").schema == table.schema
-
-
 def test_a_failed_manifest_leaves_the_old_one(tmp_path):
-    path = tmp_path / "m.jsonl"
+    path = tmp_path / "manifest.jsonl"
     path.write_text("old")
 
     def broken():
@@ -84,6 +83,6 @@ def test_a_failed_manifest_leaves_the_old_one(tmp_path):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        write_manifest(path, broken(), COMMON)
+        write_manifest(tmp_path, broken(), COMMON)
     assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["m.jsonl"]
+    assert [file.name for file in tmp_path.iterdir()] == ["manifest.jsonl"]

@@ -20,11 +20,11 @@ from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.cli.options import make_explainer
 from vitflow.errors import OptionError
+from vitflow.folder.batch_explainer import map_of
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.plan import list_inputs
 from vitflow.folder.ray_engine import Request, Worker, explain_inputs
 from vitflow.folder.work import make_job
-from vitflow.runs.columns import map_of
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_run_whose_driver_was_killed_goes_on_and_has_each_input_once(ray_clust
         ({"actors": 2}, "require --engine ray"),
         ({"address": "auto"}, "require --engine ray"),
         ({"engine": "ray", "workers": None, "actors": 0}, "actors of at least 1"),
-        ({"engine": "ray", "workers": None, "save_map": True}, "save_map require engine='local'"),
+        ({"engine": "ray", "workers": None, "report": True}, "report require engine='local'"),
     ],
 )
 def test_what_does_not_fit_an_engine_is_refused(tmp_path, options, message):

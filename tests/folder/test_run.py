@@ -32,7 +32,7 @@ from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.draw import draw_run, report_run
 from vitflow.folder.plan import Input, list_inputs
-from vitflow.folder.work import InputImage, compute_maps, draw_files, make_job
+from vitflow.folder.work import compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.runs.batches import Batches
 from vitflow.runs.saved import SavedRun
@@ -96,15 +96,12 @@ def test_a_run_mirrors_the_tree_and_leaves_a_row_per_input(tmp_path):
     source = fill(tmp_path / "in", 5)
     fill(source / "below", 2)
     seen = []
-    summary = run(source, tmp_path / "out", recursive=True, save_map=True, workers=2, progress=seen.append)
+    summary = run(source, tmp_path / "out", recursive=True, workers=2, progress=seen.append)
     assert (summary.total, summary.explained, summary.failed, summary.kept) == (7, 7, 0, 0)
     assert [row["input"] for row in summary] == [*(f"{n}.jpg" for n in range(5)), "below/0.jpg", "below/1.jpg"]
     for row in summary:
         with Image.open(tmp_path / "out" / row["outputs"]["rollout"]) as overlay:
             assert overlay.size == (row["width"], row["height"]) == (48, 40)
-        with np.load(tmp_path / "out" / row["maps"]["rollout"]) as saved:
-            assert saved["grid"].shape == (4, 4)
-            assert json.loads(str(saved["metadata"]))["input"] == row["input"]
     assert [state.done for state in seen] == list(range(8))
     assert {state.total for state in seen} == {7}
     record = json.loads((tmp_path / "out" / "run.json").read_text())
@@ -129,14 +126,14 @@ def test_the_results_are_those_of_the_explainer(tmp_path):
 def test_one_plain_function_does_the_work_of_a_batch(tmp_path):
     source = fill(tmp_path / "in", 3)
     summary = run(source, tmp_path / "out")
-    images = [InputImage(Input(f"{n}.jpg", "", str(n)), decode_file(str(source / f"{n}.jpg"))) for n in range(4)]
+    images = [decode_file(str(source / f"{n}.jpg")).named(Input(f"{n}.jpg", "", str(n)).known) for n in range(4)]
     job = make_job(["rollout"], {})
-    maps = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(images)), images, job)
-    *explained, failed = [draw_files(image, actual, job) for image, actual in zip(images, maps, strict=True)]
-    for (entry, _, files), row in zip(explained, summary, strict=True):
+    *explained, failed = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(images)), images, job)
+    for (entry, maps), row in zip(explained, summary, strict=True):
+        entry, files = draw_files(entry, maps, job)
         assert {k: v for k, v in entry.items() if k != "seconds"} == {k: v for k, v in row.items() if k != "seconds"}
         assert {path: (tmp_path / "out" / path).read_bytes() for path in files} == files
-    assert failed[0]["error"] == "FileNotFoundError" and failed[1:] == ({}, {})
+    assert failed[0]["error"] == "FileNotFoundError" and failed[1] == {}
 
 
 # -- names
@@ -169,7 +166,7 @@ def test_names_that_are_no_text_go_in_and_come_out_as_names_that_are(tmp_path):
     ]
     for name in names:
         (source / os.fsdecode(name)).write_bytes(image_bytes(1))
-    summary = run(source, tmp_path / "out", manifest="csv", workers=1)
+    summary = run(source, tmp_path / "out", workers=1)
     assert summary.explained == 5
     assert sorted(os.fsencode(row["input"]) for row in summary) == sorted(names)
     for row in summary:
@@ -266,11 +263,11 @@ def test_a_first_run_replaces_no_file_that_it_did_not_make(tmp_path):
 
 def forked_run(source: Path, output: Path) -> None:
     torch.set_num_threads(1)
-    run(source, output, workers=1, save_map=True)
+    run(source, output, methods=["rollout", "centre"], workers=1)
 
 
 def final_files(out: Path) -> list[Path]:
-    return [path for path in out.rglob("*") if path.is_file() and path.suffix in (".jpg", ".npz", ".json")]
+    return [path for path in out.rglob("*") if path.is_file() and path.suffix in (".jpg", ".json")]
 
 
 @pytest.mark.slow
@@ -353,11 +350,11 @@ def test_the_command_reports_counts_and_exit_codes(tmp_path):
     source = fill(tmp_path / "in", 3)
     (source / "bad.png").write_bytes(b"no image")
     requested = ["folder", source, "--model", "demo", "-o", tmp_path / "out"]
-    code, output, errors = Typed(*requested, "--manifest", "csv", "--method", "centre").ended(timeout=120)
+    code, output, errors = Typed(*requested, "--method", "centre").ended(timeout=120)
     assert code == 1, errors
-    assert output == f"{tmp_path / 'out' / 'manifest.csv'}\n"
+    assert output == f"{tmp_path / 'out' / 'manifest.jsonl'}\n"
     assert "images/s" not in errors and "%|" not in errors  # no bar into a file
-    assert errors.splitlines()[-1] == f"3 explained, 1 failed (see {tmp_path / 'out' / 'manifest.csv'})"
+    assert errors.splitlines()[-1] == f"3 explained, 1 failed (see {tmp_path / 'out' / 'manifest.jsonl'})"
     assert "error: UnidentifiedImageError: Expected 'bad.png'" in errors
     (source / "bad.png").unlink()
     code, _, errors = Typed(*requested, "--method", "centre", "--resume").ended(timeout=120)
@@ -406,8 +403,8 @@ def test_a_folder_below_that_may_not_be_read_is_an_input_with_an_error(tmp_path,
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert listed(tmp_path / "in") == ["1.png", "sub"]
-    unreadable = decode_file(str(tmp_path / "in/sub"))
-    assert unreadable.error == "PermissionError" and unreadable.message.endswith("Permission denied.")
+    unreadable = decode_file(str(tmp_path / "in/sub")).row
+    assert unreadable["error"] == "PermissionError" and unreadable["message"].endswith("Permission denied.")
 
 
 # -- faults
@@ -484,20 +481,21 @@ def test_a_decoder_that_crashes_or_hangs_costs_one_row(tmp_path):
     slow = slow_image(tmp_path / "slow.png")
     with DecoderPool(1, timeout=0.3) as pool:
         assert pool.submit(str(source / "0.jpg")).result().image.shape == (40, 48, 3)
-        hung = pool.submit(str(slow)).result()
-        assert hung.error == "TimeoutError" and hung.size == slow.stat().st_size
-        assert pool.submit(str(source / "2.jpg")).result().sha256 is not None
+        hung = pool.submit(str(slow)).result().row
+        assert hung["error"] == "TimeoutError" and hung["size"] == slow.stat().st_size
+        assert pool.submit(str(source / "2.jpg")).result().row["sha256"]
     with DecoderPool(1) as pool:
         [child] = pool._children
         crashing = pool.submit(str(slow))
         time.sleep(0.2)
         os.kill(child._process.pid, signal.SIGKILL)
-        assert crashing.result().error == "DecoderCrash" and "exit status -9" in crashing.result().message
-        assert pool.submit(str(source / "2.jpg")).result().error is None
+        crash = crashing.result().row
+        assert crash["error"] == "DecoderCrash" and "exit status -9" in crash["message"]
+        assert pool.submit(str(source / "2.jpg")).result().image is not None
         process = child._process
         process.kill()
         process.wait()  # it dies between two images
-        assert pool.submit(str(source / "2.jpg")).result().error is None
+        assert pool.submit(str(source / "2.jpg")).result().image is not None
         assert process.stdin.closed and process.stdout.closed
 
 
@@ -612,11 +610,11 @@ def test_a_disk_that_is_really_full_ends_the_run_in_words_and_the_next_one_goes_
         pytest.skip("a small disk cannot be mounted here")
     try:
         with pytest.raises(VitflowError, match="disk is full.*run the same command again"):
-            run(source, disk / "out", save_map=True)
+            run(source, disk / "out")
         kept = {row["input"]: row["status"] for row, _ in stored(disk / "out")}  # the file is whole
         assert "explained" in kept.values()
         subprocess.run(["mount", "-o", "remount,size=4M", disk], check=True)
-        summary = run(source, disk / "out", save_map=True)
+        summary = run(source, disk / "out")
         assert summary.explained == 60 and 0 < summary.kept < 60
         assert not list(disk.rglob("*.part"))
     finally:
@@ -702,7 +700,6 @@ def test_a_bad_image_does_not_make_the_batches_after_its_smaller(tmp_path, one_l
         ({"target": ["disc", "ring"]}, OptionError, "one class for all"),
         ({"target": 7}, OptionError, "from 0 to 4, got 7"),
         ({"format": "gif"}, OptionError, "jpg, png, webp"),
-        ({"manifest": "xlsx"}, OptionError, "jsonl, csv, parquet"),
         ({"batch_size": 0}, OptionError, "batch_size of at least 1"),
         ({"model": "no_such_model"}, ModelError, "Unknown model"),
     ],
@@ -880,7 +877,7 @@ def test_a_large_file_is_read_piece_by_piece_to_the_same_end(tmp_path, monkeypat
     whole = decode_file(str(path))
     monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", 10)
     pieces = decode_file(str(path))
-    assert whole.sha256 == pieces.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert whole.row == pieces.row and whole.row["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert (whole.image == pieces.image).all()
 
 
@@ -888,9 +885,9 @@ def test_what_is_wrong_with_a_file_is_reported_by_its_name_however_it_was_read(t
     Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(tmp_path / "nan.tif")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "short.jpg").write_bytes(image_bytes(1)[:400])
-    reported = [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
+    reported = [decode_file(str(path)).row["message"] for path in sorted(tmp_path.iterdir())]
     monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", -1)
-    assert reported == [decode_file(str(path)).message for path in sorted(tmp_path.iterdir())]
+    assert reported == [decode_file(str(path)).row["message"] for path in sorted(tmp_path.iterdir())]
     assert [name in one for name, one in zip(("empty.png", "nan.tif", "short.jpg"), reported, strict=True)] == [
         True
     ] * 3

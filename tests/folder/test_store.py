@@ -123,7 +123,7 @@ def die_in_a_transaction(place: Path) -> None:
     with run._writing():
         for number in range(2000):
             run._db.execute("UPDATE rows SET record = ?", (json.dumps({"x": "y" * 9000, "n": number}),))
-            run._db.execute("INSERT INTO maps VALUES (?, 'x', 1, 1, 1.0, ?)", (number + 10**6, bytes(900)))
+            run._db.execute("INSERT INTO maps VALUES (?, 0, 'x', ?, 1, 1, 1.0)", (number + 10**6, bytes(900)))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -178,11 +178,11 @@ def test_rows_wait_in_memory_while_another_program_reads(tmp_path, monkeypatch):
 
 def test_files_that_a_power_cut_left_empty_are_made_again(tmp_path, explainer):
     source, out = fill(tmp_path / "in", 3), tmp_path / "out"
-    run(source, out, model=explainer, save_map=True)
+    run(source, out, model=explainer)
     expected = tree(out)
     (out / "0-rollout.jpg").write_bytes(b"")
-    (out / "1-rollout.npz").write_bytes((out / "1-rollout.npz").read_bytes()[:-1])
-    assert run(source, out, model=explainer, save_map=True).kept == 1
+    (out / "1-rollout.jpg").write_bytes((out / "1-rollout.jpg").read_bytes()[:-1])
+    assert run(source, out, model=explainer).kept == 1
     assert tree(out) == expected
 
 
@@ -442,7 +442,7 @@ def outside(place: Path, out: Path) -> dict[str, object]:
 def test_mutated_runs_never_crash_and_touch_nothing_outside(tmp_path, precious, explainer):
     source, out = fill(tmp_path / "in", 3), tmp_path / "out"
     (source / "bad.png").write_bytes(b"nothing")
-    run(source, out, model=explainer, methods=["rollout", "centre"], save_map=True)
+    run(source, out, model=explainer, methods=["rollout", "centre"])
     (out / "link").symlink_to(precious.parent)
     content, before, refused = (out / FILE).read_bytes(), outside(tmp_path, out), 0
     for number in range(300):
@@ -456,8 +456,8 @@ def test_mutated_runs_never_crash_and_touch_nothing_outside(tmp_path, precious, 
                 elif number % 4 == 2:
                     report_run(out)
                 else:
-                    options = {"model": explainer, "methods": ["rollout", "centre"], "save_map": True, "workers": 0}
-                    explain_folder(source, out, overwrite=number % 4 == 1, manifest="csv", **options)
+                    options = {"model": explainer, "methods": ["rollout", "centre"], "workers": 0}
+                    explain_folder(source, out, overwrite=number % 4 == 1, **options)
         except VitflowError:
             refused += 1
         except sqlite3.Error:

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 
 from tests.references import patch_box, seen_mask
 from vitflow.errors import OptionError, ShapeError
-from vitflow.images import FITS, preprocessing
+from vitflow.images import FITS, INTERPOLATIONS, preprocessing
 from vitflow.images.geometry import CROP_MODES, FILTERS, Placement, place
 from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.images.reading import read_image
@@ -296,7 +296,7 @@ def test_a_painted_patch_comes_back_inside_its_rectangle(fit, size, orientation)
         prepared = prepare(image, placement, **HALF)
         grid = prepared.mean(axis=0).reshape(rows, 8, cols, 8).mean(axis=(1, 3))
         assert np.unravel_index(grid.argmax(), grid.shape) == (row, col)
-        for interpolation in ["linear", "cubic", "nearest"]:
+        for interpolation in INTERPOLATIONS:
             heatmap = upsample(grid, placement, interpolation=interpolation)
             assert heatmap.shape == size
             y, x = np.unravel_index(np.nanargmax(heatmap), heatmap.shape)

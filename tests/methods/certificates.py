@@ -28,8 +28,10 @@ class Prover:
         edges = self.capacities[-1, source].sum() if one else 0.0
         self.given = np.where(np.arange(self.tokens) == source, edges, 0.0) if one else np.asarray(source, float)
         upward = np.ascontiguousarray(self.capacities.transpose(0, 2, 1))
-        inner = solver.InnerGraph(upward[1:], self.given, 1) if self.layers > 1 else None
-        self.window = inner and inner.window(self.layers - 1)
+        self.inner = None
+        if self.layers > 1:
+            supplies, nodes = solver.shared_out(upward[1:], self.given)
+            self.inner = solver.lowest_layers(upward[1:], nodes, supplies), nodes
 
     def prove(self, actual: MaxFlow, row: int, sink: int) -> None:
         """No flow exceeds a cut, and this one reaches it: its edges are added up one by one, and the flow fits them."""
@@ -52,7 +54,7 @@ class Prover:
         bound = min(total, float(demand.sum()))
         flows = np.zeros_like(self.capacities)
         side = np.zeros((self.layers + 1, self.tokens), np.bool_)
-        if self.window is None:
+        if self.inner is None:
             passed = np.minimum(self.given, demand)
             value = float(passed.sum())
             side[1] = demand > self.given
@@ -68,8 +70,8 @@ class Prover:
 
     def _search(self, demand: Array, bound: float, flows: Array, side: NDArray[np.bool_]) -> tuple[float, Array]:
         """Fill flow and side between; the value, and what each lowest node passes on."""
-        assert self.window is not None
-        graph, nodes = self.window.graph, self.window.nodes
+        assert self.inner is not None
+        graph, nodes = self.inner
         work = workspace(graph)
         work.level[:] = -1
         values, crossing = np.zeros(1), np.zeros((1, len(nodes) + 1))

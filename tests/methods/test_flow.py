@@ -17,8 +17,7 @@ from tests.methods.certificates import Prover
 from vitflow.demo import load_demo_model, sample_images
 from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.flow.attention_flow import FlowResult, attention_flow
-from vitflow.methods.flow.graph import attention_graph, token_label
-from vitflow.methods.flow.layers import layer_capacities, parse_window
+from vitflow.methods.flow.layers import attention_graph, layer_capacities, parse_window, token_label
 from vitflow.methods.flow.solver import max_flow
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
@@ -134,19 +133,6 @@ def test_the_source_may_be_in_any_layer() -> None:
     np.testing.assert_allclose(result.values[0], expected, rtol=1e-9)
     inside = attention_flow(layers, source=4, layers=(1, 3))
     np.testing.assert_allclose(inside.values, attention_flow(layers[:3], source=4).values, rtol=1e-12)
-
-
-def test_all_sources_is_the_papers_matrix() -> None:
-    layers = random_attention(3, 2, 2, 5)
-    result = attention_flow(layers, all_sources=True, sinks=[0, 4])
-    assert result.values.shape == result.saturated.shape == (2, 3, 5, 2)
-    for layer in range(1, 4):
-        for token in range(5):
-            one = attention_flow(layers, source=token, layers=(1, layer), sinks=[0, 4])
-            torch.testing.assert_close(result.values[:, layer - 1, token], one.values, rtol=1e-12, atol=0)
-            assert (result.cut_layer[:, layer - 1, token] == one.cut_layer).all()
-    with pytest.raises(OptionError, match="465,708 maximum flows; expected at most"):
-        attention_flow(random_attention(12, 1, 1, 197), all_sources=True)
 
 
 def test_images_of_a_batch_do_not_mix() -> None:

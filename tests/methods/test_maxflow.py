@@ -189,7 +189,8 @@ def test_only_edges_that_the_source_reaches_are_searched() -> None:
         reached.append((capacities[layer, reached[-1]] > 0).any(axis=0))
     edges = [(capacities[layer, reached[2 - layer]] > 0).sum() for layer in (1, 2)]
     upward = np.ascontiguousarray(capacities[1:3].transpose(0, 2, 1))
-    graph = solver.InnerGraph(upward, capacities[3, 0].copy(), 1).window(2).graph
+    supplies, nodes = solver.shared_out(upward, capacities[3, 0].copy())
+    graph = solver.lowest_layers(upward, nodes, supplies)
     assert len(graph.capacity) == sum(edges) < capacities[1:3].size / 3
     assert len(graph.supply) == reached[0].sum()
 

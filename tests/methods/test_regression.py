@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods.cells import draw_masks
-from vitflow.methods.regression import regress
+from vitflow.methods.sampling import draw_masks, regress
 
 PATCHES, MASKS = 12, 40
 

@@ -189,10 +189,9 @@ def test_value_weighting_multiplies_before_the_fusion_and_normalises_after_it():
 def test_raw_attention_is_the_readout_row_of_one_layer():
     attention = random_attention(3, 2, 4, 7)
     readout = torch.full((7,), 1 / 7, dtype=torch.float64)
-    actual = raw_attention(attention, readout=readout, layer=2, head_fusion="max")
-    torch.testing.assert_close(actual, attention[1].amax(1).mean(1))
-    one_head = raw_attention(attention, readout=torch.eye(7, dtype=torch.float64)[3], layer=-1, head=2)
-    torch.testing.assert_close(one_head, attention[2][:, 2, 3])
+    torch.testing.assert_close(raw_attention(attention[1].amax(1), readout=readout), attention[1].amax(1).mean(1))
+    one_token = raw_attention(attention[2][:, 2], readout=torch.eye(7, dtype=torch.float64)[3])
+    torch.testing.assert_close(one_token, attention[2][:, 2, 3])
 
 
 def test_half_precision_is_rolled_out_in_float32():

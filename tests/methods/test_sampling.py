@@ -14,10 +14,9 @@ from vitflow import Contrast, Explainer, load_model
 from vitflow.demo import draw_image, sample_images
 from vitflow.errors import NoAttentionError, OptionError, ShapeError
 from vitflow.explaining.saliency import contrasted
-from vitflow.methods.cells import draw_masks, mean_differences, split_half_maps
-from vitflow.methods.ranks import spearman
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
-from vitflow.methods.regression import regress
+from vitflow.methods.sampling import draw_masks, mean_differences, regress, split_half_maps
+from vitflow.methods.similarity import spearman
 from vitflow.recording.recorder import record_attention
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}

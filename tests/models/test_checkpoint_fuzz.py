@@ -64,12 +64,9 @@ def header(data: bytes, random: np.random.Generator) -> bytes:
         {name: {**fields[name], "dtype": ["I8", "C64", "BOOL", "F8_E4M3", "U64", "X9"][random.integers(0, 6)]}},
         {name: {**fields[name], "shape": [[], [0], [2**62, 4], [-1], [10**12, 0], "x"][random.integers(0, 6)]}},
         {name: {**fields[name], "data_offsets": [[0, 2**63], [5, 1], [0], None][random.integers(0, 4)]}},
-        {"__metadata__": {"architecture_options": ["[" * 10**5, "{}", '{"depth": 1e99}', "7"][random.integers(0, 4)]}},
-        {"__metadata__": {"architecture": ["hf-hub:a/b", "x" * 10**4, "vit_giant_patch14_224"][random.integers(0, 3)]}},
-        {"__metadata__": {"class_names": ["[" * 10**5, '{"a": 1}', "[[1]]", "null"][random.integers(0, 4)]}},
-        {"__metadata__": {"input_size": ["[3, 9e9, 1]", "[3]", "{}", "NaN"][random.integers(0, 4)]}},
+        {"__metadata__": {"format": ["[" * 10**5, "x" * 10**4, "null"][random.integers(0, 3)]}},
         {"__metadata__": ["not", "a", "mapping"]},
-    ][random.integers(0, 8)]
+    ][random.integers(0, 5)]
     text = json.dumps(fields | wrong).encode()
     lied = [len(text)] * 5 + [2**63, len(text) + 10**9]
     return struct.pack("<Q", lied[random.integers(0, len(lied))]) + text + data[8 + length :]
@@ -116,7 +113,6 @@ def hostile() -> dict[str, bytes]:
         "png.pth": b"\x89PNG\r\n\x1a\n" + b"\0" * 100,
         "recursion.pth": b"\x80\x02" + b"]" * 10**6 + b".",
         "plain.pth": pickle.dumps([1, 2, 3]),
-        "giant.safetensors": save(entry, {"architecture": "vit_giant_patch14_224"}),
     }
 
 
@@ -147,11 +143,13 @@ def test_hundreds_of_mutated_checkpoints_give_errors_in_one_line_and_take_no_mem
     random = np.random.default_rng(0)
     entry = weights()
     sources = {
-        ".safetensors": (save(entry, {"architecture": ID, "class_names": json.dumps(list("abcde"))}), header),
-        ".pth": (torch_file({"model": entry, "epoch": 3, "class_names": list("abcde")}), rezip),
+        ".safetensors": (save(entry), header),
+        ".pth": (torch_file({"model": entry, "epoch": 3}), rezip),
     }
     folder = tmp_path / "work"
     folder.mkdir()
+    config = folder / "config.json"
+    config.write_text(json.dumps({"architecture": ID, "num_classes": 5}))
     before = peak_mb(forget=True)
     refused: list[str] = []
     for suffix, (data, structured) in sources.items():
@@ -161,7 +159,7 @@ def test_hundreds_of_mutated_checkpoints_give_errors_in_one_line_and_take_no_mem
             changed = mutate(data, random)
             path.write_bytes(changed)
             attempt(path, refused)
-            assert path.read_bytes() == changed and list(folder.iterdir()) == [path]
+            assert path.read_bytes() == changed and sorted(folder.iterdir()) == sorted([config, path])
             path.unlink()
     grown = peak_mb() - before
     with capsys.disabled():
@@ -175,8 +173,9 @@ def test_hostile_checkpoints_are_refused(tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         attempt(tmp_path / name, refused)
-    # Where the caller names the model, the name in the file is not used.
-    assert refused == [name for name in files if name != "giant.safetensors"]
+    assert refused == list(files)
+    (tmp_path / "model.safetensors").write_bytes(save(weights()))
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_giant_patch14_224"}))
+    with pytest.raises(VitflowError, match="do not fit local-dir:"):
+        vitflow.load_model(tmp_path)
     assert peak_mb() - before < ALLOWED_MB
-    with pytest.raises(VitflowError, match="do not fit vit_giant_patch14_224"):
-        vitflow.load_model(tmp_path / "giant.safetensors")

@@ -16,10 +16,11 @@ import vitflow
 from vitflow import Explainer, record_attention
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import logits_of
-from vitflow.models.blocks import block_norms
-from vitflow.models.facts import class_names_of, model_id, read_input_spec
-from vitflow.models.libraries import class_count, processor_settings
+from vitflow.models.anatomy import embedding_of
+from vitflow.models.blocks import block_norms, library_blocks
+from vitflow.models.calls import logits_of
+from vitflow.models.facts import processor_settings, read_input_spec
+from vitflow.models.names import class_count, class_names_of, model_id
 from vitflow.models.processors import from_processor
 
 transformers = pytest.importorskip("transformers")
@@ -486,8 +487,8 @@ def test_a_model_of_texts_and_images_is_refused_with_its_part_that_sees():
 def test_models_of_timm_are_none_of_theirs():
     model = timm.create_model("test_vit")
     assert class_count(model) == 1000
-    assert not vitflow.models.libraries.library_blocks(model)
-    assert vitflow.models.libraries.library_layout(model, (160, 160)) is None
+    assert not library_blocks(model)
+    assert embedding_of(model) is None
 
 
 def test_a_processor_or_a_preset_reports_what_the_model_wants_to_see():

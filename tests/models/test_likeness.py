@@ -14,7 +14,7 @@ from vitflow import Explainer, compare, evaluate, explain_folder, explore, simil
 from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError
 from vitflow.images.reading import write_image
-from vitflow.models.libraries import headless
+from vitflow.models.blocks import headless
 
 OTHER, THIRD = photo(64, 48)[:, ::-1], np.full((40, 40, 3), 90, np.uint8)
 

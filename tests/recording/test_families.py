@@ -23,6 +23,7 @@ from vitflow import Explainer, record_attention
 from vitflow.errors import NoAttentionError, UnsupportedModelError
 from vitflow.explaining.maps import rollout
 from vitflow.methods import TokenLayout
+from vitflow.models.anatomy import logits_of
 
 SHRUNK = {"depth": 2, "embed_dim": 96, "num_heads": 4}
 # Model, what differs from its usual size, side of the image, prefix tokens and side of the grid of its maps.
@@ -234,6 +235,49 @@ def test_a_family_in_training_mode_changes_as_by_its_pass_alone(name, options, s
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05, msg=lambda words, path=path: f"{path}: {words}")
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def hiera() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"embed_dim": 8, "depths": [1, 1, 2, 1], "num_heads": [1, 1, 2, 2], "image_size": [64, 64]}
+    config = transformers.HieraConfig(**sizes, mask_unit_size=[4, 4], patch_stride=[2, 2])
+    return transformers.HieraForImageClassification(config)
+
+
+def mobilevit() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.MobileViTForImageClassification(transformers.MobileViTConfig(hidden_sizes=[16, 16, 16]))
+
+
+def maxvit() -> nn.Module:
+    from torchvision.models import MaxVit
+
+    return MaxVit((64, 64), 8, 4, [8, 8], [1, 1], 4, 0.0, num_classes=5)
+
+
+# Of other libraries than timm: how their windows come about, and the side of the grid of their maps.
+ELSEWHERE = [
+    (hiera, 64, 32),  # tokens in another order, queries pooled in windows
+    (mobilevit, 256, 32),  # windows of tokens that are far apart
+    (maxvit, 64, 16),  # einsum over windows before heads
+]
+
+
+@pytest.mark.parametrize(("make", "side", "grid"), ELSEWHERE, ids=["hiera", "mobilevit", "maxvit"])
+def test_windows_of_other_libraries_are_traced(make, side, grid):
+    torch.manual_seed(0)
+    model, pixels = make().eval(), torch.randn(2, 3, side, side)
+    with torch.no_grad():
+        plain = logits_of(model(pixels))
+        with record_attention(model) as trace:
+            logits = logits_of(model(pixels))
+    torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
+    assert (trace.layout.rows, trace.layout.cols) == (grid, grid)
+    assert trace.staged
+    for layer in trace.layers:
+        index = layer.tokens.key_index
+        if index is not None:  # each patch is in one window
+            assert index[index >= 0].sort().values.tolist() == list(range(layer.tokens.keys.num_patches))
 
 
 @pytest.mark.parametrize(

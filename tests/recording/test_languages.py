@@ -222,8 +222,7 @@ def test_queries_that_see_nothing_give_nothing_and_no_gradient_of_theirs_is_lost
     model, given = built("LlamaForCausalLM"), texts("left")
     with record_attention(model, gradients=True) as trace:
         logits = model(**given).logits
-    if hasattr(torch.compiler, "set_stance"):  # with older releases of torch transformers lets them see all
-        assert all((one[1, :, :3] == 0).all() for one in trace.attentions)
+    assert all((one[1, :, :3] == 0).all() for one in trace.attentions)
     gradients = trace.gradients_of(logits[1, -1, 5]).attentions
     assert all(torch.isfinite(one).all() for one in gradients)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods import TokenLayout
-from vitflow.models.anatomy import logits_of
+from vitflow.models.calls import logits_of
 
 SIZE = 64
 CONFIG = {

@@ -64,6 +64,12 @@ def three_axes_in_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bij,bjd->bid", torch.einsum("bid,bjd->bij", q3, k3).softmax(dim=-1), v3).view(q.shape)
 
 
+def others_in_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (one.permute(2, 0, 1, 3) for one in (q, k, v))
+    scores = torch.einsum("ibnd,jbnd->bnij", q, k)
+    return torch.einsum("bnij,jbnd->ibnd", scores.softmax(dim=-1), v).permute(1, 2, 0, 3)
+
+
 def flexible(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
     with warnings.catch_warnings():
@@ -119,6 +125,8 @@ RECORDED = {
     "torch.special.softmax": lambda q, k, v: torch.special.softmax(q @ k.mT, -1) @ v,
     "torch.ops.aten": lambda q, k, v: torch.ops.aten.scaled_dot_product_attention(q, k, v, scale=1.0),
     "einsum": lambda q, k, v: torch.einsum("bhij,bhjd->bhid", (q @ k.mT).softmax(dim=-1), v),
+    "einsum of three axes": three_axes_in_einsum,
+    "einsum with axes in another order": others_in_einsum,
     "a view": viewed,
     "a softmax over features before": stray_before,
     "a softmax over features between": stray_within,
@@ -126,7 +134,6 @@ RECORDED = {
 UNSEEN = {
     "exp and sum": by_hand,
     "log_softmax": by_logarithm,
-    "einsum of three axes": three_axes_in_einsum,
     "flex_attention": flexible,
     "torch.jit.script": scripted,
 }

@@ -119,75 +119,53 @@ def test_sampling_writes_the_same_and_leaves_the_model_as_it_was():
     assert again.generated_tokens.ids != actual.generated_tokens.ids  # other random numbers
 
 
-def test_several_prompts_are_each_as_alone():
-    model, given = built("Qwen2ForCausalLM"), texts("left")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_prompt_is_as_without_its_padding(side):
+    model, given = built("Qwen2ForCausalLM"), texts(side)
+    padded = {name: value[1:] for name, value in given.items()}
+    kept = padded["attention_mask"].bool()
     options = {"max_new_tokens": NEW, "do_sample": False, "causal": "receptive_field"}
-    together = explain_generation(model, given, **options)
-    assert together.values.shape[:3] == (2, together.values.shape[1], 12) and len(together) == 2
-    assert (together.values[1, :, :3] == 0).all()
-    for number, start in ((0, 0), (1, 3)):
-        alone, one = (
-            explain_generation(model, given["input_ids"][number : number + 1, start:], **options),
-            together[number],
-        )
-        n = one.generated_tokens.length
-        assert one.generated_tokens == alone.generated_tokens[:n] and one.prompt_tokens == alone.prompt_tokens
-        np.testing.assert_allclose(one.values, alone.values[:n], atol=1e-5)
-        np.testing.assert_allclose(one.among_generated, alone.among_generated[:n, :n], atol=1e-5)
-        np.testing.assert_allclose(one.self_share, alone.self_share[:n], atol=1e-5)
-
-
-def test_what_is_written_after_the_end_of_a_text_is_left_out():
-    model, given = built("GPT2LMHeadModel"), texts("left")
-    with torch.no_grad():
-        sequences = model.generate(**given, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-    end = int(sequences[1, 14])
-    actual = explain_generation(model, given, max_new_tokens=NEW, do_sample=False, generation_config=ending(model, end))
-    assert actual[1].generated_tokens.ids[-1] == end and actual[1].generated_tokens.length <= 3
-    assert actual[1].values.shape[0] == actual[1].generated_tokens.length
+    actual = explain_generation(model, padded, **options)
+    alone = explain_generation(model, padded["input_ids"][kept].unsqueeze(0), **options)
+    assert padded["input_ids"].numel() > kept.sum() and actual.prompt_tokens == alone.prompt_tokens
+    assert actual.generated_tokens == alone.generated_tokens
+    for name in ("values", "among_generated", "self_share"):
+        np.testing.assert_array_equal(getattr(actual, name), getattr(alone, name))
+    if side == "left":  # the side of `generate`
+        with torch.no_grad():
+            expected = model.generate(**padded, max_new_tokens=NEW, do_sample=False)[0, -NEW:]
+        assert actual.generated_tokens.ids == tuple(expected.tolist())
 
 
 def test_the_end_of_a_text_may_be_an_option():
-    model, given = built("GPT2LMHeadModel"), texts("left")
+    model = built("GPT2LMHeadModel")
     with torch.no_grad():
-        sequences = model.generate(**given, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-    end = int(sequences[1, 14])
+        sequences = model.generate(prompt(), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    end = int(sequences[0, 9 + 2])
     for method in ("rollout", "attention"):
         options = {"max_new_tokens": NEW, "do_sample": False, "method": method}
-        reported = explain_generation(model, given, generation_config=ending(model, end), **options)[1]
+        reported = explain_generation(model, prompt(), generation_config=ending(model, end), **options)
         for ends in (end, [end, 49]):
-            actual = explain_generation(model, given, eos_token_id=ends, **options)[1]
+            actual = explain_generation(model, prompt(), eos_token_id=ends, **options)
             assert actual.generated_tokens == reported.generated_tokens and actual.generated_tokens.length <= 3
+            assert actual.generated_tokens.ids[-1] == end and len(actual.values) == actual.generated_tokens.length
             np.testing.assert_array_equal(actual.values, reported.values)
 
 
 def test_strings_end_a_text_too():
     tokenizer = byte_tokenizer()
-    model, prompts = built("GPT2LMHeadModel", vocab_size=len(tokenizer)), ["The key is", "keys"]
+    model, text = built("GPT2LMHeadModel", vocab_size=len(tokenizer)), "The key is"
     silent = [number for number in range(len(tokenizer)) if not tokenizer.decode([number]).strip().isalpha()]
     options = {"tokenizer": tokenizer, "max_new_tokens": NEW, "do_sample": False, "suppress_tokens": silent}
-    whole = explain_generation(model, prompts, **options, eos_token_id=None)
-    word = whole[1].generated_tokens.strings[2]
-    actual = explain_generation(model, prompts, stop_strings=[word], **options)
-    for one, longer in zip((actual[0], actual[1]), (whole[0], whole[1]), strict=True):
-        strings = longer.generated_tokens.strings
-        length = next((place + 1 for place, string in enumerate(strings) if word in string), NEW)
-        assert one.generated_tokens == longer.generated_tokens[:length]
-        np.testing.assert_allclose(one.values, longer.values[:length], atol=1e-6)
+    whole = explain_generation(model, text, **options, eos_token_id=None)
+    strings = whole.generated_tokens.strings
+    word = strings[2]
+    actual = explain_generation(model, text, stop_strings=[word], **options)
+    length = next(place + 1 for place, string in enumerate(strings) if word in string)
+    assert actual.generated_tokens == whole.generated_tokens[:length]
+    np.testing.assert_allclose(actual.values, whole.values[:length], atol=1e-6)
     with pytest.raises(ModelError, match="pass tokenizer="):
         written(model, stop_strings=[word])
-
-
-def test_prompts_are_padded_where_their_tokenizer_has_no_padding():
-    model, tokenizer = reads("GPT2LMHeadModel"), wordpiece_tokenizer()
-    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    prompts = ["The key to the cabinets is", "the key"]
-    expected = explain_generation(model, prompts, tokenizer=tokenizer, **options)
-    tokenizer.pad_token = None
-    actual = explain_generation(model, prompts, tokenizer=tokenizer, **options)
-    for number in range(2):
-        assert actual[number].prompt_tokens.ids == expected[number].prompt_tokens.ids
-        np.testing.assert_array_equal(actual[number].values, expected[number].values)
 
 
 def test_a_model_is_taken_by_its_folder(tmp_path):
@@ -294,20 +272,19 @@ def test_other_mistakes_are_reported_before_anything_is_written():
     model = built("GPT2LMHeadModel")
     with pytest.raises(UnsupportedModelError, match="BertForMaskedLM.*explain_text"):
         written(built("BertForMaskedLM"))
-    with pytest.raises(OptionError, match="padded on the left.*padding_side='left'"):
+    with pytest.raises(OptionError, match="Expected one prompt, got 2: call it once for each"):
         explain_generation(model, texts("right"), max_new_tokens=2)
+    with pytest.raises(OptionError, match="num_return_sequences is not supported"):
+        written(model, num_return_sequences=2, do_sample=True)
     with pytest.raises(OptionError, match=r"Expected a text, or .*got list"):
         explain_generation(model, [1, 2], max_new_tokens=2)
     with pytest.raises(OptionError, match=r"Expected a text, or .*got list"):
         explain_generation(model, [], max_new_tokens=2)
-    with pytest.raises(OptionError, match="at least one token each, got ''"):
-        explain_generation(model, ["", "the key"], tokenizer=wordless(), max_new_tokens=2)
+    with pytest.raises(OptionError, match="at least one token, got none"):
+        explain_generation(model, "", tokenizer=wordless(), max_new_tokens=2)
     with pytest.raises(OptionError, match=r"a text in UTF-8, got “caf.*xe9”"):
         explain_generation(model, "caf\udce9", tokenizer=wordpiece_tokenizer(), max_new_tokens=2)
-    for hole in ([0, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 1]):
-        with pytest.raises(OptionError, match="zeros only on the left of a prompt.*remove these tokens"):
-            explain_generation(model, {"input_ids": prompt(), "attention_mask": torch.tensor([hole])})
-    with pytest.raises(OptionError, match=r"attention_mask of the prompts' shape \(1, 9\), got \(1, 4\)"):
+    with pytest.raises(OptionError, match=r"attention_mask of the prompt's shape \(1, 9\), got \(1, 4\)"):
         explain_generation(model, {"input_ids": prompt(), "attention_mask": torch.ones(1, 4)})
     for method in ("rollout", "gae"):
         with pytest.raises(OptionError, match="guidance_scale=1.5 .*omit it"):
@@ -323,17 +300,16 @@ def test_other_mistakes_are_reported_before_anything_is_written():
         written(model, **cached(model, cache))
 
 
-def test_arguments_of_tokens_are_those_of_each_prompt_of_a_batch():
+def test_arguments_of_tokens_are_those_of_the_prompt_without_its_padding():
     model = built("GPT2LMHeadModel")
-    ids, types = prompt().expand(2, -1).clone(), torch.zeros(2, 9, dtype=torch.long)
-    types[1] = 7  # GPT-2 adds the embeddings of these ids
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": types}
+    types = torch.full((1, 9), 7)  # GPT-2 adds the embeddings of these ids
+    padded = {"input_ids": prompt(), "attention_mask": torch.ones_like(prompt()), "token_type_ids": types}
+    padded = {name: torch.cat([torch.zeros(1, 3, dtype=torch.long), value], dim=1) for name, value in padded.items()}
     options = {"min_new_tokens": 2, "max_new_tokens": 2, "do_sample": False, "method": "attention"}
-    both = explain_generation(model, inputs, **options)
-    for row in range(2):
-        alone = {name: value[row : row + 1] for name, value in inputs.items()}
-        np.testing.assert_allclose(both[row].values, explain_generation(model, alone, **options).values, atol=1e-6)
-    assert np.abs(both[0].values - both[1].values).max() > 1e-4
+    actual = explain_generation(model, padded, **options)
+    typed = explain_generation(model, {"input_ids": prompt(), "token_type_ids": types}, **options)
+    np.testing.assert_array_equal(actual.values, typed.values)
+    assert np.abs(actual.values - explain_generation(model, prompt(), **options).values).max() > 1e-4
 
 
 @pytest.mark.parametrize(

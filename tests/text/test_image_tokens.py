@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.models.vision_language import NAMES, Family, family
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.models.languages import decoder_of
+from vitflow.models.parts import decoder_of
 from vitflow.text.image_tokens import ImageTokens, image_tokens
-from vitflow.text.images import with_images
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,15 +115,12 @@ def test_the_token_that_moves_is_the_one_whose_box_holds_what_was_lit(name, opti
                 assert other.positions[int(entry.argmax())] == expected, (other.role, x, y)
 
 
-TWICE = [name for name in NAMES if name != "llava_onevision"]
-
-
-@pytest.mark.parametrize("name", [*TWICE, "llava_onevision", "llava_onevision together"])
+@pytest.mark.parametrize("name", NAMES)
 def test_of_two_images_each_has_its_tokens(name):
-    one = silenced(name.split()[0])
+    one = silenced(name)
     text, sizes = f"{one.prompt} {one.prompt} what is on", [(48, 70), (64, 50)]
     pair = [Image.fromarray(np.full((*size, 3), 96, np.uint8)) for size in sizes]
-    nested = "together" in name or one.processor.__class__.__name__.startswith("Idefics3")
+    nested = one.processor.__class__.__name__.startswith("Idefics3")
     inputs, before = embedded_of(one, [pair] if nested else pair, text)
     parts = image_tokens(one.model.config, one.processor, inputs, sizes)
     assert {part.image for part in parts} == {0, 1}
@@ -151,44 +147,6 @@ def prepared(name: str = "llava", text: str = "what is on", **options: object) -
     return one, {**given, **options}
 
 
-CALLED_OTHERWISE = [{"do_pad": True}, {"size": {"height": 24, "width": 24}, "do_center_crop": False}]
-
-
-@pytest.mark.parametrize("options", CALLED_OTHERWISE, ids=["padded", "squashed"])
-def test_inputs_made_by_other_settings_than_the_stored_ones_are_refused(options):
-    one = family("llava")
-    noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
-    call = partial(one.processor, images=Image.fromarray(noise), text=f"{one.prompt} what", return_tensors="pt")
-    config, sizes = one.model.config, [noise.shape[:2]]
-    with pytest.raises(OptionError, match=r"with its stored settings, got pixel_values that differ .*do_pad = True"):
-        with_images(one.model, dict(call(**options)), noise, one.processor, None)
-    called = dict(call())
-    _, _, actual = with_images(one.model, called, noise, one.processor, None)
-    assert actual.parts == image_tokens(config, one.processor, called, sizes)
-    half = {**called, "pixel_values": called["pixel_values"].bfloat16()}
-    assert with_images(one.model, half, noise, one.processor, None)[2].parts == actual.parts
-
-
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_what_a_processor_was_called_with_is_not_refused_where_its_placement_is_known(name, options):
-    one = family(name)
-    noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
-    inputs = dict(
-        one.processor(images=Image.fromarray(noise), text=f"{one.prompt} what", return_tensors="pt", **options)
-    )
-    _, _, actual = with_images(one.model, inputs, noise, one.processor, None)
-    assert actual.parts == image_tokens(one.model.config, one.processor, inputs, [(64, 96)])
-
-
-def test_padding_on_the_left_is_not_counted():
-    one, inputs = prepared()
-    expected = image_tokens(one.model.config, one.processor, inputs, [(30, 30)])
-    pad = torch.zeros(1, 3, dtype=torch.long)
-    ids, mask = torch.cat([pad, inputs["input_ids"]], 1), torch.cat([pad, inputs["attention_mask"]], 1)
-    given = {**inputs, "input_ids": ids, "attention_mask": mask}
-    assert image_tokens(one.model.config, one.processor, given, [(30, 30)]) == expected
-
-
 def test_what_is_not_known_is_reported_with_the_way_out():
     one, inputs = prepared()
     config, sizes = one.model.config, [(30, 30)]
@@ -198,26 +156,6 @@ def test_what_is_not_known_is_reported_with_the_way_out():
         image_tokens(transformers.GPT2Config(), one.processor, inputs, sizes)
     with pytest.raises(UnsupportedModelError, match="Expected 72 tokens of 2 images of 30 × 30, 30 × 30 .* got 36"):
         image_tokens(config, one.processor, {**inputs, "pixel_values": torch.zeros(2, 3, 24, 24)}, sizes * 2)
-    with pytest.raises(OptionError, match="The prompt has no image tokens: .*'<image>'"):
-        image_tokens(config, one.processor, {"input_ids": torch.tensor([[9, 10]])}, sizes)
-    with pytest.raises(OptionError, match="Expected one prompt with its images, got 2 prompts"):
-        image_tokens(config, one.processor, {**inputs, "input_ids": torch.ones(2, 9, dtype=torch.long)}, sizes)
-
-
-def test_images_and_a_video_in_one_prompt_are_refused():
-    one, inputs = prepared("qwen2_vl")
-    config, size = one.model.config, [(30, 30)]
-    pixels = {**inputs, "pixel_values_videos": torch.ones(4, 96)}
-    both = {**inputs, "input_ids": torch.cat([inputs["input_ids"], torch.tensor([[config.video_token_id]])], dim=1)}
-    for given in (pixels, both):
-        with pytest.raises(
-            OptionError, match="Expected images, got a video: pass video=, and omit the tokens of images"
-        ):
-            image_tokens(config, one.processor, given, size)
-        with pytest.raises(
-            OptionError, match="Expected a video, got images: pass image=, and omit the tokens of a video"
-        ):
-            image_tokens(config, one.processor, given, size, video=True)
 
 
 def test_parts_are_checked():

@@ -20,10 +20,10 @@ from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModel
 from vitflow.explaining.method_table import get_method
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import merge_maps, upsample
-from vitflow.models.languages import decoder_path
+from vitflow.models.parts import decoder_path
 from vitflow.text import Generation, ImageTokens, Words, explain_generation
-from vitflow.text.image_tokens import tower_rows
 from vitflow.text.method_table import TEXT_METHODS
+from vitflow.text.prompts import tower_rows
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
@@ -191,8 +191,8 @@ def test_the_map_is_reported_with_its_share_and_its_sinks():
     assert saliency.image.shape == (40, 64, 3) and saliency.facts["layer"] == 2
     np.testing.assert_allclose(actual.image("heart", layer=1).grid.flatten(), actual.values[2, 1:37, 0])
     json.dumps([actual.to_dict(), saliency.to_dict()])
-    covers = actual.to_dict()["images"][0]["covers"]  # the middle 24 of 38 columns
-    assert covers == pytest.approx({"left": 7 * 64 / 38, "top": 0, "right": 31 * 64 / 38, "bottom": 40})
+    placement = Placement(**actual.to_dict()["images"][0]["placement"])  # the middle 24 of 38 columns
+    assert placement.window == pytest.approx((7 * 64 / 38, 0, 31 * 64 / 38, 40))
     hidden = actual.sheet().hidden
     assert actual.shaded(-1).hidden == hidden and actual.shaded(-1).trust.special is None
     assert [place for place, why in hidden.items() if why == "image patches"] == list(range(1, 37))
@@ -232,29 +232,16 @@ def test_maps_laid_together_hold_what_falls_into_each_cell():
 
 def test_relative_is_the_quotient_with_the_row_of_a_neutral_prompt():
     one, actual = family("llava"), written(method="attention", neutral="user <image> the square")
-    saliency = actual.image("heart", relative=True)
+    saliency = actual.image("heart")
     inputs = one.processor(images=photograph(), text="user <image> the square", return_tensors="pt")
     with record_attention(one.model, within=decoder_path(one.model)) as trace, torch.no_grad():
         one.model(**inputs)
     neutral = trace.attentions[-1][0].mean(dim=0)[-1, 1:37].numpy()
     quotient = actual.values[2, 1:37, -1] / neutral
     np.testing.assert_allclose(saliency.grid.flatten(), quotient / quotient.sum(), rtol=1e-4)
-    assert saliency.options["relative"] and saliency.facts["on_image"] == pytest.approx(
-        actual.image("heart").facts["on_image"]
-    )
-    with pytest.raises(OptionError, match="relative=True requires a neutral prompt: pass neutral="):
-        written().image("heart", relative=True)
-
-
-def test_earlier_words_are_subtracted_as_far_as_they_explain_the_map():
-    actual = written(method="logit_lens")
-    maps, weights = actual.values[:, 1:37, -1].astype(float), actual.among_generated[2, :2, -1].astype(float)
-    rows = actual.values[:, :, -1].astype(float)
-    common = weights @ rows[:2]
-    best = np.linalg.lstsq(common[:, None], rows[2], rcond=None)[0][0]
-    expected = np.clip(maps[2] - best * common[1:37], 0, None)
-    np.testing.assert_allclose(actual.image("heart", without_earlier=True).grid.flatten(), expected, atol=1e-7)
-    assert np.array_equal(actual.image(0, without_earlier=True).grid, actual.image(0).grid)
+    raw = written(method="attention").image("heart")
+    assert saliency.options["relative"] and "relative" not in raw.options
+    assert saliency.facts["on_image"] == pytest.approx(raw.facts["on_image"])
 
 
 @pytest.mark.parametrize("method", ["rollout", "logit_lens"])
@@ -273,7 +260,8 @@ def test_down_to_the_patches_of_the_tower(name):
     one, actual = family(name), written(name, through_tower=True)
     shares = [rows.sum(axis=1) for rows in actual.images.tower]
     assert all((part <= 1 + 1e-5).all() and (part > 0.5).all() for part in shares)
-    fine, coarse = (actual.image("heart", through_tower=through) for through in (None, False))
+    coarse = replace(actual, images=replace(actual.images, tower=None)).image("heart")
+    fine = actual.image("heart")
     assert fine.options["through_tower"] and fine.grid.sum() <= coarse.grid.sum() + 1e-6
     inputs = one.processor(images=photograph(), text=f"{one.prompt} what", return_tensors="pt")
     # Where the layers mix next to nothing, a token holds the patches that it was made of.
@@ -303,8 +291,6 @@ def test_towers_that_cannot_be_followed_are_refused():
         written("qwen2_5_vl", through_tower=True)
     with pytest.raises(UnsupportedModelError, match="has 5 inputs for 2 token grids"):
         written("llava_next", through_tower=True)
-    with pytest.raises(OptionError, match="The vision tower was not recorded"):
-        written().image("heart", through_tower=True)
 
 
 def test_of_two_images_each_has_its_map():
@@ -357,16 +343,25 @@ def test_an_image_alone_is_requested_its_description():
     assert alone.prompt_tokens == reported.prompt_tokens
 
 
-def test_what_the_processor_has_made_is_taken_as_it_is():
+def test_what_the_processor_has_made_has_rows_and_no_maps():
     one = family("llava")
     inputs = one.processor(images=photograph(), text="user <image> what is on", return_tensors="pt")
-    given = {"image": photograph(), "processor": one.processor, "method": "rollout"}
-    actual = explain_generation(one.model, inputs, **given, **saying(one, ANSWER))
-    np.testing.assert_array_equal(actual.image("heart").grid, plainly("llava").image("heart").grid)
-    without = explain_generation(one.model, inputs, tokenizer=one.processor.tokenizer, **saying(one, ANSWER))
-    np.testing.assert_array_equal(without.values, actual.values)
+    given = {"method": "rollout", **saying(one, ANSWER)}
+    actual = explain_generation(one.model, inputs, tokenizer=one.processor.tokenizer, **given)
+    np.testing.assert_array_equal(actual.values, plainly("llava").values)
     with pytest.raises(OptionError, match="Expected an image in the prompt, got none: pass image="):
-        without.image("heart")
+        actual.image("heart")
+    with pytest.raises(OptionError, match="With images or a video, the prompt is one text, got BatchFeature"):
+        explain_generation(one.model, inputs, image=photograph(), processor=one.processor, **given)
+
+
+def test_a_processor_with_other_settings_places_its_patches_by_them():
+    one = family("llava")
+    processor = copy.deepcopy(one.processor)
+    processor.image_processor.do_pad = True
+    options = {"image": photograph(), "processor": processor, "method": "rollout", **saying(one, ANSWER)}
+    actual = explain_generation(one.model, f"{one.prompt} what is on", **options)
+    assert actual.image("heart").placement.window == pytest.approx((0, -12, 64, 52))
 
 
 def test_a_layout_takes_the_place_of_an_unknown_one(monkeypatch):
@@ -389,7 +384,7 @@ def test_what_is_no_image_is_reported():
     one = family("qwen2_vl")
     with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
         written("qwen2_vl", [])
-    with pytest.raises(OptionError, match="Expected one prompt with its images, .* got 2 prompts"):
+    with pytest.raises(OptionError, match="With images or a video, the prompt is one text, got list"):
         explain_generation(one.model, ["what", "is"], image=photograph(), processor=one.processor)
     with pytest.raises(OptionError, match="neutral, through_tower and layout require image"):
         explain_generation(one.model, "what", processor=one.processor, through_tower=True)

@@ -1,6 +1,7 @@
 """The page of a text in a real browser: its shares are those of Python, and each word answers a click."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from tests.text.test_encoder_decoder import SOURCE, t5
 from tests.text.test_images import ANSWER, photograph, written
 from tests.text.test_reading import TEXT, reads, wordpiece_tokenizer
 from tests.viewer.waiting import until
-from vitflow.text import Generation, Reading, explain_generation, explain_text
+from vitflow.text import Generation, Reading, Words, explain_generation, explain_text
+from vitflow.text.text_page import TextRow
 
 NEW = 6
 HOSTILE = "</script><script>alert(1)</script>"
@@ -208,6 +210,16 @@ def test_a_narrow_window_holds_it(scheme, generation, reading, opened):
         assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
+def test_a_hostile_text_is_shown_as_it_is(opened):
+    hostile = Words(("<script>alert(1)</script>", ' " onload="alert(2)', " \u202eevil"), (1, 2, 3), (False,) * 3)
+    matrices = np.full((2, 3, 3), 1 / 3, np.float32)
+    actual = Reading(hostile, matrices[0, 0], matrices[0], matrices, (2,), None, False, "", HOSTILE, "rollout", {})
+    page = opened(replace(actual, rows=[TextRow("evil", (2,), 3, matrices[0])]).page())
+    assert page.evaluate("tokens.map(({ text }) => text)")[0] == "<script>alert(1)</script>"
+    assert "<script>alert(1)</script>" in page.get_attribute("details.graph img", "alt")
+    assert page.evaluate("document.querySelectorAll('[onload]').length") == 0
+
+
 def test_a_words_custom_place_is_no_earlier_word(opened):
     options = {"method": "gae", "max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
     actual = explain_generation(
@@ -246,13 +258,13 @@ def test_a_source_with_an_encoder_can_be_clicked_too(opened):
 
 @pytest.mark.parametrize("name", ["llava", "internvl"])
 def test_a_word_shows_its_map_on_the_image(name, opened):
-    actual = written(name, neutral="user <image> the square", through_tower=name == "llava")
-    for options in ({}, {"relative": True}):
-        page = opened(actual.page(**options))
+    relative = written(name, neutral="user <image> the square", through_tower=name == "llava")
+    for actual in (relative, replace(relative, images=replace(relative.images, neutral=None))):
+        page = opened(actual.page())
         for word in range(len(ANSWER)):
             shares = []
             for layer in (1, 2):
-                saliency = actual.image(word, layer=layer, **options)
+                saliency = actual.image(word, layer=layer)
                 share = saliency.grid / saliency.grid.sum() * saliency.facts["on_image"]
                 page.evaluate(SHARES, [word, str(layer)])
                 shown = page.evaluate(

@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.models.vision_language import Family, family
 from tests.text.test_image_tokens import centre_of, holding, silenced
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.models.languages import decoder_of
+from vitflow.models.parts import decoder_of
 from vitflow.text import Generation, explain_generation
 from vitflow.text.image_tokens import ImageTokens
-from vitflow.text.images import Video, with_images
+from vitflow.text.prompts import Video, with_images
 
 pytest.importorskip("transformers")
 
@@ -106,13 +106,12 @@ def test_a_generated_token_has_a_map_for_each_position_along_time(name):
 
 def test_teacher_forcing_takes_the_times_of_the_frames_too():
     one, slow = family("qwen2_5_vl"), {"method": "attention", "max_new_tokens": 2, "do_sample": False}
-    given, _, _ = with_images(one.model, f"{one.video_prompt} what", Video(FRAMES, "", 0.25), one.processor, None)
-    other, _, _ = with_images(one.model, f"{one.video_prompt} what", Video(FRAMES, "", 2.0), one.processor, None)
-    assert given["second_per_grid_ts"].tolist() == [8.0] and other["second_per_grid_ts"].tolist() == [1.0]
-    maps = [
-        explain_generation(one.model, inputs, video=FRAMES, processor=one.processor, **slow).values
-        for inputs in (given, other)
-    ]
+    maps = []
+    for rate, seconds in ((0.25, 8.0), (2.0, 1.0)):
+        video, prompt = Video(FRAMES, "clip", rate), f"{one.video_prompt} what"
+        inputs, _, _ = with_images(one.model, prompt, video, one.processor, None)
+        assert inputs["second_per_grid_ts"].tolist() == [seconds]
+        maps.append(explain_generation(one.model, prompt, video=video, processor=one.processor, **slow).values)
     assert np.abs(maps[0] - maps[1]).max() > 1e-4
 
 
@@ -135,10 +134,11 @@ def test_relative_maps_have_a_common_scale():
     one, prompt = family("qwen2_vl"), "what is on"
     options = {"method": "rollout", "max_new_tokens": 1, "do_sample": False, "processor": one.processor}
     generation = explain_generation(one.model, f"{one.video_prompt} {prompt}", video=FRAMES, neutral="a", **options)
-    raw, neutral = ([frame.grid for frame in generation.clip(0).frames], generation.images.neutral)
-    quotients = [grid.ravel() / before[:, -1] for grid, before in zip(raw, neutral, strict=True)]
+    raw = replace(generation, images=replace(generation.images, neutral=None)).clip(0).frames
+    pairs = zip(raw, generation.images.neutral, strict=True)
+    quotients = [frame.grid.ravel() / before[:, -1] for frame, before in pairs]
     expected = np.concatenate(quotients) / np.concatenate(quotients).sum()
-    actual = np.concatenate([frame.grid.ravel() for frame in generation.clip(0, relative=True).frames])
+    actual = np.concatenate([frame.grid.ravel() for frame in generation.clip(0).frames])
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
@@ -153,16 +153,11 @@ def test_a_file_gives_its_frames_and_their_rate(tmp_path):
     assert len(Video.read(path).frames) == 8
 
 
-def test_frames_of_an_odd_number_and_processor_output():
+def test_frames_of_an_odd_number():
     one = family("qwen3_vl")
     options = {"processor": one.processor, "method": "rollout", "max_new_tokens": 1, "do_sample": False}
     generation = explain_generation(one.model, "what", video=list(FRAMES[:3]), **options)
     assert [frame.source for frame in generation.clip(0).frames] == ["video, frame 1", "video, frame 3"]
-    inputs = with_inputs(one, FRAMES)
-    generation = explain_generation(one.model, inputs, video=FRAMES, **options)
-    assert len(generation.clip(0).frames) == 2
-    with pytest.raises(OptionError, match="Expected the 4 frames of the processor's output, got 6"):
-        explain_generation(one.model, inputs, video=np.concatenate([FRAMES, FRAMES[:2]]), **options)
 
 
 def with_inputs(one: Family, frames: np.ndarray) -> dict[str, Any]:
@@ -170,19 +165,6 @@ def with_inputs(one: Family, frames: np.ndarray) -> dict[str, Any]:
     return dict(
         one.processor(videos=[frames], text=f"{one.video_prompt} what", return_tensors="pt", do_sample_frames=False)
     )
-
-
-def test_other_settings_than_the_stored_ones_are_refused():
-    one = family("llava_next_video")
-    called = {"videos": [FRAMES], "text": f"{one.video_prompt} what", "return_tensors": "pt"}
-    options = {"video": FRAMES, "processor": one.processor, "method": "rollout", "max_new_tokens": 1}
-    plain = explain_generation(one.model, dict(one.processor(**called)), **options)
-    assert [part.placement for part in plain.images.parts] == [
-        part.placement for part in explained("llava_next_video").images.parts
-    ]
-    squashed = one.processor(**called, size={"height": 24, "width": 24}, do_center_crop=False)
-    with pytest.raises(OptionError, match="with its stored settings, got pixel_values that differ"):
-        explain_generation(one.model, dict(squashed), **options)
 
 
 def test_a_prompt_with_a_video_is_explained_without_maps_as_well():

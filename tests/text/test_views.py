@@ -12,7 +12,7 @@ import vitflow
 from vitflow.errors import OptionError
 from vitflow.methods.rollout import attention_rollout
 from vitflow.text import Generation, Reading, Words
-from vitflow.text.graph import MOST_TOKENS
+from vitflow.text.sheet import MOST_TOKENS
 from vitflow.text.words import ENGLISH_STOP_WORDS
 
 MINILM = Path(__file__).resolve().parents[3] / "shared" / "data" / "minilm"
@@ -69,10 +69,10 @@ def test_the_writing_position_has_no_number_where_its_share_stands_apart():
     values, among = raw.values.copy(), raw.among_generated.copy()
     values[0, 3] = among[1, 0] = among[2, 1] = 0  # as the receptive field leaves it
     actual = replace(raw, values=values, among_generated=among, self_share=np.full((3, 2), 0.4, np.float32))
-    view = actual.sheet(generated=True)
+    view = actual.sheet()
     texts = [text.get_text() for text in view.figure().axes[0].texts]
-    assert texts.count("·") == 3 and "query token 40 %" in view.text() and "· is the query token" in view.text()
-    assert "·" not in actual.shaded(1)._tokens[4].number and "query token, reported" not in raw.sheet().text()
+    assert texts.count("·") == 1 and "query token 40 %" in view.text() and "· is the query token" in view.text()
+    assert 4 not in actual.shaded(1)._largest and "query token, reported" not in raw.sheet().text()
 
 
 def test_what_is_printed_of_a_result_is_one_short_line():
@@ -82,16 +82,6 @@ def test_what_is_printed_of_a_result_is_one_short_line():
         repr(generation())
         == "Generation('<s> the key is w0 w1 w2', 3 tokens after a prompt of 4, rollout, 2 layers, m)"
     )
-    one = generation()
-    both = replace(
-        one,
-        values=np.stack([one.values] * 2),
-        among_generated=np.stack([one.among_generated] * 2),
-        prompt_tokens=(one.prompt_tokens,) * 2,
-        generated_tokens=(one.generated_tokens,) * 2,
-    )
-    assert repr(both) == "Generation(2 prompts of at most 4 tokens, rollout, 2 layers, m)"
-    assert repr(both[1]) == repr(one)
 
 
 def test_a_word_of_several_pieces_is_requested_about_as_one():
@@ -142,8 +132,6 @@ def test_a_generation_is_a_row_for_each_written_token():
     np.testing.assert_allclose(sheet.weights.sum(axis=1) + sheet.rest, 1, atol=1e-6)
     assert sheet.rows == ["w0", "w1", "w2"] and sheet.rest[0] == 0
     np.testing.assert_allclose(actual.sheet(1).weights, actual.values[..., 0])
-    whole = actual.sheet(generated=True).weights
-    assert whole.shape == (3, 7) and np.isnan(whole[0, 4:]).all() and not np.isnan(whole[2, :6]).any()
 
 
 def test_one_written_token_is_shaded_over_all_that_it_read():
@@ -155,28 +143,12 @@ def test_one_written_token_is_shaded_over_all_that_it_read():
         generation().shaded(3)
 
 
-def test_several_prompts_are_drawn_one_by_one():
-    one = generation()
-    batch = Generation(
-        np.stack([one.values] * 2),
-        np.stack([one.among_generated] * 2),
-        (one.prompt_tokens,) * 2,
-        (one.generated_tokens,) * 2,
-        "m",
-        "rollout",
-        {},
-    )
-    with pytest.raises(OptionError, match=r"Expected a single prompt, got 2: use generation\[0\]"):
-        batch.sheet()
-    assert batch._repr_mimebundle_()["text/html"].count("<img") == 2
-    assert batch[1].sheet().rows == one.sheet().rows
-
-
 def test_results_are_json_and_show_themselves(tmp_path):
     actual, written = reading(), generation()
     assert json.loads(json.dumps(actual.to_dict(), allow_nan=False))["selected"] == [3]
     assert json.loads(json.dumps(written.to_dict(), allow_nan=False))["generated_tokens"] == [" w0", " w1", " w2"]
     assert actual._repr_mimebundle_()["text/plain"] == actual.shaded().text()
+    assert written._repr_mimebundle_()["text/plain"] == written.sheet().text()
     for one in (actual, written):
         assert one.save(tmp_path / "view.png").stat().st_size > 1000
 

@@ -150,7 +150,7 @@ def expected(image: dict, requested: dict) -> np.ndarray:
             if requested["head"]:
                 heads = unpacked(image["heads"]).unflatten(0, (len(layers), -1))
                 layers = [layer.unsqueeze(0) for layer in heads[:, int(requested["head"])]]
-            tokens = raw_attention(layers, layer=requested["layer"], **options)
+            tokens = raw_attention(layers[requested["layer"] - 1].float(), **options)
         grid = tokens[0, image["prefix"] :]
     grid = grid.double().reshape(1, rows, cols)
     if requested["refine"] and requested["map"] != "consensus":

@@ -5,7 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from html import escape
 from pathlib import Path
 from shutil import copy
@@ -17,16 +17,15 @@ from gradio.utils import get_upload_folder
 from matplotlib.figure import Figure
 from torch import nn
 
-from vitflow.app.hosts import checked
 from vitflow.demo import sample_images
-from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, printable
+from vitflow.errors import OptionError, VitflowError, VitflowWarning, printable
 from vitflow.explaining.captions import Code, python_call
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.regions import about_region
 from vitflow.images.figures import save_figure
-from vitflow.models.detection import has_regions, is_segmenting
 from vitflow.models.hub import bundled
 from vitflow.models.loading import load_model
+from vitflow.models.names import has_regions, is_segmenting
 from vitflow.models.pairs import is_pair
 from vitflow.models.pairs import prompts as prompt_scores
 from vitflow.progress import Update, shown_by
@@ -35,7 +34,7 @@ from vitflow.text.languages import load_language_model, load_processor
 
 
 class Models:
-    """Models of a page by name: `images` for images, `words` for texts and captions.
+    """Models of a page by name, each loaded once: `images` for images, `words` for texts and captions.
 
     `checkpoint` and `class_names` belong to the first image model, as for `load_model`.
     """
@@ -50,9 +49,17 @@ class Models:
     ) -> None:
         self.images, self.words = list(images), list(words)
         given = {"checkpoint": checkpoint, "class_names": class_names}
-        self._of_first = {name: str(path) for name, path in given.items() if path is not None}
-        self._loaded: dict[tuple[str, str], Any] = {}
+        self._of_first: dict[str, Any] = {name: str(path) for name, path in given.items() if path is not None}
+        self._image_model, self._language_model = cache(self._load), cache(load_language_model)
+        self._processor = cache(load_processor)
         self.explainer = lru_cache(32)(self._explainer)  # prompts that were embedded are kept
+
+    def _load(self, name: str) -> nn.Module:
+        return load_model(bundled(name), **self._given(name))
+
+    def _given(self, name: str) -> dict[str, Any]:
+        """Return the arguments of `load_model` for an image model."""
+        return self._of_first if name == self.images[0] else {}
 
     def _explainer(
         self, name: str, fit: str, prompts: tuple[str, ...] = (), region: tuple[float, ...] | None = None
@@ -67,8 +74,9 @@ class Models:
             question = "vitflow.masks" if is_segmenting(model) else "vitflow.boxes"
             outputs, made = about_region(model, region), python_call(question, *([region] if region else []))
         explainer = Explainer(model, device=default_device(), fit=fit, outputs=outputs)
-        changed = None if fit == "crop" else fit
-        return explainer, python_call("vitflow.Explainer", self._in_python(name), outputs=made, fit=changed)
+        given, changed = self._given(name), None if fit == "crop" else fit
+        loaded = python_call("vitflow.load_model", name, **given) if given else name
+        return explainer, python_call("vitflow.Explainer", loaded, outputs=made, fit=changed)
 
     def takes_prompts(self, name: str) -> bool:
         """Return True if an image model is used with prompts."""
@@ -78,31 +86,11 @@ class Models:
         """Return True for a detector or a segmentation model."""
         return has_regions(self._image_model(name))
 
-    def _image_model(self, name: str) -> Any:
-        return self._kept(self._load, name, self.images)
-
-    def _in_python(self, name: str) -> str:
-        """Return an image model as an argument of a Python call."""
-        given = self._given(name)
-        return python_call("vitflow.load_model", name, **given) if given else name
-
-    def _load(self, name: str | Path) -> nn.Module:
-        return load_model(name, **self._given(name))
-
-    def _given(self, name: str | Path) -> dict[str, Any]:
-        return self._of_first if name == bundled(self.images[0]) else {}
-
     def reader(self, name: str, *, sees: bool = False) -> dict[str, Any]:
         """Return a language model with its tokenizer, and its processor if it has one, as arguments."""
-        processor = {"processor": self._kept(load_processor, name, self.words)} if sees else {}
-        model, tokenizer = self._kept(load_language_model, name, self.words)
+        processor = {"processor": self._processor(bundled(name))} if sees else {}
+        model, tokenizer = self._language_model(bundled(name))
         return {"model": model, "tokenizer": tokenizer, "name": name, **processor}
-
-    def _kept(self, load: Callable[[Any], Any], name: str, offered: Sequence[str]) -> Any:
-        check_known("model of this page", name, offered)
-        if (load.__name__, name) not in self._loaded:
-            self._loaded[load.__name__, name] = load(bundled(name))
-        return self._loaded[load.__name__, name]
 
 
 # One forward pass is recorded at a time, and warnings are caught globally.
@@ -151,7 +139,7 @@ def connect(
 ) -> Any:
     """Connect a trigger with a function whose last output is the notes; after an error, only these are shown.
 
-    Inputs are validated values of the request: a file is {"path": …}. A click is the first argument.
+    A file among the inputs is {"path": …}. A click is the first argument.
     """
 
     @wraps(function)
@@ -159,9 +147,8 @@ def connect(
         with _TURN, warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", VitflowWarning)
-            click, values = given[: -len(inputs)], given[-len(inputs) :]
             try:
-                *shown, notes = function(*click, *map(checked, inputs, values))
+                *shown, notes = function(*given)
             except VitflowError as error:
                 return *(gr.skip() for _ in outputs[1:]), _messages("error", [error])
         return *shown, _messages("note", [*(one.message for one in noted), *notes])

@@ -1,8 +1,9 @@
-"""The image tab: maps for a class, a prompt or a clicked patch, and comparisons of methods."""
+"""The tabs for images and clips: maps for a class, a prompt or a clicked patch, comparisons, shares of frames."""
 
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ import gradio as gr
 
 from vitflow.app.actions import Models, class_field, connect, drawn, image_field, path_of, result_fields, shared
 from vitflow.demo import sample_images
-from vitflow.errors import OptionError
+from vitflow.errors import ImageError, OptionError
 from vitflow.explaining.captions import Code, python_call
+from vitflow.explaining.clips import FRAMES, explain_clip
 from vitflow.explaining.comparison import compare
 from vitflow.explaining.method_table import get_method, list_methods
-from vitflow.explaining.options import METHOD_OPTIONS, Option, shown
+from vitflow.explaining.options import METHOD_OPTIONS, Option, default_in_words
 from vitflow.explaining.targets import Contrast, is_several, top_count
-from vitflow.images import BACKGROUNDS, FITS, INTERPOLATIONS
+from vitflow.images import BACKGROUNDS, FITS, INTERPOLATIONS, VIDEO_FORMATS
 from vitflow.images.figures import image_bounds
+from vitflow.images.videos import read_video
+from vitflow.models.videos import StackedFrames
 
 # The default method, and the method for a clicked patch if the selected one does not support patches.
 _METHOD, _OF_PATCHES = "gae", "rollout"
@@ -33,6 +37,10 @@ _LARGEST, _MOST_PROMPTS, _PROMPT_CHARACTERS, _MOST_TARGETS = 10_000, 16, 2000, 1
 _DRAWING, _USUAL = ("background", "interpolation", "contours"), ("grey", "smooth", False)
 _NAMES = ["image", "model", "method", "target", "prompts", "against", "fit", *_DRAWING]
 _NAMES += [*(one.name for one in _OPTIONS), "region"]
+# Limits of a video in bytes, frames, and pixels of a frame (1920 × 1080, in multiples of 16); and explained frames.
+_BYTES, _VIDEO_FRAMES, _FRAME_PIXELS, _MOST_FRAMES = 100_000_000, 3000, 1920 * 1088, 16
+# First bytes of Matroska and WebM, and types of the first box of MP4 and QuickTime.
+_MATROSKA, _BOXES = b"\x1aE\xdf\xa3", (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 # Result shown, as in the address: a map, the map of a patch as "ROW,COL", or the comparison.
 _COMPARISON = "compare"
 # The address of the page holds the fields that differ from their defaults, and the name of the image if it is a sample.
@@ -92,7 +100,7 @@ def _read_region(text: str) -> tuple[float, ...] | None:
 
 
 class _Answers:
-    """Actions of the buttons of the tab; notes are the last output."""
+    """Actions of the buttons of the tabs; notes are the last output."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -169,6 +177,22 @@ class _Answers:
             return self._of_patch((int(patch[0]), int(patch[1])), values)
         return self.explain(*values)
 
+    def clip(self, video: Any, model: str, method: str, target: str, frames: int) -> tuple[Any, ...]:
+        """Explain a video."""
+        path = _video_of(video)
+        explainer, call = self._models.explainer(model, "crop")
+        of_video = explainer.model if isinstance(explainer.model, StackedFrames) else None
+        count = frames if of_video is None else of_video.shape.frames
+        images = read_video(path, count, max_frames=_VIDEO_FRAMES, max_pixels=_FRAME_PIXELS)
+        arguments: dict[str, Any] = {"method": method, "target": target or None}
+        clip = replace(explain_clip(images, model=explainer, **arguments), source=path.name)
+        name = f"{path.stem}-clip"
+        image, files = drawn(clip.figure(), name, clip.save, (".mp4", ".npz"))
+        arguments["frames"] = None if of_video else frames
+        made = python_call("vitflow.explain_clip", path.name, model=Code("explainer"), **arguments)
+        code = f"import vitflow\n\nexplainer = {call}\nclip = {made}\nclip.save('{name}.png')"
+        return image, None, files, code, _choices(explainer), []
+
     def _method(self, name: str) -> tuple[Any, ...]:
         return *(_field(option, name, gr.update) for option in _OPTIONS), []
 
@@ -178,6 +202,24 @@ class _Answers:
             for takes in (self._models.takes_region(name), self._models.takes_prompts(name))
         ]
         return *shown, gr.update(choices=[""], value=""), []
+
+
+def _video_of(video: Any) -> Path:
+    """Return the path of an uploaded video.
+
+    Only containers are opened: OpenCV also reads playlists, which name other files.
+    """
+    if video is None:
+        raise OptionError("Expected a video, got none: upload one.")
+    path = Path(video["path"])
+    if (size := path.stat().st_size) > _BYTES:
+        raise ImageError(f"Expected a video of at most {_BYTES:,} bytes, got {size:,}.")
+    with path.open("rb") as file:
+        head = file.read(12)
+    is_avi = head[:4] == b"RIFF" and head[8:] == b"AVI "
+    if not (is_avi or head[:4] == _MATROSKA or head[4:8] in _BOXES):
+        raise ImageError(f"Expected a video ({', '.join(VIDEO_FORMATS)}), got {path.name!r}, which is none.")
+    return path
 
 
 def _choices(explainer: Any) -> Any:
@@ -191,7 +233,7 @@ def _written(function: str, name: str, request: _Request) -> str:
 def _field(option: Option, name: str, make: Any = None) -> Any:
     """Build the field of a method's option, or with `gr.update` change it; empty means the default."""
     method = get_method(name)
-    default = f"default: {shown(method.defaults.get(option.name))}"
+    default = f"default: {default_in_words(option.name, method.defaults.get(option.name))}"
     about: dict[str, Any] = {"label": option.name, "info": option.help, "visible": method.accepts(option.name)}
     about |= {} if make else {"value": ""}
     if option.kind is bool or option.kind == "choice":
@@ -293,3 +335,21 @@ def images_tab(models: Models, samples: Sequence[str | Path], first_prompts: Seq
         return _restored(models, samples, [*fields, view], request)
 
     connect(loaded(restored, None, [*fields, view], **_PRIVATE).then, answers._open, [*fields, view], drawing)
+
+
+def clips_tab(models: Models) -> None:
+    """Build the tab and connect its button."""
+    with gr.Row():
+        with gr.Column(scale=2, min_width=320):
+            video = gr.File(label="Video", file_types=[*VIDEO_FORMATS], height=170)
+            model = gr.Dropdown(models.images, label="Model")
+            methods = [(f"{one.title}: {one.question}", one.name) for one in list_methods()]
+            method = gr.Dropdown(methods, value="gae", label="Method")
+            target = class_field("Name or number; empty: the likeliest.")
+            hint = "Evenly spaced frames; a video model reads as many as it was trained with."
+            frames = gr.Slider(1, _MOST_FRAMES, value=FRAMES, step=1, label="Frames", info=hint)
+            go = gr.Button("Explain", variant="primary")
+        with gr.Column(scale=3, min_width=320):
+            *answer, notes = result_fields("Upload a video to see which of its frames the output is attributed to.")
+    for trigger in (go.click, video.upload):
+        connect(trigger, _Answers(models).clip, [video, model, method, target, frames], [*answer, target, notes])

@@ -14,8 +14,7 @@ from vitflow.text.generating import explain_generation
 from vitflow.text.languages import default_prompt
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS
 from vitflow.text.reading import Reading, explain_text
-from vitflow.text.shaded_text import ShadedText
-from vitflow.text.view import color_of
+from vitflow.text.view import ShadedText, color_of
 from vitflow.text.words import grouped_words, labels_of
 
 _CAPTION, _READ, _WRITE = "What is in an image", "What a word rests on", "What is written next"

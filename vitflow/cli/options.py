@@ -11,7 +11,7 @@ import rich_click as click
 from vitflow.cli.output import say
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.method_table import Method, list_methods
-from vitflow.explaining.options import OPTIONS, Option, Scope, options_of, shown
+from vitflow.explaining.options import OPTIONS, Option, Scope, default_in_words, options_of
 from vitflow.files import is_remote
 from vitflow.images import FIGURE_FORMATS, FITS
 from vitflow.models import DTYPES
@@ -116,10 +116,7 @@ def _defaults(methods: list[Method], name: str) -> str:
     """Format an option's default, such as "0.5"; by method if they differ, "gae: max; flow: mean"."""
     by_default: dict[str, list[str]] = {}
     for method in methods:
-        default = method.defaults.get(name)
-        by_model = default is None and (OPTIONS[name].kind is bool or OPTIONS[name].scope == "text")
-        text = "depends on the model" if by_model else shown(default)
-        by_default.setdefault(text, []).append(method.name)
+        by_default.setdefault(default_in_words(name, method.defaults.get(name)), []).append(method.name)
     several = [f"{', '.join(names)}: {default}" for default, names in by_default.items()]
     return "; ".join(several if len(several) > 1 else by_default)
 
@@ -262,9 +259,8 @@ output_option = partial(click.option, "-o", "--output", type=click.Path(path_typ
 def figure_option(what: str, kind: str) -> Callable[[_Command], _Command]:
     """Option for the only output file of a command, a figure or its numbers."""
     return output_option(
-        help=f"File for the {what}: {', '.join(FIGURE_FORMATS)}; or .json for the numbers; or a folder, with / at its "
-        f"end.  [default: IMAGE-{kind}.png in the current folder; for several images, "
-        f"IMAGE-and-N-more-{kind}.png]"
+        help=f"File for the {what}: {', '.join(FIGURE_FORMATS)}; or .json for the numbers; or a folder.  "
+        f"[default: IMAGE-{kind}.png in the current folder; for several images, IMAGE-and-N-more-{kind}.png]"
     )
 
 
@@ -395,7 +391,7 @@ def _outputs(given: Mapping[str, Any], model: Any) -> Any:
     """Return the outputs that the options request; None for the model's classes."""
     from vitflow.explaining.image_model import similarity_to
     from vitflow.explaining.regions import about_region
-    from vitflow.models.detection import has_regions, is_segmenting
+    from vitflow.models.names import has_regions, is_segmenting
     from vitflow.models.pairs import prompts
 
     if given.get("prompts") and given.get("like"):

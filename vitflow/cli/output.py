@@ -167,25 +167,24 @@ def check_images(images: Sequence[Path], outputs: Iterable[Path]) -> None:
 def output_file(
     images: Sequence[Path], output: str | None, kind: str, suffixes: Sequence[str] = (*FIGURE_FORMATS, ".json")
 ) -> Path:
-    """Return the path of a command's only output file: by default "IMAGE-KIND" with the first suffix, in this folder.
+    """Return the path of the output file of images: by default "IMAGE-KIND" with the first suffix, in this folder.
 
     Raises:
         OptionError: the suffix is not supported, the file would overwrite an image, or an image is a folder.
     """
     others = f"-and-{len(images) - 1}-more" if len(images) > 1 else ""
-    name = f"{images[0].stem}{others}-{kind}{suffixes[0]}"
-    path = Path(name if output is None else output)
-    if output is not None and names_folder(output):
-        path /= name
-    elif output is not None:
-        check_suffix(path, suffixes, ", or a folder with / at its end")
+    path = Path(output or "")
+    if output is None or names_folder(output):
+        path /= f"{images[0].stem}{others}-{kind}{suffixes[0]}"
+    else:
+        check_suffix(path, suffixes, ", or a folder (ending in / if its name has a dot)")
     check_images(images, [path])
     return path
 
 
 def names_folder(output: str) -> bool:
-    """Return True if an output is a folder or ends in a separator."""
-    return output.endswith(("/", os.sep)) or is_folder(output)
+    """Return True if an output is a folder, ends in a separator, or has no suffix."""
+    return output.endswith(("/", os.sep)) or not Path(output).suffix or is_folder(output)
 
 
 def check_suffix(output: Path, suffixes: Sequence[str], more: str = "") -> None:
@@ -194,14 +193,17 @@ def check_suffix(output: Path, suffixes: Sequence[str], more: str = "") -> None:
         raise OptionError(f"Expected an output that ends in {', '.join(suffixes)}{more}, got {str(output)!r}.")
 
 
-def save_result(result: Any, output: Path, drawing: Mapping[str, Any], as_json: bool) -> None:
+def save_result(result: Any, output: Path, drawing: Mapping[str, Any], as_json: bool, explainer: Any) -> None:
     """Write the only output file of a command, with drawing options unless it is .json; print its path or the records.
+
+    The note of the model goes to stderr.
 
     Args:
         result: the result, with `save` and `records`.
         output: the file.
         drawing: options of the figure.
         as_json: print the records instead of the path, one object per image.
+        explainer: the explainer of the result.
     """
     with writing(output):
         result.save(output, **({} if output.suffix.lower() == ".json" else drawing))
@@ -209,3 +211,4 @@ def save_result(result: Any, output: Path, drawing: Mapping[str, Any], as_json: 
         say_record({**record, "output": str(output)})
     if not as_json:
         click.echo(printable(output))
+    say_model_note(explainer.model_id, explainer.facts.note)

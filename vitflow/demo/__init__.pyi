@@ -23,5 +23,3 @@ from .sentences import Thing as Thing
 from .sentences import caption as caption
 from .sentences import draw_scene as draw_scene
 from .sentences import draw_scenes as draw_scenes
-from .sentences import falsified as falsified
-from .sentences import turned as turned

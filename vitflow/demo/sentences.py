@@ -9,7 +9,7 @@ left of the other's than above or below it; so exactly one of the four relations
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, permutations
 
 import numpy as np
@@ -142,57 +142,6 @@ def caption(things: Sequence[Thing]) -> Sentence | None:
                     others.reverse()
                 return Sentence((first.phrase, *(other.phrase for other in others)), side)
     return None
-
-
-def turned(sentence: Sentence) -> Sentence:
-    """Rephrase a sentence about two objects from the other one: "A left of B" as "B right of A"."""
-    if len(sentence.phrases) != 2 or sentence.relation == _AND:
-        return sentence
-    opposite = SIDES[(SIDES.index(sentence.relation) + 2) % 4]
-    return Sentence(sentence.phrases[::-1], opposite)
-
-
-def falsified(sentence: Sentence, wrong: str, things: Sequence[Thing], random: np.random.Generator) -> Sentence | None:
-    """Return a sentence that differs in one respect and is false of the image.
-
-    Args:
-        sentence: whose phrases name colour and shape.
-        wrong: "colour" or "shape" (replaced, or exchanged between two phrases), or "side" (replaced, or the phrases
-            exchanged).
-        things: the things in the image.
-        random: the random generator.
-
-    Returns:
-        None for "side" if the sentence names no side.
-    """
-    if wrong == "side" and (len(sentence.phrases) == 1 or sentence.relation == _AND):
-        return None
-    while True:
-        other = _change_side(sentence, random) if wrong == "side" else _change_word(sentence, wrong, random)
-        if not other.holds(things):
-            return other
-
-
-def _change_side(sentence: Sentence, random: np.random.Generator) -> Sentence:
-    if random.random() < 0.3:
-        first, second, *rest = sentence.phrases
-        return Sentence((second, first, *rest), sentence.relation)
-    return replace(sentence, relation=SIDES[random.integers(4)])
-
-
-def _change_word(sentence: Sentence, wrong: str, random: np.random.Generator) -> Sentence:
-    phrases = list(sentence.phrases)
-    number = int(random.integers(len(phrases)))
-    values = [getattr(phrase, wrong) for phrase in phrases]
-    if len(set(values)) > 1 and random.random() < 0.5:
-        other = int(random.choice([place for place, value in enumerate(values) if value != values[number]] or [number]))
-        values[number], values[other] = values[other], values[number]
-    else:
-        values[number] = str(random.choice(COLOURS if wrong == "colour" else SHAPES))
-    return replace(
-        sentence,
-        phrases=tuple(replace(phrase, **{wrong: value}) for phrase, value in zip(phrases, values, strict=True)),
-    )
 
 
 _LEAN = 20.0  # largest rotation from upright, in degrees

@@ -31,7 +31,7 @@ _MOST_OBJECTS = 10_000  # of one image
 _MOST_POLYGONS = 1000  # of one object
 _LONGEST_OUTLINE = 1_000_000  # pixels of one polygon; also the largest coordinate of a corner
 _LONGEST_NUMBER = 7  # characters of a packed run length, five bits each
-_LONGEST_MESSAGE = 200  # characters of an error message, which may quote the file
+LONGEST_MESSAGE = 200  # characters of an error message, which may quote the file
 
 #: Exceptions raised when values of wrong types are read.
 WRONG = (
@@ -101,17 +101,18 @@ class Labelled:
         image: RGB uint8 [height, width, 3].
         regions: the objects; None if the data has no masks or boxes.
         label: class of the whole image, if known.
+
+    Raises:
+        ShapeError: there are too many objects.
     """
 
     image: NDArray[np.uint8]
     regions: tuple[Region, ...] | None = None
     label: Label = None
 
-
-def check_count(objects: int) -> None:
-    """Raise ShapeError if an image has too many objects."""
-    if objects > _MOST_OBJECTS:
-        raise ShapeError(f"Expected at most {_MOST_OBJECTS} objects in an image, got {objects}.")
+    def __post_init__(self) -> None:
+        if self.regions is not None and len(self.regions) > _MOST_OBJECTS:
+            raise ShapeError(f"Expected at most {_MOST_OBJECTS} objects in an image, got {len(self.regions)}.")
 
 
 def union(regions: Sequence[Region], size: Size) -> Mask:
@@ -235,8 +236,8 @@ def unreadable(path: Path, error: Exception, entry: str = "") -> OptionError:
         return error
     reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
     reason = "it is nested too deeply" if isinstance(error, RecursionError) else reason
-    reason = reason if len(reason) <= _LONGEST_MESSAGE else reason[:_LONGEST_MESSAGE] + "…"
-    source = f"{path.name!r}, {entry[:_LONGEST_MESSAGE]}" if entry else f"{path.name!r}"
+    reason = reason if len(reason) <= LONGEST_MESSAGE else reason[:LONGEST_MESSAGE] + "…"
+    source = f"{path.name!r}, {entry[:LONGEST_MESSAGE]}" if entry else f"{path.name!r}"
     return OptionError(
         f"Could not read the annotations {source}: {reason}. Expected COCO JSON, a JSON list of {{file, boxes, "
         "label}, or labels.csv with the columns file and label or label_index."

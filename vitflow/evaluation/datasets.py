@@ -7,7 +7,7 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ import numpy as np
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_image
 from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation.annotations import (
+    LONGEST_MESSAGE,
     WRONG,
     Label,
     Labelled,
     Parse,
     Region,
     as_label,
-    check_count,
     read_annotations,
     unreadable,
 )
@@ -34,7 +34,6 @@ _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")
 _UNKNOWN = 255  # mask value of unknown pixels, as in Pascal VOC
 _LONGEST_NAME = 4096  # bytes of a path
-_LONGEST_MESSAGE = 200  # characters of an error message, which may quote the file
 _PROBED = 20  # items of an iterable that are read to detect regions
 
 
@@ -81,7 +80,7 @@ class Dataset:
 
     Attributes:
         name: name of the data set.
-        kind: description for display.
+        kind: the kind of the images, for display.
         samples: the images.
         has_regions: True if it has masks or boxes, which localisation requires.
         identity: fingerprint as JSON data.
@@ -130,7 +129,7 @@ def open_dataset(
         ImageError: the folder has no images.
 
     >>> open_dataset("demo:20").kind
-    '20 drawn images with exact masks'
+    'drawn images with exact masks'
     >>> open_dataset([(np.zeros((8, 8, 3), np.uint8), [[0, 0, 4, 4], [1, 2, 7, 8]])]).has_regions
     True
     """
@@ -146,10 +145,7 @@ def open_dataset(
         dataset = _open_iterable(data)
     if not len(dataset):
         raise OptionError("Expected at least one image, got none.")
-    if limit is None or limit >= len(dataset):
-        return dataset
-    kind = re.sub(r"^\d+", str(limit), dataset.kind)
-    return Dataset(dataset.name, kind, dataset.samples[:limit], dataset.has_regions, dataset.identity)
+    return replace(dataset, samples=dataset.samples[:limit])
 
 
 def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
@@ -181,7 +177,7 @@ def _drawn(name: str, count: int, seed: int) -> Dataset:
             f"{name!r}."
         )
     samples = [Sample(f"demo-{index}", partial(_draw, index), fixed=True) for index in range(seed, seed + count)]
-    return Dataset(name, f"{count} drawn images with exact masks", samples, True, {"demo": seed})
+    return Dataset(name, "drawn images with exact masks", samples, True, {"demo": seed})
 
 
 def _draw(seed: int) -> Labelled:
@@ -205,7 +201,7 @@ def _open_iterable(data: Any) -> Dataset:
     for sample in samples[:_PROBED]:
         with contextlib.suppress(VitflowError, OSError):  # reported in its row
             has_regions = has_regions or sample.read().regions is not None
-    return Dataset(name, name, samples, has_regions)
+    return Dataset(name, "images", samples, has_regions)
 
 
 def _read_item(items: Any, index: int) -> Labelled:
@@ -266,8 +262,7 @@ def _annotated(path: Path, name: str, images: Path | None) -> Dataset:
             f"None of the {len(samples)} images of {path.name!r} exists, such as {names[0]!r}. Pass their folder with "
             "--images (images=…)."
         )
-    kind = f"{len(samples)} images with annotated regions"
-    return Dataset(name, kind, samples, True, {"annotations": _digest([path])})
+    return Dataset(name, "images with annotated regions", samples, True, {"annotations": _digest([path])})
 
 
 def _is_name(file: Any) -> bool:
@@ -293,7 +288,7 @@ def _find_image(file: Any, folders: Sequence[Path]) -> Path:
     existing = next(filter(is_file, inside), None)
     if existing is None and len(inside) < len(candidates):
         raise OptionError(
-            f"The annotations name {file[:_LONGEST_MESSAGE]!r}, which is outside the image folders ("
+            f"The annotations name {file[:LONGEST_MESSAGE]!r}, which is outside the image folders ("
             f"{', '.join(repr(str(folder)) for folder in folders)}). To allow it, pass its folder with --images "
             "(images=…)."
         )
@@ -338,7 +333,7 @@ def _images(name: str, paths: Sequence[Path], labels: Path | None = None) -> Dat
         )
         for path, unique in zip(paths, names, strict=True)
     ]
-    kind = f"{len(paths)} images" + (" with masks" if masks else "") + (" with classes" if rows else "")
+    kind = "images" + (" with masks" if masks else "") + (" with classes" if rows else "")
     facts = [file for file in (labels, classes) if file is not None]
     return Dataset(name, kind, samples, bool(masks), {"root": root, "annotations": _digest(facts)})
 
@@ -371,7 +366,6 @@ def _read_masked(path: Path, mask: Path | None, names: Sequence[str], written: t
     if not names:
         return Labelled(image, (Region(label, values > 0),), label)
     present = np.unique(values[values > 0]).tolist()
-    check_count(len(present))
     regions = []
     for value in present:
         unknown = value > len(names) and value == _UNKNOWN

@@ -1,12 +1,13 @@
-"""Table of metrics: names, directions, requirements and limitations.
+"""Table of metrics by group: names, directions, requirements and limitations.
 
 This module imports no torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, check_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,77 @@ class Metric:
         """Arrow in the direction of better values."""
         return "↑" if self.better == "higher" else "↓"
 
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Metrics that answer one question and are computed together.
+
+    Attributes:
+        title: heading of their section.
+        question: the question.
+        needs: requirements, of "regions" (in the data), "classes" (of the model) and "intervals" (of a method).
+        default: True if the group is measured by default.
+        costly: True if it takes many forward passes per image, and is measured on a random subset of the images.
+        series: name of a chart that follows the bars, of values with several numbers per image and method.
+        undefined: reasons for undefined values.
+        limitations: what the group does not show, if it has no metrics.
+    """
+
+    title: str
+    question: str
+    needs: tuple[str, ...] = ()
+    default: bool = False
+    costly: bool = False
+    series: str = ""
+    undefined: str = ""
+    limitations: str = ""
+
+
+#: Groups of metrics; "correlation" is measured by layer and has tables instead of metrics.
+GROUPS = {
+    "localisation": Group(
+        "Localisation",
+        "Does the map highlight the object?",
+        needs=("regions",),
+        default=True,
+        undefined="the model input shows no object or no background, or the data has no regions",
+    ),
+    "faithfulness": Group(
+        "Faithfulness",
+        "Does the prediction depend on the patches that the map ranks highest?",
+        needs=("classes",),
+        default=True,
+        series="curves",
+        undefined="a constant map does not rank patches",
+    ),
+    "sanity": Group(
+        "Sanity",
+        "Does the map depend on the weights, follow the image and differ between classes?",
+        default=True,
+        costly=True,
+        series="randomisation",
+        undefined="a map is constant, or does not shift by whole patches",
+    ),
+    "grid": Group(
+        "One class against another",
+        "Among several objects, does the map highlight the target?",
+        needs=("classes",),
+    ),
+    "intervals": Group(
+        "Intervals of sampling",
+        "Do the intervals contain the values from many more masks?",
+        needs=("classes", "intervals"),
+        costly=True,
+    ),
+    "correlation": Group(
+        "Rank correlation by layer",
+        "Do attention, rollout and flow of each layer rank patches as the references do?",
+        needs=("classes",),
+        costly=True,
+        limitations="Occlusion and input gradients are not ground truth: a high correlation shows agreement, not "
+        "correctness.",
+    ),
+}
 
 # Name, title, description, limitations and, unless higher values are better, the direction.
 _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -176,16 +248,6 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 METRICS: dict[str, Metric] = {row[0]: Metric(group, *row) for group, rows in _ROWS.items() for row in rows}
 
-#: Groups of metrics; "correlation" is measured by layer and has separate tables.
-GROUPS = (*_ROWS, "correlation")
-
-#: Groups measured by default.
-DEFAULT_GROUPS = ("localisation", "faithfulness", "sanity")
-
-CORRELATION_LIMITATIONS = (
-    "Occlusion and input gradients are not ground truth: a high correlation shows agreement, not correctness."
-)
-
 
 def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], list[str]]:
     """Return the metrics of these names and groups, in table order, and the groups to compute for them.
@@ -200,14 +262,29 @@ def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], li
     >>> [metric.name for metric in metrics][:2], groups
     (['roc_auc', 'randomisation'], ['localisation', 'sanity'])
     """
-    requested = list(DEFAULT_GROUPS if names is None else names)
+    requested = [name for name, group in GROUPS.items() if group.default] if names is None else list(names)
     if not requested:
         raise OptionError("Expected at least one metric, got none.")
     for name in requested:
-        if name not in METRICS and name not in (*GROUPS, "all"):
-            raise OptionError(unknown_name("metric", name, [*METRICS, *GROUPS, "all"]))
+        check_known("metric", name, [*METRICS, *GROUPS, "all"])
     chosen = [metric for metric in METRICS.values() if {metric.name, metric.group, "all"} & set(requested)]
-    wanted = {metric.group for metric in chosen} | (
-        {"correlation"} if {"correlation", "all"} & set(requested) else set()
-    )
-    return chosen, [group for group in GROUPS if group in wanted]
+    groups = {metric.group for metric in chosen}
+    return chosen, [name for name in GROUPS if name in groups or {name, "all"} & set(requested)]
+
+
+def has_intervals(options: Mapping[str, Any]) -> bool:
+    """Return True if values with these options have intervals: sampling and consensus with estimator="regression"."""
+    return bool(options.get("estimator") == "regression")
+
+
+_SUFFIX = " (blurred)"
+
+
+def twin_of(label: str) -> str:
+    """Return the label of a method's blurred twin."""
+    return f"{label}{_SUFFIX}"
+
+
+def is_twin(label: str) -> bool:
+    """Return True if the label is that of a blurred twin."""
+    return label.endswith(_SUFFIX)

@@ -1,7 +1,9 @@
-"""Evaluate methods on a model and data: measure image by image, with resume, and collect the results."""
+"""Evaluate methods on a model and data: choose what to measure, and measure image by image, with resume."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,25 +11,17 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from vitflow.errors import VitflowError
-from vitflow.evaluation.choices import (
-    applicable_methods,
-    check_options,
-    choose,
-    choose_target,
-    possible_groups,
-)
-from vitflow.evaluation.collecting import collect
+from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, stops_all, whole_number
 from vitflow.evaluation.datasets import Dataset, Sample, open_dataset
-from vitflow.evaluation.gridding import Grid, draw_grids, make_grids, random_order
-from vitflow.evaluation.measures.perturbation import can_drop_tokens
-from vitflow.evaluation.metrics import choose_metrics
+from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, can_drop_tokens
+from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
+from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals
 from vitflow.evaluation.results import Evaluation
-from vitflow.evaluation.scoring import Case, Protocol, measure
 from vitflow.evaluation.statistics import RESAMPLES
-from vitflow.explaining.choices import MethodChoice
+from vitflow.evaluation.targets import Grid, choose_target, draw_grids, make_grids, random_order
+from vitflow.explaining.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_table import is_slow
+from vitflow.explaining.method_table import BASELINES, Method, is_slow, list_methods
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.folder.work import explainer_for
@@ -41,13 +35,17 @@ from vitflow.runs.store import Run, finishing, versions
 #: Default number of images for the costly groups.
 SANITY_IMAGES = 24
 
-# Groups of metrics that take many forward passes per image.
-_COSTLY = ("sanity", "correlation", "intervals")
-
 # Maps per image and method in the sanity checks: randomisation stages, shifts, flips and classes.
 _SANITY_ROUNDS = 9
 
 _AUTO_BATCH = {"cpu": 8, "cuda": 64}
+
+# Reasons for groups that cannot be measured, by what they need.
+_MISSING = {
+    "regions": "the data has no masks or boxes",
+    "classes": "the model has no classes",
+    "intervals": "only sampling and consensus with estimator=regression have intervals",
+}
 
 
 @takes_method_options
@@ -110,46 +108,53 @@ def evaluate(
     [('gae', True), ('gae (blurred)', True), ('random', False), ('centre', False)]
     """
     shown, groups = choose_metrics(metrics)
-    check_options(points, sanity_images, batch_size, replace_by)
+    whole_number("points", points, 2)
+    whole_number("sanity_images", sanity_images, 0)
+    if batch_size is not None:
+        whole_number("batch_size", batch_size, 1)
+    if replace_by is not None:
+        check_known("replacement", replace_by, REPLACEMENTS)
     chosen = choose(methods, options)
     dataset = open_dataset(data, images=images, limit=limit)
     explainer = explainer_for(model)
-    groups, notes = possible_groups(groups, dataset, explainer, chosen)
+    groups, notes = _possible_groups(groups, dataset, explainer, chosen)
     if methods is None or methods == "all":
-        chosen, left_out = applicable_methods(explainer, dataset, chosen)
-        notes += left_out
+        chosen, refused = _applicable_methods(explainer, dataset, chosen)
+        notes += refused
     replacement = replace_by or ("drop" if "faithfulness" in groups and can_drop_tokens(explainer) else "blank")
     # With "all", methods that run the model many times would dominate the time of the sanity checks.
     slow = [choice.label for choice in chosen if methods == "all" and "predict" in choice.method.needs]
-    twins = blurred_twin and bool({"localisation", "faithfulness"} & set(groups))
     protocol = Protocol(
         methods=tuple(chosen),
         groups=tuple(groups),
         replace=replacement,
         points=points,
         seed=seed,
+        sanity_images=sanity_images,
         unchecked=tuple(slow),
-        blurred_twin=twins,
+        blurred_twin=blurred_twin and bool({"localisation", "faithfulness"} & set(groups)),
     )
-    settings = _settings(dataset, explainer, protocol, sanity_images)
+    settings = _settings(dataset, explainer, protocol)
     grids = make_grids(dataset.samples, explainer, seed) if "grid" in groups else {}
-    image_groups = _groups_of(dataset, protocol, sanity_images)
-    run = _Run(dataset, explainer, protocol, image_groups, grids, batch_size, progress)
-    evaluation = collect(
-        list(run.rows(dataset.samples)) if output is None else run.kept_rows(Path(output), settings, overwrite),
-        dataset=dataset,
-        model=explainer.model_id,
-        protocol=protocol,
-        metrics=[metric for metric in shown if metric.group in groups],
-        settings=without_probe(settings) | {"resamples": resamples, "versions": versions()},
-        notes=notes,
-    )
-    if not evaluation.images:
-        first = evaluation.failures[0]
+    run = _Run(dataset, explainer, protocol, _groups_of(dataset, protocol), grids, batch_size, progress)
+    rows = list(run.rows(dataset.samples)) if output is None else run.kept_rows(Path(output), settings, overwrite)
+    measured = [row for row in rows if row["status"] == "measured"]
+    if not measured:
         raise VitflowError(
-            f"None of the {len(dataset)} images could be measured. First error: {first['input']!r}: {first['error']}: "
-            f"{first['message']}"
+            f"None of the {len(dataset)} images could be measured. First error: {rows[0]['input']!r}: "
+            f"{rows[0]['error']}: {rows[0]['message']}"
         )
+    groups = [group for row in measured for group in row["groups"]]
+    evaluation = Evaluation(
+        data=dataset.name,
+        model=explainer.model_id,
+        methods=tuple(measured[0]["values"]),
+        metrics=tuple(metric for metric in shown if metric.group in groups),
+        rows=tuple(rows),
+        settings=without_probe(settings) | {"resamples": resamples, "versions": versions()},
+        kind=dataset.kind,
+        skipped=tuple(notes),
+    )
     if output is not None:
         with finishing(output):
             if grids:
@@ -159,7 +164,60 @@ def evaluate(
     return evaluation
 
 
-def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity_images: int) -> dict[str, Any]:
+def choose(methods: str | Sequence[MethodChoice] | None, options: Mapping[str, Any]) -> list[ChosenMethod]:
+    """Return the methods to measure, then the baselines, labelled with the options given with their names."""
+    if methods is None:
+        choices: list[MethodChoice] = [m.name for m in list_methods() if not m.needs & {"predict", "tokens"}]
+    elif methods == "all":
+        choices = [method.name for method in list_methods()]
+    else:
+        choices = [methods] if isinstance(methods, str) else list(methods)
+    names = [method.name for method in choose_methods(choices, {})] if choices else []
+    choices += [name for name in BASELINES if name not in names]
+    chosen: list[ChosenMethod] = []
+    for choice, method in zip(choices, check_methods(choices, options), strict=True):
+        given = {} if isinstance(choice, str | Method | ChosenMethod) else choice[1]
+        label = method.name + (":" + ",".join(f"{key}={value}" for key, value in given.items()) if given else "")
+        if any(label == other.label for other in chosen):
+            raise OptionError(f"Expected different methods or options, got {label} twice.")
+        chosen.append(replace(method, label=label))
+    return sorted(chosen, key=lambda method: method.name in BASELINES)
+
+
+def _possible_groups(
+    groups: Sequence[str], dataset: Dataset, explainer: Explainer, chosen: Sequence[ChosenMethod]
+) -> tuple[list[str], list[str]]:
+    """Return the groups that data, methods and model support, and notes on the others; OptionError if none is left."""
+    available = {
+        "regions": dataset.has_regions,
+        "classes": bool(explainer.num_classes),
+        "intervals": any(has_intervals(method.options) for method in chosen),
+    }
+    missing = {group: [need for need in GROUPS[group].needs if not available[need]] for group in groups}
+    notes = [f"Skipped {group}: {_MISSING[needs[0]]}." for group, needs in missing.items() if needs]
+    left = [group for group, needs in missing.items() if not needs]
+    if not left:
+        raise OptionError(f"None of the metrics can be measured. {' '.join(notes)}")
+    return left, notes
+
+
+def _applicable_methods(
+    explainer: Explainer, dataset: Dataset, chosen: list[ChosenMethod]
+) -> tuple[list[ChosenMethod], list[str]]:
+    """Return the methods that the model supports, tried on one image, and notes on the others."""
+    for sample in dataset.samples[:20]:
+        with suppress(VitflowError, OSError):  # the run reports the errors of the images
+            image = sample.read().image
+            break
+    else:
+        return chosen, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", VitflowWarning)
+        refused = explainer.refusals(chosen, image)
+    return [method for method in chosen if method.name not in refused], left_out(refused)
+
+
+def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol) -> dict[str, Any]:
     """Return everything that the rows depend on; runs with equal settings may share a folder."""
     data = {"data": dict(dataset.identity) or {"name": dataset.name}}
     measured: dict[str, Any] = {
@@ -167,11 +225,21 @@ def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol, sanity
         "seed": protocol.seed,
         "blurred_twin": protocol.blurred_twin,
     }
-    if set(_COSTLY) & set(protocol.groups):
-        measured["sanity_images"] = sanity_images
+    if any(GROUPS[group].costly for group in protocol.groups):
+        measured["sanity_images"] = protocol.sanity_images
+    if "sanity" in protocol.groups:
+        measured["unchecked"] = list(protocol.unchecked)
     if "faithfulness" in protocol.groups:
         measured |= {"replace_by": protocol.replace, "points": protocol.points}
     return run_fingerprint("evaluation", data, explainer.fingerprint(), protocol.methods, measured)
+
+
+def _groups_of(dataset: Dataset, protocol: Protocol) -> dict[str, tuple[str, ...]]:
+    """Return the groups of each image; the costly groups are measured on a random subset."""
+    quick = tuple(group for group in protocol.groups if not GROUPS[group].costly)
+    names = [sample.name for sample in dataset.samples]
+    drawn = set(sorted(names, key=lambda name: random_order(name, protocol.seed))[: protocol.sanity_images])
+    return {name: protocol.groups if name in drawn else quick for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +285,11 @@ class _Run:
                     yield row
 
     def _measure(self, batches: Batches, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+        """Measure a batch; an image that fails has a row with its error.
+
+        Raises:
+            OptionError, UnsupportedModelError: no image can be measured with these options or this model.
+        """
         cases: list[Case] = []
         stamps = {sample.name: {"stamp": sample.stamp()} for sample in samples}
         for sample in samples:
@@ -224,11 +297,18 @@ class _Run:
             try:
                 image = sample.read()
                 truth = choose_target(image, self.explainer.num_classes, self.explainer.class_names)
-                cases.append(Case(name, image, truth, self.groups[name], self.grids.get(name)))
+                grid = self.grids.get(name)
+                cases.append(Case(self.explainer, self.protocol, name, image, truth, self.groups[name], grid))
             except (VitflowError, OSError) as error:
                 yield failed_row({"input": name}, error) | stamps[name]
-        for row in measure(batches, cases, self.protocol):
-            yield row | stamps[row["input"]]
+        for case, result in zip(cases, batches.each(cases, with_maps, self.protocol.methods), strict=True):
+            try:
+                row = result if isinstance(result, Exception) else measure(result)
+            except Exception as error:
+                if stops_all(error, self.explainer.fit):
+                    raise
+                row = error
+            yield (failed_row({"input": case.name}, row) if isinstance(row, Exception) else row) | stamps[case.name]
 
     def _rounds(self, samples: Sequence[Sample]) -> float:
         """Return the expected work on a batch, in runs of one slow method over it."""
@@ -236,14 +316,6 @@ class _Run:
         checked = len([label for label in slow if label not in self.protocol.unchecked])
         share = sum("sanity" in self.groups[sample.name] for sample in samples) / len(samples)
         return max(len(slow) + checked * share * _SANITY_ROUNDS, 1)
-
-
-def _groups_of(dataset: Dataset, protocol: Protocol, sanity_images: int) -> dict[str, tuple[str, ...]]:
-    """Return the groups of each image; the costly groups are measured on a random subset."""
-    quick = tuple(group for group in protocol.groups if group not in _COSTLY)
-    names = [sample.name for sample in dataset.samples]
-    drawn = set(sorted(names, key=lambda name: random_order(name, protocol.seed))[:sanity_images])
-    return {name: protocol.groups if name in drawn else quick for name in names}
 
 
 def _report_share(tally: Tally, before: int, images: int, share: float) -> None:

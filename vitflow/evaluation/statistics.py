@@ -1,17 +1,13 @@
-"""Statistics over images: standard errors, bootstrap intervals, paired differences between methods; tables of them."""
+"""Statistics over images: standard errors, bootstrap intervals, paired differences between methods."""
 
-import csv
-import io
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import ShapeError, whole_number
 from vitflow.images.typesetting import decimal
-from vitflow.runs.columns import plain_cell
 
 #: Bootstrap resamples of each interval.
 RESAMPLES = 2000
@@ -76,9 +72,7 @@ class Difference:
         return Difference(self.second, self.first, estimate, None if self.above is None else 1.0 - self.above)
 
 
-def estimate_means(
-    values: NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0, confidence: float = CONFIDENCE
-) -> list[Estimate]:
+def estimate_means(values: NDArray[np.float64], *, resamples: int = RESAMPLES, seed: int = 0) -> list[Estimate]:
     """Estimate the mean of each column over images, with a percentile bootstrap interval.
 
     All columns use the same resamples of images. NaN marks an undefined value: it is excluded, also in
@@ -88,11 +82,10 @@ def estimate_means(
         values: [images, columns].
         resamples: number of resamples.
         seed: seed of the resampling; the same seed gives the same interval.
-        confidence: share of the resamples' means between low and high.
 
     Raises:
         ShapeError: values is not two-dimensional.
-        OptionError: resamples is below 1, or confidence is not between 0 and 1.
+        OptionError: resamples is below 1.
 
     Source: Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13 (the percentile interval).
 
@@ -102,10 +95,7 @@ def estimate_means(
     """
     if values.ndim != 2:
         raise ShapeError(f"Expected values [images, columns], got shape {values.shape}.")
-    if not 0.0 < confidence < 1.0 or resamples < 1:
-        raise OptionError(
-            f"Expected 0 < confidence < 1 and at least 1 resample, got confidence={confidence}, resamples={resamples}."
-        )
+    whole_number("resamples", resamples, 1)
     images, columns = values.shape
     defined = np.ma.masked_invalid(values)
     counts = defined.count(axis=0)
@@ -115,10 +105,10 @@ def estimate_means(
     several = counts > 1
     if several.any():
         drawn = _resampled_means(values[:, several], resamples, seed)
-        tails = 50.0 * (1.0 - confidence)
+        tails = 50.0 * (1.0 - CONFIDENCE)
         lows[several], highs[several] = np.nanpercentile(drawn, (tails, 100.0 - tails), axis=0)
     return [
-        Estimate(_optional(mean), _optional(error), _optional(low), _optional(high), int(count), int(images - count))
+        Estimate(optional(mean), optional(error), optional(low), optional(high), int(count), int(images - count))
         for mean, error, low, high, count in zip(means, errors, lows, highs, counts, strict=True)
     ]
 
@@ -158,7 +148,7 @@ def paired_differences(
     differences = np.stack([values[:, i] - values[:, j] for i, j in pairs], axis=1)
     estimates = estimate_means(differences, resamples=resamples, seed=seed)
     higher = np.where(np.isnan(differences), np.nan, (differences > 0) + 0.5 * (differences == 0))
-    above = map(_optional, defined_means(higher))
+    above = map(optional, defined_means(higher))
     return [
         Difference(labels[i], labels[j], estimate, share)
         for (i, j), estimate, share in zip(pairs, estimates, above, strict=True)
@@ -196,62 +186,6 @@ def _resampled_means(values: NDArray[np.float64], resamples: int, seed: int) -> 
     return means
 
 
-def _optional(value: float) -> float | None:
+def optional(value: float) -> float | None:
+    """Return None for NaN, and any other number as a float."""
     return None if np.isnan(value) else float(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows with named columns, for export.
-
-    Attributes:
-        columns: their names.
-        rows: the values of each row; None or NaN if a value is undefined.
-
-    >>> table = Table(("method", "mean"), [("rollout", 0.5), ("random", None)])
-    >>> print(table.to_csv(), end="")
-    method,mean
-    rollout,0.5
-    random,
-    >>> print(table.to_markdown())
-    | method | mean |
-    | --- | ---: |
-    | rollout | 0.5 |
-    | random | – |
-    """
-
-    columns: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the rows as dicts for JSON, with None for undefined values."""
-        return [dict(zip(self.columns, map(_defined, row), strict=True)) for row in self.rows]
-
-    def to_csv(self) -> str:
-        """Return the rows as CSV; undefined values are empty, and cells that look like formulas are escaped."""
-        text = io.StringIO(newline="")
-        rows = [map(_defined, row) for row in self.rows]
-        csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in [self.columns, *rows])
-        return text.getvalue()
-
-    def to_markdown(self) -> str:
-        """Return a Markdown table, with all columns but the first aligned to the right."""
-        rule = ["---", *["---:"] * (len(self.columns) - 1)]
-        rows = [["–" if _defined(value) is None else str(value) for value in row] for row in self.rows]
-        return "\n".join(f"| {' | '.join(row)} |" for row in [self.columns, rule, *rows])
-
-    def to_pandas(self) -> Any:
-        """Return the rows as a pandas DataFrame.
-
-        Raises:
-            OptionError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise OptionError("to_pandas() requires pandas: pip install pandas, or use to_csv().") from error
-        return pandas.DataFrame(self.to_dicts(), columns=list(self.columns))
-
-
-def _defined(value: Any) -> Any:
-    return None if isinstance(value, float) and np.isnan(value) else value

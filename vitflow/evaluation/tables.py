@@ -1,29 +1,95 @@
 """Tables of an evaluation: values of all images, and estimates, differences and rankings for each metric."""
 
+import csv
+import io
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.errors import check_known
-from vitflow.evaluation.choices import is_twin, twin_of
-from vitflow.evaluation.measures.correlation import RankCorrelation
-from vitflow.evaluation.measures.intervals import has_intervals
+from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.measures.localisation import accumulated_iou
-from vitflow.evaluation.metrics import METRICS, Metric
-from vitflow.evaluation.statistics import RESAMPLES, Difference, Estimate, Table, estimate_means, paired_differences
+from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
+from vitflow.evaluation.metrics import METRICS, Metric, has_intervals, is_twin, twin_of
+from vitflow.evaluation.statistics import (
+    RESAMPLES,
+    Difference,
+    Estimate,
+    defined_means,
+    estimate_means,
+    optional,
+    paired_differences,
+)
 from vitflow.explaining.captions import departures_from_paper
 from vitflow.explaining.method_table import BASELINES, METHODS, split_label
-from vitflow.runs.columns import kinds_in
+from vitflow.images.typesetting import decimal
+from vitflow.runs.columns import plain_cell
 
-# Table columns of an image and of an estimate.
-_IMAGE = tuple(kinds_in("results"))
-_ESTIMATE = tuple(field.name for field in fields(Estimate))
+# Display names in the tables of rank correlation.
+LAYER_TITLES = {
+    "attention": "raw attention",
+    "rollout": "attention rollout",
+    "flow": "attention flow",
+    "occlusion": "occlusion",
+    "input_gradient": "input gradient",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows with named columns, for export.
+
+    Attributes:
+        columns: their names.
+        rows: the values of each row; None if a value is undefined.
+
+    >>> table = Table(("method", "mean"), [("rollout", 0.5), ("random", None)])
+    >>> print(table.to_csv(), end="")
+    method,mean
+    rollout,0.5
+    random,
+    >>> print(table.to_markdown())
+    | method | mean |
+    | --- | ---: |
+    | rollout | 0.5 |
+    | random | – |
+    """
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the rows as dicts for JSON."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def to_csv(self) -> str:
+        """Return the rows as CSV; undefined values are empty, and cells that look like formulas are escaped."""
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in [self.columns, *self.rows])
+        return text.getvalue()
+
+    def to_markdown(self) -> str:
+        """Return a Markdown table, with all columns but the first aligned to the right."""
+        rule = ["---", *["---:"] * (len(self.columns) - 1)]
+        rows = [["–" if value is None else str(value) for value in row] for row in self.rows]
+        return "\n".join(f"| {' | '.join(row)} |" for row in [self.columns, rule, *rows])
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas DataFrame.
+
+        Raises:
+            OptionError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise OptionError("to_pandas() requires pandas: pip install pandas, or use to_csv().") from error
+        return pandas.DataFrame(self.to_dicts(), columns=list(self.columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +99,13 @@ class TableRow:
     Attributes:
         method: its label.
         baseline: True if the method does not depend on the model.
+        measured: True if the metric was measured for the method.
         estimate: the mean over images, with its standard error and interval.
     """
 
     method: str
     baseline: bool
+    measured: bool
     estimate: Estimate
 
 
@@ -49,43 +117,71 @@ class Tables:
         data: name of the data set.
         model: the model's id.
         methods: labels, baselines last.
-        metrics: the requested metrics that could be measured.
-        images: metadata of each measured image: name, class, probability, share of the area covered by the region.
-        failures: rows of the images that could not be measured.
-        values: for each metric float64 [images, methods], NaN if undefined or not measured.
-        overlaps: `Localisation.overlap` of each image and method, [images, methods, 4]; None without regions.
-        curves: "deletion" and "insertion": the target's probability, [images, methods, points]; empty without
-            faithfulness.
-        stages: names of the stages of randomisation, from the top of the network down.
-        randomisation: Spearman with the original map at each stage, [images, stages, methods].
-        correlation: rank correlation by layer, if requested.
+        metrics: the requested metrics that were measured.
+        rows: the row of each image, from `measure`, or with its error.
         settings: all other settings that the numbers depend on, as JSON data.
-        notes: sentences to show with the tables.
+        kind: the kind of the images.
+        skipped: notes on groups and methods that were left out.
         grids: figures of some grids of four images with their maps, if grids were measured and saved.
-        unchecked: methods without sanity checks.
     """
 
     data: str
     model: str
     methods: tuple[str, ...]
     metrics: tuple[Metric, ...]
-    images: tuple[Mapping[str, Any], ...]
-    failures: tuple[Mapping[str, Any], ...] = ()
-    values: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    overlaps: NDArray[np.float64] | None = None
-    curves: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    stages: tuple[str, ...] = ()
-    randomisation: NDArray[np.float64] | None = None
-    correlation: RankCorrelation | None = None
+    rows: tuple[Mapping[str, Any], ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    kind: str = "images"
+    skipped: tuple[str, ...] = ()
     grids: tuple[Figure, ...] = ()
-    unchecked: tuple[str, ...] = ()
+
+    @cached_property
+    def images(self) -> tuple[Mapping[str, Any], ...]:
+        """Rows of the measured images: name, class, probability, share of the area covered by the region, …."""
+        return tuple(row for row in self.rows if row["status"] == "measured")
+
+    @cached_property
+    def failures(self) -> tuple[Mapping[str, Any], ...]:
+        """Rows of the images that could not be measured."""
+        return tuple(row for row in self.rows if row["status"] != "measured")
+
+    @cached_property
+    def values(self) -> dict[str, NDArray[np.float64]]:
+        """For each metric float64 [images, methods], NaN if undefined or not measured."""
+        return {metric.name: self._stacked(metric.name) for metric in self.metrics}
+
+    @cached_property
+    def series(self) -> dict[str, NDArray[np.float64]]:
+        """Measured values with several numbers per image and method, float64 [images, methods, numbers].
+
+        They are "overlap" of `Localisation`, the "deletion" and "insertion" curves of the target's probability, and
+        "cascade", Spearman with the original map at each stage of randomisation.
+        """
+        stored = {name for image in self.images for values in image["values"].values() for name in values}
+        return {name: self._stacked(name) for name in sorted(stored - set(METRICS))}
+
+    def _stacked(self, name: str) -> NDArray[np.float64]:
+        entries = [[image["values"].get(label, {}).get(name) for label in self.methods] for image in self.images]
+        shape = next((np.shape(value) for entry in entries for value in entry if value is not None), ())
+        empty = np.full(shape, np.nan)
+        return np.array([[empty if value is None else value for value in entry] for entry in entries], dtype=np.float64)
+
+    @property
+    def stages(self) -> list[str]:
+        """Names of the stages of randomisation, from the top of the network down."""
+        return next((image["stages"] for image in self.images if "stages" in image), [])
+
+    @cached_property
+    def correlation(self) -> NDArray[np.float64] | None:
+        """Rank correlation by layer if it was measured, [images, references, methods, layers]."""
+        measured = [image["correlation"] for image in self.images if "correlation" in image]
+        return np.array(measured, dtype=np.float64) if measured else None
 
     @property
     def groups(self) -> list[str]:
-        """Groups of the metrics, in order."""
-        return list(dict.fromkeys(metric.group for metric in self.metrics))
+        """Groups of the metrics, in order, and "correlation" if it was measured."""
+        groups = list(dict.fromkeys(metric.group for metric in self.metrics))
+        return groups if self.correlation is None else [*groups, "correlation"]
 
     def is_baseline(self, method: str) -> bool:
         """Return True if the method does not depend on the model."""
@@ -100,7 +196,7 @@ class Tables:
         """Return True if the metric was measured for the method; blurred twins have no sanity checks or grids."""
         if metric.group == "intervals":
             return has_intervals(self.settings.get("options", {}).get(method, {}))
-        if metric.group == "sanity" and method in self.unchecked:
+        if metric.group == "sanity" and method in self.settings.get("unchecked", ()):
             return False
         return not (is_twin(method) and metric.group in ("sanity", "grid"))
 
@@ -114,7 +210,12 @@ class Tables:
     @property
     def fractions(self) -> NDArray[np.float64] | None:
         """Shares of removed patches at each point of the curves; None without faithfulness."""
-        return np.linspace(0.0, 1.0, self.curves["deletion"].shape[-1]) if self.curves else None
+        return np.linspace(0.0, 1.0, self.series["deletion"].shape[-1]) if "deletion" in self.series else None
+
+    def mean_lines(self, name: str) -> dict[str, list[float | None]]:
+        """Return the mean over images of a series for each method, without NaN; None if no value is left."""
+        means = defined_means(self.series[name]).tolist()
+        return {method: list(map(optional, line)) for method, line in zip(self.methods, means, strict=True)}
 
     def table(self, metric: str) -> list[TableRow]:
         """Return the table of a metric: a row per method, in the requested order.
@@ -130,14 +231,12 @@ class Tables:
         tables = {}
         for metric in self.metrics:
             estimates = estimate_means(self.measured_values(metric), **self._resampling)
-            tables[metric.name] = [
-                TableRow(
-                    method,
-                    self.is_baseline(method),
-                    estimate if self.is_measured(method, metric) else replace(estimate, undefined=0),
-                )
-                for method, estimate in zip(self.methods, estimates, strict=True)
-            ]
+            rows = []
+            for method, estimate in zip(self.methods, estimates, strict=True):
+                measured = self.is_measured(method, metric)
+                shown = estimate if measured else replace(estimate, undefined=0)
+                rows.append(TableRow(method, self.is_baseline(method), measured, shown))
+            tables[metric.name] = rows
         return tables
 
     def differences(self, metric: str) -> list[Difference]:
@@ -147,20 +246,28 @@ class Tables:
             OptionError: the metric was not measured.
         """
         check_known("metric of this evaluation", metric, self.values)
-        return list(self._differences[metric])
+        return list(self._differences[metric].values())
+
+    def difference(self, metric: str, first: str, second: str) -> Difference | None:
+        """Return first minus second; None for a method and itself, or another method's blurred twin."""
+        check_known("metric of this evaluation", metric, self.values)
+        pair = self._differences[metric].get((first, second))
+        reverse = self._differences[metric].get((second, first))
+        return pair if reverse is None else reverse.reversed()
 
     @cached_property
-    def _differences(self) -> dict[str, list[Difference]]:
+    def _differences(self) -> dict[str, dict[tuple[str, str], Difference]]:
         pairs = [
             (i, j)
             for (i, first), (j, second) in combinations(enumerate(self.methods), 2)
             if second == twin_of(first) or not (is_twin(first) or is_twin(second))
         ]
-        labels = list(self.methods)
-        return {
-            metric.name: paired_differences(labels, self.measured_values(metric), pairs, **self._resampling)
-            for metric in self.metrics
-        }
+        differences = {}
+        for metric in self.metrics:
+            values = self.measured_values(metric)
+            estimated = paired_differences(list(self.methods), values, pairs, **self._resampling)
+            differences[metric.name] = {(pair.first, pair.second): pair for pair in estimated}
+        return differences
 
     def measured_values(self, metric: Metric) -> NDArray[np.float64]:
         """Return the values of the metric on the images that it was measured on."""
@@ -171,68 +278,69 @@ class Tables:
     def _resampling(self) -> dict[str, int]:
         return {"resamples": self.settings.get("resamples", RESAMPLES), "seed": self.settings.get("seed", 0)}
 
-    def difference(self, metric: str, first: str, second: str) -> Difference | None:
-        """Return first minus second; None for a method and itself, or another method's blurred twin."""
-        for pair in self.differences(metric):
-            if (pair.first, pair.second) == (first, second):
-                return pair
-            if (pair.second, pair.first) == (first, second):
-                return pair.reversed()
-        return None
-
     def ranking(self, metric: str) -> list[tuple[str, float]]:
         """Return methods and their means, best first, without baselines and blurred twins."""
-        means = {row.method: row.estimate.mean for row in self.table(metric)}
-        known = [(name, mean) for name in self.main_methods if (mean := means.get(name)) is not None]
+        main, rows = self.main_methods, self.table(metric)
+        known = [(row.method, mean) for row in rows if row.method in main and (mean := row.estimate.mean) is not None]
         return sorted(known, key=lambda pair: pair[1], reverse=METRICS[metric].better == "higher")
+
+    def best(self, metric: str) -> list[str]:
+        """Return the method with the best mean, and those whose means are displayed as the same number."""
+        ranking = self.ranking(metric)
+        return [method for method, mean in ranking if decimal(mean) == decimal(ranking[0][1])]
+
+    def state(self, metric: str, first: str, second: str) -> str:
+        """Return "better" or "worse" if the first method clearly is, "unclear", or "" for a pair without difference."""
+        pair = self.difference(metric, first, second)
+        if pair is None or pair.estimate.mean is None or not pair.is_clear:
+            return "" if pair is None else "unclear"
+        return "better" if (pair.estimate.mean > 0) == (METRICS[metric].better == "higher") else "worse"
 
     def overview(self, group: str) -> Table:
         """Return the means ± standard errors of a group as text: a row per method, a column per metric."""
         metrics = [metric for metric in self.metrics if metric.group == group]
         columns = [
-            [str(row.estimate) if self.is_measured(row.method, metric) else "not measured" for row in rows]
+            [str(row.estimate) if row.measured else "not measured" for row in self.table(metric.name)]
             for metric in metrics
-            for rows in [self.table(metric.name)]
         ]
         heads = [f"{metric.title} {metric.arrow}" for metric in metrics]
         return Table(("method", *heads), list(zip(self.methods, *columns, strict=True)))
 
-    def results(self) -> Table:
-        """Return a row per image, method and metric."""
-        rows = [
-            (*map(image.get, _IMAGE), method, metric.name, float(self.values[metric.name][i, j]))
-            for i, image in enumerate(self.images)
-            for j, method in enumerate(self.methods)
-            for metric in self.metrics
-            if metric.group in image["groups"]
-        ]
-        return Table((*_IMAGE, "method", "metric", "value"), rows)
-
-    def summary(self) -> Table:
-        """Return a row per metric and method: mean, standard error, interval, and the number of images with a value."""
-        rows = [
-            (metric.name, metric.better, row.method, row.baseline, *astuple(row.estimate))
-            for metric in self.metrics
-            for row in self.table(metric.name)
-        ]
-        return Table(("metric", "better", "method", "baseline", *_ESTIMATE), rows)
-
-    def pairs(self) -> Table:
-        """Return a row per metric and pair of methods: first − second on the same images."""
-        rows = [
-            (metric.name, pair.first, pair.second, *astuple(pair.estimate), pair.above, pair.is_clear)
-            for metric in self.metrics
-            for pair in self.differences(metric.name)
-        ]
-        return Table(("metric", "first", "second", *_ESTIMATE, "above", "clear"), rows)
-
     def accumulated_mean_iou(self) -> dict[str, float | None]:
         """Return the mean IoU accumulated over all images for each method, as reported by Chefer et al."""
-        if self.overlaps is None:
+        if "overlap" not in self.series:
             return {}
         ious: dict[str, float | None] = {}
-        for index, method in enumerate(self.methods):
-            overlaps = self.overlaps[:, index]
-            overlaps = overlaps[~np.isnan(overlaps).any(axis=1)]
-            ious[method] = accumulated_iou(overlaps) if len(overlaps) else None
+        for method, overlaps in zip(self.methods, self.series["overlap"].transpose(1, 0, 2), strict=True):
+            defined = overlaps[~np.isnan(overlaps).any(axis=1)]
+            ious[method] = accumulated_iou(defined) if len(defined) else None
         return ious
+
+    @property
+    def correlation_means(self) -> NDArray[np.float64]:
+        """Means and standard deviations of rank correlation over images, [2, references, methods, layers]."""
+        if self.correlation is None:
+            return np.empty((2, len(REFERENCES), len(LAYER_METHODS), 0))
+        spread = np.ma.masked_invalid(self.correlation).std(axis=0, ddof=1).filled(np.nan)
+        return np.stack([defined_means(self.correlation), spread])
+
+    def correlations(self) -> Table:
+        """Return a row per reference, method and layer: mean and standard deviation of Spearman's ρ over images."""
+        means = np.moveaxis(self.correlation_means, 0, -1)  # [references, methods, layers, 2]
+        cells = product(REFERENCES, LAYER_METHODS, range(1, means.shape[2] + 1))
+        rows = [(*cell, *map(optional, pair)) for cell, pair in zip(cells, means.reshape(-1, 2), strict=True)]
+        return Table(("reference", "method", "layer", "mean", "standard_deviation"), rows)
+
+    def correlation_tables(self) -> list[Table]:
+        """Return a table per reference, as in the paper: mean ± standard deviation, a row per method."""
+        tables = []
+        for reference, means, spreads in zip(REFERENCES, *self.correlation_means, strict=True):
+            head = (f"Spearman with {LAYER_TITLES[reference]}", *(f"L{layer + 1}" for layer in range(means.shape[1])))
+            lines = zip(LAYER_METHODS, means.tolist(), spreads.tolist(), strict=True)
+            rows = [(LAYER_TITLES[name], *map(_with_spread, *numbers)) for name, *numbers in lines]
+            tables.append(Table(head, rows))
+        return tables
+
+
+def _with_spread(mean: float, spread: float) -> str:
+    return decimal(optional(mean), 2) + ("" if np.isnan(spread) else f" ± {spread:.2f}")

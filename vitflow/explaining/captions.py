@@ -200,14 +200,3 @@ def top_share(grid: NDArray[np.floating[Any]], top: float = 0.1) -> str:
         return "every patch is 0"
     held = np.interp(top * values.size, np.arange(values.size + 1), np.append(0.0, np.cumsum(values))) / values.sum()
     return f"{'strongest' if (grid < 0).any() else 'top'} {top:.0%} of patches contain {held:.0%}"
-
-
-def duration(seconds: float) -> str:
-    """Format a time in milliseconds, seconds, minutes (from 10) or hours (from 2).
-
-    >>> duration(0.0421), duration(12.34), duration(1234), duration(40000)
-    ('42 ms', '12.3 s', '21 min', '11.1 h')
-    """
-    if seconds >= 600:
-        return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-    return f"{1000 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"

@@ -18,15 +18,15 @@ from vitflow.explaining import captions
 from vitflow.explaining.applying import probabilities_of
 from vitflow.explaining.choices import ChosenMethod, choose_methods
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.explaining.targets import Score, Target, is_several, resolve_targets
 from vitflow.files import write_atomically
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, overlay
 from vitflow.images.geometry import Placement
 from vitflow.images.reading import ImageSource, image_name, read_image
 from vitflow.images.videos import read_video, write_video
-from vitflow.methods.ranks import spearman
+from vitflow.methods.similarity import spearman
 from vitflow.models.videos import StackedFrames
 
 if TYPE_CHECKING:
@@ -108,22 +108,14 @@ class Clip:
             options: options of `Saliency.overlay`.
         """
         from vitflow.images.charts import draw_clip
-        from vitflow.images.figures import draw_and_save
+        from vitflow.images.figures import written
 
         images = self.overlays(**options)
         first = self.frames[0]
         lines = [line for line in captions.class_lines(self.score) if line]
         title = f"{first.definition.title}: {', '.join(lines)}" if lines else first.definition.title
-        return draw_and_save(
-            path,
-            lambda: draw_clip(
-                {number: images[number] for number in self.key_frames},
-                self.shares,
-                title=title,
-                notes=list(self.notes()),
-                span=self.span,
-            ),
-        )
+        shown = {number: images[number] for number in self.key_frames}
+        return written(draw_clip(shown, self.shares, title=title, notes=list(self.notes()), span=self.span), path)
 
     def notes(self) -> list[str]:
         """Return the notes of the caption."""

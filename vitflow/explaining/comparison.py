@@ -16,18 +16,18 @@ from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import changed_options
 from vitflow.explaining.choices import MethodChoice, check_methods
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
+from vitflow.explaining.inputs import ImageInput, at_least_one, name_of
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import columns_of, draw_comparison
+from vitflow.explaining.strips import Strip, columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_image
 from vitflow.images import figures
-from vitflow.images.figures import FigureResult, draw_and_save
+from vitflow.images.figures import FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.typesetting import decimal
-from vitflow.methods.ranks import Values, spearman, top_overlap
+from vitflow.methods.similarity import Values, spearman, top_overlap
 
 
 def mean_of_defined(values: Iterable[float | None]) -> float | None:
@@ -248,7 +248,7 @@ class Comparison(FigureResult):
         """Measure the agreement of each pair of methods: Spearman correlation and overlap of the highest patches.
 
         Class-specific maps are compared for the same class; other maps are compared with the map of each class. See
-        `vitflow.methods.ranks.spearman` and `top_overlap` for ties and constant maps.
+        `vitflow.methods.similarity.spearman` and `top_overlap` for ties and constant maps.
 
         Args:
             top: share of a map's patches that count as its highest, 0 < top < 1; at least one patch.
@@ -273,7 +273,6 @@ class Comparison(FigureResult):
         *,
         same_scale: bool = False,
         width: float = 1.5,
-        timings: bool = False,
         **drawing: Any,
     ) -> Figure:
         """Draw the maps over their images: one row per image and class, one column per method.
@@ -285,14 +284,13 @@ class Comparison(FigureResult):
             same_scale: use the same colour limits for all maps of a method, so that they can be compared; by default
                 each map has separate limits. Methods never share limits, because their units differ.
             width: width of a column, in inches.
-            timings: show the computation time below each map.
             drawing: as for `Saliency.figure`; vmin and vmax are those of all maps.
 
         Raises:
             OptionError: a drawing option out of range, or another file type.
         """
-        pen = Pen.of(width, drawing)
-        return draw_and_save(path, lambda: draw_comparison(self.images, pen, same_scale=same_scale, timings=timings))
+        strip = Strip(Pen(width, **drawing), same_scale=same_scale)
+        return written(draw_comparison(self.images, strip), path)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a record of each image for JSON: its maps without values, and their agreement."""

@@ -21,11 +21,12 @@ from vitflow.explaining.applying import (
     starts_at_readout,
 )
 from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out
-from vitflow.explaining.image_model import ImageInput, ImageModel, name_of, several
+from vitflow.explaining.image_model import ImageModel
+from vitflow.explaining.inputs import ImageInput, PlacedImage, name_of, several
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.saliency import Saliency, contrasted
-from vitflow.explaining.targeted_trace import PlacedImage, TargetedTrace
+from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.explaining.targets import (
     Contrast,
     Score,
@@ -37,8 +38,8 @@ from vitflow.explaining.targets import (
     resolve_targets,
 )
 from vitflow.images.reading import ImageSource
-from vitflow.models.detection import refuse_deformable
 from vitflow.models.outputs import Outputs
+from vitflow.models.parts import refuse_deformable
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 
@@ -304,7 +305,7 @@ class Explainer(ImageModel):
             if chosen.method.needs == {"predict"}:
                 continue  # forward passes work for every model
             try:
-                self.explain_batch([self.grey() if image is None else image], methods=[chosen])
+                self.explain_batch([self.inputs.grey() if image is None else image], methods=[chosen])
             except (UnsupportedModelError, OptionError) as error:
                 refusals[chosen.name] = str(error)
         return refusals

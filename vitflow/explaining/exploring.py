@@ -18,12 +18,11 @@ from vitflow.errors import (
 from vitflow.explaining.captions import departures, ends, python_call
 from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
+from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
 from vitflow.explaining.method_table import get_method
 from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.similarity import layer_features
-from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.explaining.targets import Score, Targets
 from vitflow.methods.refinement import AffinityName
 from vitflow.models.blocks import layer_output

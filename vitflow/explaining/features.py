@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +10,23 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from scipy.ndimage import binary_erosion
+from scipy.ndimage import binary_erosion, distance_transform_edt
 from torch import nn
 
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import model_in_words
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.image_model import ImageInput, at_least_one, name_of
+from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
 from vitflow.explaining.similarity import layer_features
 from vitflow.explaining.strips import in_rows
-from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import DPI, Interpolation, figures, overlay
-from vitflow.images.figures import Cell, Column, FigureResult, draw_and_save
+from vitflow.images.figures import Cell, Column, FigureResult, written
 from vitflow.images.geometry import Placement
 from vitflow.images.pen import Pen
 from vitflow.images.reading import image_name
-from vitflow.methods.features import Components, principal_components
+from vitflow.images.upsampling import upsample
 from vitflow.methods.fusion import check_layer
+from vitflow.methods.similarity import Components, principal_components
 from vitflow.models.blocks import block_norms, block_paths, layer_output
 
 _MOST_COLUMNS = 6
@@ -50,6 +50,25 @@ class ImageFeatures:
     placement: Placement
     components: NDArray[np.float32]
     shown: NDArray[np.bool_]
+
+
+def _coloured(image: ImageFeatures, colours: NDArray[np.float32], pen: Pen) -> NDArray[np.uint8]:
+    """Draw the colours [rows, cols, 3] of the shown patches over their image; other patches show the background."""
+    photograph = pen.photograph(image.image)
+    placement = replace(image.placement, image_size=photograph.shape[:2])
+    # Outside the image the colours of its edge are repeated, so that interpolation does not mix in others.
+    nearest = tuple(distance_transform_edt(np.isnan(colours[..., 0]), return_distances=False, return_indices=True))
+    red, green, blue, covered = (
+        upsample(values[nearest], placement, interpolation=pen.interpolation)
+        for values in (*np.moveaxis(colours, 2, 0), image.shown)
+    )
+    plain = np.where(np.isnan(covered), covered, 0)
+    drawn = overlay.blend(photograph, plain, **pen.blending, mark_unseen=False)
+    alpha = pen.blending["alpha"]
+    mixed = alpha * 255 * np.stack([red, green, blue], axis=-1) + (1 - alpha) * photograph
+    coloured = covered > 0.5
+    drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
+    return overlay.blend(drawn, plain, alpha=0)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -110,22 +129,18 @@ class Features(FigureResult):
             width: width of an image, in inches.
             dpi: pixels per inch of the images.
             alpha: opacity of the colours, from 0 to 1.
-            interpolation: "smooth", "linear", "cubic", or "nearest" to see the patches.
+            interpolation: "smooth", "linear", or "nearest" to see the patches.
 
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
-        pen = Pen.of(width, {"dpi": dpi, "interpolation": interpolation, "alpha": alpha})
-        return draw_and_save(path, lambda: self._draw(pen))
-
-    def _draw(self, pen: Pen) -> Figure:
+        pen = Pen(width, dpi=dpi, interpolation=interpolation, alpha=alpha)
         columns = []
         for image, colours in zip(self.images, self.colours, strict=True):
-            drawn = pen.colours(colours, image.shown, image.placement, image.image)
             photograph = Cell(pen.photograph(image.image), (), (image_name(image.source),))
-            columns.append((Column(""), [photograph, Cell(drawn)]))
+            columns.append((Column(""), [photograph, Cell(_coloured(image, colours, pen))]))
         bands = [([head for head, _ in row], [[cells for _, cells in row]]) for row in in_rows(columns, _MOST_COLUMNS)]
-        return figures.draw_bands(bands, note=self._note(), dpi=pen.dpi)
+        return written(figures.draw_bands(bands, note=self._note(), dpi=pen.dpi), path)
 
     def _note(self) -> str:
         together = "" if len(self.images) == 1 else " over all images"

@@ -1,43 +1,40 @@
 """Image models: preprocessing, forward passes, recording and outputs."""
 
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, ShapeError, VitflowWarning, check_known, printable, unknown_name
+from vitflow.errors import OptionError, check_known, printable, unknown_name
+from vitflow.explaining.inputs import ImageInput, ModelInputs, PlacedImage, at_least_one, name_of
 from vitflow.explaining.regions import Boxes, Masks, Regions, boxes
-from vitflow.explaining.targeted_trace import PlacedImage
 from vitflow.images import FITS
-from vitflow.images.geometry import place
-from vitflow.images.preprocessing import InputSpec
-from vitflow.images.reading import ImageSource, bands_in_colour, image_name, read_bands, read_image
+from vitflow.images.preprocessing import InputSpec, Preprocessing
+from vitflow.images.reading import ImageSource, image_name
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
-from vitflow.models.anatomy import no_logits, unwrap
-from vitflow.models.checkpoints import ClassNames, check_name_count, checked_class_names, weights_sha256
-from vitflow.models.detection import PromptedDetector, refuse_joint_text
-from vitflow.models.facts import read_facts
-from vitflow.models.libraries import forward_options, headless, library_data_config, library_id
+from vitflow.models.anatomy import forward_options
+from vitflow.models.blocks import headless
+from vitflow.models.calls import no_logits
+from vitflow.models.checkpoints import weights_sha256
+from vitflow.models.facts import library_data_config, read_facts
 from vitflow.models.loading import load_model
+from vitflow.models.names import ClassNames, check_name_count, checked_class_names, model_id
 from vitflow.models.outputs import Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import (
+    PromptedDetector,
     Prompts,
-    called,
     is_pair,
     is_prompted_detector,
-    pair_data_config,
     pair_of,
     prompt_outputs,
     refuse_without_prompts,
 )
+from vitflow.models.parts import refuse_joint_text, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
 from vitflow.recording.probing import probe
@@ -47,11 +44,6 @@ from vitflow.recording.trace import Trace
 
 # Number of class names shown in a notebook.
 _NAMES_SHOWN = 12
-# Tolerance around the range 0 to 1 of image values, because resizing overshoots.
-_OVERSHOOT = 0.5
-
-#: An image, or a model input [channels, height, width].
-ImageInput = ImageSource | Tensor | PlacedImage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,8 +116,8 @@ class ImageModel:
             data_config = data_config or library_data_config(self.model)
             self.model, outputs = headless(self.model), Outputs(count=0)
         if prompted is not None:
-            data_config = data_config or pair_data_config(self.model, prompted.processor)
-            name = name or called(self.model)
+            data_config = data_config or library_data_config(self.model, prompted.processor)
+            name = name or model_id(self.model)
             self.model = PromptedDetector(self.model, prompted)
         self.regions: Regions | None = None
         if isinstance(outputs, Boxes | Masks):
@@ -134,9 +126,8 @@ class ImageModel:
             outputs, class_names, activation, named = self.regions.outputs(), None, None, True
         refuse_without_prompts(self.model)
         if is_video_model(self.model):
-            name = name or library_id(self.model) or type(self.model).__name__
+            name = name or model_id(self.model)
             self.model, data_config, layout = _stacked(self.model, data_config)
-        self._warned = False  # of a tensor that does not look normalised
         self._heads: dict[bool, Head | None] = {}  # for the outputs (False) and their contrasts with the rest (True)
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         self.facts = read_facts(
@@ -148,15 +139,13 @@ class ImageModel:
             name=name,
             outputs=outputs,
         )
-        self.preprocessing = self.facts.preprocessing(fit)
-        self.channels = _displayed(channels, self.spec.channels)
+        self.inputs = ModelInputs(self.facts.preprocessing(fit), channels, self.model_id)
         if references is not None:
             self.facts = replace(self.facts, outputs=self._similarities(references))
         elif outputs is not None:  # errors come before the first image
             with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-                tried = self.outputs.tried(
-                    lambda images: self.forward(images.clone()), self._two_images(), alone=not named
-                )
+                noise = torch.cat([self.pixels(image) for image in self.inputs.two_images()])
+                tried = self.outputs.tried(lambda images: self.forward(images.clone()), noise, alone=not named)
                 tried = tried if self.regions is None else self.regions.completed(tried, self.model)
             self.facts = replace(self.facts, outputs=tried)
         if class_names is not None and self.facts.outputs.count is None:
@@ -216,6 +205,11 @@ class ImageModel:
         return self.facts.layout
 
     @property
+    def preprocessing(self) -> Preprocessing:
+        """Preprocessing from images to model inputs."""
+        return self.inputs.preprocessing
+
+    @property
     def spec(self) -> InputSpec:
         """Input size and normalisation."""
         return self.preprocessing.spec
@@ -234,16 +228,11 @@ class ImageModel:
         return {
             **self.facts.fingerprint(),
             "weights_sha256": weights_sha256(self.model),
-            "probe": probe(self.model, self._probed, self.input_shape),
+            "probe": probe(self.model, self._probed, self.inputs.shape),
             "device": self.device.type,
             "fit": self.fit,
-            **({} if self.spec.channels in (1, 3) else {"channels": self.channels}),
+            **({} if self.inputs.in_colour else {"channels": self.inputs.channels}),
         }
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """Shape of a model input, (channels, height, width)."""
-        return self.spec.channels, *self.spec.size
 
     @property
     def num_classes(self) -> int:
@@ -251,23 +240,8 @@ class ImageModel:
         if self.facts.outputs.count is not None:
             return self.facts.outputs.count
         with torch.no_grad(), evaluating(self.model):
-            logits = self.outputs.numbers(self.forward(self.pixels(self.grey())))
+            logits = self.outputs.numbers(self.forward(self.pixels(self.inputs.grey())))
         return 0 if logits is None or logits.ndim != 2 else logits.shape[1]
-
-    def grey(self) -> NDArray[Any]:
-        """Return a uniform image of the model's input size for trial runs: grey, or the mean of each channel."""
-        if self.spec.channels in (1, 3):
-            return np.full((*self.spec.size, 3), 128, np.uint8)
-        return np.tile(np.asarray(self.spec.mean, np.float32), (*self.spec.size, 1))
-
-    def _two_images(self) -> Tensor:
-        """Return model inputs of two clearly different images: dark and bright noise."""
-        if self.spec.channels not in (1, 3):
-            values = np.random.RandomState(0).standard_normal((2, *self.spec.size, self.spec.channels))
-            values = values * [[[self.spec.std]], [[self.spec.std]]] + self.spec.mean
-            return torch.cat([self.pixels(values[0]), self.pixels(values[1] + self.spec.std)])
-        noise = np.random.RandomState(0).randint(0, 96, (2, *self.spec.size, 3), dtype=np.uint8)
-        return torch.cat([self.pixels(noise[0]), self.pixels(noise[1] + 160)])
 
     def pixels(self, image: ImageInput) -> Tensor:
         """Return the model input of an image, [1, channels, height, width], on the explainer's device."""
@@ -275,96 +249,16 @@ class ImageModel:
 
     def placed(self, source: ImageInput, name: str, original: ImageSource | None = None) -> PlacedImage:
         """Read an image and compute its placement; `original` is the image of a model input."""
-        if isinstance(source, PlacedImage):
-            return source
-        if isinstance(self.model, StackedFrames):
+        if isinstance(self.model, StackedFrames) and not isinstance(source, PlacedImage):
             raise OptionError(
                 f"{self.model_id} reads clips of {self.model.shape.frames} frames, got an image: use "
                 "vitflow.explain_clip, or vitflow explain with a video file."
             )
-        if isinstance(source, Tensor):
-            return self._placed_tensor(source, name, original)
-        if self.spec.channels not in (1, 3):
-            return self._placed_bands(source, name, original)
-        if original is not None:
-            raise OptionError("original= requires a tensor, got an image: leave it out.")
-        image = read_image(source)
-        return PlacedImage(name, image, self.preprocessing.place((image.shape[0], image.shape[1])))
-
-    def _placed_bands(self, source: Any, name: str, original: ImageSource | None) -> PlacedImage:
-        """Place an image with another number of channels; it is displayed by three of them, or by its original."""
-        bands = read_bands(source, self.spec.channels)
-        size = bands.shape[0], bands.shape[1]
-        placement = self.preprocessing.place(size)
-        image = bands_in_colour(bands, self.channels) if original is None else read_image(original)
-        if image.shape[:2] != size:
-            raise ShapeError(f"Expected an original of {size} pixels, as the image has, got {image.shape[:2]}.")
-        return PlacedImage(name, image, placement, torch.from_numpy(self.preprocessing.prepare_bands(bands, placement)))
-
-    def _placed_tensor(self, pixels: Tensor, name: str, original: ImageSource | None) -> PlacedImage:
-        """Check a model input and place it on its original, or on the denormalised input."""
-        pixels = pixels[0] if pixels.ndim == 4 and len(pixels) == 1 else pixels
-        channels, height, width = self.input_shape
-        size = (int(pixels.shape[1]), int(pixels.shape[2])) if pixels.ndim == 3 else (0, 0)
-        fits = pixels.ndim == 3 and len(pixels) == channels and (size == self.spec.size or self.spec.dynamic)
-        if not fits or not pixels.is_floating_point() or not torch.isfinite(pixels).all():
-            raise ShapeError(
-                f"Expected a finite float tensor [{channels}, {height}, {width}], normalised for {self.model_id}, or a "
-                f"batch of them, got {pixels.dtype} {list(pixels.shape)}."
-            )
-        tall, wide = self.spec.patch_size or (1, 1)
-        if size != self.spec.size and (size[0] % tall or size[1] % wide):
-            raise ShapeError(
-                f"Expected a tensor whose height and width are multiples of the patches of {self.model_id}, {tall} × "
-                f"{wide} pixels, got {size[0]} × {size[1]}."
-            )
-        pixels = pixels.detach()
-        values = pixels.float().cpu()
-        mean, std = (torch.tensor(each[:channels]).view(-1, 1, 1) for each in (self.spec.mean, self.spec.std))
-        shown = values * std + mean
-        if (
-            not self._warned
-            and channels in (1, 3)
-            and (
-                float(shown.min()) < -_OVERSHOOT
-                or float(shown.max()) > 1 + _OVERSHOOT
-                or (float(values.min()) >= 0 and float(values.max()) <= 1 < float(((1 - mean) / std).max()))
-            )
-        ):
-            self._warned = True
-            low, high = float((-mean / std).min()), float(((1 - mean) / std).max())
-            warnings.warn(
-                f"The tensor does not look normalised for {self.model_id}: its range is {values.min():.3g} to "
-                f"{values.max():.3g}; (image - mean) / std has {low:.3g} to {high:.3g} with mean={self.spec.mean} and "
-                f"std={self.spec.std}.",
-                VitflowWarning,
-                stacklevel=2,
-            )
-        if original is None:
-            if channels in (1, 3):
-                shown = (255 * shown).round().clamp(0, 255).to(torch.uint8).expand(3, -1, -1)
-                image = shown.permute(1, 2, 0).numpy()
-            else:
-                image = bands_in_colour(shown.permute(1, 2, 0).numpy(), self.channels)
-            return PlacedImage(name, np.ascontiguousarray(image), place(size, size, fit="squash"), pixels)
-        image = read_image(original)
-        placement = self.preprocessing.place((image.shape[0], image.shape[1]))
-        if placement.input_size != size:
-            raise ShapeError(
-                f"Expected a tensor of {placement.input_size} pixels for this original and fit={self.fit!r}, "
-                f"got {size}."
-            )
-        return PlacedImage(name, image, placement, pixels)
+        return self.inputs.placed(source, name, original)
 
     def _tensor(self, images: Sequence[PlacedImage]) -> Tensor:
-        inputs = [
-            torch.from_numpy(self.preprocessing.prepare(each.image, each.placement))
-            if each.pixels is None
-            else each.pixels
-            for each in images
-        ]
-        parameter = next(self.model.parameters(), inputs[0])
-        return torch.stack([pixels.to(self.device, parameter.dtype) for pixels in inputs])
+        parameter = next(self.model.parameters(), None)
+        return self.inputs.tensor(images, self.device, None if parameter is None else parameter.dtype)
 
     def forward(self, pixels: Tensor) -> Any:
         """Run the model on inputs [batch, channels, height, width] and return its output unchanged."""
@@ -452,43 +346,3 @@ def _stacked(model: nn.Module, data_config: Any) -> tuple[StackedFrames, dict[st
         )
     config["input_size"] = (channels, stacked.shape.frames * height, width)
     return stacked, config, stacked.layout
-
-
-def _displayed(channels: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """Check which three channels are displayed as red, green and blue; by default the first three."""
-    if channels is not None and count in (1, 3):
-        raise OptionError("channels requires a model with input other than RGB or grey: leave it out.")
-    if channels is None:
-        return (0, 1, 2) if count > 2 else (0, count - 1, count - 1)
-    if len(channels) != 3 or not all(isinstance(each, int) and 0 <= each < count for each in channels):
-        raise OptionError(f"Expected channels as three numbers from 0 to {count - 1}, got {channels!r}.")
-    return tuple(channels)
-
-
-def several(images: Any) -> Any:
-    """Return images as a sequence; a path, bytes, an array [height, width(, channels)] or a 3D tensor is one image.
-
-    >>> several("cats/tabby.jpg"), len(several(np.zeros((5, 9, 13)))), len(several(np.zeros((5, 9, 9, 3))))
-    (['cats/tabby.jpg'], 1, 5)
-    """
-    if isinstance(images, np.ndarray):
-        return [images] if images.ndim in (2, 3) else images
-    if isinstance(images, Tensor):
-        return [images] if images.ndim == 3 else list(images)
-    if isinstance(images, str | bytes | PlacedImage) or not isinstance(images, Iterable):
-        return [images]
-    return images if isinstance(images, Sequence) else list(images)
-
-
-def at_least_one(images: Any) -> Any:
-    """Return images as `several` does; OptionError if there are none."""
-    if not len(sources := several(images)):
-        raise OptionError("Expected at least one image, got none.")
-    return sources
-
-
-def name_of(source: ImageInput, index: int) -> str:
-    """Return the name of an image: its path, or "image 1" and so on."""
-    if isinstance(source, PlacedImage):
-        return source.name
-    return str(source) if isinstance(source, str | Path) else f"image {index}"

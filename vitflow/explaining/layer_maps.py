@@ -13,15 +13,14 @@ from vitflow.errors import OptionError
 from vitflow.explaining.captions import class_lines, departures, method_in_words, model_in_words
 from vitflow.explaining.choices import choose_methods, default_method, has_targets
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.image_model import ImageInput
+from vitflow.explaining.inputs import ImageInput
 from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.explaining.option_types import LayerMapOptions
 from vitflow.explaining.options import OPTIONS, takes_method_options
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import SHARES, bars_of, in_rows, map_cell
+from vitflow.explaining.strips import SHARES, Strip, in_rows
 from vitflow.explaining.targets import Contrast, Target
-from vitflow.images import figures
-from vitflow.images.figures import Block, Cell, Column, FigureResult, draw_and_save
+from vitflow.images.figures import Band, Cell, Column, FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.reading import image_name
 from vitflow.methods.fusion import check_layer
@@ -78,25 +77,18 @@ class LayerMaps(FigureResult):
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
-        pen = Pen.of(width, drawing)
-        return draw_and_save(path, lambda: self._draw(pen))
-
-    def _draw(self, pen: Pen) -> Figure:
-        limits = {id(each): pen.limits(each.grid) for each in self.saliencies}
-        cells = [
-            [(column, map_cell(each, limits[id(each)], pen)) for column, each in section]
-            for section in self._sections()
-        ]
+        pen = Pen(width, **drawing)
+        strip = Strip(pen)
+        cells = [[(column, strip.cell(each)) for column, each in section] for section in self._sections()]
         whole = self.accumulated[-1]
         photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.score)), (image_name(whole.source),))
         cells[0].insert(0, (Column("Image"), photograph))
-        bands: list[tuple[list[Column], list[Block]]] = [
+        bands: list[Band] = [
             ([column for column, _ in row], [[[cell] for _, cell in row]])
             for section in cells
             for row in in_rows(section, _MOST_COLUMNS)
         ]
-        bars = bars_of([(each, limits[id(each)]) for each in self.saliencies], pen)
-        return figures.draw_bands(bands, bars=bars, note=self._note(pen), dpi=pen.dpi)
+        return written(strip.figure(bands, self._note(pen)), path)
 
     def _sections(self) -> Iterator[list[tuple[Column, Saliency]]]:
         """Yield the columns of each section with their maps; the first section is the map of all layers."""

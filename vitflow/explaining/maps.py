@@ -12,8 +12,7 @@ from torch import Tensor
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
 from vitflow.explaining.options import OPTIONS
 from vitflow.explaining.targeted_trace import TargetedTrace
-from vitflow.methods import cells as blank_out
-from vitflow.methods import gradients, ranks
+from vitflow.methods import cells, gradients
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window
@@ -21,8 +20,8 @@ from vitflow.methods.fusion import HeadFusion, SignedFusion, check_layer, normal
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import ATTENTION_POOLING, pool_queries
 from vitflow.models.blocks import block_paths
+from vitflow.models.pooling import ATTENTION_POOLING, pool_queries
 from vitflow.progress import tracking
 from vitflow.recording.probing import output_from_tokens
 from vitflow.recording.trace import Trace
@@ -300,10 +299,10 @@ def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: 
     assert trace.pixels is not None
     options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
     with tracking("occlusion", len(trace.pixels) * rows * cols) as progress:
-        maps = blank_out.occlusion(predict, trace.pixels, trace.class_indices, progress=progress, **options)
+        maps = cells.occlusion(predict, trace.pixels, trace.class_indices, progress=progress, **options)
     if not bands:
         return Maps(maps)
-    drops = blank_out.channel_occlusion(predict, trace.pixels, trace.class_indices, batch_size=occlusion_batch)
+    drops = cells.channel_occlusion(predict, trace.pixels, trace.class_indices, batch_size=occlusion_batch)
     return Maps(maps, [{"bands": [round(value, 4) for value in each]} for each in drops.tolist()])
 
 
@@ -311,14 +310,14 @@ def random(trace: Trace, *, random_seed: int) -> Maps:
     """Random numbers on the patch grid."""
     rows, cols = trace.grid()
     assert trace.pixels is not None
-    return Maps(ranks.random_map(trace.pixels, rows=rows, cols=cols, seed=random_seed))
+    return Maps(cells.random_map(trace.pixels, rows=rows, cols=cols, seed=random_seed))
 
 
 def centre(trace: Trace, *, sigma: float) -> Maps:
     """Gaussian at the centre of the image."""
     rows, cols = trace.grid()
     assert trace.pixels is not None
-    return Maps(ranks.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
+    return Maps(cells.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
 
 
 def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:

@@ -353,13 +353,16 @@ def option_in_words(name: str, value: Any) -> str:
     return f"{name} {f'{value:g}' if isinstance(value, float) else value}".replace("_", " ")
 
 
-def shown(value: Any) -> str:
-    """Format the value of an option.
+def default_in_words(name: str, value: Any) -> str:
+    """Describe the default of an option; if None, that of a switch and of texts depends on the model.
 
-    >>> shown(True), shown(None), shown(0.5)
-    ('on', 'none', '0.5')
+    >>> default_in_words("bands", True), default_in_words("patch", None), default_in_words("value_weighted", None)
+    ('on', 'none', 'depends on the model')
     """
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else "none" if value is None else str(value)
+    if value is None:
+        by_model = name in OPTIONS and (OPTIONS[name].kind is bool or OPTIONS[name].scope == "text")
+        return "depends on the model" if by_model else "none"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 def check_refining(options: Mapping[str, Any]) -> None:

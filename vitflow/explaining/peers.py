@@ -23,8 +23,8 @@ from vitflow.explaining.maps import Maps
 from vitflow.explaining.method_table import Method
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.cells import cell_owners, sum_cells
+from vitflow.models.anatomy import forward_options
 from vitflow.models.blocks import block_norm
-from vitflow.models.libraries import forward_options
 from vitflow.models.outputs import Outputs
 from vitflow.recording.isolation import evaluating
 

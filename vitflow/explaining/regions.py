@@ -16,14 +16,8 @@ from vitflow.errors import OptionError, OutsideImageError, ShapeError
 from vitflow.explaining.similarity import check_box
 from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
-from vitflow.models.detection import (
-    NO_OBJECT,
-    dense_logits_of,
-    detections_of,
-    is_segmenting,
-    label_count,
-    output_names,
-)
+from vitflow.models.calls import dense_logits_of, detections_of
+from vitflow.models.names import NO_OBJECT, config_labels, is_segmenting, output_names
 from vitflow.models.outputs import Outputs, activate
 from vitflow.models.pairs import Prompts
 from vitflow.models.pairs import prompts as prompts_of
@@ -154,8 +148,8 @@ class Regions:
         names = output_names(model, self._names, tried.count)
         if isinstance(self.question, Masks):
             return Outputs(self._segmented, names, tried.count, self._activation or "softmax", made_of=self._made_of())
-        labels = len(self._names) if self._names else label_count(model)
-        activation = self._activation or ("sigmoid" if labels == tried.count else "softmax")
+        labels = self._names or config_labels(model)
+        activation = self._activation or ("sigmoid" if len(labels) == tried.count else "softmax")
         if activation == "softmax" and names is None:
             names = (*(f"class {index}" for index in range(tried.count - 1)), NO_OBJECT)
         self._activation = activation

@@ -16,9 +16,8 @@ from vitflow.explaining import captions
 from vitflow.explaining.method_table import Method, get_method
 from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
-from vitflow.images import Interpolation, overlay
 from vitflow.images.geometry import Placement
-from vitflow.images.pen import Pen, mark, takes_drawing_options
+from vitflow.images.pen import Mark, Pen, takes_drawing_options
 from vitflow.images.reading import image_name, write_image
 from vitflow.images.upsampling import upsample
 
@@ -124,33 +123,21 @@ class Saliency:
         """The map that figures show: `pixels` or, without them, `grid`."""
         return self.grid if self.pixels is None else self.pixels
 
-    def overlay(
-        self,
-        *,
-        interpolation: Interpolation = "smooth",
-        vmin: float | None = None,
-        vmax: float | None = None,
-        robust: bool = True,
-        **options: Any,
-    ) -> NDArray[np.uint8]:
+    @takes_drawing_options
+    def overlay(self, **drawing: Any) -> NDArray[np.uint8]:
         """Draw the map in colour over the original image, uint8 RGB [height, width, 3], with a detection or region.
 
         Args:
-            interpolation: "smooth", "linear" (as `heatmap` is), "cubic", "nearest" to see the patches, or "guided" for
-                edges that follow the image.
+            interpolation: "smooth", "linear" (as `heatmap` is), or "nearest" to see the patches.
             vmin, vmax: values of the first and last colour; by default the range of the map. If 0 is between them, as
                 for a map with negative values, 0 is transparent and the colours diverge from it.
             robust: use percentiles for that range, so that a single artefact patch does not determine it; values
                 beyond them approach the last colour.
-            options: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
+            drawing: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
         """
-        heatmap = upsample(self.drawn, self.placement, interpolation=interpolation, image=self.image)
-        low, high = overlay.scale_range(self.drawn, vmin=vmin, vmax=vmax, robust=robust)
-        soft = overlay.is_soft(vmin, vmax, robust)
-        drawn = overlay.blend(self.image, heatmap, vmin=low, vmax=high, soft=soft, **options)
-        if self.region is not None or "detection" in self.facts:
-            mark(drawn, self.marked)
-        return drawn
+        pen = Pen(None, **drawing)
+        marked = self.marked if self.region is not None or "detection" in self.facts else None
+        return pen.overlay(self.drawn, self.placement, self.image, pen.limits(self.drawn), marked)
 
     @property
     def patch_box(self) -> tuple[float, float, float, float] | None:
@@ -167,7 +154,7 @@ class Saliency:
         return left, top, right, bottom
 
     @property
-    def marked(self) -> tuple[float, float, float, float] | NDArray[np.bool_] | None:
+    def marked(self) -> Mark | None:
         """Region, query patch or detection that figures mark, or the significant patches."""
         if self.region is not None or self.patch_box is not None or self.significant is None:
             return self.patch_box if self.region is None else self.region
@@ -186,24 +173,19 @@ class Saliency:
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
-        from vitflow.images.figures import Column, draw_and_save, draw_map
+        from vitflow.images.figures import Cell, Column, bar_with_values, draw_bands, limits_in_words, written
 
-        pen = Pen.of(width, drawing)
-        return draw_and_save(
-            path,
-            lambda: draw_map(
-                pen,
-                self.drawn,
-                self.placement,
-                self.image,
-                head=Column(self.definition.title, captions.departures(self.definition, self.options)),
-                lines=tuple(captions.class_lines(self.score)),
-                notes=tuple(self._notes()),
-                ends=captions.ends(self.score, self.class_specific),
-                box=self.marked,
-                alongside=self.reference,
-            ),
-        )
+        pen = Pen(width, **drawing)
+        limits = pen.limits(self.drawn)
+        drawn = pen.overlay(self.drawn, self.placement, self.image, limits, self.marked)
+        heads = [Column(self.definition.title, captions.departures(self.definition, self.options))]
+        cells = [[Cell(drawn, tuple(captions.class_lines(self.score)))]]
+        if self.reference is not None:
+            heads.insert(0, Column("Compared with"))
+            cells.insert(0, [Cell(pen.photograph(self.reference))])
+        bar = bar_with_values(self.drawn, pen, limits, captions.ends(self.score, self.class_specific))
+        notes = filter(None, (limits_in_words(pen, limits), pen.note, *self._notes()))
+        return written(draw_bands([(heads, [cells])], bars=[bar], note="\n".join(notes), dpi=pen.dpi), path)
 
     def _notes(self) -> Iterator[str]:
         """Yield the notes below the figure."""

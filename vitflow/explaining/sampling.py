@@ -14,10 +14,10 @@ from vitflow.explaining.method_table import get_method
 from vitflow.explaining.options import OPTIONS
 from vitflow.explaining.refining import affinity_of, make_maps
 from vitflow.explaining.targeted_trace import TargetedTrace
-from vitflow.methods.cells import cell_owners, draw_masks, mean_differences, split_half_maps
-from vitflow.methods.ranks import spearman
+from vitflow.methods.cells import cell_owners
 from vitflow.methods.refinement import AffinityName
-from vitflow.methods.regression import NORMAL_95, regress
+from vitflow.methods.sampling import NORMAL_95, draw_masks, mean_differences, regress, split_half_maps
+from vitflow.methods.similarity import spearman
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.progress import tracking

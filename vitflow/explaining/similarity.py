@@ -10,7 +10,7 @@ from vitflow.errors import OptionError, OutsideGridError, OutsideImageError, Uns
 from vitflow.explaining.maps import Maps, Patch, patch_place
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.images.geometry import Placement
-from vitflow.methods import features as feature_methods
+from vitflow.methods import similarity as feature_methods
 from vitflow.methods.gradients import at_least_float32
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import has_class_token

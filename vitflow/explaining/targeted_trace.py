@@ -4,35 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
-from vitflow.images.geometry import Placement
+from vitflow.explaining.inputs import PlacedImage
 from vitflow.models.facts import ModelFacts
 from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.recording.layers import Backward
 from vitflow.recording.readout import Tap
 from vitflow.recording.trace import Trace
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedImage:
-    """An image with its placement, ready for the model.
-
-    Attributes:
-        name: its name in results.
-        image: uint8 RGB [height, width, 3].
-        placement: position of the model input on the image.
-        pixels: the model input, [channels, height, width], if the caller gave it; else it is cut from the image.
-    """
-
-    name: str
-    image: NDArray[np.uint8]
-    placement: Placement
-    pixels: Tensor | None = None
 
 
 @dataclass(slots=True)

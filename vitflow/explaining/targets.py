@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitflow.errors import OptionError
 from vitflow.explaining.choices import Chosen
-from vitflow.models.facts import wordnet_of
+from vitflow.models.names import wordnet_of
 from vitflow.models.outputs import Outputs
 
 # An error about an unknown class lists the names of at most this many classes.

@@ -1,6 +1,7 @@
 """Explain batches of images from Ray Data, Daft, datasets, or a loop."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -8,17 +9,17 @@ from typing import Any, Unpack
 import numpy as np
 from torch import nn
 
-from vitflow.errors import OptionError, printable, whole_number
+from vitflow.errors import OptionError, ShapeError, printable, whole_number
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.decoders import Decoded, decode_file, failed
-from vitflow.folder.plan import Input
-from vitflow.folder.work import InputImage, auto_batch, check_target, compute_maps, describe, make_job
+from vitflow.folder.work import auto_batch, check_target, compute_maps, make_job, parts
+from vitflow.images.geometry import Placement
 from vitflow.images.reading import MAX_PIXELS, read_channels
 from vitflow.runs.batches import Batches
-from vitflow.runs.columns import as_text, columns_of_maps, kinds_in, map_of, values_of_maps
+from vitflow.runs.columns import Grid, Row, grid_columns, kinds_in, pack_half, placement_of, unpack_half
 
 # Missing values by kind, so that the type of a column does not depend on the batch.
 _NOTHING: dict[str, Any] = {"text": "", "json": "", "bytes": b"", "whole": -1, "number": float("nan")}
@@ -103,7 +104,8 @@ class BatchExplainer:
             A column each for `id` (unchanged), `status` ("explained" or "failed"), `error`, `message`, `width`,
             `height`, `class_index`, `class_name`, `probability`, `target`, `value`, `predicted_index`, `facts` and
             `placement` (JSON); and for each method `grid_METHOD` (float16, little-endian, in bytes), `rows_METHOD`,
-            `cols_METHOD` and `scale_METHOD`. Missing values are empty text, the integer −1, or the float NaN.
+            `cols_METHOD` and `scale_METHOD`; the map is the scale times the grid (see `map_of`). Missing values are
+            empty text, the integer −1, or the float NaN.
 
         Raises:
             OptionError: columns are missing or differ in length, or no image can be explained this way.
@@ -115,12 +117,15 @@ class BatchExplainer:
                 f"Columns differ in length: {len(ids)} in {self._id!r} and {len(images)} in {self._image!r}."
             )
         batches = self._loaded()
-        kinds, records = dict(kinds_in("record")), []
-        for part in batches.parts(self._images(ids, images), lambda image: image.decoded.nbytes):
-            for image, result in zip(part, compute_maps(batches, part, self._job), strict=True):
-                row, maps = describe(image, result, self._job)
-                records.append(as_text(row, kinds) | values_of_maps(maps, self.labels))
-        kinds |= columns_of_maps(self.labels)
+        records = []
+        for part in parts(batches, self._images(ids, images)):
+            for row, maps in compute_maps(batches, part, self._job):
+                for label, saliency in maps.items():
+                    row |= zip(grid_columns(label), pack_half(saliency.grid), strict=True)
+                records.append(row)
+        kinds = dict(kinds_in("record"))
+        for label in self.labels:
+            kinds |= grid_columns(label)
         return {"id": np.asarray(ids)} | {name: _column_of(records, name, kind) for name, kind in kinds.items()}
 
     @staticmethod
@@ -155,38 +160,65 @@ class BatchExplainer:
             )
         return batch[name]
 
-    def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[InputImage]:
+    def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[Decoded]:
+        channels = self._loaded().explainer.spec.channels
         for image_id, image in zip(ids, images, strict=True):
             name = str(image_id)
-            channels = self._loaded().explainer.spec.channels
-            decoded = decode_given(image, printable(name), self._max_pixels, channels)
-            yield InputImage(Input(name, "", ""), decoded)
+            yield decode_given(image, printable(name), self._max_pixels, channels).named({"input": name})
 
 
 def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
-    """Read an image from a column (see `BatchExplainer`); a failure becomes an error in the result.
+    """Read an image from a column (see `BatchExplainer`); a failure becomes a failed row.
 
-    >>> decode_given(b"no image", "a.png").error, decode_given(np.zeros((2, 3)), "b").image.shape
+    >>> decode_given(b"no image", "a.png").row["error"], decode_given(np.zeros((2, 3)), "b").image.shape
     ('UnidentifiedImageError', (2, 3, 3))
     """
     if isinstance(image, Mapping):  # from a dataset without decoding
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, str | Path):
         return decode_file(str(image), max_pixels, channels)
-    facts: dict[str, Any] = {}
+    facts: Row = {}
     if isinstance(image, bytes | bytearray | memoryview):
         image = bytes(image)
         facts = {"size": len(image), "sha256": hashlib.sha256(image).hexdigest()}
     try:
-        return Decoded(read_channels(image, channels, max_pixels=max_pixels), **facts)
+        return Decoded(read_channels(image, channels, max_pixels=max_pixels), facts)
     except Exception as error:
         return failed(error, name, facts)
 
 
-def _column_of(records: Sequence[Mapping[str, Any]], name: str, kind: str) -> np.ndarray[Any, Any]:
-    values = [_NOTHING[kind] if record[name] is None else record[name] for record in records]
+def _column_of(records: Sequence[Row], name: str, kind: str) -> np.ndarray[Any, Any]:
+    values = [_NOTHING[kind] if record.get(name) is None else record[name] for record in records]
     if kind in ("whole", "number"):
         return np.array(values, np.int64 if kind == "whole" else np.float64)
     column = np.empty(len(values), object)  # NumPy's text and bytes types strip trailing zeros
-    column[:] = values
+    column[:] = [json.dumps(value) if isinstance(value, dict) else value for value in values]
     return column
+
+
+def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
+    """Return a record's map, float32 [rows, cols], and its placement on the image.
+
+    Args:
+        record: a row of a `BatchExplainer`, or of a table made of them.
+        label: the map, such as "rollout".
+
+    Raises:
+        ShapeError: the record has no such map (for example, its image failed), or the map is damaged.
+    """
+    values, *others = (record.get(name) for name in grid_columns(label))
+    if not values:
+        raise ShapeError(f"The record {record.get('id')!r} has no map {label!r}.")
+    grid = unpack_half(values, *others)
+    if grid is None:
+        raise ShapeError(
+            f"The map {label!r} of {record.get('id')!r} is damaged: expected rows × cols finite values in half "
+            f"precision and their scale, got {values!r:.40} with {others!r}."
+        )
+    try:
+        known = json.loads(record["placement"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ShapeError(
+            f"The placement of a map is damaged: expected JSON, got {record.get('placement')!r:.80}."
+        ) from error
+    return grid, placement_of(known)

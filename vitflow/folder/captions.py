@@ -8,32 +8,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
 from torch import nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, whole_number
 from vitflow.explaining.option_types import TextOptions
 from vitflow.explaining.strips import draw_words
+from vitflow.files import write_inside
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.run import FolderSummary, run_folder
-from vitflow.folder.work import InputImage, encode_maps
 from vitflow.images.figures import figure_bytes
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
-from vitflow.models.facts import check_name, model_id
 from vitflow.models.hub import bundled
-from vitflow.runs.batches import Batches, RunProgress, Tally
-from vitflow.runs.columns import Maps, Row, failed_row, write_manifest
+from vitflow.models.names import check_name, model_id
+from vitflow.runs.batches import RunProgress, Tally
+from vitflow.runs.columns import Grid, Row, failed_row
+from vitflow.runs.manifest import write_manifest
 from vitflow.runs.store import Run
 from vitflow.text.generating import explain_generation
 from vitflow.text.generation import Generation
 from vitflow.text.languages import called, default_prompt, hub_for, load_language_model, load_processor
 from vitflow.text.method_table import IMAGE_DEFAULT, for_kind, text_method
 
-_STRIP, _MAPS = "-caption.png", "-caption.npz"
-_Described = tuple[Row, Maps, dict[str, bytes]]
+_STRIP = "-caption.png"
 
 
 def caption_folder(
@@ -49,7 +47,6 @@ def caption_folder(
     glob: str | None = None,
     limit: int | None = None,
     overwrite: bool = False,
-    save_map: bool = False,
     max_new_tokens: int = 30,
     max_pixels: int = MAX_PIXELS,
     trust_remote_code: bool = False,
@@ -60,7 +57,8 @@ def caption_folder(
     """Caption every image of a folder, with a map for each content word.
 
     A strip of these maps is written to `name-caption.png` in the folder structure of the inputs; `manifest.jsonl` has
-    a row for each image with its caption and, for each word, the shares of its map on the image. Another call with the
+    a row for each image with its caption and, for each word, the shares of its map on the image. `read_grids` reads
+    the maps by word. Another call with the
     same options resumes and updates changed images. An image that cannot be read or captioned gets a row with an
     error, and the run continues. Images are processed one by one.
 
@@ -72,7 +70,6 @@ def caption_folder(
         method: method for texts, as for `explain_generation`.
         name: display name of the model.
         recursive, glob, limit, overwrite, max_pixels, progress, command: as for `explain_folder`.
-        save_map: also write the unscaled maps as `name-caption.npz`: `words` [n], `maps` [n, rows, cols], `metadata`.
         max_new_tokens: maximal number of generated tokens.
         trust_remote_code: run Python code from the repository of a model given by name.
         options: options of the method.
@@ -114,45 +111,38 @@ def caption_folder(
         "options": {method: {**used, "max_new_tokens": max_new_tokens}},
     }
     common = json.loads(json.dumps(common, default=str))
-    fingerprint = {"kind": "captions", "root": listing.root, **common, "save_map": save_map}
-    worked: list[str] = []
-
-    def describe(image: InputImage) -> _Described:
-        decoded = image.decoded
-        if decoded.image is None:
-            return failed_row(image.known, decoded.error or "", decoded.message or ""), {}, {}
-        begun = time.perf_counter()
-        try:
-            generation = explain_generation(model, prompt, image=decoded.image, processor=processor, **arguments)
-            row, files = _row_and_files(generation, image, save_map)
-        except Exception as error:  # an error on one image must not stop the run
-            if not worked and isinstance(error, OptionError | ModelError | UnsupportedModelError):
-                raise  # applies to every image
-            return failed_row(image.known, error), {}, {}
-        worked.append(image.item.key)
-        height, width = decoded.image.shape[:2]
-        seconds = round(time.perf_counter() - begun, 4)
-        row = image.known | row | {"status": "explained", "width": width, "height": height, "seconds": seconds}
-        return row, {}, files
-
-    def compute(_: Batches, images: list[InputImage]) -> list[_Described]:
-        return [describe(image) for image in images]
+    fingerprint = {"kind": "captions", "root": listing.root, **common}
 
     def explain(run: Run, inputs: list[Input], missing: set[str], tally: Tally) -> None:
+        captioned = 0
         with DecoderPool(1, max_pixels=max_pixels) as decoders:
-            # Strips are drawn in this thread, since matplotlib is not thread-safe. Rows are written without delay.
-            pipeline = Pipeline(compute, lambda _, row: row, run, tally, decoders, batch_size=1, behind=0)
-            pipeline.run(inputs, missing)
+            for item in (item for item in inputs if item.key in missing):
+                decoded, begun = decoders.submit(item.path).result().named(item.known), time.perf_counter()
+                row, grids = decoded.row, dict[str, Grid]()
+                try:
+                    if decoded.image is not None:
+                        generation = explain_generation(
+                            model, prompt, image=decoded.image, processor=processor, **arguments
+                        )
+                        columns, grids = _describe(generation, item, run.folder)
+                        height, width = decoded.image.shape[:2]
+                        seconds = round(time.perf_counter() - begun, 4)
+                        row |= {"status": "explained", "width": width, "height": height, "seconds": seconds} | columns
+                        captioned += 1
+                except Exception as error:  # an error on one image must not stop the run
+                    if not captioned and isinstance(error, OptionError | ModelError | UnsupportedModelError):
+                        raise  # applies to every image
+                    row = failed_row(row, error)
+                run.put([(row, grids)])
+                tally.row(row)
 
     def write(run: Run) -> tuple[Path, None]:
-        path = run.folder / "manifest.jsonl"
-        write_manifest(path, ((row, {}) for row in run.rows()), common, where="captions")
-        return path, None
+        return write_manifest(run.folder, ((row, {}) for row in run.rows()), common, where="captions"), None
 
     return run_folder(
         listing,
         fingerprint,
-        [_STRIP, _MAPS],
+        [_STRIP],
         explain,
         write,
         overwrite=overwrite,
@@ -162,28 +152,23 @@ def caption_folder(
     )
 
 
-def _row_and_files(
-    generation: Generation, image: InputImage, save_map: bool
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the columns of a caption, and its files by path relative to the output folder."""
+def _describe(generation: Generation, item: Input, output: Path) -> tuple[Row, dict[str, Grid]]:
+    """Write the strip of a caption, and return its columns and its maps by word."""
     words, left_out = generation.words()
-    maps = {word: replace(generation.image(places), source=image.item.key) for word, places in words.items()}
-    files: dict[str, bytes] = {}
+    maps = {word: replace(generation.image(places), source=item.key) for word, places in words.items()}
+    row: Row = {"outputs": {}, "written": {}, "placement": None}
     if maps:
-        files[f"{image.item.stem}{_STRIP}"] = figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
-    if maps and save_map:
-        metadata = {name: value for name, value in next(iter(maps.values())).to_dict().items() if name != "facts"}
-        grids = np.stack([saliency.grid for saliency in maps.values()])
-        files[f"{image.item.stem}{_MAPS}"] = encode_maps(metadata, words=np.array(list(maps)), maps=grids)
+        path, strip = f"{item.stem}{_STRIP}", figure_bytes(draw_words(list(maps.values()), left_out=left_out), ".png")
+        write_inside(output, path, strip)
+        row = {"outputs": {"png": path}, "written": {path: len(strip)}}
+        row["placement"] = next(iter(maps.values())).placement.to_dict()
     shares = ("on_image", "on_edges", "on_first_patch")
-    row = {
+    row |= {
         "caption": generation.answer,
         "words": [
             {"word": word, **{name: round(float(saliency.facts[name]), 6) for name in shares}}
             for word, saliency in maps.items()
         ],
         "left_out": left_out,
-        "outputs": {path.rpartition(".")[2]: path for path in files},
-        "written": {path: len(content) for path, content in files.items()},
     }
-    return row, files
+    return row, {word: saliency.grid for word, saliency in maps.items()}

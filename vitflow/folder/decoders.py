@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from vitflow.errors import ImageError, OptionError, load_extra, printable
 from vitflow.files import is_remote
 from vitflow.images.reading import MAX_PIXELS, read_channels
+from vitflow.runs.columns import Row, failed_row
 
 #: Timeout for decoding an image, in seconds.
 TIMEOUT = 60.0
@@ -38,9 +39,9 @@ LARGEST = 2**28
 # Files up to this size in bytes are read once, for the hash and the pixels; larger ones are streamed twice.
 _AT_ONCE = 2**28
 
-# Neither `-m` nor multiprocessing: they rerun the caller's script, or add its folder to the path.
-_SERVE = "import sys; sys.path.append(sys.argv[1]); from {} import serve; serve(*sys.argv[2:])"
 _PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent.parent)
+# Neither `-m` nor multiprocessing: they rerun the caller's script, or add its folder to the path.
+_PROGRAM = f"import sys; sys.path += sys.argv[1:]; from {__name__} import answer_requests; answer_requests()"
 # Memory of pixels is reused for the next image: returning and requesting it took a sixth of the decoding time.
 # OpenBLAS is not used here.
 _ENVIRONMENT = {
@@ -52,48 +53,45 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoded:
-    """The result of reading one file: its pixels, or an error.
+    """The result of reading one file.
 
     Attributes:
         image: uint8 RGB [height, width, 3], or float32 [height, width, channels]; None if it could not be read.
-        size: size of the file in bytes; None if there is no file.
-        mtime_ns: modification time in nanoseconds, before the file was read.
-        sha256: SHA-256 of the file's bytes.
-        error: the class name of the error.
-        message: the error message.
+        row: what is known of its columns "size", "mtime_ns" (before the file was read) and "sha256"; with "status",
+            "error" and "message" if it could not be read.
     """
 
-    image: NDArray[Any] | None = None
-    size: int | None = None
-    mtime_ns: int | None = None
-    sha256: str | None = None
-    error: str | None = None
-    message: str | None = None
+    image: NDArray[Any] | None
+    row: Row
 
     @property
     def nbytes(self) -> int:
         """Size of the pixels in bytes."""
         return 0 if self.image is None else self.image.nbytes
 
+    def named(self, known: Row) -> "Decoded":
+        """Return the result with further columns, such as the name of the input."""
+        return Decoded(self.image, known | self.row)
+
 
 def decode_file(path: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
-    """Read one file or URL; a failure becomes an error in the result, never an exception.
+    """Read one file or URL; a failure becomes a failed row, never an exception.
 
     Args:
         path: the file or URL.
         max_pixels: images with more pixels are refused.
         channels: number of channels of the model; 3 and 1: read RGB.
 
-    >>> decode_file("no such file.png").error
+    >>> decode_file("no such file.png").row["error"]
     'FileNotFoundError'
     """
-    facts: dict[str, Any] = {}
+    facts: Row = {}
     content = None
     try:
         if is_remote(path):
             content = read_url(path)
             facts = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            return Decoded(read_channels(path, channels, max_pixels=max_pixels, content=content), **facts)
+            return Decoded(read_channels(path, channels, max_pixels=max_pixels, content=content), facts)
         status = os.stat(path)  # noqa: PTH116 - a name that may not be text
         facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
         if stat.S_ISDIR(status.st_mode):
@@ -104,7 +102,7 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> D
                 content = file.read(_AT_ONCE) if status.st_size <= _AT_ONCE else None
                 digest = hashlib.file_digest(file, "sha256") if content is None else hashlib.sha256(content)
             facts["sha256"] = digest.hexdigest()
-        return Decoded(read_channels(path, channels, max_pixels=max_pixels, content=content), **facts)
+        return Decoded(read_channels(path, channels, max_pixels=max_pixels, content=content), facts)
     except Exception as error:  # no file content may stop the run
         return failed(error, path, facts)
 
@@ -143,14 +141,17 @@ def read_url(url: str) -> bytes:
     return bytes(content)
 
 
-def failed(error: Exception, name: str, facts: dict[str, Any]) -> Decoded:
+def failed(error: Exception, name: str, facts: Row) -> Decoded:
     """Convert an exception to a result."""
-    cause, message = error, printable(str(error)) or type(error).__name__
+    cause, message = error, str(error)
     if isinstance(error, ImageError):
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     elif isinstance(error, OSError):
         message = f"Could not read {printable(name)!r}: {error.strerror or error}."
-    return Decoded(**facts, error=type(cause).__name__, message=message)
+    return Decoded(None, failed_row(facts, cause, message))
+
+
+# -- processes
 
 
 class WorkerCrashed(Exception):
@@ -158,15 +159,16 @@ class WorkerCrashed(Exception):
 
 
 class Child:
-    """A process that answers requests with bytes, and is restarted after it has ended on a request.
+    """A process that calls a function on request, and is restarted after it has ended on a request.
 
     Args:
-        module: module whose function `serve` runs in the process (see `answer_requests`).
-        words: arguments of that function.
+        function: the function, with one argument; pickled with each request.
+        paths: further folders from which the process imports.
     """
 
-    def __init__(self, module: str, *words: str) -> None:
-        self._command = [sys.executable, "-P", "-c", _SERVE.format(module), _PACKAGE_ROOT, *words]
+    def __init__(self, function: Callable[[Any], Any], paths: Sequence[str] = (_PACKAGE_ROOT,)) -> None:
+        self._function = function
+        self._command = [sys.executable, "-P", "-c", _PROGRAM, *paths]
         self._lock = threading.Lock()
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -188,8 +190,8 @@ class Child:
             )
             return self._process
 
-    def ask(self, request: bytes) -> bytearray:
-        """Return the answer to a request.
+    def ask(self, request: Any) -> Any:
+        """Return the function's result for a request.
 
         Raises:
             WorkerCrashed: the process ended on the request.
@@ -200,14 +202,10 @@ class Child:
             process = self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(len(request).to_bytes(8, "little") + request)
+            pickle.dump((self._function, request), process.stdin)
             process.stdin.flush()
-            header = process.stdout.read(8)
-            answer = bytearray(int.from_bytes(header, "little"))
-            if len(header) < 8 or process.stdout.readinto(answer) < len(answer):  # type: ignore[attr-defined]
-                raise EOFError
-            return answer
-        except (OSError, ValueError, EOFError) as error:
+            return pickle.load(process.stdout)
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise WorkerCrashed(_end(process)) from error
 
     def close(self) -> None:
@@ -230,19 +228,17 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     return code
 
 
-def answer_requests(answer: Callable[[bytes], bytes]) -> None:
-    """Answer requests from stdin on stdout until stdin is closed: the main loop of a `Child`."""
+def answer_requests() -> None:
+    """Call the functions that stdin requests until it is closed: the main function of a `Child` process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keep output of C libraries out of the answers
-    while header := sys.stdin.buffer.read(8):
-        content = answer(sys.stdin.buffer.read(int.from_bytes(header, "little")))
-        try:
-            answers.write(len(content).to_bytes(8, "little"))
-            answers.write(content)
+    with suppress(EOFError, BrokenPipeError):  # the run has ended, or was killed
+        while True:
+            function, request = pickle.load(sys.stdin.buffer)
+            pickle.dump(function(request), answers, pickle.HIGHEST_PROTOCOL)
             answers.flush()
-        except BrokenPipeError:  # the run was killed
-            os._exit(0)
+    os._exit(0)
 
 
 class DecoderPool:
@@ -259,8 +255,9 @@ class DecoderPool:
         self, workers: int, *, max_pixels: int = MAX_PIXELS, timeout: float = TIMEOUT, channels: int = 3
     ) -> None:
         self._max_pixels, self._timeout, self._channels = max_pixels, timeout, channels
+        decode = partial(_decode_limited, max_pixels=max_pixels, timeout=timeout, channels=channels)
         self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
-        self._children = [Child(__name__, str(max_pixels), str(timeout), str(channels)) for _ in range(workers)]
+        self._children = [Child(decode) for _ in range(workers)]
         for child in self._children:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="vitflow-decode")
@@ -274,16 +271,20 @@ class DecoderPool:
             return decode_file(path, self._max_pixels, self._channels)
         child, started = self._idle.get(), time.monotonic()
         try:
-            decoded: Decoded = pickle.loads(child.ask(os.fsencode(path)))
+            decoded: Decoded = child.ask(path)
             return decoded
         except InterruptedError as error:
-            return Decoded(error="InterruptedError", message=str(error))
+            return Decoded(None, failed_row({}, error))
         except WorkerCrashed as crashed:
+            kind = "DecoderCrash"
             message = f"The decoder crashed on this file (exit status {crashed}): it is damaged, or memory ran out."
-            late = time.monotonic() - started >= self._timeout
-            if late:
-                message = f"Decoding timed out after {self._timeout:g} seconds."
-            return Decoded(**_facts(path), error="TimeoutError" if late else "DecoderCrash", message=message)
+            if time.monotonic() - started >= self._timeout:
+                kind, message = "TimeoutError", f"Decoding timed out after {self._timeout:g} seconds."
+            facts: Row = {}
+            with suppress(OSError):
+                status = os.stat(path)  # noqa: PTH116
+                facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+            return Decoded(None, failed_row(facts, kind, message))
         finally:
             self._idle.put(child)
 
@@ -300,28 +301,13 @@ class DecoderPool:
         self.close()
 
 
-def _facts(path: str) -> dict[str, Any]:
-    try:
-        status = os.stat(path)  # noqa: PTH116
-    except OSError:
-        return {}
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
-
-
-def serve(max_pixels: str, timeout: str, channels: str) -> None:
-    """Decode the files whose paths are requested: the main function of a `DecoderPool` process."""
-    _limit_memory(int(max_pixels), int(channels))
-    answer_requests(
-        partial(_answer, max_pixels=int(max_pixels), timeout=float(timeout), channels=int(channels)),
-    )
-
-
-def _answer(path: bytes, max_pixels: int, timeout: float, channels: int) -> bytes:
-    """Return the pickled result of reading a file."""
+def _decode_limited(path: str, max_pixels: int, channels: int, timeout: float) -> Decoded:
+    """Read a file in a process of a `DecoderPool`, which ends if this takes too long."""
+    _limit_memory(max_pixels, channels)
     limit_time(timeout)
-    decoded = decode_file(os.fsdecode(path), max_pixels, channels)
+    decoded = decode_file(path, max_pixels, channels)
     limit_time(0)
-    return pickle.dumps(decoded, pickle.HIGHEST_PROTOCOL)
+    return decoded
 
 
 def limit_time(seconds: float) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,6 +31,7 @@ from vitflow.folder.work import encode_overlay
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.images.pen import Pen
 from vitflow.images.reading import bands_in_colour, read_image
+from vitflow.runs.batches import in_order
 from vitflow.runs.columns import Maps, Row, by_rank, placement_of
 from vitflow.runs.saved import FILE, SavedRun
 
@@ -80,14 +81,14 @@ def open_run(folder: str | os.PathLike[str]) -> SavedRun:
 
 
 def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterator[tuple[Row, Maps]]:
-    """Read the maps of a run: (row, maps by label) for each explained image, in the order of the inputs.
+    """Read the maps of a run: (row, maps by method or word) for each explained image, in the order of the inputs.
 
     Args:
-        run: the output folder of `explain_folder`.
+        run: the output folder of `explain_folder` or `caption_folder`.
         where: SQL condition that selects images, such as "probability < 0.5".
 
     Raises:
-        OptionError: the folder has no run, its record is damaged, or the condition is invalid.
+        OptionError: the folder has no run, the run is damaged, or the condition is invalid.
 
     >>> import tempfile
     >>> from vitflow.demo import SAMPLE_FOLDER
@@ -96,7 +97,7 @@ def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterato
     >>> [maps["rollout"].shape for row, maps in read_grids(summary.output, "probability > 0")]
     [(12, 12), (12, 12), (12, 12)]
     """
-    with open_run(run) as saved:
+    with SavedRun(run) as saved:
         yield from _explained(saved, where)
 
 
@@ -177,10 +178,12 @@ def draw_run(
             except KeyError as error:
                 return Drawn(row["input"], error=f"The record of this image has no {error}.")
 
-        results = []
-        for drawn in _in_parallel(draw, islice(_explained(saved, where), limit)):
-            results.append(drawn)
-            progress(drawn)
+        results, cores = [], os.cpu_count() or 1
+        with ThreadPoolExecutor(cores, thread_name_prefix="vitflow-draw") as threads:
+            rows = islice(_explained(saved, where), limit)
+            for drawn in in_order((threads.submit(draw, *pair) for pair in rows), 2 * cores):
+                results.append(drawn)
+                progress(drawn)
         return results
 
 
@@ -206,26 +209,13 @@ def read_photograph(row: Mapping[str, Any], root: str, settings: Mapping[str, An
     displayed = settings.get("channels")  # of models with other inputs than RGB
     channels = 3 if displayed is None else settings["input"]["channels"]
     decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", row["width"] * row["height"], channels)
-    if decoded.sha256 not in (None, row["sha256"]):
+    if decoded.row.get("sha256") not in (None, row["sha256"]):
         raise ShapeError("The image has changed since the run: run vitflow folder again.")
-    if decoded.image is None or decoded.image.shape[:2] != (row["height"], row["width"]):
-        raise VitflowError(
-            decoded.message or f"The image does not have the size in its row, {row['width']} × {row['height']} pixels."
-        )
+    if decoded.image is None:
+        raise ImageError(decoded.row["message"])
+    if decoded.image.shape[:2] != (row["height"], row["width"]):
+        raise ShapeError(f"The image does not have the size in its row, {row['width']} × {row['height']} pixels.")
     return decoded.image if displayed is None else bands_in_colour(decoded.image, displayed)
-
-
-def _in_parallel(draw: Callable[[Row, Maps], Drawn], rows: Iterable[tuple[Row, Maps]]) -> Iterator[Drawn]:
-    """Draw on all cores, in order, with few images in memory."""
-    count = os.cpu_count() or 1
-    with ThreadPoolExecutor(count, thread_name_prefix="vitflow-draw") as threads:
-        ahead: list[Future[Drawn]] = []
-        for row, maps in rows:
-            ahead.append(threads.submit(draw, row, maps))
-            if len(ahead) > 2 * count:
-                yield ahead.pop(0).result()
-        for future in ahead:
-            yield future.result()
 
 
 def report_run(
@@ -282,7 +272,7 @@ def show_run(text: str, output: Path, rows: Sequence[Mapping[str, Any]]) -> dict
     """Return a figure with the first overlay of each row's image, and a table of the rows."""
     from vitflow.images.figures import NOTEBOOK_DPI, Cell, Column, bundle, draw_bands, html_table  # imports matplotlib
 
-    pen, cells, columns, overlays = Pen(_WIDTH, NOTEBOOK_DPI), [], [], []
+    pen, cells, columns, overlays = Pen(_WIDTH, dpi=NOTEBOOK_DPI), [], [], []
     for row in rows:
         probability = row.get("probability")
         prediction = (

@@ -41,6 +41,12 @@ class Input:
     stem: str
     listed: tuple[int | None, int | None] | None = None
 
+    @property
+    def known(self) -> Row:
+        """The columns of its row that are known before it is read."""
+        times = {} if self.listed is None else {"mtime_ns": self.listed[1]}
+        return {"input": self.key, "stem": self.stem} | times
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:

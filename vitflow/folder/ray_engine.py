@@ -4,7 +4,6 @@ Overlays are drawn afterwards. Each actor runs its model in a child process: an 
 only. Actors do not import torch; their child processes do.
 """
 
-import json
 import logging
 import pickle
 import sys
@@ -12,14 +11,14 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitflow.errors import OptionError, VitflowError, check_known, load_extra, whole_number
-from vitflow.folder.decoders import Child, WorkerCrashed, answer_requests, decode_file
+from vitflow.folder.decoders import Child, WorkerCrashed, decode_file
 from vitflow.folder.plan import Input
 from vitflow.images import ENGINES
 from vitflow.runs.columns import Maps, Row, failed_row
@@ -74,7 +73,7 @@ class Worker:
         self._request_file = tempfile.NamedTemporaryFile(prefix="vitflow-")  # noqa: SIM115 - removed with the actor
         self._request_file.write(request)
         self._request_file.flush()
-        self._child = Child(__name__, self._request_file.name, json.dumps(sys.path))
+        self._child = Child(partial(explain_inputs, Path(self._request_file.name)), sys.path)
 
     def __call__(self, batch: Mapping[str, Sequence[bytes]]) -> dict[str, Any]:
         """Return the pickled results of a batch: (row, maps), or an error that concerns all images."""
@@ -83,21 +82,14 @@ class Worker:
 
     def _explain(self, inputs: Sequence[Input]) -> list[Any]:
         try:
-            results: list[Any] = pickle.loads(self._child.ask(pickle.dumps(inputs)))
+            results: list[Any] = self._child.ask(inputs)
         except WorkerCrashed as crashed:
             if len(inputs) > 1:  # one of them is the cause
                 return [result for item in inputs for result in self._explain([item])]
             message = f"The process ended on this image (exit status {crashed}): memory ran out, or the model crashed. "
             message += "Try this image with vitflow explain."
-            [item] = inputs
-            return [(failed_row({"input": item.key, "stem": item.stem}, "WorkerDied", message), {})]
+            return [(failed_row(inputs[0].known, "WorkerDied", message), {})]
         return results
-
-
-def serve(request_path: str, paths: str) -> None:
-    """Explain the requested inputs: the main function of an actor's child process."""
-    sys.path[:] = json.loads(paths)
-    answer_requests(lambda request: pickle.dumps(explain_inputs(Path(request_path), pickle.loads(request))))
 
 
 def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps] | VitflowError]:
@@ -107,14 +99,16 @@ def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Ro
         request_file: the pickled `Request`.
         inputs: the batch.
     """
-    from vitflow.folder.work import InputImage, compute_maps, describe
+    from vitflow.folder.work import compute_maps
 
     try:
         request, batches = _loaded(request_file)
         channels = batches.explainer.spec.channels
-        images = [InputImage(item, decode_file(item.path, request.max_pixels, channels)) for item in inputs]
-        results = compute_maps(batches, images, request.job)
-        return [describe(image, result, request.job) for image, result in zip(images, results, strict=True)]
+        images = [decode_file(item.path, request.max_pixels, channels).named(item.known) for item in inputs]
+        return [
+            (row, {label: saliency.grid for label, saliency in maps.items()})
+            for row, maps in compute_maps(batches, images, request.job)
+        ]
     except Exception as error:  # concerns all images; errors of single images are in their rows
         return [error if isinstance(error, VitflowError) else VitflowError(traceback.format_exc())]
 

@@ -16,32 +16,22 @@ from torch import nn
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_table import is_slow
 from vitflow.explaining.option_types import MethodOptions
 from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
-from vitflow.files import is_remote, remove_inside
+from vitflow.files import is_remote
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, Listing, clear_outputs, is_done, list_inputs
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
-from vitflow.folder.work import (
-    Job,
-    auto_batch,
-    check_target,
-    compute_maps,
-    draw_files,
-    explainer_for,
-    make_job,
-    sides_of,
-)
-from vitflow.images import MANIFEST_FORMATS
+from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.images.overlay import blend
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.runs.batches import RunProgress, Tally
-from vitflow.runs.columns import by_rank, load_pyarrow, write_manifest
+from vitflow.runs.columns import by_rank
 from vitflow.runs.fingerprints import run_fingerprint
+from vitflow.runs.manifest import check_manifest, write_manifest
 from vitflow.runs.saved import SavedRun
 from vitflow.runs.store import Run, finishing
 
@@ -151,7 +141,6 @@ def explain_folder(
     batch_size: int | None = None,
     workers: int | None = None,
     overwrite: bool = False,
-    save_map: bool = False,
     overlays: bool = True,
     format: str = "jpg",
     manifest: str = "jsonl",
@@ -189,7 +178,6 @@ def explain_folder(
             most 8. For a URL, up to 8 on fewer cores, and 8 by default. With 0, this process reads them, and a file
             that crashes the decoder ends the run.
         overwrite: recompute everything, and remove the outputs of an earlier run with other options.
-        save_map: also write each unscaled map as .npz.
         overlays: draw each map. Without overlays, a run is faster, and `draw_run` can draw a selection later.
         format: format of the overlays: "jpg", "png" or "webp".
         manifest: "jsonl", "csv", "parquet", or "parquet+grids" with the maps in columns.
@@ -197,7 +185,7 @@ def explain_folder(
         max_pixels: images with more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
         engine: "local", or "ray" for a cluster whose machines can all access the source. It computes the same rows and
-            maps without overlays, and does not support `save_map`, `workers` or `report`: use `draw_run` and
+            maps without overlays, and does not support `workers` or `report`: use `draw_run` and
             `vitflow report` afterwards.
         address: address of the cluster; by default, Ray is started on this machine, unless it is already running.
         actors: processes of the cluster, each with a model; by default one for each GPU, or for each core.
@@ -218,11 +206,8 @@ def explain_folder(
     >>> summary.explained, summary.failed, [row["input"] for row in summary]
     (2, 0, ['disc_star_and_crescent.png', 'ring_and_triangle.png'])
     """
-    check_engine(engine, address, actors, save_map=save_map, workers=workers, report=report)
-    if manifest not in MANIFEST_FORMATS:
-        raise OptionError(f"Expected a manifest of {', '.join(MANIFEST_FORMATS)}, got {manifest!r}.")
-    if manifest.startswith("parquet"):
-        load_pyarrow()
+    check_engine(engine, address, actors, workers=workers, report=report)
+    check_manifest(manifest)
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0)):
         if value is not None:
             whole_number(name, value, least)
@@ -237,7 +222,6 @@ def explain_folder(
         target=target,
         drawing=drawing,
         format=format,
-        save_map=save_map,
         overlays=overlays,
         has_target=has_target,
     )
@@ -260,16 +244,7 @@ def explain_folder(
             return
         channels = explainer.spec.channels
         with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels, channels=channels) as decoders:
-            Pipeline(
-                partial(compute_maps, job=job),
-                partial(draw_files, job=job),
-                run,
-                tally,
-                decoders,
-                batch_size=size,
-                explainer=explainer,
-                slow=sum(is_slow(item.name) for item in job.methods),
-            ).run(inputs, missing)
+            Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
 
     def write(run: Run) -> tuple[Path, Path | None]:
         table = _write_manifest(run, manifest, job)
@@ -284,14 +259,13 @@ def explain_folder(
         overwrite=overwrite,
         progress=progress,
         command=command,
-        manifest=manifest,
         **selection,
     )
 
 
 def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
     drawn = {"target": sides_of(job), "drawing": dict(job.drawing)}
-    drawn |= {"format": job.format, "save_map": job.save_map, "overlays": job.overlays}
+    drawn |= {"format": job.format, "overlays": job.overlays}
     return run_fingerprint("folder", {"root": root}, model, job.methods, drawn)
 
 
@@ -303,23 +277,11 @@ def _processes(inputs: Sequence[Input], workers: int | None) -> int:
 
 
 def _write_manifest(run: Run, format: str, job: Job) -> Path:
-    """Write the manifest, and remove outdated ones in other formats."""
-    suffix, _, grids = format.partition("+")
-    options = run.fingerprint["options"]
-    shared: dict[str, Any] = {}
-    for name in dict.fromkeys(name for method_options in options.values() for name in method_options):
-        values = [method_options[name] for method_options in options.values() if name in method_options]
-        # One column per option; None if its methods have different values, which are in `options`.
-        shared[name] = values[0] if all(value == values[0] for value in values) else None
-    common = {
-        "model": run.fingerprint["model"],
-        "weights_sha256": run.fingerprint["weights_sha256"],
-        "methods": list(run.fingerprint["methods"]),
-        "options": options,
-    } | ({"rank": 1} if job.ranks else {})
-    path = run.folder / f"manifest.{suffix}"
-    inputs = run.with_maps() if grids else ((row, {}) for row in run.rows())
+    known = run.fingerprint
+    labels = list(known["methods"])
+    common = {name: known[name] for name in ("model", "weights_sha256", "options")} | {"methods": labels}
+    if job.ranks:
+        common["rank"] = 1
+    inputs = run.with_maps() if format.endswith("+grids") else ((row, {}) for row in run.rows())
     rows = (each for row, maps in inputs for each in by_rank(row, maps))
-    write_manifest(path, rows, {**shared, **common}, common["methods"] if grids else ())
-    remove_inside(run.folder, (f"manifest.{other}" for other in MANIFEST_FORMATS if other != suffix))
-    return path
+    return write_manifest(run.folder, rows, common, format=format, labels=labels)

@@ -3,7 +3,7 @@
 import io
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -32,10 +32,12 @@ from vitflow.explaining.targets import (
 )
 from vitflow.files import in_file_name
 from vitflow.folder.decoders import Decoded
-from vitflow.folder.plan import Input
 from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
-from vitflow.runs.batches import Batches
-from vitflow.runs.columns import Maps, Row, failed_row, rank_label
+from vitflow.runs.batches import WAITING_BYTES, Batches
+from vitflow.runs.columns import Row, failed_row, rank_label
+
+#: The maps of an image by label.
+SaliencyMaps = Mapping[str, Saliency]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,6 @@ class Job:
             predicted class.
         drawing: options of `Saliency.overlay`.
         format: format of the overlays, "jpg", "png" or "webp".
-        save_map: also write each unscaled map as .npz.
         overlays: write an overlay for each map; without them, the maps can be drawn later.
     """
 
@@ -56,7 +57,6 @@ class Job:
     target: Target | Contrast = None
     drawing: Mapping[str, Any] = field(default_factory=dict)
     format: str = "jpg"
-    save_map: bool = False
     overlays: bool = True
 
     @property
@@ -73,24 +73,8 @@ class Job:
 
     @property
     def endings(self) -> list[str]:
-        """The suffixes of an image's stem, one for each of its files."""
-        suffixes = [self.format, "npz"] if self.save_map else [self.format]  # names are the same without overlays
-        return [f"-{in_file_name(label)}.{suffix}" for label in self.labels for suffix in suffixes]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InputImage:
-    """An input and the result of reading it."""
-
-    item: Input
-    decoded: Decoded
-
-    @property
-    def known(self) -> Row:
-        """The columns that describe its file."""
-        item, read = self.item, self.decoded
-        changed = item.listed[1] if item.listed is not None else read.mtime_ns
-        return {"input": item.key, "stem": item.stem, "size": read.size, "mtime_ns": changed, "sha256": read.sha256}
+        """The suffixes of an image's stem, one for each of its files; the same without overlays."""
+        return [f"-{in_file_name(label)}.{self.format}" for label in self.labels]
 
 
 def make_job(
@@ -100,7 +84,6 @@ def make_job(
     target: Target | Contrast = None,
     drawing: Mapping[str, Any] | None = None,
     format: str = "jpg",
-    save_map: bool = False,
     overlays: bool = True,
     has_target: bool = False,
 ) -> Job:
@@ -123,7 +106,7 @@ def make_job(
     for position, method in enumerate(chosen):
         count = 1 + sum(other.name == method.name for other in chosen[:position])
         chosen[position] = method if count == 1 else replace(method, label=f"{method.name}-{count}")
-    return Job(tuple(chosen), target, dict(drawing or {}), format, save_map, overlays)
+    return Job(tuple(chosen), target, dict(drawing or {}), format, overlays)
 
 
 def explainer_for(model: str | Path | nn.Module | Explainer | Callable[[], Explainer]) -> Explainer:
@@ -164,25 +147,29 @@ def sides_of(job: Job) -> Target | list[Target]:
     return job.target.sides if isinstance(job.target, Contrast) else job.target
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ImageMaps:
-    """An image's maps by label, and the time that they took."""
+def parts(batches: Batches, images: Iterable[Decoded]) -> Iterator[list[Decoded]]:
+    """Split images, which are read lazily, into parts that fit into memory; the split depends on the images alone."""
+    part: list[Decoded] = []
+    for image in images:
+        part.append(image)
+        if len(part) >= batches.fits or sum(each.nbytes for each in part) > WAITING_BYTES:
+            yield part
+            part = []
+    if part:
+        yield part
 
-    maps: Mapping[str, Saliency]
-    seconds: float = 0.0
 
-
-def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> list[ImageMaps | Row]:
-    """Explain a batch; the result of an image that cannot be read or explained is its row.
+def compute_maps(batches: Batches, images: Sequence[Decoded], job: Job) -> list[tuple[Row, SaliencyMaps]]:
+    """Explain a batch: return each image's row, without files, and its maps by label, none if it failed.
 
     Raises:
         OptionError, UnsupportedModelError: no image can be explained with these options.
     """
 
-    def explain(members: Sequence[InputImage]) -> list[ImageMaps]:
+    def explain(members: Sequence[Decoded]) -> list[tuple[Row, SaliencyMaps]]:
         started = time.perf_counter()
-        arrays = [image.decoded.image for image in members if image.decoded.image is not None]
-        names = [printable(image.item.key) for image in members]
+        arrays = [image.image for image in members if image.image is not None]
+        names = [printable(image.row["input"]) for image in members]
         explain_batch = partial(batches.explainer.explain_batch, methods=job.methods, targets=job.target)
         if batches.explainer.regions is None:
             flat = explain_batch(arrays, names=names)
@@ -190,19 +177,18 @@ def compute_maps(batches: Batches, images: Sequence[InputImage], job: Job) -> li
             by_image = [flat[start : start + each] for start in range(0, len(flat), each)]
         else:  # the number of detections depends on the image
             by_image = [explain_batch([array], names=[name]) for array, name in zip(arrays, names, strict=True)]
-        seconds = (time.perf_counter() - started) / len(arrays)
-        return [ImageMaps(_labelled(maps, job), seconds=seconds) for maps in by_image]
+        seconds = round((time.perf_counter() - started) / len(arrays), 4)
+        labelled = [_labelled(maps, job) for maps in by_image]
+        return [
+            (image.row | explained_row(maps, job) | {"seconds": seconds}, maps)
+            for image, maps in zip(members, labelled, strict=True)
+        ]
 
-    results = batches.each([image for image in images if image.decoded.image is not None], explain, job.methods)
-    return [
-        failed_row(image.known, image.decoded.error or "", image.decoded.message or "")
-        if image.decoded.image is None
-        else _or_failed(image, next(results))
-        for image in images
-    ]
+    results = batches.each([image for image in images if image.image is not None], explain, job.methods)
+    return [(image.row, {}) if image.image is None else _or_failed(image, next(results)) for image in images]
 
 
-def _labelled(maps: Sequence[Saliency], job: Job) -> dict[str, Saliency]:
+def _labelled(maps: Sequence[Saliency], job: Job) -> SaliencyMaps:
     """Return the maps of an image, in the order of methods and targets, by label."""
     if not job.ranks:
         return dict(zip(job.labels, maps, strict=True))
@@ -214,36 +200,32 @@ def _labelled(maps: Sequence[Saliency], job: Job) -> dict[str, Saliency]:
     }
 
 
-def _or_failed(image: InputImage, result: ImageMaps | Exception) -> ImageMaps | Row:
-    if isinstance(result, ImageMaps):
+def _or_failed(image: Decoded, result: tuple[Row, SaliencyMaps] | Exception) -> tuple[Row, SaliencyMaps]:
+    if not isinstance(result, Exception):
         return result
     message = str(result)
     if isinstance(result, torch.OutOfMemoryError):
         message = "Out of device memory with a batch size of 1: " + message.partition("\n")[0]
-    return failed_row(image.known, result, message)
+    return failed_row(image.row, result, message), {}
 
 
-def describe(image: InputImage, result: ImageMaps | Row, job: Job) -> tuple[Row, Maps]:
-    """Return an image's row without files (status, score, facts, placement of its maps), and its grids by label."""
-    if not isinstance(result, ImageMaps):
-        return result, {}
-    first = next(iter(result.maps.values()))
-    facts = {label: dict(saliency.facts) for label, saliency in result.maps.items()}
-    row = image.known | {
+def explained_row(maps: SaliencyMaps, job: Job) -> Row:
+    """Return the columns of an image that its maps determine: status, score, facts, and the placement of its maps."""
+    first = next(iter(maps.values()))
+    facts = {label: dict(saliency.facts) for label, saliency in maps.items()}
+    by_rank = [maps.get(rank_label(job.methods[-1].label, rank)) for rank in range(1, job.ranks + 1)]
+    ranks = [_score_columns(saliency) for saliency in by_rank if saliency is not None]
+    return {
         "status": "explained",
         "width": first.image.shape[1],
         "height": first.image.shape[0],
         **_score_columns(first),
-        **_ranked(result.maps, job),
+        **({"ranks": ranks} if ranks else {}),
         "facts": json.loads(json.dumps(facts, default=float)),
-        "saturated_share": _saturated_share(facts),
         "placement": first.placement.to_dict(),
         "outputs": {},
-        "maps": None,
         "written": {},
-        "seconds": round(result.seconds, 4),
     }
-    return row, {label: saliency.grid for label, saliency in result.maps.items()}
 
 
 def _score_columns(saliency: Saliency) -> dict[str, Any]:
@@ -251,54 +233,21 @@ def _score_columns(saliency: Saliency) -> dict[str, Any]:
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in columns}
 
 
-def _ranked(maps: Mapping[str, Saliency], job: Job) -> dict[str, Any]:
-    """Return the column `ranks` of a run with several targets: the score columns of each."""
-    by_rank = {int(label.rpartition("-top")[2]): saliency for label, saliency in maps.items()} if job.ranks else {}
-    return {"ranks": [_score_columns(by_rank[rank]) for rank in sorted(by_rank)]} if by_rank else {}
-
-
-def draw_files(image: InputImage, result: ImageMaps | Row, job: Job) -> tuple[Row, Maps, dict[str, bytes]]:
-    """Return an image's row, its grids by label, and its files by path relative to the output folder."""
-    row, grids = describe(image, result, job)
-    if not isinstance(result, ImageMaps):
-        return row, grids, {}
+def draw_files(row: Row, maps: SaliencyMaps, job: Job) -> tuple[Row, dict[str, bytes]]:
+    """Return an image's row with its overlays, and these by path relative to the output folder."""
     started = time.perf_counter()
-    files: dict[str, bytes] = {}
-    outputs: dict[str, str] = {}
-    saved: dict[str, str] = {}
-    for label, saliency in result.maps.items():
-        if job.overlays:
-            outputs[label] = f"{image.item.stem}-{in_file_name(label)}.{job.format}"
-            files[outputs[label]] = encode_overlay(saliency.overlay(**job.drawing), job.format)
-        if job.save_map:
-            saved[label] = f"{image.item.stem}-{in_file_name(label)}.npz"
-            files[saved[label]] = encode_maps(saliency.to_dict(), grid=saliency.grid, heatmap=saliency.heatmap)
-    row |= {
-        "outputs": outputs,
-        "maps": saved or None,
-        "written": {path: len(content) for path, content in files.items()},
-        "seconds": round(result.seconds + time.perf_counter() - started, 4),
+    drawn = maps if job.overlays else {}
+    outputs = {label: f"{row['stem']}-{in_file_name(label)}.{job.format}" for label in drawn}
+    files = {
+        outputs[label]: encode_overlay(saliency.overlay(**job.drawing), job.format) for label, saliency in drawn.items()
     }
-    return row, grids, files
-
-
-def _saturated_share(facts: Mapping[str, Mapping[str, Any]]) -> float | None:
-    shares = [
-        value for method_facts in facts.values() for name, value in method_facts.items() if name.startswith("saturated")
-    ]
-    return float(shares[0]) if shares and isinstance(shares[0], int | float) else None
+    written = {path: len(content) for path, content in files.items()}
+    seconds = round(row["seconds"] + time.perf_counter() - started, 4)
+    return row | {"outputs": outputs, "written": written, "seconds": seconds}, files
 
 
 def encode_overlay(overlay: NDArray[np.uint8], format: str) -> bytes:
     """Encode an overlay as the bytes of a file."""
     file = io.BytesIO()
     Image.fromarray(overlay).save(file, **WRITE_OPTIONS[f".{format}"])
-    return file.getvalue()
-
-
-def encode_maps(metadata: Mapping[str, Any], **arrays: NDArray[Any]) -> bytes:
-    """Encode arrays and metadata as .npz, without the duration, so that the bytes are reproducible."""
-    text = json.dumps({name: value for name, value in metadata.items() if name != "seconds"}, ensure_ascii=False)
-    file = io.BytesIO()
-    np.savez_compressed(file, metadata=np.array(text), **arrays)  # type: ignore[arg-type]
     return file.getvalue()

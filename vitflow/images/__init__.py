@@ -7,7 +7,7 @@ Fit = Literal["crop", "squash", "pad", "native"]
 FITS: tuple[Fit, ...] = get_args(Fit)
 
 #: How patches are upsampled to pixels.
-Interpolation = Literal["smooth", "linear", "cubic", "nearest", "guided"]
+Interpolation = Literal["smooth", "linear", "nearest"]
 INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
 
 #: Pixels per inch of the images in a figure, in every format; text and lines are vectors in PDF and SVG.
@@ -37,7 +37,7 @@ CLIP_FORMATS = (*FIGURE_FORMATS, ".gif", ".mp4", ".npz")
 #: Formats of the overlays of a folder run.
 OVERLAY_FORMATS = ("jpg", "png", "webp")
 
-#: Formats of the tables of a folder run; Parquet also with the grids of the maps.
+#: Formats of the manifest of a folder run; "parquet+grids" has the maps as columns.
 MANIFEST_FORMATS = ("jsonl", "csv", "parquet", "parquet+grids")
 
 #: Engines of a folder run: this process, or a Ray cluster.

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, unknown_name
 from vitflow.files import write_atomically
 from vitflow.images import DPI, FIGURE_FORMATS, overlay
-from vitflow.images.geometry import Placement
-from vitflow.images.pen import REACH, Bar, Box, Limits, Pen
+from vitflow.images.pen import REACH, Bar, Limits, Pen
 from vitflow.images.typesetting import (
     BODY,
     GREY,
@@ -81,10 +80,12 @@ class Column:
 
 # One image's rows: for each column one cell, or as many as the block has rows.
 Block = Sequence[Sequence[Cell]]
+# Headers of columns, and the blocks below them.
+Band = tuple[Sequence[Column], Sequence[Block]]
 
 
 def draw_bands(
-    bands: Sequence[tuple[Sequence[Column], Sequence[Block]]],
+    bands: Sequence[Band],
     *,
     bars: Sequence[Bar] = (),
     note: str = "",
@@ -125,42 +126,7 @@ def draw_bands(
     return page([*boxes, *foot], dpi, _MARGIN)
 
 
-def draw_map(
-    pen: Pen,
-    grid: NDArray[np.float32],
-    placement: Placement,
-    image: NDArray[np.uint8],
-    *,
-    head: Column,
-    lines: Sequence[str],
-    notes: Sequence[str],
-    ends: tuple[str, str],
-    box: Box | NDArray[np.bool_] | None = None,
-    alongside: NDArray[np.uint8] | None = None,
-) -> Figure:
-    """Draw one map over its image, with a bar of its colours between their values.
-
-    Args:
-        pen: how to draw.
-        grid, placement, image: the map [rows, cols], its placement, and the image, uint8 RGB [height, width, 3].
-        head: the name of the map, and how it departs from its definition.
-        lines: target and score.
-        notes: lines below the bar.
-        ends: labels of the two ends of a bar with both sides of 0.
-        box: a box or region of the image to mark.
-        alongside: the reference image, shown on the left.
-    """
-    limits = pen.limits(grid)
-    drawn = Cell(pen.overlay(grid, placement, image, limits, box), tuple(lines))
-    bar = _bar_with_values(grid, pen, limits, ends)
-    columns, cells = [head], [[drawn]]
-    if alongside is not None:
-        columns, cells = [Column("Compared with"), head], [[Cell(pen.photograph(alongside))], [drawn]]
-    note = [_limits_in_words(pen, limits), pen.note, *notes]
-    return draw_bands([(columns, [cells])], bars=[bar], note="\n".join(filter(None, note)), dpi=pen.dpi)
-
-
-def _bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str]) -> Bar:
+def bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str]) -> Bar:
     """Return the colour bar of a map between the values of its ends, with "≥" if the map has larger values."""
     low, high = limits
     two_sides = overlay.has_two_sides(low, high)
@@ -174,10 +140,10 @@ def _bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: 
     labels = (first, f"{last} {unit}".strip() if high > low else "")
     if two_sides:
         labels = f"{ends[0]}\n{labels[0]}", f"{ends[1]}\n{labels[1]}"
-    return Bar(pen.ramp(start, end, limits), labels, two_sides)
+    return Bar(pen.ramp(start, end, limits), labels)
 
 
-def _limits_in_words(pen: Pen, limits: Limits) -> str:
+def limits_in_words(pen: Pen, limits: Limits) -> str:
     """Return a sentence with the percentiles that limit the colours; empty if none do."""
     if not pen.soft:
         return ""
@@ -191,7 +157,7 @@ def _limits_in_words(pen: Pen, limits: Limits) -> str:
     return f"The {lower:g}nd and the {upper:g}th percentile of the patches are {low} and {high} {unit}".rstrip() + "."
 
 
-def image_bounds(figure: Figure) -> Box:
+def image_bounds(figure: Figure) -> tuple[float, float, float, float]:
     """Return (left, top, right, bottom) of the first image of a figure, in pixels of the figure."""
     figure.draw_without_rendering()
     box, height = figure.findobj(OffsetImage)[0].get_window_extent(), figure.bbox.height
@@ -324,11 +290,8 @@ class FigureResult:
         return bundle(repr(self), self.figure(dpi=NOTEBOOK_DPI))
 
 
-def draw_and_save(path: str | os.PathLike[str] | None, draw: Callable[[], Figure]) -> Figure:
-    """Draw a figure and, with a path, also write it there; the suffix is checked first."""
-    if path is not None:
-        check_format(path)
-    figure = draw()
+def written(figure: Figure, path: str | os.PathLike[str] | None) -> Figure:
+    """Return a figure; with a path, also write it there."""
     if path is not None:
         save_figure(figure, path)
     return figure

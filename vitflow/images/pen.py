@@ -1,68 +1,64 @@
 """Drawing of maps at a given size, with limits, boxes and colour bars."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from vitflow.errors import OptionError
 from vitflow.images import DPI, Interpolation, overlay
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import upsample
 
-#: Left, top, right and bottom, in pixels of an image.
-Box = tuple[float, float, float, float]
+#: A box (left, top, right, bottom) in pixels of an image, or a mask of a region, bool [height, width].
+Mark = tuple[float, float, float, float] | NDArray[np.bool_]
 #: The values of the first and the last colour.
 Limits = tuple[float, float]
 
 #: Colour bars with a soft limit extend to this multiple of the limit.
 REACH = 1.5
-#: What captions say about guided upsampling.
-GUIDED = "Edges are those of the image, not of the map (guided upsampling): the map has one value for each patch."
 # Height and width of a colour bar in inches, and the grey under its colours.
 _BAR, _MID_GREY = (0.07, 1.1), 128
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A colour bar: uint8 RGB [height, width, 3], the labels of its ends, and whether 0 is in its middle."""
+    """A colour bar: uint8 RGB [height, width, 3], and the labels of its ends."""
 
     image: NDArray[np.uint8]
     labels: tuple[str, str] = ("low", "high")
-    two_sides: bool = False
 
 
-@dataclass(frozen=True)
 class Pen:
     """Drawing settings of maps.
 
-    Attributes:
-        width: width of an image, in inches.
+    Args:
+        width: width of an image, in inches; None for its own pixels.
         dpi: pixels per inch.
         vmin, vmax, robust: limits of the colours, as in `overlay.scale_range`.
-        interpolation: upsampling of patches: "smooth", "linear", "cubic", "nearest" to see the patches, or
-            "guided" for edges that follow the image.
+        interpolation: upsampling of patches: "smooth", "linear", or "nearest" to see the patches.
         blending: other options of `overlay.blend`: cmap, alpha, fade, background, contours and mark_unseen.
     """
 
-    width: float
-    dpi: int = DPI
-    vmin: float | None = None
-    vmax: float | None = None
-    robust: bool = True
-    interpolation: Interpolation = "smooth"
-    blending: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, width: float, drawing: Mapping[str, Any]) -> "Pen":
-        """Split a user's drawing options into those of the pen and those of blending."""
-        names = {one.name for one in fields(cls)} - {"blending"}
-        given = {"width": width} | {name: value for name, value in drawing.items() if name in names}
-        return cls(**given, blending={name: value for name, value in drawing.items() if name not in names})
+    def __init__(
+        self,
+        width: float | None,
+        *,
+        dpi: int = DPI,
+        vmin: float | None = None,
+        vmax: float | None = None,
+        robust: bool = True,
+        interpolation: Interpolation = "smooth",
+        **blending: Any,
+    ) -> None:
+        if width is None and dpi != DPI:
+            raise OptionError("dpi cannot be used for an overlay, which has the pixels of its image: draw a figure.")
+        self.width, self.dpi, self.interpolation, self.blending = width, dpi, interpolation, blending
+        self.vmin, self.vmax, self.robust = vmin, vmax, robust
 
     @property
     def soft(self) -> bool:
@@ -71,10 +67,7 @@ class Pen:
 
     @property
     def note(self) -> str:
-        """The sentences that explain contours and guided upsampling; empty if neither is drawn."""
-        return " ".join(filter(None, (self._contours(), GUIDED if self.interpolation == "guided" else "")))
-
-    def _contours(self) -> str:
+        """The sentence that explains contours; empty if none are drawn."""
         drawn = self.blending.get("contours", False)
         percents = [f"{100 * share:g}" for share in (overlay.CONTOURS if drawn is True else drawn or ())]
         if not percents:
@@ -86,12 +79,16 @@ class Pen:
         """Return the values of the first and the last colour, for one map or for several with a common scale."""
         return overlay.scale_range(values, vmin=self.vmin, vmax=self.vmax, robust=self.robust)
 
-    def photograph(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Resize the image to its size in the figure."""
+    def photograph(self, image: NDArray[np.uint8], marked: Mark | None = None) -> NDArray[np.uint8]:
+        """Resize the image to its size in the figure, and mark a box or region; without a width return the image."""
+        if self.width is None:
+            return image
         height, width = panel_size((image.shape[0], image.shape[1]), width=self.width, dpi=self.dpi)
         smaller = height <= image.shape[0]
         resized = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if smaller else cv2.INTER_CUBIC)
-        return np.asarray(resized, dtype=np.uint8)
+        drawn = np.asarray(resized, dtype=np.uint8)
+        _mark(drawn, image, marked)
+        return drawn
 
     def overlay(
         self,
@@ -99,54 +96,16 @@ class Pen:
         placement: Placement,
         image: NDArray[np.uint8],
         limits: Limits,
-        box: Box | NDArray[np.bool_] | None = None,
+        marked: Mark | None = None,
     ) -> NDArray[np.uint8]:
         """Draw a map over its image at the size in the figure, with an optional box or region."""
         photograph = self.photograph(image)
         # The placement's coordinates are continuous, so that it fits the image in any size.
         placement = replace(placement, image_size=photograph.shape[:2])
-        heatmap = upsample(grid, placement, interpolation=self.interpolation, image=photograph)
+        heatmap = upsample(grid, placement, interpolation=self.interpolation)
         drawn = overlay.blend(photograph, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
-        _mark_scaled(drawn, image, box)
+        _mark(drawn, image, marked)
         return drawn
-
-    def marked_photograph(self, image: NDArray[np.uint8], box: Box | NDArray[np.bool_] | None) -> NDArray[np.uint8]:
-        """Draw an image at the size in the figure, with a box or region."""
-        drawn = self.photograph(image)
-        _mark_scaled(drawn, image, box)
-        return drawn
-
-    def colours(
-        self, colours: NDArray[np.float32], shown: NDArray[np.bool_], placement: Placement, image: NDArray[np.uint8]
-    ) -> NDArray[np.uint8]:
-        """Draw colours of patches over their image; other patches show the background.
-
-        Args:
-            colours: red, green and blue from 0 to 1, [rows, cols, 3]; NaN at rows and columns outside the image.
-            shown: mask of the patches that are drawn, [rows, cols].
-            placement, image: placement of the patches, and the image, uint8 RGB [height, width, 3].
-        """
-        photograph = self.photograph(image)
-        placement = replace(placement, image_size=photograph.shape[:2])
-        known = ~np.isnan(colours[..., 0])
-        rows, cols = (np.flatnonzero(known.any(axis=axis)) for axis in (1, 0))
-        # Outside the image the colours of its edge are repeated, so that interpolation does not mix in others.
-        nearest = np.ix_(
-            *(
-                np.arange(len(mask)).clip(self_known[0], self_known[-1])
-                for mask, self_known in ((known, rows), (known[0], cols))
-            )
-        )
-        spread = partial(upsample, placement=placement, interpolation=self.interpolation, image=photograph)
-        layers = [spread(colours[..., c][nearest]) for c in range(3)]
-        covered = spread(shown[nearest].astype(np.float32))
-        plain = np.where(np.isnan(covered), covered, 0)
-        drawn = overlay.blend(photograph, plain, **self.blending, mark_unseen=False)
-        alpha = self.blending.get("alpha", 1.0)
-        mixed = alpha * 255 * np.stack(layers, axis=-1) + (1 - alpha) * photograph
-        coloured = covered > 0.5
-        drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
-        return overlay.blend(drawn, plain, alpha=0)
 
     def ramp(self, low: float, high: float, limits: Limits) -> NDArray[np.uint8]:
         """Return the colours from low to high over mid-grey, [height, width, 3]."""
@@ -159,7 +118,7 @@ class Pen:
     def bar(self, ends: tuple[str, str] | None = None) -> Bar:
         """Return the colour bar: sequential, or diverging with labels for its ends."""
         reach, low = REACH if self.soft else 1.0, -1 if ends else 0
-        return Bar(self.ramp(low * reach, reach, (low, 1)), ends or ("low", "high"), bool(ends))
+        return Bar(self.ramp(low * reach, reach, (low, 1)), ends or ("low", "high"))
 
 
 def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
@@ -175,27 +134,19 @@ def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DP
     return max(round(high * scale), 1), max(round(wide * scale), 1)
 
 
-def _mark_scaled(drawn: NDArray[np.uint8], image: NDArray[np.uint8], box: Box | NDArray[np.bool_] | None) -> None:
-    """Mark a box or region of an image, if any, in a drawing of another size."""
-    if box is not None:
-        down, across = drawn.shape[0] / image.shape[0], drawn.shape[1] / image.shape[1]
-        if not isinstance(box, np.ndarray):
-            box = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
-        mark(drawn, box)
-
-
-def mark(image: NDArray[np.uint8], box: Box | NDArray[np.bool_] | None) -> None:
-    """Draw a white line with a black one around it, in place, around a box (left, top, right, bottom) or a region.
-
-    A region is resized to the image.
-    """
-    inside: NDArray[Any] = np.zeros(image.shape[:2], dtype=np.uint8)
-    if isinstance(box, np.ndarray):
-        inside = cv2.resize(box.astype(np.uint8), inside.shape[::-1], interpolation=cv2.INTER_NEAREST)
-    elif box is not None:
-        left, top, right, bottom = (round(edge) for edge in box)
-        inside[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)] = 1
-    overlay.outline(image, inside.astype(np.bool_), max(1, round(min(inside.shape) / 200)))
+def _mark(drawn: NDArray[np.uint8], image: NDArray[np.uint8], marked: Mark | None) -> None:
+    """Draw a white line with a black one around it, in place, around a box or region of an image, if there is one."""
+    height, width = drawn.shape[:2]
+    if marked is None:
+        return
+    if isinstance(marked, np.ndarray):
+        inside = cv2.resize(marked.astype(np.uint8), (width, height), interpolation=cv2.INTER_NEAREST)
+    else:
+        inside = np.zeros((height, width), dtype=np.uint8)
+        scales = (width / image.shape[1], height / image.shape[0]) * 2
+        left, top, right, bottom = (max(round(edge * by), 0) for edge, by in zip(marked, scales, strict=True))
+        inside[top:bottom, left:right] = 1
+    overlay.outline(drawn, inside.astype(np.bool_), max(1, round(min(height, width) / 200)))
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -206,7 +157,8 @@ def takes_drawing_options(function: _Function) -> _Function:
     signature = inspect.signature(function)
     *named, _ = signature.parameters.values()
     parameters = [*inspect.signature(Pen).parameters.values(), *inspect.signature(overlay.blend).parameters.values()]
-    left_out = {*signature.parameters, "blending", "image", "heatmap", "soft"}
+    left_out = {*signature.parameters, "width", "blending", "image", "heatmap", "soft"}
+    left_out |= set() if "width" in signature.parameters else {"dpi"}  # an overlay has the pixels of its image
     more = {one.name: one.replace(kind=one.KEYWORD_ONLY) for one in parameters if one.name not in left_out}
     function.__signature__ = signature.replace(parameters=[*named, *more.values()])  # type: ignore[attr-defined]
     return function

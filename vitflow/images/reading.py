@@ -4,7 +4,8 @@ import io
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vitflow.errors import ImageError, ShapeError, VitflowError, load_extra
-from vitflow.files import is_file, is_folder, is_remote, is_there, write_atomically
+from vitflow.files import is_file, is_folder, is_there, write_atomically
 from vitflow.images import WRITE_OPTIONS
 
 ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
@@ -68,17 +69,11 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
         raise ImageError(
             f"Expected an image as a path, bytes, a PIL image or a NumPy array, got {type(source).__name__}.{hint}"
         )
-    try:
-        if isinstance(source, str | os.PathLike) and not (content is not None and is_remote(source)):
-            _check_file(Path(source))
+    with _decoding(source, max_pixels):
         if isinstance(source, Image.Image):
-            return _from_pillow(source, max_pixels, image_name(source))
+            return _from_pillow(source, max_pixels)
         with _open(source if content is None else content) as opened:
-            return _from_pillow(opened, max_pixels, image_name(source))
-    except VitflowError:
-        raise
-    except Exception as error:  # a malformed file makes Pillow raise nearly anything
-        raise ImageError(_explain(source, error, max_pixels)) from error
+            return _from_pillow(opened, max_pixels)
 
 
 def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[Any]:
@@ -94,17 +89,10 @@ def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[An
         ImageError: the file is missing, empty, truncated, or not an image.
         ShapeError: it has another size.
     """
-    path = Path(path)
-    try:
-        _check_file(path)
-        with _open(path) as opened:
-            check_mask_size((opened.height, opened.width), size)
-            values = np.asarray(opened)
-            transparent = opened.getbands()[-1] in ("A", "a")
-    except VitflowError:
-        raise
-    except Exception as error:
-        raise ImageError(_explain(path, error, MAX_PIXELS, "the mask ")) from error
+    with _decoding(path, MAX_PIXELS, "the mask "), _open(path) as opened:
+        check_mask_size((opened.height, opened.width), size)
+        values = np.asarray(opened)
+        transparent = opened.getbands()[-1] in ("A", "a")
     if transparent:
         values = values[..., :-1] * (values[..., -1:] > 0)
     return values.max(axis=2) if values.ndim == 3 else values
@@ -165,9 +153,38 @@ def image_name(source: object) -> str:
     return {np.ndarray: "array", bytes: "bytes"}.get(type(source), type(source).__name__)
 
 
+@contextmanager
+def _decoding(source: Any, max_pixels: int, kind: str = "") -> Iterator[None]:
+    """Turn whatever a decoder raises into an ImageError that names the source and the remedy."""
+    name = (
+        f"{kind}{image_name(source)!r}" if isinstance(source, str | os.PathLike) else f"the given {image_name(source)}"
+    )
+    try:
+        yield
+    except VitflowError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise ImageError(
+            f"Expected {name} to have at most {max_pixels:,} pixels, got more. "
+            f"If you trust the file, raise the limit with max_pixels."
+        ) from error
+    except PermissionError as error:
+        raise ImageError(f"Could not read {name}: {error.strerror}. Check its permissions.") from error
+    except UnidentifiedImageError as error:
+        known = ", ".join(_known_formats())
+        raise ImageError(
+            f"Expected {name} to be an image ({known}), got an empty or another file. Convert it to PNG or JPEG."
+        ) from error
+    except Exception as error:  # a malformed file makes decoders raise nearly anything
+        reason = error or type(error).__name__
+        raise ImageError(
+            f"Could not read {name}: {reason}. It is truncated or corrupt: download or export it again."
+        ) from error
+
+
 def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
     """Open an image of any size in one of the supported formats, without decoding it; Pillow tries no others."""
-    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    file: Any = io.BytesIO(source) if isinstance(source, bytes) else _existing(source)
     with _opening:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
@@ -176,13 +193,27 @@ def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
             Image.MAX_IMAGE_PIXELS = limit
 
 
+def _existing(source: str | os.PathLike[str]) -> Path:
+    """Return a path; ImageError unless it is that of a file."""
+    path = Path(source)
+    if is_folder(path):
+        more = "vitflow.explain_folder explains all images in it."
+        raise ImageError(f"Expected an image, got the folder {str(path)!r}. {more}")
+    if not is_there(path):
+        hint = " Images on the web must be downloaded first." if re.match(r"https?:/", str(path)) else ""
+        raise ImageError(f"Expected an image at {str(path)!r}, but there is no such file.{hint}")
+    if not is_file(path):  # reading from a pipe would wait for ever
+        raise ImageError(f"Expected an image at {str(path)!r}, got a device or a pipe. Save it to a file first.")
+    return path
+
+
 def _known_formats() -> list[str]:
     """Return the supported formats that this release of Pillow reads."""
     Image.init()
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
-def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.uint8]:
+def _from_pillow(image: Image.Image, max_pixels: int) -> NDArray[np.uint8]:
     """RGB pixels of an opened image, upright."""
     if image.format == "EPS" and getattr(image, "tile", None):  # not decoded yet, which would start Ghostscript
         raise UnidentifiedImageError
@@ -203,13 +234,13 @@ def _from_pillow(image: Image.Image, max_pixels: int, name: str) -> NDArray[np.u
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode.startswith(("I", "F")):
-        return _grey_to_rgb(_eight_bits(image, name))
+        return _grey_to_rgb(_eight_bits(image))
     if image.has_transparency_data:
         return _over_white(np.asarray(image.convert("RGBA")))
     return np.array(image if image.mode == "RGB" else image.convert("RGB"))
 
 
-def _eight_bits(image: Image.Image, name: str) -> NDArray[np.uint8]:
+def _eight_bits(image: Image.Image) -> NDArray[np.uint8]:
     """8-bit grey values [height, width] of an image with one channel of 16 or 32 bits."""
     values = np.asarray(image)
     # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16; older releases a PNG, too.
@@ -217,7 +248,7 @@ def _eight_bits(image: Image.Image, name: str) -> NDArray[np.uint8]:
         return (values >> 8).astype(np.uint8)
     largest = float(values.max())
     if not np.isfinite(values).all():
-        raise ImageError(f"Expected finite pixel values in {name!r}, got NaN or infinity: pass an array without them.")
+        raise ImageError("Expected finite pixel values, got NaN or infinity: pass an array without them.")
     scales = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
     full = next((scale for scale in scales if largest <= scale), max(2.0**32 - 1, largest))
     return np.clip(np.rint(values.astype(np.float64) * (255.0 / full)), 0, 255).astype(np.uint8)
@@ -275,44 +306,35 @@ def read_bands(
     >>> read_bands(np.zeros((8, 9, 13), np.uint16), 13).shape
     (8, 9, 13)
     """
-    if isinstance(source, str | os.PathLike):
-        return _stored_bands(source, channels, max_pixels, content)
-    if not isinstance(source, np.ndarray):
-        raise ShapeError(f"Expected {_bands_in_words(channels)}, got {type(source).__name__}.")
-    _check_bands(source.shape, channels)
-    if source.dtype.kind not in "uif" or not np.isfinite(source).all():
+    if isinstance(source, np.ndarray):
+        _check_bands(source.shape, channels)
+        array: NDArray[Any] = source
+    elif not isinstance(source, str | os.PathLike) or Path(source).suffix.lower() not in (".npy", ".tif", ".tiff"):
+        name = f", or a .npy or TIFF file with one, got {image_name(source)!r}"
+        raise ImageError(f"Expected {_bands_in_words(channels)}{name}.")
+    else:
+        with _decoding(source, max_pixels):
+            array = _stored_bands(source, channels, max_pixels, content)
+    if array.dtype.kind not in "uif" or not np.isfinite(array).all():
         raise ShapeError(
-            f"Expected finite numbers, got {source.dtype} with other values. Replace NaN, as by nan_to_num."
+            f"Expected finite numbers, got {array.dtype} with other values. Replace NaN, as by nan_to_num."
         )
-    return np.ascontiguousarray(source, dtype=np.float32)
+    return np.ascontiguousarray(array, dtype=np.float32)
 
 
-def _stored_bands(
-    path: str | os.PathLike[str], channels: int, max_pixels: int, content: bytes | None
-) -> NDArray[np.float32]:
+def _stored_bands(path: str | os.PathLike[str], channels: int, max_pixels: int, content: bytes | None) -> NDArray[Any]:
     """Read the channels of a file; its size is checked before its values are read."""
-    name, suffix = image_name(path), Path(path).suffix.lower()
-    if suffix not in (".npy", ".tif", ".tiff"):
-        raise ImageError(f"Expected {_bands_in_words(channels)}, or a .npy or TIFF file with one, got {name!r}.")
-    if content is None:
-        _check_file(Path(path))
-    file: Any = path if content is None else io.BytesIO(content)
-    try:
-        if suffix == ".npy":
-            array: NDArray[Any] = np.load(file, mmap_mode="r" if content is None else None, allow_pickle=False)
-            _check_bands(array.shape, channels, name, max_pixels)
-            return read_bands(array, channels)
-        tifffile = load_extra("tifffile", f"Reading {name!r} as an image of {channels} channels", "tiff", ImageError)
-        with tifffile.TiffFile(file) as opened:
-            image = opened.series[0]  # the finest resolution
-            first = len(image.shape) == 3 and image.shape[0] == channels and image.axes[-1] != "S"
-            _check_bands((*image.shape[1:], channels) if first else image.shape, channels, name, max_pixels)
-            array = image.asarray()
-        return read_bands(np.moveaxis(array, 0, 2) if first else array, channels)
-    except VitflowError:
-        raise
-    except Exception as error:  # a malformed file makes the decoders raise nearly anything
-        raise ImageError(f"Could not read {name!r}: {error or type(error).__name__}") from error
+    name, file = image_name(path), _existing(path) if content is None else io.BytesIO(content)
+    if Path(path).suffix.lower() == ".npy":
+        array: NDArray[Any] = np.load(file, mmap_mode="r" if content is None else None, allow_pickle=False)
+        _check_bands(array.shape, channels, name, max_pixels)
+        return array
+    tifffile = load_extra("tifffile", f"Reading {name!r} as an image of {channels} channels", "tiff", ImageError)
+    with tifffile.TiffFile(file) as opened:
+        image = opened.series[0]  # the finest resolution
+        first = len(image.shape) == 3 and image.shape[0] == channels and image.axes[-1] != "S"
+        _check_bands((*image.shape[1:], channels) if first else image.shape, channels, name, max_pixels)
+        return np.moveaxis(image.asarray(), 0, 2) if first else image.asarray()
 
 
 def _bands_in_words(channels: int) -> str:
@@ -327,7 +349,7 @@ def _check_bands(shape: tuple[int, ...], channels: int, name: str = "", max_pixe
         of = f" in {name!r}" if name else ""
         raise ShapeError(f"Expected {_bands_in_words(channels)}, got shape {shape}{of}.{remedy}")
     if max_pixels is not None and shape[0] * shape[1] > max_pixels:
-        raise ImageError(_too_large(repr(name), max_pixels))
+        raise Image.DecompressionBombError
 
 
 def bands_in_colour(bands: NDArray[np.floating[Any]], channels: Sequence[int]) -> NDArray[np.uint8]:
@@ -351,39 +373,3 @@ def _over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Lay RGBA pixels over white."""
     alpha = rgba[:, :, 3:].astype(np.uint16)
     return ((rgba[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
-
-
-def _check_file(path: Path) -> None:
-    """Raise ImageError unless there is a file with something in it."""
-    if is_folder(path):
-        more = "vitflow.explain_folder explains all images in it."
-        raise ImageError(f"Expected an image, got the folder {str(path)!r}. {more}")
-    if not is_there(path):
-        hint = " Images on the web must be downloaded first." if re.match(r"https?:/", str(path)) else ""
-        raise ImageError(f"Expected an image at {str(path)!r}, but there is no such file.{hint}")
-    if not is_file(path):  # reading from a pipe would wait for ever
-        raise ImageError(f"Expected an image at {str(path)!r}, got a device or a pipe. Save it to a file first.")
-
-
-def _explain(
-    source: str | os.PathLike[str] | bytes | Image.Image, error: Exception, max_pixels: int, kind: str = ""
-) -> str:
-    """Describe why an image could not be read, and the remedy."""
-    from_file = isinstance(source, str | os.PathLike)
-    name = f"{kind}{image_name(source)!r}" if from_file else f"the given {image_name(source)}"
-    if isinstance(error, Image.DecompressionBombError):
-        return _too_large(name, max_pixels)
-    if isinstance(error, PermissionError):
-        return f"Could not read {name}: {error.strerror}. Check its permissions."
-    if isinstance(error, UnidentifiedImageError):
-        known = ", ".join(_known_formats())
-        return f"Expected {name} to be an image ({known}), got an empty or another file. Convert it to PNG or JPEG."
-    reason = error or type(error).__name__
-    return f"Could not read {name}: {reason}. It is truncated or corrupt: download or export it again."
-
-
-def _too_large(name: str, max_pixels: int) -> str:
-    return (
-        f"Expected {name} to have at most {max_pixels:,} pixels, got more. "
-        f"If you trust the file, raise the limit with max_pixels."
-    )

@@ -1,33 +1,19 @@
 """Upsampling of maps from patches to the pixels of the image, by the inverse of the preprocessing."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, ShapeError, check_known
+from vitflow.errors import ShapeError, check_known
 from vitflow.images import INTERPOLATIONS, Interpolation
 from vitflow.images.geometry import Placement, strips
 
-_Array = NDArray[np.float32]
-
-#: Variance of the guide (brightness from 0 to 1) above which edges are kept; epsilon of He et al.
-EDGE = 1e-3
-# Corrections of the filter's input, and of its result, towards the means of the patches.
-_BEFORE, _AFTER = 3, 3
-
-_OPENCV_FLAGS = {"linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC}
-
 
 def upsample(
-    grid: NDArray[np.floating[Any]],
-    placement: Placement,
-    *,
-    interpolation: Interpolation = "linear",
-    image: NDArray[np.uint8] | None = None,
+    grid: NDArray[np.floating[Any]], placement: Placement, *, interpolation: Interpolation = "linear"
 ) -> NDArray[np.float32]:
     """Upsample a map from patches to the pixels of the original image that the model saw.
 
@@ -37,16 +23,14 @@ def upsample(
     Args:
         grid: one value per patch, [rows, cols].
         placement: position of the model input on the image.
-        interpolation: "linear" stays within the values of the grid; so does "smooth", a quadratic B-spline with lower
-            peaks; "cubic" is smooth and may overshoot; "nearest" gives each pixel the value of the patch that contains
-            its centre; "guided" aligns edges with those of the image, and keeps the mean of each patch.
-        image: the image, uint8 RGB [height, width, 3], for "guided".
+        interpolation: "linear"; "smooth", a quadratic B-spline with lower peaks; or "nearest", which gives each pixel
+            the value of the patch that contains its centre. All stay within the values of the grid.
 
     Returns:
         float32 [height, width] of the original image, NaN where the model saw nothing.
 
     Raises:
-        OptionError: the interpolation is unknown, or "guided" without an image.
+        OptionError: the interpolation is unknown.
         ShapeError: the grid is not two-dimensional, is empty, or contains NaN or infinite values.
 
     >>> upsample(np.array([[0.0, 1.0]]), Placement((1, 8), (1, 8), (0, 1), (1, 6)), interpolation="nearest")
@@ -63,22 +47,11 @@ def upsample(
     left, top, right, bottom = placement.seen_box
     if left == right or top == bottom:
         return heatmap
-    if interpolation in ("nearest", "guided"):
-        rows, cols = (
-            _patch_of_pixels(axis, first, last, count, placement)
-            for axis, first, last, count in ((0, top, bottom, grid.shape[0]), (1, left, right, grid.shape[1]))
-        )
-        if interpolation == "nearest":
-            heatmap[top:bottom, left:right] = grid[np.ix_(rows, cols)]
-            return heatmap
-        if image is None or image.shape[:2] != placement.image_size:
-            raise OptionError("interpolation='guided' requires the image, in the size of the placement.")
-        smooth = partial(upsample, placement=placement, interpolation="smooth")
-        heatmap[top:bottom, left:right] = _guided(
-            grid, lambda one: smooth(one)[top:bottom, left:right], image[top:bottom, left:right], rows, cols
-        )
-        return heatmap
-    if interpolation == "smooth":
+    if interpolation == "nearest":
+        rows = _patch_of_pixels(0, top, bottom, grid.shape[0], placement)
+        cols = _patch_of_pixels(1, left, right, grid.shape[1], placement)
+        heatmap[top:bottom, left:right] = grid[np.ix_(rows, cols)]
+    elif interpolation == "smooth":
         centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5
         y, x = placement.to_input(centres[0], centres[1])
         wide = np.ascontiguousarray(_splined(grid.T, x / placement.input_size[1]).T)
@@ -86,16 +59,14 @@ def upsample(
         low, high = grid.min(), grid.max()  # rounding would leave some values beyond them
         for strip in strips(*seen.shape):
             np.clip(_splined(wide, y[strip] / placement.input_size[0]), low, high, out=seen[strip])
-        return heatmap
-    flags = _OPENCV_FLAGS[interpolation]
-    on_input = cv2.resize(grid, placement.input_size[::-1], interpolation=flags)
-    heatmap[top:bottom, left:right] = cv2.warpAffine(
-        on_input,
-        _pixel_to_input(placement, left, top),
-        (right - left, bottom - top),
-        flags=flags | cv2.WARP_INVERSE_MAP,
-        borderMode=cv2.BORDER_REPLICATE,
-    )
+    else:
+        heatmap[top:bottom, left:right] = cv2.warpAffine(
+            cv2.resize(grid, placement.input_size[::-1], interpolation=cv2.INTER_LINEAR),
+            _pixel_to_input(placement, left, top),
+            (right - left, bottom - top),
+            flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
+            borderMode=cv2.BORDER_REPLICATE,
+        )
     return heatmap
 
 
@@ -174,89 +145,3 @@ def _patch_of_pixels(axis: int, first: int, last: int, count: int, placement: Pl
     # In whole numbers, as Placement.seen_box does: (k + 1/2) · resized / size − offset, in units of patches.
     centres = (2 * np.arange(first, last, dtype=np.int64) + 1) * resized - 2 * size * placement.offset[axis]
     return centres * count // (2 * size * placement.input_size[axis])
-
-
-def _guided(
-    grid: NDArray[np.floating[Any]],
-    smooth: Callable[[NDArray[np.floating[Any]]], _Array],
-    image: NDArray[np.uint8],
-    rows: NDArray[np.int64],
-    cols: NDArray[np.int64],
-) -> _Array:
-    """Upsample a map so that its edges follow the image, and each patch keeps its mean.
-
-    The guided filter of He, Sun & Tang (TPAMI 2013) with the image's brightness as guide, box filters that reach half a
-    patch to each side, and the smooth upsampling as input. The mean of each patch is restored: first by smooth
-    corrections of the filter's input, then of its result, and the rest by a constant for each patch. The map itself has
-    no such detail.
-
-    Args:
-        grid: the map, [rows, cols].
-        smooth: upsamples such a grid to float32 [height, width].
-        image: the part of the image that the model saw, uint8 RGB [height, width, 3].
-        rows, cols: the patch row of each pixel row, [height], and the patch column of each pixel column, [width].
-
-    Returns:
-        float32 [height, width].
-    """
-    guide = np.asarray(cv2.cvtColor(np.ascontiguousarray(image), cv2.COLOR_RGB2GRAY) / 255, dtype=np.float32)
-    radius = (_radius(rows), _radius(cols))
-    follow, sharpen = _filter(guide, radius), _sharpening(grid.shape)
-    given = smooth(sharpen(grid))
-    result = follow(given)
-    for _ in range(_BEFORE):
-        given = given + smooth(sharpen(grid - _means(result, rows, cols, grid)))
-        result = follow(given)
-    for _ in range(_AFTER):
-        result = result + smooth(sharpen(grid - _means(result, rows, cols, grid)))
-    rest = grid - _means(result, rows, cols, grid)
-    return np.asarray(result + rest[np.ix_(rows, cols)], dtype=np.float32)
-
-
-def _radius(patches: NDArray[np.int64]) -> int:
-    """Return half the side of a patch in pixels, at least 1."""
-    return max(1, round(len(patches) / len(np.unique(patches)) / 2))
-
-
-def _sharpening(shape: tuple[int, ...]) -> Callable[[NDArray[np.floating[Any]]], NDArray[np.floating[Any]]]:
-    """Return a function of a grid whose smooth upsampling has the means of the grid, for patches of equal size.
-
-    The mean of the quadratic B-spline over a patch is 2/3 of its value and 1/6 of the values on both sides.
-    """
-    means = []
-    for count in shape:
-        matrix = (np.eye(count, k=-1) + 4 * np.eye(count) + np.eye(count, k=1)) / 6
-        matrix[0, 0] += 1 / 6  # the outermost values continue outwards
-        matrix[-1, -1] += 1 / 6
-        means.append(matrix)
-    return lambda grid: np.linalg.solve(means[0], np.linalg.solve(means[1], grid.T).T).astype(np.float32)
-
-
-def _filter(guide: _Array, radius: tuple[int, int]) -> Callable[[_Array], _Array]:
-    """Return the guided filter of a guide: input → mean(a) · guide + mean(b), with a and b fitted in each box."""
-    size = 2 * radius[1] + 1, 2 * radius[0] + 1
-
-    def summed(values: _Array) -> _Array:
-        return np.asarray(cv2.boxFilter(values, -1, size, normalize=False, borderType=cv2.BORDER_CONSTANT))
-
-    count = summed(np.ones_like(guide))
-    average = summed(guide) / count
-    variance = summed(guide * guide) / count - average * average
-
-    def follow(values: _Array) -> _Array:
-        level = summed(values) / count
-        slope = (summed(guide * values) / count - average * level) / (variance + np.float32(EDGE))
-        offset = level - slope * average
-        return np.asarray((summed(slope) * guide + summed(offset)) / count, dtype=np.float32)
-
-    return follow
-
-
-def _means(
-    values: _Array, rows: NDArray[np.int64], cols: NDArray[np.int64], grid: NDArray[np.floating[Any]]
-) -> NDArray[np.floating[Any]]:
-    """Return the mean of the pixels of each patch, [rows, cols]; for a patch without pixels its value in the grid."""
-    down, across = (np.arange(count)[:, None] == of for count, of in zip(grid.shape, (rows, cols), strict=True))
-    pixels = np.outer(down.sum(axis=1), across.sum(axis=1))
-    sums = down.astype(np.float64) @ values @ across.T.astype(np.float64)
-    return np.where(pixels > 0, sums / np.maximum(pixels, 1), grid).astype(np.float32)

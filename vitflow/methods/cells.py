@@ -1,5 +1,6 @@
-"""Cells: the model input cut into rows × cols rectangles, for methods that operate on pixels instead of tokens."""
+"""Cells: the model input cut into rows × cols rectangles, for occlusion, and for maps without any model."""
 
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -176,104 +177,61 @@ def _of_target(scores: Tensor, targets: Tensor) -> Tensor:
     return scores.gather(1, targets.to(scores.device).unsqueeze(1)).squeeze(1)
 
 
-# Breaks ties between values of the field, which are about 1.
-_NOISE = 1e-3
+def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor:
+    """Random map: a uniform number from [0, 1) for each patch, different for each image.
+
+    The numbers depend only on the content of the image and the seed: an image has the same map in every run, alone
+    or in a batch, and different images have independent maps.
+
+    Args:
+        pixels: model inputs, [batch, channels, height, width].
+        rows: patches from top to bottom.
+        cols: patches from left to right.
+        seed: seed of the random numbers.
+
+    Returns:
+        [batch, rows, cols], float32.
+
+    Raises:
+        OptionError: the seed is negative.
+
+    >>> images = torch.arange(24.0).reshape(2, 3, 2, 2)
+    >>> bool((random_map(images, rows=2, cols=3)[1] == random_map(images[1:], rows=2, cols=3)[0]).all())
+    True
+    """
+    if seed < 0:
+        raise OptionError(f"Expected a seed of at least 0, got {seed}.")
+    maps = []
+    for image in pixels.detach().float().cpu():
+        generator = np.random.default_rng((seed, zlib.crc32(image.numpy().tobytes())))
+        maps.append(torch.from_numpy(generator.random((rows, cols), dtype=np.float32)))
+    return torch.stack(maps)
 
 
-def draw_masks(rows: int, cols: int, *, masks: int, keep: float = 0.3, cells: int = 7, seed: int = 0) -> Tensor:
-    """Random masks, each of which keeps the same number of patches, in coherent regions.
+def centre_prior(rows: int, cols: int, *, sigma: float = 0.25) -> Tensor:
+    """Centre prior: exp(−(x² + y²) / 2σ²), with x and y from the centre of the model input in shares of its sides.
 
-    A mask is a field of `cells × cells` normal numbers (at most the number of patches per side), upsampled to the grid
-    by bicubic interpolation; its k = round(keep · patches) highest patches stay. The masks depend on the grid and the
-    options only; fewer masks are the first of more masks.
+    Subjects of photographs tend to be in the centre, so this baseline scores well on many benchmarks.
 
     Args:
         rows: patches from top to bottom.
         cols: patches from left to right.
-        masks: number of masks, at least 2.
-        keep: share of the patches that stays: at least one patch, and not all.
-        cells: numbers per side of the field, at least 2; more cells give smaller regions.
-        seed: seed of the random numbers.
+        sigma: σ, as a share of the side.
 
     Returns:
-        Mask of the patches that stay, bool [masks, patches], in raster order.
+        [rows, cols], float32.
 
     Raises:
-        OptionError: an option is out of range.
+        OptionError: sigma is not positive.
+        ShapeError: there is not at least one row and column.
 
-    Source: Petsiuk, Das & Saenko, "RISE", BMVC 2018, §3.2, with the same number of patches in every mask.
-
-    >>> draw_masks(2, 3, masks=4, keep=0.5).sum(dim=1)
-    tensor([3, 3, 3, 3])
+    >>> centre_prior(1, 3, sigma=0.5)
+    tensor([[0.8007, 1.0000, 0.8007]])
     """
-    masks, cells = whole_number("masks", masks, 2), whole_number("cells", cells, 2)
-    patches, seed = rows * cols, whole_number("random_seed", seed, 0)
-    if not isinstance(keep, int | float) or not 0.0 < keep < 1.0 or not 1 <= round(keep * patches) < patches:
-        raise OptionError(
-            f"Expected keep as a share of the {rows} × {cols} patches that leaves one of them at least and not all, "
-            f"got {keep!r}."
-        )
-    random = np.random.default_rng(seed)
-    height, width = min(cells, rows), min(cells, cols)
-    drawn = random.standard_normal((masks, height * width + patches))  # mask by mask
-    fields = torch.from_numpy(drawn[:, : height * width]).reshape(masks, 1, height, width)
-    enlarged = torch.nn.functional.interpolate(fields, size=(rows, cols), mode="bicubic", align_corners=False)
-    values = enlarged.flatten(1) + _NOISE * torch.from_numpy(drawn[:, height * width :])
-    highest = values.topk(round(keep * patches), dim=1).indices
-    return torch.zeros(masks, patches, dtype=torch.bool).scatter_(1, highest, True)
-
-
-def mean_differences(kept: Tensor, scores: Tensor) -> Tensor:
-    """Return the mean score with a patch minus the mean score without it.
-
-    g_j = Σ_n (m_nj − m̄_j)(s_n − s̄) / Σ_n (m_nj − m̄_j)², in float64. A patch that is in every mask or in
-    none has 0.
-
-    Args:
-        kept: m, which patches each mask keeps, bool [masks, patches].
-        scores: s, the score of each mask, [masks], or [masks, classes].
-
-    Returns:
-        g, signed, in the unit of the scores: [patches], or [patches, classes].
-
-    Raises:
-        ShapeError: wrong shapes, or fewer than two masks.
-
-    Source: the estimator of Petsiuk, Das & Saenko, "RISE", BMVC 2018, §3.1, centred, so that
-    the map does not depend on how often a patch was kept.
-
-    >>> mean_differences(torch.tensor([[True, False], [False, True], [True, False]]), torch.tensor([3.0, 1.0, 5.0]))
-    tensor([ 3., -3.], dtype=torch.float64)
-    """
-    if kept.ndim != 2 or kept.dtype != torch.bool or scores.ndim not in (1, 2) or len(scores) != len(kept):
-        raise ShapeError(
-            "Expected bool masks [masks, patches] and scores [masks] or [masks, classes], got "
-            f"{kept.dtype} {tuple(kept.shape)} and {tuple(scores.shape)}."
-        )
-    if len(kept) < 2:
-        raise ShapeError(f"Expected at least two masks, got {len(kept)}.")
-    centred_scores = scores.detach().cpu().double()
-    centred_scores = centred_scores - centred_scores.mean(dim=0)
-    masks = kept.cpu().double()
-    masks = masks - masks.mean(dim=0)
-    spread = masks.square().sum(dim=0)  # exactly 0 if all masks agree
-    return torch.where(spread > 0, masks / spread.where(spread > 0, 1.0), 0.0).T @ centred_scores
-
-
-def split_half_maps(kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maps of the even and the odd masks; their agreement is the split-half reliability.
-
-    Args:
-        kept, scores: as for `mean_differences`; with fewer than four masks, both maps are 0.
-
-    Returns:
-        Two maps of `mean_differences`.
-
-    >>> kept = torch.tensor([[True, False], [True, False], [False, True], [False, True]])
-    >>> [half.tolist() for half in split_half_maps(kept, torch.tensor([3.0, 4.0, 1.0, 1.0]))]
-    [[2.0, -2.0], [3.0, -3.0]]
-    """
-    if len(kept) < 4:
-        empty = torch.zeros(kept.shape[1], *scores.shape[1:], dtype=torch.float64)
-        return empty, empty
-    return mean_differences(kept[::2], scores[::2]), mean_differences(kept[1::2], scores[1::2])
+    if not sigma > 0:
+        raise OptionError(f"Expected sigma > 0, got {sigma}.")
+    if rows < 1 or cols < 1:
+        raise ShapeError(f"Expected at least 1 × 1 patches, got {rows} × {cols}.")
+    # In units of σ, as σ² may overflow or underflow.
+    y, x = (((torch.arange(count, dtype=torch.float64) + 0.5) / count - 0.5) / sigma for count in (rows, cols))
+    return torch.exp(-(y[:, None] ** 2 + x[None, :] ** 2) / 2.0).float()

@@ -314,45 +314,22 @@ def check_readout(readout: Tensor, batch: int, num_tokens: int) -> Tensor:
     return readout.reshape(-1, num_tokens).expand(batch, -1)
 
 
-def raw_attention(
-    attentions: Sequence[Tensor] | Tensor,
-    *,
-    readout: Tensor,
-    layer: int = -1,
-    head: int | None = None,
-    head_fusion: HeadFusion = "mean",
-    discard_ratio: float = 0.0,
-    num_prefix_tokens: int = 1,
-) -> Tensor:
-    """Attention of the readout in one layer: qᵀ W_l, as [batch, tokens].
+def raw_attention(fused: Tensor, *, readout: Tensor, discard_ratio: float = 0.0, num_prefix_tokens: int = 1) -> Tensor:
+    """Attention of the readout in one layer: qᵀ W, as [batch, tokens].
 
     Args:
-        attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first.
+        fused: fused attention W of the layer, [batch, tokens, tokens].
         readout: weight of each token in the model's output, [tokens] or [batch, tokens].
-        layer: layer number, 1 for the first, −1 for the last.
-        head: attention of one head, 0 … H − 1, instead of the fused heads.
-        head_fusion: "mean", "max" or "min" over heads.
         discard_ratio: share of the smallest values to set to 0.
         num_prefix_tokens: tokens before the patches.
 
     Raises:
-        OptionError: no such layer or head; a head of fused attention.
-        ShapeError: wrong shapes, or values that are not finite or negative.
+        ShapeError: the readout has another shape, or values that are not finite.
 
     Source: the baseline of Abnar & Zuidema 2020, "Quantifying Attention Flow in Transformers", ACL 2020.
 
-    >>> import torch
-    >>> attention = torch.tensor([[[[0.2, 0.8], [0.5, 0.5]]]])
-    >>> raw_attention([attention], readout=torch.tensor([1.0, 0.0]))
+    >>> raw_attention(torch.tensor([[[0.2, 0.8], [0.5, 0.5]]]), readout=torch.tensor([1.0, 0.0]))
     tensor([[0.2000, 0.8000]])
     """
-    layers = layers_of(attentions)
-    index = check_layer("layer", layer, len(layers))
-    [chosen] = check_attentions([layers[index]])
-    check_prefix(num_prefix_tokens, chosen.shape[-1])
-    if head is not None:
-        chosen = one_head(chosen, head).unsqueeze(1)
-    fused = fuse_heads(chosen, head_fusion) if chosen.ndim == 4 else chosen
-    fused = discard_low(fused, discard_ratio, num_prefix_tokens)
     weights = check_readout(readout, *fused.shape[::2]).to(fused)
-    return (weights.unsqueeze(1) @ fused).squeeze(1)
+    return (weights.unsqueeze(1) @ discard_low(fused, discard_ratio, num_prefix_tokens)).squeeze(1)

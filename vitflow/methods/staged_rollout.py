@@ -156,7 +156,7 @@ def staged_attention(
     among = tokens[check_layer("layer", layer, len(tokens))]
     matrix = _checked(matrix, among)
     if same_tokens(tokens):
-        prefix, whole = among.keys.num_prefix_tokens, [matrix.squeeze(1)]
+        prefix, whole = among.keys.num_prefix_tokens, matrix.squeeze(1)
         row = raw_attention(whole, readout=readout, discard_ratio=discard_ratio, num_prefix_tokens=prefix)
         return row, among.keys
     row = check_readout(readout, len(matrix), tokens[-1].queries.num_tokens).to(matrix)

@@ -1,54 +1,27 @@
-"""Structure of a model: prefix tokens, patch grid, pooling, output projections.
+"""Structure of a model: patch embedding, token layout and output projections.
 
-Read from the attributes of timm's Vision Transformers, not guessed from sizes.
+Read from attributes, not guessed from sizes: those of timm's Vision Transformers, and for models of transformers,
+torchvision and open_clip those of their embedding, also inside custom modules. No library is imported.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from vitflow.errors import ModelError, UnsupportedModelError
+from vitflow.errors import UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.libraries import BOTH_TOKENS, HALVES, PATCH_MEAN, library_layout, library_pooling
-from vitflow.models.parts import modules_of
+from vitflow.models.parts import modules_of, pretrained_of
 
 # Attribute names of the output projection of attention modules.
 _OUTPUT_PROJECTIONS = ("proj", "attn_out_proj", "out_proj", "o_proj", "c_proj", "out_lin", "Wo", "dense", "o")
-# Attribute names of the class token, [1, tokens, width].
+# Attribute names of the class token in timm, [1, tokens, width].
 _CLASS_TOKENS = ("cls_token", "class_token", "cls_token_0", "cls_token1")
-#: Name of a readout that is taken from the attention of a pooling head.
-ATTENTION_POOLING = "attention pooling"
-_CLASS_TOKEN = "class token"
-#: Name of a readout that includes the prefix tokens.
-ALL_TOKENS = "average over all tokens"
-# Names of the logits in outputs with fields, in order of preference.
-_OUTPUTS = ("logits", "pooler_output", "image_embeds", "last_hidden_state")
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile, DataParallel or DistributedDataParallel wrappers.
-
-    Raises:
-        UnsupportedModelError: `model` is not a module, or is scripted, traced or exported.
-    """
-    if not isinstance(model, nn.Module):
-        remedy = " Pass its .model." if isinstance(getattr(model, "model", None), nn.Module) else ""
-        raise UnsupportedModelError(f"Expected a model as a torch.nn.Module, got {model!r:.80}.{remedy}")
-    while True:
-        if isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: attention of a scripted, traced or exported model cannot be recorded. "
-                "Pass the original module."
-            )
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+# Names of the patch embedding and of prefix tokens in transformers.
+_PATCH_EMBEDDINGS = ("patch_embeddings", "patch_embedding")
+_PREFIX_TOKENS = ("cls_token", "class_embedding", "distillation_token", "register_tokens")
 
 
 def transformer_of(model: nn.Module) -> nn.Module:
@@ -67,6 +40,95 @@ def has_class_token(model: nn.Module, layout: TokenLayout) -> bool:
     transformer: Any = transformer_of(model)
     default = class_tokens(transformer) > 0 or not hasattr(transformer, "num_prefix_tokens")
     return layout.num_prefix_tokens > 0 and bool(getattr(transformer, "has_class_token", default))
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Patch embedding of a non-timm model.
+
+    Attributes:
+        module: the embedding module.
+        num_prefix_tokens: number of class, distillation and register tokens before the patches.
+        patch_size: (height, width) in pixels.
+        image_size: (height, width) that the model was built for.
+        channels: number of image channels.
+        dynamic: True if other sizes are supported.
+        patchified: True if the input is a sequence of patches, of a length that depends on the image.
+        num_suffix_tokens: number of detection tokens after the patches.
+    """
+
+    module: nn.Module
+    num_prefix_tokens: int
+    patch_size: tuple[int, int]
+    image_size: tuple[int, int]
+    channels: int
+    dynamic: bool
+    patchified: bool = False
+    num_suffix_tokens: int = 0
+
+
+def embedding_of(model: nn.Module) -> Embedding | None:
+    """Return the patch embedding of a model of transformers, torchvision or open_clip; None for other models."""
+    owner: Any = next(filter(_embeds, modules_of(model)), None)
+    if owner is None:
+        return None
+    patches = _patches_of(owner)
+    if patches is not None:
+        return _of_transformers(owner, patches)
+    return Embedding(owner, 1, pair(owner.patch_size), pair(owner.image_size), 3, dynamic=False)
+
+
+def _embeds(module: nn.Module) -> bool:
+    inside = module._modules
+    of_torchvision = inside.get("conv_proj") is not None and hasattr(module, "class_token")
+    of_open_clip = inside.get("conv1") is not None and hasattr(module, "class_embedding")
+    return _patches_of(module) is not None or of_torchvision or of_open_clip
+
+
+def _patches_of(module: nn.Module) -> nn.Module | None:
+    """Return the patch projection inside an embedding module of transformers, or None."""
+    return next((patches for name in _PATCH_EMBEDDINGS if (patches := module._modules.get(name)) is not None), None)
+
+
+def _of_transformers(module: nn.Module, patches: nn.Module) -> Embedding | None:
+    if isinstance(patches, nn.Linear) and hasattr(module, "position_embedding_size"):
+        owner: Any = module
+        side, pixels = int(owner.position_embedding_size), int(owner.patch_size)
+        channels = patches.in_features // pixels**2
+        return Embedding(module, 0, pair(pixels), pair(side * pixels), channels, dynamic=True, patchified=True)
+    convolution = next((part for part in patches.modules() if isinstance(part, nn.Conv2d)), None)
+    sources = (module, patches, getattr(module, "config", None))
+    size = next((size for source in sources if (size := getattr(source, "image_size", None))), None)
+    if convolution is None or size is None:
+        return None  # video, or an input of patches
+    tokens = [token for name in _PREFIX_TOKENS if isinstance(token := getattr(module, name, None), Tensor)]
+    prefix = sum(1 if token.ndim == 1 else token.shape[-2] for token in tokens)
+    patch = (int(convolution.stride[0]), int(convolution.stride[1]))
+    dynamic = hasattr(module, "interpolate_pos_encoding")
+    detection = getattr(module, "detection_tokens", None)  # of YOLOS
+    suffix = detection.shape[-2] if isinstance(detection, Tensor) else 0
+    return Embedding(module, prefix, patch, pair(size), convolution.in_channels, dynamic, num_suffix_tokens=suffix)
+
+
+def pair(size: Any) -> tuple[int, int]:
+    """Return (height, width) of a size given as a number, or as a sequence of one or two.
+
+    >>> pair(16), pair([224]), pair((14, 16))
+    ((16, 16), (224, 224), (14, 16))
+    """
+    return (int(size[0]), int(size[-1])) if isinstance(size, Sequence) else (int(size), int(size))
+
+
+def forward_options(model: nn.Module, input_size: tuple[int, int]) -> dict[str, Any]:
+    """Return the arguments with which a transformers model accepts an input of (height, width)."""
+    embedding = embedding_of(model) if pretrained_of(model) is model else None
+    if embedding is None or not embedding.dynamic or input_size == embedding.image_size:
+        return {}
+    option = "interpolate_pos_encoding"
+    parameters = inspect.signature(model.forward).parameters
+    accepted = option in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    used = option in inspect.signature(embedding.module.forward).parameters
+    return {option: True} if used and accepted else {}
 
 
 def feature_layout(
@@ -90,34 +152,6 @@ def feature_layout(
         if min(rows, cols) == 1 or max(height, width) < 1.5 * min(height, width):
             return TokenLayout(0, rows, cols), channels_last
     return None
-
-
-def logits_of(output: Any) -> Tensor | None:
-    """Return the logits of a model's output: the tensor itself, its `logits`, or its pooled features.
-
-    In a tuple or list, they are the only tensor with two axes; None if there is none, or several.
-
-    >>> logits_of({"logits": torch.zeros(1, 5), "hidden": torch.zeros(1, 17, 8)}).shape
-    torch.Size([1, 5])
-    """
-    if isinstance(output, Tensor):
-        return output
-    fields = (output.get(name) if isinstance(output, Mapping) else getattr(output, name, None) for name in _OUTPUTS)
-    logits = next((field for field in fields if field is not None), None)
-    if logits is None and isinstance(output, tuple | list):
-        tensors = [value for value in output if isinstance(value, Tensor)]
-        outputs = [tensor for tensor in tensors if tensor.ndim == 2] or tensors[:1]
-        logits = outputs[0] if len(outputs) == 1 else None
-    return logits if isinstance(logits, Tensor) else None
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield all tensors of a model's output, including nested mappings and sequences."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from tensors_in(value)
 
 
 def layout_of_count(model: nn.Module, input_size: tuple[int, int], num_tokens: int) -> TokenLayout | None:
@@ -148,127 +182,50 @@ def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int |
     If num_tokens is None, the number of prefix tokens is the one that the model declares.
 
     Raises:
-        UnsupportedModelError: the model does not declare its token layout, or num_tokens contradicts it.
+        UnsupportedModelError: the model does not declare its token layout or shuffles its patches, or num_tokens
+            contradicts it.
     """
-    transformer: Any = transformer_of(model)
-    name = type(transformer).__name__
+    declared = _declared_layout(model, input_size, num_tokens)
+    if declared is not None and num_tokens in (None, declared.num_tokens):
+        return declared
+    fitting = None if num_tokens is None else layout_of_count(model, input_size, num_tokens)
+    if fitting is not None:
+        return fitting
+    if declared is None:
+        problem = f"does not declare the layout of its {num_tokens or ''} tokens (no patch_embed)"
+    else:
+        prefix, rows, cols = declared.num_prefix_tokens, declared.rows, declared.cols
+        problem = (
+            f"declares {prefix} prefix tokens and {rows} × {cols} patches, but its attention has {num_tokens} tokens"
+        )
+    raise UnsupportedModelError(
+        f"{type(transformer_of(model)).__name__} {problem}: pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
+    )
+
+
+def _declared_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int | None) -> TokenLayout | None:
+    """Return the layout that a model declares; prefix tokens that it does not declare are the rest of num_tokens."""
+    embedding, transformer = embedding_of(model), transformer_of(model)
+    if embedding is not None:
+        if type(embedding.module).__name__ == "ViTMAEEmbeddings":
+            raise UnsupportedModelError(
+                f"{type(model).__name__} masks and shuffles its patches at random, so its tokens have no position in "
+                "the image. Load the same weights as a ViTModel or ViTForImageClassification."
+            )
+        rows, cols = (max(side // patch, 1) for side, patch in zip(input_size, embedding.patch_size, strict=True))
+        return TokenLayout(embedding.num_prefix_tokens, rows, cols, embedding.num_suffix_tokens)
     embed: Any = getattr(transformer, "patch_embed", None)
-    prefix = getattr(transformer, "num_prefix_tokens", None)
-    layout = library_layout(model, input_size)
-    if layout is not None and layout.num_tokens == num_tokens:
-        return layout
-    if layout is not None:
-        prefix, rows, cols = layout.num_prefix_tokens, layout.rows, layout.cols
-    elif getattr(embed, "strict_img_size", True) is False and hasattr(embed, "dynamic_feat_size"):
+    prefix: Any = getattr(transformer, "num_prefix_tokens", None)
+    if getattr(embed, "strict_img_size", True) is False and hasattr(embed, "dynamic_feat_size"):
         rows, cols = embed.dynamic_feat_size(input_size)  # grid_size is stale under dynamic sizes
     elif getattr(embed, "grid_size", None) is not None and (prefix is not None or num_tokens is not None):
         rows, cols = embed.grid_size
     else:
-        fitting = None if num_tokens is None else layout_of_count(model, input_size, num_tokens)
-        if fitting is None:
-            raise UnsupportedModelError(
-                f"{name} does not declare the layout of its {num_tokens or ''} tokens (no patch_embed): "
-                "pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
-            )
-        return fitting
+        return None
     if prefix is None:
         rest = -1 if num_tokens is None else num_tokens - rows * cols
         prefix = rest if rest >= 0 else class_tokens(transformer)
-    if num_tokens is not None and prefix + rows * cols != num_tokens:
-        fitting = layout_of_count(model, input_size, num_tokens)
-        if fitting is not None:
-            return fitting
-        raise UnsupportedModelError(
-            f"{name} declares {prefix} prefix tokens and {rows} × {cols} patches, but its attention has "
-            f"{num_tokens} tokens: pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
-        )
     return TokenLayout(int(prefix), int(rows), int(cols))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ClosedReadout:
-    """Readout implied by a known pooling, to be verified before use.
-
-    Attributes:
-        weights: weights of the top layer's tokens, [1 or batch, tokens]; rows sum to 1.
-        name: the pooling: "class token", "average over patches", …
-        convention: "exact" if the gradient of an output must equal the weights, "support" if it must be 0 exactly where
-            they are 0, "pooling" if the output must depend on the output of an attention-pooling head only.
-    """
-
-    weights: Tensor
-    name: str
-    convention: str = "exact"
-
-
-def closed_readouts(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> list[ClosedReadout]:
-    """Return the readouts of known poolings, the one that the model declares first.
-
-    Args:
-        model: any model.
-        layout: layout of the top layer's tokens.
-        pooling_attention: recorded attention of an attention-pooling head, [batch, heads, queries, tokens], or None.
-    """
-    pooling = library_pooling(model)
-    if pooling is None and pooling_attention is not None:
-        weights = pool_queries(model, layout, pooling_attention.detach().mean(dim=1))
-        declared = ClosedReadout(weights, ATTENTION_POOLING, "pooling")
-    else:
-        declared = _closed_readout(pooling or _timm_pooling(model, layout), layout)
-    common = [PATCH_MEAN, *([_CLASS_TOKEN, ALL_TOKENS] if layout.num_prefix_tokens else [])]
-    return [declared, *(_closed_readout(name, layout) for name in common if name != declared.name)]
-
-
-def _closed_readout(pooling: str, layout: TokenLayout) -> ClosedReadout:
-    weights = torch.zeros(1, layout.num_tokens)
-    if pooling == _CLASS_TOKEN:
-        weights[0, 0] = 1.0
-    elif pooling == BOTH_TOKENS:
-        weights[0, :2] = 0.5
-    elif "all tokens" in pooling:
-        weights[:] = 1.0 / layout.num_tokens
-    else:
-        weights[0, layout.patches] = (0.5 if pooling == HALVES else 1.0) / layout.num_patches
-        weights[0, 0] += 0.5 if pooling == HALVES else 0.0
-    return ClosedReadout(weights, pooling, "support" if pooling == BOTH_TOKENS else "exact")
-
-
-def _timm_pooling(model: nn.Module, layout: TokenLayout) -> str:
-    """Return the name of the pooling that the attributes of a timm model declare."""
-    transformer: Any = transformer_of(model)
-    pool = getattr(transformer, "global_pool", None)
-    if getattr(transformer, "head_dist", None) is not None and layout.num_prefix_tokens == 2:
-        return BOTH_TOKENS
-    if has_class_token(model, layout) and pool not in ("avg", "avgmax", "max"):
-        return _CLASS_TOKEN
-    include_prefix = layout.num_prefix_tokens and getattr(transformer, "pool_include_prefix", False)
-    words = {"max": "maximum", "avgmax": "average and maximum"}.get(str(pool), "average")
-    over = "all tokens" if include_prefix else "patches"
-    return f"{words} over {over}" + ("" if pool else " (the model does not pool)")
-
-
-def pool_queries(model: nn.Module, layout: TokenLayout, queries: Tensor) -> Tensor:
-    """Return the token weights [batch, tokens] of an attention-pooling head, its queries pooled as in the model.
-
-    Args:
-        model: the model that contains the head.
-        layout: layout of the top layer's tokens.
-        queries: attention of the head's queries, heads fused, [batch, queries, patches or tokens].
-
-    Raises:
-        UnsupportedModelError: the head pools a different number of tokens.
-    """
-    transformer: Any = transformer_of(model)
-    pool = getattr(getattr(transformer, "attn_pool", None), "pool", "token")
-    weights = queries.mean(dim=1) if pool == "avg" else queries[:, 0]
-    missing = layout.num_tokens - layout.num_suffix_tokens - weights.shape[-1]
-    if missing not in (0, layout.num_prefix_tokens) or layout.num_suffix_tokens:
-        raise UnsupportedModelError(
-            f"The attention pooling of {type(transformer).__name__} has {weights.shape[-1]} tokens, expected "
-            f"{layout.num_tokens} or the {layout.num_patches} patches. Pass readout=, or use gradcam, input_gradient "
-            "or occlusion."
-        )
-    return torch.nn.functional.pad(weights, (missing, 0))
 
 
 def output_projection(attention_module: nn.Module, parent: nn.Module | None = None) -> Tensor | None:
@@ -292,51 +249,3 @@ def output_projection(attention_module: nn.Module, parent: nn.Module | None = No
             return projection.weight.flatten(1)
     dense = getattr(getattr(parent, "output", None), "dense", None)
     return dense.weight if isinstance(dense, nn.Linear) else None
-
-
-# Numbers of axes, most similar to logits [batch, classes] first.
-_AXES = (2, 1, 4, 3, 5)
-_TENSORS_LISTED = 8
-
-
-def no_logits(output: Any, model: str) -> ModelError:
-    """Return the error for an output without logits, with a fitting example of `outputs`."""
-    tensors = [(path, value) for path, value in _tensors_by_path(output) if value.is_floating_point() and value.ndim]
-    remedy = "Make the model return its logits as a tensor [batch, classes]"
-    if tensors:
-        path, value = min(tensors, key=lambda entry: _AXES.index(min(entry[1].ndim, 5)))
-        remedy = f"Pass the scores to explain, such as outputs=lambda output: output{path}"
-        remedy += {1: "[:, None]", 2: "", 3: ".mean(1)"}.get(value.ndim, f".mean({tuple(range(2, value.ndim))})")
-    return ModelError(
-        f"Expected {model} to return one tensor of logits, or an output with logits, got {in_words(output)}. {remedy}."
-    )
-
-
-def in_words(output: Any) -> str:
-    """Return a description of an output: its type and the shapes of its tensors."""
-    if isinstance(output, Tensor):
-        return f"a tensor {tuple(output.shape)}"
-    shapes = [f"{path.lstrip('.')} {tuple(value.shape)}" for path, value in _tensors_by_path(output)]
-    more = [f"… ({len(shapes)} tensors)"] if len(shapes) > _TENSORS_LISTED else []
-    return f"{type(output).__name__} with {', '.join(shapes[:_TENSORS_LISTED] + more) or 'no tensors'}"
-
-
-def _tensors_by_path(output: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an output after their access path: `["logits"]`, `[0]` or `.logits`."""
-    if isinstance(output, Tensor):
-        yield "", output
-        return
-    if depth == 0:
-        return
-    parts: Iterable[tuple[str, Any]] = ()
-    if isinstance(output, Mapping):
-        parts = ((f'["{name}"]' if isinstance(name, str) else f"[{name!r}]", value) for name, value in output.items())
-    elif isinstance(output, list | tuple) and not hasattr(output, "_fields"):
-        parts = ((f"[{index}]", value) for index, value in enumerate(output))
-    elif not isinstance(output, type | nn.Module):  # a namedtuple, a dataclass with or without slots, or any object
-        sources = (getattr(output, name, ()) for name in ("_fields", "__dataclass_fields__", "__dict__"))
-        fields: Iterable[str] = next(filter(None, sources), ())
-        parts = ((f".{name}", getattr(output, name, None)) for name in fields if not name.startswith("_"))
-    for path, value in parts:
-        for subpath, tensor in _tensors_by_path(value, depth - 1):
-            yield path + subpath, tensor

@@ -1,20 +1,50 @@
-"""Transformer blocks of a model, and the modules whose outputs are its features."""
+"""Transformer blocks of a model, the modules whose outputs are its features, and models without some modules."""
 
+import copy
 from typing import Any
 
 from torch import nn
 
 from vitflow.errors import UnsupportedModelError
 from vitflow.methods.fusion import check_layer
-from vitflow.models.anatomy import class_tokens, transformer_of
-from vitflow.models.libraries import FIRST_NORMS, library_blocks
+from vitflow.models.anatomy import class_tokens, embedding_of, transformer_of
+from vitflow.models.parts import CLASSIFIERS, pretrained_of
 
-# Names of the first norm of a block in timm.
+# Names of the first norm of a block, in transformers, torchvision and open_clip, and in timm.
+_FIRST_NORMS = ("layernorm_before", "layer_norm1", "ln_1", "norm1")
 _TIMM_NORMS = ("norm1", "in_norm", "norm_out")
 # Names of late blocks, which add the class token.
 _LATE_BLOCKS = ("blocks_token_only", "cls_attn_blocks")
 # Names of the norm after the last block.
 _LAST_NORMS = ("norm", "layernorm", "layer_norm", "post_layernorm", "ln")
+
+
+def library_blocks(model: nn.Module) -> dict[str, Any]:
+    """Return the stacks of blocks with a first norm, by module path; empty for models of timm."""
+    if embedding_of(model) is None:
+        return {}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and len(module)
+        and all(any(hasattr(block, norm) for norm in _FIRST_NORMS) for block in module)
+    }
+
+
+def _stacks(model: nn.Module) -> dict[str, Any]:
+    """Return the stacks of blocks, by module path; empty if those of a timm model have different reductions."""
+    blocks = getattr(transformer_of(model), "blocks", None)
+    if stacks := library_blocks(model):
+        return stacks
+    uniform = len({reduction for _, reduction in _stages(model)}) <= 1
+    return {f"{_root(model)}blocks": blocks} if uniform and isinstance(blocks, nn.Sequential | nn.ModuleList) else {}
+
+
+def _root(model: nn.Module) -> str:
+    """Return the path of the timm transformer in a model, with a dot at its end; empty if it is the model itself."""
+    transformer = transformer_of(model)
+    return next(path and f"{path}." for path, module in model.named_modules() if module is transformer)
 
 
 def block_norms(model: nn.Module) -> list[str]:
@@ -23,21 +53,19 @@ def block_norms(model: nn.Module) -> list[str]:
     They are the first norms of the blocks if all blocks have the same tokens or the model has a class token; otherwise
     the stages in timm's `feature_info`, or the convolutions.
     """
-    if stacks := library_blocks(model):
-        return [f"{path}.{norm}" for path, blocks in stacks.items() for norm in _first_norms(blocks)]
     transformer: Any = transformer_of(model)
-    root = next(path for path, module in model.named_modules() if module is transformer)
-    blocks, stages = _one_stack(transformer), _stages(transformer)
-    paths: list[str] = []
-    if blocks is not None:
-        paths = _first_norms(blocks)
-        paths = [f"blocks.{path}" for path in paths] if len(paths) == len(blocks) else []
-        paths += _late_norms(transformer)
+    root, stacks, stages = _root(model), _stacks(model), _stages(model)
+    paths = [f"{path}.{norm}" for path, blocks in stacks.items() for norm in _first_norms(blocks)]
+    if len(paths) < sum(map(len, stacks.values())):
+        paths = []
+    if stacks:
+        late = {name: blocks for name in _LATE_BLOCKS if (blocks := getattr(transformer, name, None)) is not None}
+        paths += [f"{root}{name}.{norm}" for name, blocks in late.items() for norm in _first_norms(blocks)]
+    modules = dict(transformer.named_modules())
     if not paths and (class_tokens(transformer) or not stages):
-        paths = [path for path, _ in transformer.named_modules() if path.split(".")[-1] == "norm1"]
-    paths = paths or [path for path, _ in stages]
-    paths = paths or [path for path, module in transformer.named_modules() if isinstance(module, nn.Conv2d)]
-    return [".".join(filter(None, (root, path))) for path in paths]
+        paths = [root + path for path in modules if path.split(".")[-1] == "norm1"]
+    paths = paths or [root + path for path, _ in stages]
+    return paths or [root + path for path, module in modules.items() if isinstance(module, nn.Conv2d)]
 
 
 def _first_norms(blocks: nn.Module) -> list[str]:
@@ -45,24 +73,15 @@ def _first_norms(blocks: nn.Module) -> list[str]:
     paths = []
     for name, block in blocks.named_children():
         norms = [path for path, module in block.named_modules() if "norm" in type(module).__name__.lower()]
-        known = [norm for norm in (*_TIMM_NORMS, *FIRST_NORMS) if hasattr(block, norm)]
+        known = [norm for norm in (*_TIMM_NORMS, *_FIRST_NORMS) if hasattr(block, norm)]
         if known or norms:
             paths.append(f"{name}.{(known or norms)[0]}")
     return paths
 
 
-def _late_norms(transformer: nn.Module) -> list[str]:
-    """Return the paths of the first norms of late blocks."""
-    return [
-        f"{name}.{path}"
-        for name in _LATE_BLOCKS
-        if (blocks := getattr(transformer, name, None)) is not None
-        for path in _first_norms(blocks)
-    ]
-
-
-def _stages(transformer: Any) -> list[tuple[str, int]]:
-    """Return module path and reduction of each stage in `feature_info` that is a callable module."""
+def _stages(model: nn.Module) -> list[tuple[str, int]]:
+    """Return module path in the transformer and reduction of each stage in timm's `feature_info` that is callable."""
+    transformer: Any = transformer_of(model)
     try:
         reductions = {str(info["module"]): int(info["reduction"]) for info in transformer.feature_info}
         modules = {path: transformer.get_submodule(path) for path in reductions}
@@ -89,12 +108,7 @@ def block_norm(model: nn.Module, layer: int) -> str:
 
 def block_paths(model: nn.Module) -> list[str]:
     """Return the paths of a model's blocks; empty if they do not all have the same tokens."""
-    stacks: dict[str, Any] = dict(library_blocks(model))
-    if not stacks:
-        transformer = transformer_of(model)
-        root = next(path for path, module in model.named_modules() if module is transformer)
-        blocks = _one_stack(transformer)
-        stacks = {} if blocks is None else {".".join(filter(None, (root, "blocks"))): blocks}
+    stacks = _stacks(model)
     if len(stacks) != 1:
         return []
     [(path, blocks)] = stacks.items()
@@ -121,13 +135,6 @@ def layer_output(model: nn.Module, layer: int) -> tuple[str, nn.Module | None]:
     return paths[check_layer("layer", layer, len(paths))], _last_norm(model, paths[-1])
 
 
-def _one_stack(transformer: Any) -> nn.Sequential | nn.ModuleList | None:
-    """Return the blocks of a timm transformer; None if its stages have different reductions."""
-    blocks = getattr(transformer, "blocks", None)
-    uniform = len({reduction for _, reduction in _stages(transformer)}) <= 1
-    return blocks if uniform and isinstance(blocks, nn.Sequential | nn.ModuleList) else None
-
-
 def _last_norm(model: nn.Module, block: str) -> nn.Module | None:
     """Return the norm after the last block, from the closest parent module that has one."""
     while block:
@@ -138,3 +145,37 @@ def _last_norm(model: nn.Module, block: str) -> nn.Module | None:
             if isinstance(norm, nn.Module) and "norm" in type(norm).__name__.lower():
                 return norm
     return None
+
+
+def headless(model: nn.Module) -> nn.Module:
+    """Return the model without its head, as a copy that shares its weights; the model itself if it has no head.
+
+    >>> head = nn.Sequential(nn.Linear(3, 2))
+    >>> headless(head) is head
+    True
+    """
+    owner: Any = model
+    heads: Any = ()
+    if getattr(model, "num_classes", 0) and hasattr(model, "get_classifier"):  # of timm
+        heads = owner.get_classifier()
+    elif pretrained_of(model) is model:
+        heads = tuple(getattr(model, name, None) for name in CLASSIFIERS)
+    elif type(model).__module__.startswith("torchvision."):
+        heads = getattr(model, "heads", None)
+    heads = heads if isinstance(heads, tuple) else (heads,)
+    paths = [path for path, module in model.named_modules() if path and any(module is head for head in heads)]
+    for path in paths:
+        model = without(model, path)
+    if paths and hasattr(model, "num_classes"):
+        model.num_classes = 0  # type: ignore[assignment]
+    return model
+
+
+def without(model: nn.Module, path: str) -> nn.Module:
+    """Return a shallow copy of a model with an identity in place of the module at `path`."""
+    copied, (name, _, rest) = copy.copy(model), path.partition(".")
+    children = dict(model._modules)
+    child = children[name]
+    children[name] = nn.Identity() if not rest or child is None else without(child, rest)
+    vars(copied)["_modules"] = children
+    return copied

@@ -3,54 +3,29 @@
 import argparse
 import hashlib
 import inspect
-import json
-import os
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError
 from vitflow.files import is_file
 
-# Keys of the weights in checkpoints of training scripts, averaged ones first, and of the class names.
+# Keys of the weights in checkpoints of training scripts, averaged ones first.
 _WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "net")
-_NAME_KEYS = ("class_names", "classes", "label_names")
 # Prefixes that wrappers (DataParallel, torch.compile, Lightning) add to every name.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
-_LARGEST_NAMES = 64 * 2**20
 
-# Class names as an argument: a file of names, the names in order, or {index: name}.
-ClassNames = str | os.PathLike[str] | Sequence[str] | Mapping[int, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The contents of a checkpoint file.
-
-    Attributes:
-        weights: tensors by name, without wrapper prefixes.
-        class_names: class names in the file, or None.
-        metadata: string metadata of a safetensors file.
-    """
-
-    weights: dict[str, Tensor]
-    class_names: list[str] | None
-    metadata: dict[str, str]
-
-
-def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a `.safetensors` file, or a torch file with `weights_only=True`.
+def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
+    """Read the weights in a `.safetensors` file, or in a torch file with `weights_only=True`, without wrapper prefixes.
 
     Raises:
         ModelError: the file does not exist, is damaged, or contains objects that could run code.
@@ -58,31 +33,27 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     if not is_file(path):
         raise ModelError(f"Expected a checkpoint, .safetensors or a torch file, got no file at {path}. Check the path.")
-    checkpoint = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    for name, weight in checkpoint.weights.items():
+    weights = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    for name, weight in weights.items():
         # A view in a file of a few bytes may have the size of a terabyte.
         plain = weight.layout == torch.strided and not weight.is_quantized and not weight.is_meta
         if not plain or weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
             raise ModelError(f"Expected plain tensors in {path}, got a sparse, quantised or expanded {name}.")
-    return checkpoint
+    return _without_prefixes(weights)
 
 
-def _read_safetensors(path: Path) -> Checkpoint:
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        return load_file(path)
     except Exception as error:  # a corrupt file may raise almost any exception
         raise ModelError(f"{path} is not a safetensors file or is damaged: {error}.") from error
-    names = next((_names(metadata[key]) for key in _NAME_KEYS if key in metadata), None)
-    return Checkpoint(_without_prefixes(weights), names, metadata)
 
 
-def _read_torch(path: Path) -> Checkpoint:
+def _read_torch(path: Path) -> dict[str, Tensor]:
     _check_container(path)
     try:
         # timm's training checkpoints contain their parsed command line.
-        with _allowed(argparse.Namespace), warnings.catch_warnings():
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the pickle protocol; the error below is clearer
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a corrupt file may raise almost any exception
@@ -95,27 +66,13 @@ def _read_torch(path: Path) -> Checkpoint:
         raise ModelError(
             f"{path} is not a torch checkpoint or is damaged ({type(error).__name__}{reason and ': '}{reason})."
         ) from error
-    names = None
     if isinstance(loaded, Mapping):
-        names = next((_names(loaded[key]) for key in _NAME_KEYS if key in loaded), None)
         loaded = next((loaded[key] for key in _WEIGHT_KEYS if isinstance(loaded.get(key), Mapping)), loaded)
     entries = loaded.items() if isinstance(loaded, Mapping) else ()
     weights = {name: value for name, value in entries if isinstance(name, str) and isinstance(value, Tensor)}
     if not weights:
         raise ModelError(f"Expected a state dict in {path}, got {type(loaded).__name__} without named tensors.")
-    return Checkpoint(_without_prefixes(weights), names, {})
-
-
-@contextmanager
-def _allowed(kind: type) -> Iterator[None]:
-    """Allow a type in torch.load with `weights_only=True` (torch 2.4 lacks `safe_globals`)."""
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.add_safe_globals([kind])
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
+    return weights
 
 
 def _check_container(path: Path) -> None:
@@ -143,74 +100,6 @@ def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     while weights and (prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in weights)), "")):
         weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     return weights
-
-
-def _names(value: Any) -> list[str] | None:
-    """Return class names from a list, a complete {index: name} mapping, or either as JSON; otherwise None."""
-    try:
-        if isinstance(value, str):
-            value = json.loads(value)
-        if isinstance(value, Mapping):
-            by_index = {int(key): name for key, name in value.items()}
-            value = [by_index[index] for index in range(len(value))]
-    except (TypeError, ValueError, KeyError, RecursionError):
-        return None
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Set):
-        return None
-    names = list(value)
-    return [str(name) for name in names] if all(isinstance(name, str | int | float) for name in names) else None
-
-
-def checked_class_names(names: ClassNames, count: int | None) -> list[str]:
-    """Return class names given as an argument, one for each class of the model.
-
-    Args:
-        names: a file (see `read_class_names`), the names in order, or {index: name}.
-        count: number of classes of the model; None if not known yet.
-
-    Raises:
-        ModelError: `names` is none of these, or does not have one name for each class.
-
-    >>> checked_class_names({1: "dog", 0: "cat"}, 2)
-    ['cat', 'dog']
-    """
-    checked = read_class_names(names) if isinstance(names, str | os.PathLike) else _names(names)
-    if checked is None:
-        raise ModelError(
-            f"Expected class names as a file, a list, or {{index: name}} with every index from 0, got {names!r:.80}."
-        )
-    check_name_count(checked, count)
-    return checked
-
-
-def check_name_count(names: Sequence[str], count: int | None) -> None:
-    """Raise ModelError unless there are `count` names."""
-    if count is not None and len(names) != count:
-        raise ModelError(f"Expected {count} class names, one for each class of the model, got {len(names)}.")
-
-
-def read_class_names(path: str | os.PathLike[str]) -> list[str]:
-    """Read class names from a file: JSON (a list, or {index: name}), or text with one name per line.
-
-    Raises:
-        ModelError: the file cannot be read, is larger than 64 MiB, or contains no names.
-    """
-    path = Path(path)
-    try:
-        size = path.stat().st_size
-        if size > _LARGEST_NAMES:
-            raise ModelError(
-                f"Expected a file of class names of at most {_LARGEST_NAMES:,} bytes, got {size:,}: {path}."
-            )
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"Cannot read class names from {path}: {error}.") from error
-    is_json = path.suffix.lower() == ".json"
-    names = _names(text) if is_json else [line.strip() for line in text.splitlines() if line.strip()]
-    if not names:
-        expected = "a JSON list of names, or an object {index: name}," if is_json else "one class name per line"
-        raise ModelError(f"Expected {expected} in {path}, got {'something else' if is_json else 'none'}.")
-    return names
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -1,37 +1,35 @@
-"""Metadata of a model: name, preprocessing, outputs and classes."""
+"""Facts about an image model: its name, the preprocessing of its images, and its outputs."""
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, lru_cache
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
-import timm
-from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_model_data_config
+from timm.data import resolve_model_data_config
 from torch import nn
 
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError, printable
+from vitflow.errors import ModelError, UnsupportedModelError
+from vitflow.files import is_file
 from vitflow.images import Fit
 from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.models.anatomy import transformer_of, unwrap
-from vitflow.models.checkpoints import ClassNames, checked_class_names
-from vitflow.models.libraries import (
+from vitflow.models.anatomy import embedding_of, pair, transformer_of
+from vitflow.models.names import (
+    ClassNames,
+    check_name,
+    checked_class_names,
+    class_activation,
     class_count,
-    embedding_of,
-    library_class_names,
-    library_data_config,
-    library_id,
-    library_reading,
+    class_names_of,
+    model_id,
+    model_note,
 )
 from vitflow.models.outputs import Outputs, outputs_of
-from vitflow.models.processors import checked_data_config
-
-# Note of models whose tokens are not patches of the image.
-_OVERLAPPING = "tokens are cells of a convolutional feature map, whose receptive fields overlap"
+from vitflow.models.parts import library_id, unwrap
+from vitflow.models.processors import checked_data_config, from_processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,119 +117,7 @@ def _outputs(model: nn.Module, outputs: Any, class_names: ClassNames | None, act
     if class_names is None:
         model_names = class_names_of(model)
         names = None if model_names is None else tuple(model_names)
-    config: Any = getattr(model, "pretrained_cfg", None) or {}
-    default = config.get("activation") or library_reading(model) or "softmax"
-    return Outputs(None, names, count, activation or default)
-
-
-def check_name(name: str) -> str:
-    """Return a model name as one line; raise OptionError if it is empty or not a string."""
-    if not isinstance(name, str) or not name.strip():
-        raise OptionError(f"Expected a name for the model, such as 'my ViT, epoch 40', got {name!r:.80}.")
-    return printable(name.strip())
-
-
-def model_id(model: nn.Module) -> str:
-    """Return the name of a model: of its weights if known, otherwise of its architecture or class.
-
-    timm tags models even if their weights are random or replaced, so the tag is used only for weights that `load_model`
-    has loaded and that have not changed since.
-    """
-    model = unwrap(model)
-    name, changes = getattr(model, "_loaded_as", ("", 0))
-    if name and _changes(model) <= changes:
-        return str(name)
-    config: Any = getattr(model, "pretrained_cfg", None) or {}
-    return str(config.get("architecture") or library_id(model) or type(model).__name__)
-
-
-def model_note(model: nn.Module) -> str:
-    """Return the note of a model, or an empty string.
-
-    This is the attribute `note` of the model or one of its modules, or `note` in timm's `pretrained_cfg` or the config
-    of transformers. Models like DETR without a note have one on their tokens.
-
-    >>> import timm
-    >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5)
-    >>> model.pretrained_cfg["note"] = "trained on one hospital's images"
-    >>> model_note(model)
-    "trained on one hospital's images"
-    """
-    for module in model.modules():
-        timm_config: Any = getattr(module, "pretrained_cfg", None) or {}
-        config = getattr(module, "config", None)
-        for note in (getattr(module, "note", None), timm_config.get("note"), getattr(config, "note", None)):
-            if note and isinstance(note, str):
-                return printable(note)
-    # DETR and its variants: a convolutional backbone below the transformer.
-    if any({"backbone", "input_projection"} <= module._modules.keys() for module in model.modules()):
-        return _OVERLAPPING
-    return ""
-
-
-def remember_name(model: nn.Module, name: str) -> None:
-    """Store the name of a model's weights, unless its head has a different class count and is thus new."""
-    config: Any = getattr(model, "pretrained_cfg", None) or {}
-    architecture, tag, count = (config.get(key) for key in ("architecture", "tag", "num_classes"))
-    if timm.is_model(name) and architecture and tag:
-        name = f"{architecture}.{tag}"
-    if class_count(model) in (None, 0, count):
-        model._loaded_as = name, _changes(model)  # type: ignore[assignment]
-
-
-def _changes(model: nn.Module) -> int:
-    """Return how often the weights were modified, by torch's version counters; a copy starts at 0."""
-    return sum(weight._version for weight in model.parameters() if not weight.is_inference())
-
-
-def class_names_of(model: nn.Module) -> list[str] | None:
-    """Return the class names of a model, or ImageNet's if the class count matches; otherwise None."""
-    model = unwrap(model)
-    config: Any = getattr(model, "pretrained_cfg", None) or {}
-    count = class_count(model)
-    if not count:
-        return None
-    names = library_class_names(model)
-    if names is not None:
-        return names
-    names, described = config.get("label_names"), config.get("label_descriptions")
-    if isinstance(names, list | tuple) and names and len(names) == count:
-        return [str(described.get(str(name), name)) if isinstance(described, Mapping) else str(name) for name in names]
-    return _imagenet_names(infer_imagenet_subset({"num_classes": count}))
-
-
-@lru_cache(maxsize=8)
-def wordnet_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...] | None:
-    """Return the WordNet id and synonyms of each class if these are ImageNet's classes; otherwise None.
-
-    More than 90 % of the names must match, as libraries use different cases, synonyms and words.
-
-    >>> wordnet_of(("cat", "dog")) is None
-    True
-    """
-    subset = infer_imagenet_subset({"num_classes": len(names)})
-    if subset is None:
-        return None
-    info = ImageNetInfo(subset)
-    known = tuple((id, *info.label_name_to_description(id).split(", ")) for id in info.label_names())
-    pairs = zip(names, known, strict=True)
-    matches = sum(name.split(", ")[0].lower() in map(str.lower, synonyms) for name, synonyms in pairs)
-    return known if matches > 0.9 * len(names) else None
-
-
-@cache
-def _imagenet_names(subset: str | None) -> list[str] | None:
-    return _shortest_unique(ImageNetInfo(subset).label_descriptions()) if subset else None
-
-
-def _shortest_unique(descriptions: Sequence[str]) -> list[str]:
-    """Return the shortest unique prefix of each class's comma-separated names."""
-    parts = [text.split(", ") for text in descriptions]
-    names = [part[0] for part in parts]
-    for length in range(2, 6):
-        count = Counter(names)
-        names = [", ".join(part[:length]) if count[name] > 1 else name for part, name in zip(parts, names, strict=True)]
-    return names
+    return Outputs(None, names, count, activation or class_activation(model))
 
 
 def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
@@ -281,7 +167,7 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
         str(config["interpolation"]),
         float(config["crop_pct"]),
         config["crop_mode"],
-        None if patch is None else (patch, patch) if isinstance(patch, int) else (int(patch[0]), int(patch[1])),
+        None if patch is None else pair(patch),
         bool(getattr(transformer, "dynamic_img_size", False)) or (embedding is not None and embedding.dynamic),
     )
     if channels == 1:
@@ -301,3 +187,51 @@ def _check_input(config: Mapping[str, Any], model: nn.Module) -> None:
                 f"Expected {name} of {model_id(model)} to be {expected}, got {type(value).__name__} "
                 f"{str(value)[:60]!r}. Pass it in data_config."
             )
+
+
+# -- data configs, as in timm -----------------------------------------------------------------------------------------
+
+
+def library_data_config(model: nn.Module, processor: Any = None) -> dict[str, Any]:
+    """Return the known entries of timm's data config for a non-timm model.
+
+    The size is read from the model; normalisation and crop from its image processor.
+
+    Args:
+        model: any model.
+        processor: a processor of texts and images; by default the image processor saved in the model's folder, or in
+            the hub's cache.
+    """
+    embedding = embedding_of(model)
+    if embedding is None:
+        return {}
+    config = {"input_size": (embedding.channels, *embedding.image_size)} | saved_config(model, embedding.channels)
+    image_processor = getattr(processor, "image_processor", None)
+    return config | ({} if image_processor is None else from_processor(image_processor.to_dict()))
+
+
+def saved_config(model: nn.Module, channels: int = 3) -> dict[str, Any]:
+    """Return the entries of the image processor saved with a transformers model; empty if not available locally."""
+    name = library_id(model)
+    return {} if name is None else from_processor(processor_settings(name), channels)
+
+
+def processor_settings(name: str) -> Mapping[str, Any]:
+    """Return the image processor's settings of a model by name or folder; empty if not available locally."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        path: Any = Path(name) / file
+        if not is_file(path):
+            try:
+                path = try_to_load_from_cache(name, file)
+            except HFValidationError:  # not a valid hub id
+                continue
+        if isinstance(path, str | Path):
+            try:
+                settings: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+                return dict(settings.get("image_processor", settings))
+            except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise ModelError(f"Expected image processor settings as a JSON object in {path}: {error}.") from error
+    return {}

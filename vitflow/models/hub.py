@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from vitflow.demo import DEMO_CAPTION, DEMO_TEXT
 from vitflow.errors import ModelError, load_extra, printable
 from vitflow.files import is_file, is_folder
+from vitflow.models.names import remember_name
 
 # File extensions of weights and configurations.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz", ".json")
@@ -44,49 +44,30 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
         close = get_close_matches(name.split(".")[0], timm.list_models(), n=3)
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise ModelError(f"Unknown model {name!r}.{hint} `vitflow models PATTERN` lists the known ones.")
-    config = _config_of(Path(name.removeprefix("local-dir:"))) if local else {}
     try:
         with quiet_hub(requested=online or (pretrained and not local)):
-            if local and not hasattr(timm.models._hub, "load_model_config_from_path"):
-                name, options = _of_folder(Path(name.removeprefix("local-dir:")), config, options)
             return timm.create_model(name, pretrained=pretrained, **options)
-    except RuntimeError as error:
+    except Exception as error:  # options and configurations that timm does not expect raise almost any exception
         if "pretrained tag" in str(error):
             tags = ", ".join(sorted(timm.list_pretrained(f"{name.split('.')[0]}.*"))) or "none"
             raise ModelError(f"No pretrained weights are known for {name!r}. Known tags: {tags}.") from error
-        raise ModelError(
-            f"{name!r} cannot be loaded: {str(error).rstrip('.')}. Expected weights of this architecture: leave out "
-            "options that change it, or pass other weights (--checkpoint FILE, load_model(…, checkpoint=FILE))."
-        ) from error
-    except TypeError as error:
-        raise ModelError(
-            f"{name!r} cannot be built with these options: {error}. Expected options of timm.create_model for this "
-            "model: leave out the others."
-        ) from error
-    except (KeyError, AttributeError, AssertionError, IndexError, ArithmeticError) as error:  # invalid config.json
-        raise ModelError(
-            f"{name!r} cannot be built: {type(error).__name__}: {error}. Expected valid options, and a config.json as "
-            "written by timm.models.save_for_hf: correct the options, or save the model again."
-        ) from error
-    except (OSError, ValueError) as error:  # network and file errors of the hub client are OSErrors
+        reason = f"{type(error).__name__}: {_first_line(error)}"
         if local:
             raise ModelError(
-                f"{name!r} cannot be loaded: {error}. Expected a folder with config.json and model.safetensors."
+                f"{printable(name)!r} cannot be loaded ({reason}). Expected a folder with model.safetensors and a "
+                "config.json as written by timm.models.save_for_hf, and options of timm.create_model for this model."
+            ) from error
+        if isinstance(error, OSError | ValueError):  # network and file errors of the hub client are OSErrors
+            raise ModelError(
+                f"The weights of {name!r} cannot be fetched from the Hugging Face hub ({type(error).__name__}) and are "
+                "not in its cache. Remedies: a weights file (--checkpoint FILE, load_model(…, checkpoint=FILE)), a "
+                "folder (local-dir:FOLDER), or the bundled model, which knows eight drawn shapes only (--model demo)."
             ) from error
         raise ModelError(
-            f"The weights of {name!r} cannot be fetched from the Hugging Face hub ({type(error).__name__}) and are not "
-            "in its cache. Remedies: a weights file (--checkpoint FILE, load_model(…, checkpoint=FILE)), a folder "
-            "(local-dir:FOLDER), or the bundled model, which knows eight drawn shapes only (--model demo)."
+            f"{name!r} cannot be built with these options ({reason}). Expected options of timm.create_model for this "
+            "model that fit its weights: leave out the others, or pass other weights (--checkpoint FILE, "
+            "load_model(…, checkpoint=FILE))."
         ) from error
-
-
-def _of_folder(folder: Path, config: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return architecture and options of a folder saved by timm, for timm releases without "local-dir:"."""
-    entries = {**config.get("pretrained_cfg", config), **config}
-    known = {field.name for field in fields(timm.models.PretrainedCfg)}
-    cfg = {key: value for key, value in entries.items() if key in known}
-    cfg |= {"architecture": config["architecture"], "file": str(folder / "model.safetensors"), "source": "local-dir"}
-    return config["architecture"], {**config.get("model_args", {}), **options, "pretrained_cfg": cfg}
 
 
 # In-place initialisers, which are skipped on the meta device because each takes milliseconds there.
@@ -94,13 +75,11 @@ _INITIALISERS = frozenset({Tensor.uniform_, Tensor.normal_, Tensor.erfinv_, Tens
 
 
 class _MetaMode(TorchFunctionMode):
-    """Skip initialisers, and keep linspace on the CPU because older timm releases read drop-path rates back."""
+    """Skip initialisers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _INITIALISERS and args[0].is_meta:
             return args[0]
-        if func is torch.linspace and not kwargs:
-            kwargs = {"device": "cpu"}
         return func(*args, **(kwargs or {}))
 
 
@@ -109,33 +88,6 @@ def without_values() -> Iterator[None]:
     """Build models on the meta device: with shapes, without memory."""
     with torch.device("meta"), _MetaMode():
         yield
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    """Return a folder's config.json in timm's format; raise ModelError if it names no architecture."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(
-            f"Expected a folder with config.json and model.safetensors, got {printable(folder)}: "
-            f"{error.strerror or error}."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{printable(path)} is not valid JSON: {error}.") from error
-    entries: dict[str, Any] = config if isinstance(config, dict) else {}
-    if not isinstance(entries.get("architecture"), str):
-        of_transformers = "model_type" in entries
-        raise ModelError(
-            f"Expected {printable(path)} to be a JSON object with a timm model as its architecture, got "
-            f"{str(entries.get('architecture', config))[:60]!r}."
-            f"{' It is a transformers model: load it in Python and pass the model.' if of_transformers else ''}"
-        )
-    for part in ("pretrained_cfg", "model_args"):
-        value = entries.get(part, {})
-        if not isinstance(value, dict):
-            raise ModelError(f"Expected {part} in {printable(path)} to be a JSON object, got {str(value)[:60]!r}.")
-    return entries
 
 
 @contextmanager
@@ -226,8 +178,9 @@ def load_transformers(name: str) -> nn.Module:
             f"The weights of {printable(name)} do not fit {type(model).__name__}, the class in its config.json: "
             f"{len(missing)} are missing ({', '.join(missing[:3])})."
         )
-    model._loaded_name = name
-    return model.float().eval()  # type: ignore[no-any-return]
+    model = model.float().eval()
+    remember_name(model, name.removeprefix("local-dir:"))
+    return model  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -278,12 +231,13 @@ def load_open_clip(name: str) -> nn.Module:
     try:
         with quiet_hub(requested=True):
             model: Any = open_clip.create_model(architecture, pretrained=tag)
-            model._loaded_tokenizer, model._loaded_name = open_clip.get_tokenizer(architecture), f"{architecture}.{tag}"
+            model._loaded_tokenizer = open_clip.get_tokenizer(architecture)
     except Exception as error:  # downloads raise many kinds of errors
         raise ModelError(
             f"The weights of {name!r} cannot be fetched and are not in the cache ({_first_line(error)}). Remedy: load "
             "the model in Python, and pass it with processor=open_clip.get_tokenizer(name)."
         ) from error
+    remember_name(model, f"{architecture}.{tag}")
     return model.eval()  # type: ignore[no-any-return]
 
 

@@ -1,5 +1,6 @@
 """Load a model by name: a timm id, hf-hub:, local-dir:, a folder or file, or `demo`."""
 
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -11,14 +12,16 @@ from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.files import is_file, is_folder
-from vitflow.models import fitting
-from vitflow.models.checkpoints import Checkpoint, ClassNames, checked_class_names, read_checkpoint
-from vitflow.models.facts import remember_name
+from vitflow.models.checkpoints import read_checkpoint
 from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
-from vitflow.models.libraries import class_count
+from vitflow.models.names import ClassNames, checked_class_names, class_count, remember_name
+
+Weights = Mapping[str, Tensor]
 
 # Parameters allowed beyond twice those of the file, for classes that the file lacks.
 _EXTRA_PARAMETERS = 25_000_000
+# timm's names of plain ViTs by width.
+_PLAIN = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
 
 
 def load_model(
@@ -34,10 +37,9 @@ def load_model(
 
     Args:
         name: a timm model id with or without tag ("vit_base_patch16_224.augreg2_in21k_ft_in1k");
-            "hf-hub:owner/repo"; "local-dir:folder" or the folder itself (config.json and weights, as saved by timm);
-            a `.safetensors` file with an architecture in its metadata; "demo", the bundled model; a transformers model
-            by id ("openai/clip-vit-base-patch16") or folder; "open_clip:ViT-B-32/openai"; or "demo-text", the bundled
-            image–text model.
+            "hf-hub:owner/repo"; "local-dir:folder", or the folder itself or its weights file (config.json and weights,
+            as saved by timm); "demo", the bundled model; a transformers model by id ("openai/clip-vit-base-patch16") or
+            folder; "open_clip:ViT-B-32/openai"; or "demo-text", the bundled image–text model.
         checkpoint: weights to load instead of those from the hub: safetensors, or a torch file loaded with
             `weights_only=True`. A class count or image size that differs from the model's is taken from the file.
         num_classes: number of classes of the model.
@@ -64,22 +66,23 @@ def load_model(
         model = _demo(checkpoint, options)
     else:
         name, checkpoint = _locate(name, checkpoint)
-        checkpoint = checkpoint or _folder_weights(name)
-        if checkpoint is not None:
-            model = _from_checkpoint(name, read_checkpoint(checkpoint), Path(checkpoint), num_classes, options)
-            # A name with a tag identifies the weights of a file; an architecture or a folder's config does not.
-            known = timm.is_model(name) and "." in name
-        else:
-            if num_classes is not None:
-                options["num_classes"] = num_classes
+        if num_classes is not None:
+            options["num_classes"] = num_classes
+        if checkpoint is None:
             model = create_model(name, pretrained=True, **options)
             known = not name.startswith("local-dir:")
-        if known:
-            remember_name(model, name)
+        else:
+            model = _with_weights(name, Path(checkpoint), options)
+            # A name with a tag identifies the weights of a file; an architecture or a folder's config does not.
+            known = timm.is_model(name) and "." in name
+        config: Any = getattr(model, "pretrained_cfg", None) or {}
+        if known and class_count(model) in (None, 0, config.get("num_classes")):  # otherwise its head is new
+            tagged = timm.is_model(name) and config.get("architecture") and config.get("tag")
+            remember_name(model, f"{config['architecture']}.{config['tag']}" if tagged else name)
     if class_names is not None:
-        _name_classes(model, class_names)
-    model.eval()
-    return model
+        names, config = checked_class_names(class_names, class_count(model)), getattr(model, "pretrained_cfg", None)
+        model.pretrained_cfg = {**(config or {}), "label_names": names, "label_descriptions": None}  # type: ignore[assignment]
+    return model.eval()
 
 
 def _demo(checkpoint: str | Path | None, options: dict[str, Any]) -> nn.Module:
@@ -92,94 +95,149 @@ def _demo(checkpoint: str | Path | None, options: dict[str, Any]) -> nn.Module:
 
 
 def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path | None]:
-    """Convert a path for timm: a folder to "local-dir:", a weights file to architecture and checkpoint."""
-    path = Path(name)
-    if name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
+    """Return the name for timm, "local-dir:FOLDER" for a path, and the weights file, if it is not on the hub.
+
+    The weights in a folder are loaded by vitflow, so that they are checked.
+    """
+    path = Path(name.removeprefix("local-dir:"))
+    if name.startswith(("hf-hub:", "hf_hub:")):
         return name, checkpoint
-    if is_folder(path):
-        return f"local-dir:{path}", checkpoint
+    if name.startswith("local-dir:") or is_folder(path):
+        files = (path / file for file in ("model.safetensors", "pytorch_model.bin"))
+        return f"local-dir:{path}", checkpoint or next((file for file in files if file.is_file()), None)
     if is_file(path):
-        metadata = read_checkpoint(path).metadata
-        if (path.parent / "config.json").is_file() and "architecture" not in metadata:
-            return f"local-dir:{path.parent}", checkpoint or path
-        if "architecture" not in metadata:
+        if not (path.parent / "config.json").is_file():
+            read_checkpoint(path)  # other files have errors of their own
             raise ModelError(
-                f"{path} has no architecture in its metadata: pass the timm id as the model and this file as the "
-                "checkpoint."
+                f"{path} does not name its architecture: pass the timm id as the model and this file as the checkpoint."
             )
-        if not timm.is_model(metadata["architecture"]):
-            raise ModelError(
-                f"Expected a timm model as the architecture of {path}, got {metadata['architecture'][:60]!r}."
-            )
-        return metadata["architecture"], checkpoint or path
+        return f"local-dir:{path.parent}", checkpoint or path
     return name, checkpoint
 
 
-def _folder_weights(name: str) -> Path | None:
-    """Return the weights file in a folder saved by timm; vitflow loads it to apply its checks."""
-    if not name.startswith("local-dir:"):
-        return None
-    folder = Path(name.removeprefix("local-dir:"))
-    files = (folder / file for file in ("model.safetensors", "pytorch_model.bin"))
-    return next((file for file in files if file.is_file()), None)
-
-
-def _from_checkpoint(
-    name: str, checkpoint: Checkpoint, path: Path, num_classes: int | None, options: dict[str, Any]
-) -> nn.Module:
+def _with_weights(name: str, path: Path, options: dict[str, Any]) -> nn.Module:
     """Build the model with the file's class count and image size, and load the file's weights."""
-    weights, notes = checkpoint.weights, []
-    options = {**fitting.architecture_options(checkpoint.metadata, path), **options}
-    config = fitting.input_config(checkpoint.metadata, path)
+    weights, notes = read_checkpoint(path), []
     with without_values():
         draft = create_model(name, pretrained=False, **options)
-    fitting.check_numbers(weights, draft, path)
+    _check_numbers(weights, draft, path)
     if _count(draft.state_dict()) > 2 * _count(weights) + _EXTRA_PARAMETERS:
-        raise fitting.mismatch_error(weights, weights, draft, path, name)  # before memory is allocated
-    classifier, rows = fitting.class_rows(weights, draft)
-    if num_classes is None and rows is not None and class_count(draft) not in (None, rows):
-        num_classes = rows
-        notes.append(f"{path.name} has {rows} classes, {name} by default {class_count(draft)}: using {rows}.")
-    elif num_classes is None and classifier and f"{classifier}.weight" not in weights:
-        num_classes = 0
-        notes.append(f"{path.name} has no classifier weights: {name} is loaded without classes.")
-    if num_classes is not None:
-        options["num_classes"] = num_classes
-    side = fitting.trained_side(weights, draft)
+        raise _mismatch(weights, weights, draft, path, name)  # before memory is allocated
+    if "num_classes" not in options:
+        classifier, rows = _classes_in(weights, draft)
+        if rows is not None and class_count(draft) not in (None, rows):
+            options["num_classes"] = rows
+            notes.append(f"{path.name} has {rows} classes, {name} by default {class_count(draft)}: using {rows}.")
+        elif classifier and f"{classifier}.weight" not in weights:
+            options["num_classes"] = 0
+            notes.append(f"{path.name} has no classifier weights: {name} is loaded without classes.")
+    side = _trained_side(weights, draft)
     if side is not None and "img_size" not in options:
         options["img_size"] = side
         notes.append(f"{path.name} was trained on {side} × {side} pixels, unlike {name}: using {side} × {side}.")
     model: nn.Module = create_model(name, pretrained=False, **options)
-    _load_weights(model, weights, path, name)
+    adapt, adapted = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None), weights
+    try:
+        adapted = adapt(dict(weights), model) if adapt else weights
+        _check_numbers(adapted, model, path)
+        model.load_state_dict(adapted)
+    except ModelError:
+        raise
+    except Exception as error:  # timm assumes weights that fit
+        raise _mismatch(weights, adapted, model, path, name, str(error)) from error
     for note in notes:  # only once the weights are known to fit
         warnings.warn(note, VitflowWarning, stacklevel=3)
-    if checkpoint.class_names is not None:
-        _name_classes(model, checkpoint.class_names)
-    pretrained_cfg: dict[str, Any] = getattr(model, "pretrained_cfg", {})
-    pretrained_cfg.update(config)
     return model
 
 
-def _count(weights: Mapping[str, Tensor]) -> int:
+def _count(weights: Weights) -> int:
     return sum(weight.numel() for weight in weights.values())
 
 
-def _load_weights(model: nn.Module, raw: Mapping[str, Tensor], path: Path, name: str) -> None:
-    adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    try:
-        weights = adapt(dict(raw), model) if adapt else raw
-    except Exception as error:  # timm assumes weights that fit
-        raise fitting.mismatch_error(raw, raw, model, path, name, type(error).__name__) from error
-    fitting.check_numbers(weights, model, path)
-    try:
-        result = model.load_state_dict(weights, strict=False)
-    except RuntimeError as error:
-        raise fitting.mismatch_error(raw, weights, model, path, name, str(error).splitlines()[0]) from error
-    if result.missing_keys or result.unexpected_keys:
-        raise fitting.mismatch_error(raw, weights, model, path, name)
+def _check_numbers(weights: Weights, model: nn.Module, path: Path) -> None:
+    """Raise ModelError for weights that would be converted silently: integers, complex numbers and empty tensors."""
+    state = model.state_dict()
+    for name, weight in weights.items():
+        expected = state.get(name)
+        if weight.is_complex() or (
+            expected is not None and expected.is_floating_point() and not weight.is_floating_point()
+        ):
+            raise ModelError(
+                f"Expected floating-point weights in {path}, got {weight.dtype} for {name}. Save the weights before "
+                "quantisation, or convert them to float32."
+            )
+        if expected is not None and expected.ndim and (not weight.ndim or not weight.numel()):
+            raise ModelError(
+                f"Expected {name} of shape {tuple(expected.shape)} in {path}, got shape {tuple(weight.shape)}: the "
+                "file is damaged or of another model."
+            )
 
 
-def _name_classes(model: nn.Module, names: ClassNames) -> None:
-    labels = checked_class_names(names, class_count(model))
-    config = getattr(model, "pretrained_cfg", None)
-    model.pretrained_cfg = {**(config or {}), "label_names": labels, "label_descriptions": None}  # type: ignore[assignment]
+def _classes_in(weights: Weights, draft: nn.Module) -> tuple[str | None, int | None]:
+    """Return the name of a model's classifier and its number of classes in the file; None if it is missing there."""
+    classifier = getattr(draft, "pretrained_cfg", {}).get("classifier")
+    classifier = classifier[0] if isinstance(classifier, list | tuple) else classifier
+    name = f"{classifier}.weight"
+    head, expected = weights.get(name), draft.state_dict().get(name)
+    if head is None or not head.ndim or (expected is not None and head.shape[1:] != expected.shape[1:]):
+        return classifier, None
+    return classifier, len(head) or None
+
+
+def _trained_side(weights: Weights, draft: nn.Module) -> int | None:
+    """Return the image size of a file's square position grid; None if unknown or equal to the model's."""
+    weight, expected = weights.get("pos_embed"), getattr(draft, "pos_embed", None)
+    embed: Any = getattr(draft, "patch_embed", None)
+    if weight is None or expected is None or embed is None or weight.ndim != 3 or weight.shape == expected.shape:
+        return None
+    if (weight.shape[0], weight.shape[2]) != (expected.shape[0], expected.shape[2]):
+        return None
+    prefix = 0 if getattr(draft, "no_embed_class", False) else int(getattr(draft, "num_prefix_tokens", 0))
+    patches = max(weight.shape[1] - prefix, 0)
+    side = math.isqrt(patches)
+    return int(side * embed.patch_size[0]) if side and side * side == patches else None
+
+
+def _mismatch(raw: Weights, weights: Weights, model: nn.Module, path: Path, name: str, reason: str = "") -> ModelError:
+    """Return the error that lists how a file's weights differ from a model's, with a guess of the right model.
+
+    Args:
+        raw: the weights in the file.
+        weights: the weights after timm's conversion, if it succeeded.
+        model: the model that they should fit.
+        path: the file.
+        name: the model's name.
+        reason: the error if names and shapes match.
+    """
+    state = model.state_dict()
+    missing = [key for key in state if key not in weights]
+    unknown = [key for key in weights if key not in state]
+    shapes = [key for key in state if key in weights and state[key].shape != weights[key].shape]
+    parts = [f"{len(missing) + len(shapes)} of {len(state)} tensors differ"]
+    parts += [f"{key} is {tuple(weights[key].shape)}, not {tuple(state[key].shape)}" for key in shapes[:2]]
+    parts += [f"{len(missing)} are missing ({', '.join(missing[:3])})"] if missing else []
+    parts += [f"{len(unknown)} are unknown to the model ({', '.join(unknown[:3])})"] if unknown else []
+    if reason and not (missing or shapes or unknown):
+        parts = reason.splitlines()[:1]
+    guess = _plain_model_of(raw)
+    hint = f"it may be {guess}." if guess not in (None, name) else "is it the right model id for this file?"
+    return ModelError(f"The weights in {path} do not fit {name}: {', '.join(parts)}; {hint}")
+
+
+def _plain_model_of(weights: Weights) -> str | None:
+    """Return timm's name of the plain ViT that has these weights, except for its classes; None if there is none.
+
+    >>> _plain_model_of(timm.create_model("vit_tiny_patch16_384", num_classes=3).state_dict())
+    'vit_tiny_patch16_384'
+    """
+    patches, positions = weights.get("patch_embed.proj.weight"), weights.get("pos_embed")
+    if patches is None or positions is None or patches.ndim != 4 or positions.ndim != 3:
+        return None
+    pixels = math.isqrt(positions.shape[1]) * patches.shape[-1]
+    name = f"vit_{_PLAIN.get(patches.shape[0])}_patch{patches.shape[-1]}_{pixels}"
+    if not timm.is_model(name):
+        return None
+    with without_values():
+        state = timm.create_model(name).state_dict()
+    shapes = ({key: one.shape for key, one in each.items() if key[:5] != "head."} for each in (state, weights))
+    return name if next(shapes) == next(shapes) else None

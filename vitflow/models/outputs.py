@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, VitflowError, check_known
-from vitflow.models.anatomy import in_words, logits_of, no_logits, tensors_in
+from vitflow.models.calls import in_words, logits_of, no_logits, tensors_in
 from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
 
 #: Activations: probabilities that sum to 1, independent probabilities, cosines, or unchanged values.

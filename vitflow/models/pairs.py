@@ -1,4 +1,4 @@
-"""Image–text models (CLIP, SigLIP, SigLIP 2): their image tower, and its similarity to prompts as outputs.
+"""Image–text models (CLIP, SigLIP, SigLIP 2, and the detectors OWL-ViT and OWLv2) as models of images and prompts.
 
 The texts are embedded once. The image tower with its projection is recorded.
 """
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
-from vitflow.models.facts import model_note
-from vitflow.models.libraries import embedding_of, library_data_config, library_id
+from vitflow.models.anatomy import embedding_of, pair
+from vitflow.models.blocks import without
+from vitflow.models.facts import library_data_config
+from vitflow.models.names import model_id, model_note
 from vitflow.models.outputs import Outputs, cosines
-from vitflow.models.processors import from_processor
+from vitflow.models.parts import library_id
 
 # Resize modes of open_clip, as crop modes of timm.
 _CROPS = {"shortest": "center", "squash": "squash", "longest": "border"}
@@ -114,7 +116,8 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
         "activation": "softmax" if bias is None else "sigmoid",
     }
     if hasattr(owner, "visual"):
-        return Pair(owner.visual, _open_clip_texts(owner, processor), **numbers, **_open_clip_facts(owner))
+        embed, data_config = _open_clip_texts(owner, processor), _open_clip_config(owner.visual)
+        return Pair(owner.visual, embed, **numbers, data_config=data_config, name=model_id(model))
     if getattr(owner.vision_model, "use_head", True) is False:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no pooling head (vision_use_head=False), so there is no image embedding to "
@@ -122,19 +125,8 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
         )
     tower = ImageTower(owner.vision_model, getattr(owner, "visual_projection", None))
     tower.note = model_note(model)
-    seen = pair_data_config(model, processor)
-    return Pair(tower, text_encoder(owner, processor), **numbers, data_config=seen, name=called(model))
-
-
-def pair_data_config(model: nn.Module, processor: Any) -> dict[str, Any]:
-    """Return the known entries of a model's data config, as in timm; those of its processor first."""
-    image_processor = getattr(processor, "image_processor", None)
-    return library_data_config(model) | ({} if image_processor is None else from_processor(image_processor.to_dict()))
-
-
-def called(model: nn.Module) -> str:
-    """Return the name by which a model was loaded, or that of its class."""
-    return str(getattr(model, "_loaded_name", None) or library_id(model) or type(model).__name__)
+    embed, data_config = text_encoder(owner, processor), library_data_config(model, processor)
+    return Pair(tower, embed, **numbers, data_config=data_config, name=model_id(model))
 
 
 def _no_text_side(model: nn.Module) -> str:
@@ -235,20 +227,17 @@ def _open_clip_texts(model: Any, tokenizer: Any) -> Callable[[list[str]], Tensor
     return embed
 
 
-def _open_clip_facts(model: Any) -> dict[str, Any]:
-    """Return the data config of an open_clip tower, as in timm, and its name."""
-    cfg = dict(getattr(model.visual, "preprocess_cfg", None) or {})
-    size: Any = cfg.get("size") or getattr(model.visual, "image_size", 224)
-    height, width = (size, size) if isinstance(size, int) else (size[0], size[1])
+def _open_clip_config(tower: Any) -> dict[str, Any]:
+    """Return the data config of an open_clip tower, as in timm."""
+    cfg = dict(getattr(tower, "preprocess_cfg", None) or {})
     clip = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
-    seen = {
-        "input_size": (3, int(height), int(width)),
+    return {
+        "input_size": (3, *pair(cfg.get("size") or getattr(tower, "image_size", 224))),
         **{name: tuple(cfg.get(name) or clip[name]) for name in clip},
         "interpolation": cfg.get("interpolation", "bicubic"),
         "crop_pct": 1.0,
         "crop_mode": _CROPS.get(cfg.get("resize_mode", "shortest"), "center"),
     }
-    return {"data_config": seen, "name": called(model)}
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
@@ -338,3 +327,45 @@ def embedded(embed: Callable[[list[str]], Tensor], texts: Sequence[str], frames:
     vectors = embed(sentences)
     units = normalize(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)).cpu(), dim=-1)
     return normalize(units.unflatten(0, (len(texts), len(frames))).mean(dim=1), dim=-1)
+
+
+class PromptedDetector(nn.Module):
+    """OWL-ViT or OWLv2 of transformers with fixed prompts: maps images to logits and boxes in the format of DETR.
+
+    There is a detection for each patch of the image, with a logit for each prompt.
+
+    Args:
+        model: the model, of which the text encoder is left out.
+        prompts: the prompts, embedded once.
+
+    Raises:
+        UnsupportedModelError: the model is not such a detector.
+        ModelError: its tokenizer is not available.
+    """
+
+    vectors: Tensor
+
+    def __init__(self, model: nn.Module, prompts: Prompts) -> None:
+        super().__init__()
+        embedding = embedding_of(model)
+        if not is_prompted_detector(model) or embedding is None:
+            raise UnsupportedModelError(
+                f"boxes(prompts=…) requires OWL-ViT or OWLv2 of transformers, got {type(model).__name__}: leave out "
+                "prompts, and name a class of the model by target= (--class)."
+            )
+        owner: Any = model
+        prefix = owner.base_model_prefix
+        with torch.inference_mode(False), torch.no_grad():
+            encoder = text_encoder(getattr(owner, prefix), prompts.processor)
+            vectors = embedded(encoder, prompts.texts, prompts.templates)
+        self.model: Any = without(model, f"{prefix}.text_model")
+        self.register_buffer("vectors", vectors.to(next(model.parameters())))
+        self._size = embedding.image_size
+
+    def forward(self, pixels: Tensor) -> dict[str, Tensor]:
+        """Return the logits [batch, patches, prompts] and pred_boxes [batch, patches, 4] of images."""
+        other = {"interpolate_pos_encoding": True} if tuple(pixels.shape[-2:]) != self._size else {}
+        grid, _ = self.model.image_embedder(pixel_values=pixels, **other)
+        patches = grid.flatten(1, 2)
+        logits, _ = self.model.class_predictor(patches, self.vectors.expand(len(pixels), -1, -1))
+        return {"logits": logits, "pred_boxes": self.model.box_predictor(patches, grid, **other)}

@@ -1,4 +1,4 @@
-"""The modules of a model, and a cache that is valid while the modules are the same."""
+"""The modules of a model: wrappers, parts of language models, refusals, and a cache valid while they are the same."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -6,12 +6,42 @@ from types import FunctionType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
+from vitflow.errors import UnsupportedModelError
+
+#: Names of the classification heads of transformers.
+CLASSIFIERS = ("classifier", "cls_classifier")
+# Attention implementations of transformers that call functions of torch and can be recorded.
+_RECORDABLE = ("sdpa", "eager")
 # Types of settings whose values are compared.
 _PLAIN = (bool, int, float, str, NoneType)
 # Modules are kept by weak references, so that the cache does not keep a model alive.
 _caches: WeakKeyDictionary[nn.Module, tuple[list[Any], dict[Any, Any]]] = WeakKeyDictionary()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile, DataParallel or DistributedDataParallel wrappers.
+
+    Raises:
+        UnsupportedModelError: `model` is not a module, or is scripted, traced or exported.
+    """
+    if not isinstance(model, nn.Module):
+        remedy = " Pass its .model." if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise UnsupportedModelError(f"Expected a model as a torch.nn.Module, got {model!r:.80}.{remedy}")
+    while True:
+        if isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: attention of a scripted, traced or exported model cannot be recorded. "
+                "Pass the original module."
+            )
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -36,6 +66,18 @@ def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if "_orig_mod" not in module._modules:
             yield ".".join(part for part in path.split(".") if part != "_orig_mod"), module
+
+
+def pretrained_of(model: nn.Module) -> nn.Module | None:
+    """Return the outermost transformers model in a module, or None."""
+    kinds = ((module, type(module).__mro__) for module in modules_of(model))
+    return next((module for module, mro in kinds if any(kind.__name__ == "PreTrainedModel" for kind in mro)), None)
+
+
+def library_id(model: nn.Module) -> str | None:
+    """Return the name by which a transformers model was loaded, or None."""
+    name = getattr(pretrained_of(model), "name_or_path", None)
+    return name if isinstance(name, str) and name else None
 
 
 def runs_compiled(model: nn.Module) -> bool:
@@ -90,3 +132,88 @@ def _captured(function: Any) -> tuple[Any, ...]:
     read = inspect.getclosurevars(function)
     variables = [*read.nonlocals.items(), *read.globals.items()]
     return tuple((name, value) for name, value in variables if type(value) in _PLAIN)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def check_recordable(model: nn.Module) -> None:
+    """Check that the attention of a transformers model can be recorded.
+
+    Raises:
+        UnsupportedModelError: the attention implementation is not "sdpa" or "eager", or there is also a text model.
+    """
+    for module in modules_of(model):
+        implementation = getattr(vars(module).get("config"), "_attn_implementation", None)
+        if isinstance(implementation, str) and implementation not in _RECORDABLE:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} uses the attention implementation {implementation!r}, which cannot be "
+                "recorded. Call model.set_attn_implementation('sdpa') first ('eager' also works)."
+            )
+    if isinstance(getattr(model, "text_model", None), nn.Module) and hasattr(model, "vision_model"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a text and a vision model. Pass the vision model, model.vision_model."
+        )
+
+
+def refuse_joint_text(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for a detector that mixes its text with the image, such as Grounding DINO."""
+    if "GroundingDino" in type(model).__name__:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} reads its text together with the image, and has deformable attention, of which "
+            "there is no attention matrix. Use OWL-ViT or OWLv2; or pass a module whose forward(pixels) adds the text "
+            "and returns logits and pred_boxes, with sampling, occlusion or gradcam."
+        )
+
+
+def refuse_deformable(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a model has deformable attention, of which there is no matrix."""
+    if any("deformable" in type(module).__name__.lower() for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has deformable attention: each query reads a few sampled points, so that there "
+            "is no attention matrix to follow to its patches. Use sampling, occlusion or gradcam."
+        )
+
+
+# -- language models --------------------------------------------------------------------------------------------------
+
+
+def word_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the token embedding of a model, or None if it has none."""
+    try:
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
+    return embedding if isinstance(embedding, nn.Embedding) else None
+
+
+def plain_token_ids(model: nn.Module, count: int) -> list[int]:
+    """Return `count` token ids spread over a model's vocabulary, without special tokens."""
+    modules = (word_embedding(model), *model.modules())
+    size = next((module.num_embeddings for module in modules if isinstance(module, nn.Embedding)), count)
+    configs = getattr(model, "config", None), text_config(model)
+    entries = [entry for config in configs if hasattr(config, "__dict__") for entry in vars(config).items()]
+    special = {id for name, id in entries if isinstance(id, int) and name.endswith(("_token_id", "_index"))}
+    plain = [id for id in range(size) if id not in special] or [0]
+    return [plain[index * max(len(plain) // count, 1) % len(plain)] for index in range(count)]
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the configuration of a model, or of the text part of a multimodal model."""
+    config: Any = getattr(model, "config", None)
+    return config.gettext_config() if hasattr(config, "gettext_config") else config
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """Return the decoder of a transformers model."""
+    pretrained: Any = model
+    decoder: nn.Module | None = pretrained.get_decoder()
+    if decoder is None:  # most decoder-only models before transformers 5
+        decoder = pretrained.base_model
+    return decoder
+
+
+def decoder_path(model: nn.Module) -> str:
+    """Return the module path of the decoder in a model; empty if it is the model itself."""
+    decoder = decoder_of(model)
+    return next((path for path, module in model.named_modules() if module is decoder), "")

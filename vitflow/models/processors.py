@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vitflow.errors import OptionError
+from vitflow.models.anatomy import pair
 
 # Keys of a data_config, as in timm; and keys by which a processor of transformers is recognised.
 _CONFIG = {"input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation"}
@@ -48,7 +49,7 @@ def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
 
 def _from_preset(preset: Any, channels: int) -> dict[str, Any]:
     """Return the settings of a torchvision preset for classification, with timm's names."""
-    crop, resized = _pair_of(preset.crop_size), _pair_of(preset.resize_size)
+    crop, resized = pair(preset.crop_size), pair(preset.resize_size)
     return {
         "input_size": (channels, *crop),
         "mean": tuple(preset.mean),
@@ -59,13 +60,9 @@ def _from_preset(preset: Any, channels: int) -> dict[str, Any]:
     }
 
 
-def _pair_of(size: Any) -> tuple[int, int]:
-    """Return (height, width) of a size of torchvision, a list of one or two numbers."""
-    return (int(size[0]), int(size[-1]))
-
-
 # Settings of processors that are refused if they are True: BGR instead of RGB, and a second normalisation.
 _UNSUPPORTED = ("do_flip_channel_order", "include_top")
+# Interpolations by their number in Pillow.
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 
 

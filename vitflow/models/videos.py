@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from vitflow.errors import ShapeError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.libraries import library_id, processor_settings
+from vitflow.models.anatomy import pair
+from vitflow.models.facts import saved_config
 from vitflow.models.parts import modules_of
-from vitflow.models.processors import from_processor
 
 # Model types of transformers and the number of tokens before the tubelets.
 _PREFIX = {"videomae": 0, "vivit": 1, "vjepa2": 0, "timesformer": 1}
@@ -85,9 +85,7 @@ class StackedFrames(nn.Module):
 
     def data_config(self) -> dict[str, Any]:
         """Return the known entries of timm's data config for one frame: the size, and mean and std if known."""
-        config: dict[str, Any] = {"input_size": (3, *self.shape.size)}
-        name = library_id(self.model)
-        return config if name is None else config | from_processor(processor_settings(name), 3)
+        return {"input_size": (3, *self.shape.size)} | saved_config(self.model)
 
 
 def is_video_model(model: nn.Module) -> bool:
@@ -99,16 +97,12 @@ def _shape_of(model: nn.Module) -> ClipShape:
     """Read the clip of a video model from its configuration."""
     config: Any = _video_config(model)
     frames = getattr(config, "num_frames", None) or config.frames_per_clip
-    size = _pair(getattr(config, "image_size", None) or config.crop_size)
+    size = pair(getattr(config, "image_size", None) or config.crop_size)
     tubelet, patch = getattr(config, "tubelet_size", 1), getattr(config, "patch_size", None)
     if isinstance(tubelet, int):
-        tubelet = (tubelet, *_pair(patch))
+        tubelet = (tubelet, *pair(patch))
     length, height, width = (int(side) for side in tubelet)
     return ClipShape(int(frames), size, (length, height, width))
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
 def _video_config(model: nn.Module) -> Any:

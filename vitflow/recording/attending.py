@@ -6,9 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
-from vitflow.recording.attention_kinds import other_attention
+from torch import Tensor
 
 #: The function of torch itself, even if another library has replaced it in `torch.nn.functional`.
 scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
@@ -21,46 +19,41 @@ _SINGLE_THREAD, _MULTI_THREAD = 1 / 32, 1 / 2
 _FAR_BELOW = 1000.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """Attention that a module applies to values.
+
+    Attributes:
+        probabilities: [..., queries, keys].
+        value: the values, [..., keys, width].
+        mixed: True if the attention was computed from a softmax instead of being one.
+        key: the key vectors, [..., keys, width], if observed.
+        visible: attention mask, [batch or 1, queries, keys] or of the shape of the attention, if requested and if some
+            keys are masked.
+    """
+
+    probabilities: Tensor
+    value: Tensor
+    mixed: bool = False
+    key: Tensor | None = None
+    visible: Tensor | None = None
+
+
 class Listener:
     """Receiver of the attention of a running model.
 
     Attributes:
         gradients, wants_keys, wants_visible: True if gradients, keys or attention masks are requested.
-        path: path and module of the running modules, outermost first.
     """
 
     gradients = wants_keys = wants_visible = False
-
-    def __init__(self) -> None:
-        self.path: list[tuple[str, nn.Module]] = []
-
-    def running(self) -> str | None:
-        """Return the path of the running module; None if it computes no attention between tokens."""
-        if not self.path or other_attention(self.path[-1][1]) is not None:
-            return None
-        return self.path[-1][0]
 
     def accepts_parts(self, query: Tensor) -> bool:
         """Return True if only fused probabilities of this call are needed, so that they can be computed in parts."""
         return False
 
-    def on_attention(
-        self,
-        probabilities: Tensor,
-        value: Tensor | None,
-        mixed: bool = False,
-        key: Tensor | None = None,
-        visible: Tensor | None = None,
-    ) -> Tensor | None:
-        """Receive attention [..., queries, keys] and the values [..., keys, width] that it is applied to.
-
-        `mixed` is True if the attention was computed from a softmax instead of being one. `key` [..., keys, width] is
-        given if observed; `visible`, [batch or 1, queries, keys] or of the shape of the attention, if requested and if
-        some keys are masked.
-
-        Returns:
-            A replacement for the product of attention and values; None for the product itself.
-        """
+    def on_attention(self, attention: Attention) -> Tensor | None:
+        """Receive attention; return a replacement for its product with the values, or None for the product itself."""
         raise NotImplementedError
 
     def on_attention_parts(
@@ -115,7 +108,7 @@ def attend(
     probabilities = _probabilities(query, key, attn_mask, scale, enable_gqa)
     if listener.gradients and not probabilities.requires_grad:
         probabilities = probabilities.detach().requires_grad_()  # a frozen model: the graph starts here
-    replacement = listener.on_attention(probabilities, value, False, key, visible)
+    replacement = listener.on_attention(Attention(probabilities, value, False, key, visible))
     if replacement is not None:
         return replacement
     if dropout_p == 0.0 and (exact or listener.gradients):
@@ -124,8 +117,9 @@ def attend(
         return probabilities.to(value.dtype) @ value
     if is_causal:
         attn_mask = None
-    grouped = {"enable_gqa": True} if enable_gqa else {}  # new in torch 2.5
-    return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **grouped)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _attend_in_parts(

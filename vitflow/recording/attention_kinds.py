@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
-from vitflow.models.languages import text_config
-from vitflow.models.parts import module_paths, modules_of
+from vitflow.models.parts import module_paths, modules_of, text_config
 from vitflow.recording.layers import Arrange, AttentionLayer
 
 # Softmaxes that are not attention between tokens.
@@ -41,7 +40,7 @@ _CLASS_ATTENTION = ("ClassAttn", "ClassAttention")
 _DIFFERENCE = ("DiffAttention", "DiffParallelScalingBlock", "DiffLlamaAttention")
 # Modules that fold heads into the batch, before windows; and modules with windows before heads.
 _FOLDED_WINDOWS = ("HaloAttn",)
-_WINDOWS_FIRST = ("LocallyGroupedAttn",)
+_WINDOWS_FIRST = ("LocallyGroupedAttn", "RelativePositionalMultiHeadAttention")
 # Modules that compute each head separately, without a head axis.
 _HEAD_BY_HEAD = ("CascadedGroupAttention",)
 # Modules whose windows cannot be traced to the image.

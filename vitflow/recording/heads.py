@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import ClosedReadout
 from vitflow.models.parts import module_paths, output_cache, runs_compiled
+from vitflow.models.pooling import ClosedReadout
 from vitflow.recording.attention_kinds import is_pooling
 from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
 from vitflow.recording.probing import Call, on_few_tokens

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vitflow.recording.attending import Listener, attend, scaled_dot_product_attention, seen_keys, unmasked
+from vitflow.recording.attending import Attention, Listener, attend, scaled_dot_product_attention, seen_keys, unmasked
+from vitflow.recording.attention_kinds import other_attention
 
 _ATEN = torch.ops.aten
 _FUSED: set[Any] = {scaled_dot_product_attention, _ATEN.scaled_dot_product_attention}
@@ -26,20 +27,20 @@ _MANY_HEADS = signature(F.multi_head_attention_forward)
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 
 
-class Interception(TorchFunctionMode):
-    """Function mode for all torch functions of this thread that passes attention to a listener."""
+class Interception(Listener, TorchFunctionMode):
+    """Function mode for all torch functions of this thread that observes the attention of a running model.
 
-    def __init__(self, listener: Listener) -> None:
+    Attributes:
+        path: path and module of the running modules, outermost first.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.listener = listener
+        self.path: list[tuple[str, nn.Module]] = []
         # By module: softmaxes that no product has applied yet, with their scores and keys.
         self._pending: dict[str, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
         # By module: the latest product and its two factors; if a softmax follows, scores, queries and keys.
         self._products: dict[str, tuple[torch.Size, Tensor, Tensor]] = {}
-        # By module: the shapes of its products, which include its scores.
-        self._shapes: dict[str, set[torch.Size]] = {}
-        # Modules whose attention was applied to values in the current call.
-        self._applied: set[str] = set()
         self._within = 0
 
     def begin(self) -> None:
@@ -59,29 +60,44 @@ class Interception(TorchFunctionMode):
         while self._within:
             self.end()
 
+    def running(self) -> str | None:
+        """Return the path of the running module; None if it computes no attention between tokens."""
+        if not self.path or other_attention(self.path[-1][1]) is not None:
+            return None
+        return self.path[-1][0]
+
+    def leave(self, name: str) -> bool:
+        """Remove the running module from the path; False if it is another one, as an earlier hook raised an error.
+
+        Its softmaxes that no observed product applied to values, such as those over features, are forgotten.
+        """
+        self._products.pop(name, None)
+        self._pending.pop(name, None)
+        if not self.path or self.path[-1][0] != name:
+            return False
+        self.path.pop()
+        return True
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _INTERCEPTED or not (name := self.listener.running()):
+        if func not in _INTERCEPTED or not (name := self.running()):
             return func(*args, **kwargs)
         if func in _FUSED:
-            self._applied.add(name)
-            return attend(self.listener, *args, **kwargs)
+            return attend(self, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._attend_with_many_heads(*args, **kwargs)
         if func in _SOFTMAX:
             output = func(*args, **kwargs)
             self._normalised(name, output, *_softmax_of(*args, **kwargs))
             return output
-        if func is torch.einsum:
-            output = func(*args, **kwargs)
-            self._shapes.setdefault(name, set()).add(output.shape)
-            return output
-        factors = _factors(*args, **kwargs)
-        replacement = self._multiplied(name, *factors) if self._pending.get(name) and factors else None
-        output = func(*args, **kwargs) if replacement is None else replacement
-        self._shapes.setdefault(name, set()).add(output.shape)
-        if self.listener.wants_keys and factors:
-            self._products[name] = output.shape, *factors
+        product = _einsum(*args) if func is torch.einsum else _product(*args, **kwargs)
+        if product is None:
+            return func(*args, **kwargs)
+        first, second, order = product
+        replacement = self._multiplied(name, first, second) if self._pending.get(name) else None
+        output = func(*args, **kwargs) if replacement is None else replacement.permute(order)
+        if self.wants_keys:
+            self._products[name] = output.shape, first, second
         return output
 
     def _attend_with_many_heads(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,37 +149,17 @@ class Interception(TorchFunctionMode):
                     del pending[index]
                 else:
                     pending.clear()
-                self._applied.add(name)
                 attention, values, transposed = applied
                 itself = by_itself or _is_copy(attention, probabilities)
                 scores = scores.reshape(*attention.shape[:-1], -1)
                 precise = self._precise(attention, scores if itself else None)
                 visible = self._visible(scores[..., : attention.shape[-1]])
-                replacement = self.listener.on_attention(precise, values, not itself, key, visible)
+                replacement = self.on_attention(Attention(precise, values, not itself, key, visible))
                 return replacement.mT if transposed and replacement is not None else replacement
         return None
 
-    def ended(self, name: str) -> None:
-        """Report softmaxes that no observed product applied to values, at the end of a module.
-
-        If the module applied other attention, or if no product has the shape of the scores, the softmax is treated as
-        one over features.
-        """
-        self._products.pop(name, None)
-        shapes, left = self._shapes.pop(name, set()), self._pending.pop(name, ())
-        if name in self._applied:
-            self._applied.discard(name)
-            return
-        for probabilities, scores, key in left:
-            square = probabilities.shape[-1] == probabilities.shape[-2]
-            of_text = self.listener.wants_visible  # text may attend within a window, with other shapes
-            if probabilities.ndim == 4 and (square or of_text or scores.shape in shapes):
-                self.listener.on_attention(
-                    self._precise(probabilities, scores), None, False, key, self._visible(scores)
-                )
-
     def _visible(self, scores: Tensor) -> Tensor | None:
-        if not self.listener.wants_visible or scores.ndim not in (3, 4):
+        if not self.wants_visible or scores.ndim not in (3, 4):
             return None
         return seen_keys(scores) if scores.ndim == 4 else unmasked(scores)
 
@@ -172,16 +168,11 @@ class Interception(TorchFunctionMode):
 
         With gradients they are unchanged, because a copy would not be in the autograd graph.
         """
-        if self.listener.gradients or probabilities.dtype in (torch.float32, torch.float64):
+        if self.gradients or probabilities.dtype in (torch.float32, torch.float64):
             return probabilities
         if scores is None:
             return probabilities.float()
         return scores.float().softmax(dim=-1)[..., : probabilities.shape[-1]]
-
-
-def is_softmax(func: Any) -> bool:
-    """Return True if a torch function is a softmax."""
-    return func in _SOFTMAX
 
 
 def _softmax_of(input: Tensor, dim: int | None = None, *more: Any, **options: Any) -> tuple[Tensor, int | None]:
@@ -189,10 +180,35 @@ def _softmax_of(input: Tensor, dim: int | None = None, *more: Any, **options: An
     return input, dim
 
 
-def _factors(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor] | None:
-    """Return both factors of a product call; None if they are not tensors."""
+def _product(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, list[int]] | None:
+    """Return both factors of a product call, and the order of its axes; None if the factors are not tensors."""
     first, second = [*args, *(kwargs[name] for name in ("input", "other", "mat2", "tensor2") if name in kwargs)][:2]
-    return (first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else None
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return None
+    return first, second, list(range(max(first.ndim, second.ndim)))
+
+
+def _einsum(equation: Any, *operands: Any) -> tuple[Tensor, Tensor, list[int]] | None:
+    """Return an einsum as a product of matrices: its factors, and the order of the product's axes in its output.
+
+    None for other einsums.
+
+    >>> tensors = torch.ones(2, 3, 4, 5), torch.ones(5, 2, 3, 6)
+    >>> first, second, order = _einsum("bnij,jbnd->ibnd", *tensors)
+    >>> (first @ second).shape, order
+    (torch.Size([2, 3, 4, 6]), [2, 0, 1, 3])
+    """
+    inputs, _, output = str(equation).replace(" ", "").partition("->")
+    names = inputs.split(",")
+    if len(operands) != 2 or len(names) != 2 or len(names[0]) < 2 or "." in inputs:
+        return None
+    *batch, rows, inner = list(names[0])
+    width = "".join(set(names[1]) - set(names[0]))
+    second, product = [*batch, inner, width], [*batch, rows, width]
+    if sorted(names[1]) != sorted(second) or sorted(output) != sorted(product):
+        return None
+    factor = operands[1] if names[1] == "".join(second) else operands[1].permute([names[1].index(n) for n in second])
+    return operands[0], factor, [product.index(name) for name in output]
 
 
 def _applied(first: Tensor, second: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor, bool] | None:

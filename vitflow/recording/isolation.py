@@ -42,12 +42,12 @@ def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Buffers, module attributes and the random state are restored.
     """
-    accelerator = "cuda" if device.type == "cpu" else device.type  # not used for the CPU
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    kind, accelerators = ("cpu", []) if device.type in ("cpu", "meta") else (device.type, [device])
     with (
         torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-        torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=accelerator),
+        torch.autocast(kind, enabled=False),
+        torch.random.fork_rng(accelerators, device_type="cuda" if kind == "cpu" else kind),  # not used for the CPU
         evaluating(model),
         unrecorded(),
     ):
@@ -216,7 +216,7 @@ def uncompiled() -> Iterator[None]:
     """Run compiled code eagerly, in all threads until the last of them ends, because compiled code hides its calls."""
     user = object()
     with _guard:
-        if not _eager_users and hasattr(torch.compiler, "set_stance"):  # `refuse_compiled` rejects older releases
+        if not _eager_users:
             _eager.enter_context(torch.compiler.set_stance("force_eager"))
         _eager_users.append(user)
     try:
@@ -226,15 +226,6 @@ def uncompiled() -> Iterator[None]:
             _eager_users.remove(user)
             if not _eager_users:
                 _eager.close()
-
-
-def refuse_compiled() -> None:
-    """Raise UnsupportedModelError if torch cannot run compiled code eagerly (before 2.6)."""
-    if not hasattr(torch.compiler, "set_stance"):
-        raise UnsupportedModelError(
-            f"Compiled models require torch 2.6 or newer, got {torch.__version__}. Pass the model as it was before "
-            "torch.compile, or upgrade torch."
-        )
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:

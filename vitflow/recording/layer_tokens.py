@@ -1,32 +1,40 @@
-"""Token positions of each attention layer on the image: the windows and stages of a recorded forward pass."""
+"""Token positions of each attention layer on the image: the windows and stages of a recorded forward pass.
+
+Windows are traced, independent of the model family: the model runs once on random pixels, and each tensor of image
+tokens is paired with an index tensor of the same shape, which has the number of the patch at each of its entries.
+Functions that move entries move the index as well.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import UnsupportedModelError
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout
-from vitflow.models.parts import model_cache, runs_compiled
-from vitflow.recording.attention_kinds import is_class_attention, is_traced
-from vitflow.recording.heads import block_paths_of
-from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
-from vitflow.recording.layers import AttentionLayer, stack_of, stream_of
-from vitflow.recording.probing import Call
-from vitflow.recording.unseen import without_attention
-from vitflow.recording.windows import Size, Windows, find_windows, token_orders
+from vitflow.models.calls import tensors_in
+from vitflow.models.parts import model_cache, module_paths
+from vitflow.recording.attending import Attention
+from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_traced
+from vitflow.recording.interception import Interception
+from vitflow.recording.isolation import Hook, hooked, trial
+from vitflow.recording.layers import Arrange, AttentionLayer, stack_of, stream_of
 
-# Largest distance between a patch and the pixels that its token is computed from, in patches and in their standard
-# deviations, which are large after a convolutional stem.
-_MOST_PATCHES, _MOST_DEVIATIONS = 0.6, 2.0
+Size = tuple[int, int]
+
+# Functions of torch that only move, copy or drop entries, or pad them with 0.
+_MOVING = {
+    *("__getitem__", "cat", "chunk", "concat", "expand", "expand_as", "flatten", "flip", "movedim", "mT", "narrow"),
+    *("pad", "permute", "repeat", "repeat_interleave", "reshape", "roll", "select", "split", "squeeze", "stack"),
+    *("swapaxes", "T", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
+}
+# Functions that may pool the tokens of a query.
+_REDUCING = {"amax", "max", "max_pool2d"}
 
 
 def decoder_stacks(layers: Sequence[AttentionLayer], batch: int) -> set[str]:
@@ -74,19 +82,18 @@ def find_tokens(
     batch, size = len(pixels), (pixels.shape[-2], pixels.shape[-1])
     counts = {(len(layer.example), *layer.example.shape[-2:]) for layer in layers}
     count, queries, keys = next(iter(counts))
-    if len(counts) == 1 and count == batch and queries == keys and not hasattr(model, "unroll"):
+    if len(counts) == 1 and count == batch and queries == keys:
         layout = layout or read_layout(model, size, keys)
         everywhere = LayerTokens(layout, layout)
         for layer in layers:
             layer.located = everywhere
         return list(layers), None
-    windowed: Windows = {}
-    if any(count > batch for count, _, _ in counts):
-        windowed = _assumed_windows(model, layers, batch, size) if pixels.is_meta else find_windows(model, pixels)
-    located = [replace(layer, located=_locate(model, layer, batch, size, layout, windowed)) for layer in layers]
-    grids = {layer.tokens.keys.num_patches for layer in located if layer.located is not None}
-    # If there is one window per patch, the layer attends within patches and does not mix them.
-    mixing = [layer for layer in located if layer.located is not None or len(layer.example) // batch not in grids]
+    traced = _trace(model, pixels)
+    located = [replace(layer, located=_locate(model, layer, batch, size, layout, traced)) for layer in layers]
+    following = [*located[1:], None]
+    mixing = [
+        layer for layer, then in zip(located, following, strict=True) if not _is_within_patches(layer, then, batch)
+    ]
     unknown = next((layer for layer in mixing if layer.located is None), None)
     if unknown is None:
         return mixing, None
@@ -98,30 +105,13 @@ def find_tokens(
     )
 
 
-def _assumed_windows(model: nn.Module, layers: Sequence[AttentionLayer], batch: int, size: Size) -> Windows:
-    """Return placeholder windows for a model on the meta device, where they cannot be traced by values."""
-    placeholders: Windows = {}
-    finest = None
-    with suppress(UnsupportedModelError):
-        finest = read_layout(model, size, None)
-    for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        windows, keys = len(layer.example) // batch, layer.example.shape[-1]
-        module: Any = model.get_submodule(layer.name)
-        if windows == 1 or not is_traced(module):
-            continue
-        if following is not None and len(following.example) == batch:
-            grid = layout_of_count(model, size, following.example.shape[-1])
-            if grid is not None and grid.num_patches == windows:
-                continue  # attention within each patch, before attention between patches
-        stride = getattr(module, "stride", None)  # of overlapping windows
-        tokens = windows * keys if stride is None else windows * stride**2
-        side = (size[0] * size[1] / tokens) ** 0.5
-        filled = TokenLayout(0, round(size[0] / side), round(size[1] / side))  # padded to full windows
-        grid = layout_of_count(model, size, tokens) or filled
-        if finest is not None and grid.num_patches > finest.num_patches:
-            grid = TokenLayout(0, finest.rows, finest.cols)
-        placeholders[layer.name] = torch.zeros(windows, keys, dtype=torch.long), grid
-    return placeholders
+def _is_within_patches(layer: AttentionLayer, following: AttentionLayer | None, batch: int) -> bool:
+    """Return True if a layer's windows are the patches of the following layer, so that it does not mix patches."""
+    windows, keys = len(layer.example) // batch, layer.example.shape[-1]
+    patches = None if following is None or following.located is None else following.located
+    if patches is None or patches.windows > 1 or patches.keys.num_patches != windows:
+        return False
+    return layer.located is None or windows * keys == layer.located.keys.num_patches
 
 
 def _locate(
@@ -130,142 +120,218 @@ def _locate(
     batch: int,
     size: Size,
     given: TokenLayout | None,
-    windowed: Windows,
+    traced: Mapping[str, LayerTokens],
 ) -> LayerTokens | None:
     windows, (queries, keys) = len(layer.example) // batch, layer.example.shape[-2:]
     if len(layer.example) % batch:
         return None  # computed image by image
+    tokens = traced.get(layer.name)
+    index = () if tokens is None else (tokens.query_index, tokens.key_index)
+    if [tuple(each.shape) for each in index if each is not None] != [(windows, queries), (windows, keys)]:
+        tokens = None
     if windows > 1:
-        if layer.name not in windowed or windowed[layer.name][0].shape != (windows, keys):
-            return None
-        return _windowed(*windowed[layer.name], queries)
-    layouts = [
+        return tokens
+    of_queries, of_keys = [
         given if given is not None and given.num_tokens == count else layout_of_count(model, size, count)
         for count in (queries, keys)
     ]
-    of_queries, of_keys = layouts
     if of_keys is None:
         return None
     if is_class_attention(model.get_submodule(layer.name)):
         first = torch.zeros(1, queries, dtype=torch.long)
         return LayerTokens(of_keys, of_keys, first, torch.arange(keys).unsqueeze(0))
-    order = token_orders(model, size).get(keys)
-    if order is not None:
-        return _windowed(order.unsqueeze(0), of_keys, queries)
+    if tokens is not None and tokens.key_index is not None and _is_reordered(tokens.key_index):
+        return tokens
     return None if of_queries is None else LayerTokens(of_queries, of_keys)
 
 
-def _windowed(key_index: Tensor, keys: TokenLayout, queries: int) -> LayerTokens | None:
-    """Return the tokens of windows whose queries are the keys, or are pooled from them."""
-    if queries == key_index.shape[1]:
-        return LayerTokens(keys, keys, key_index, key_index)
-    count = key_index.shape[1]
-    side, width = round((count / queries) ** 0.5), round(count**0.5)
-    if side * side * queries != count or keys.rows % side or keys.cols % side:
-        return None
-    coarse = TokenLayout(0, keys.rows // side, keys.cols // side)
-    parents = key_index // keys.cols // side * coarse.cols + key_index % keys.cols // side
-    parents = torch.where(key_index < 0, -1, parents)  # [windows, keys]
-    groupings = [parents.unflatten(1, (side * side, queries)).transpose(1, 2)]  # in Hiera's order, or in raster order
-    if width * width == count and width % side == 0:
-        blocks = parents.unflatten(1, (width // side, side, width // side, side))
-        groupings.append(blocks.transpose(2, 3).flatten(3).flatten(1, 2))
-    for groups in groupings:  # [windows, queries, keys of a query]
-        common = groups.amax(dim=-1)
-        if ((groups == common.unsqueeze(-1)) | (groups < 0)).all():
-            return LayerTokens(coarse, keys, common, key_index)
-    return None
+def _is_reordered(index: Tensor) -> bool:
+    """Return True if an index [1, tokens] is a permutation other than the raster order."""
+    raster = torch.arange(index.shape[1], device="cpu")
+    return torch.equal(index[0].sort().values, raster) and not torch.equal(index[0], raster)
 
 
-class _Seen(Exception):
-    """Ends a forward pass after the last block of interest has its input."""
+def _trace(model: nn.Module, pixels: Tensor) -> dict[str, LayerTokens]:
+    """Trace the tokens of each attention layer for images of this size, by module path.
 
-
-def block_layouts(model: nn.Module, layers: Sequence[AttentionLayer], names: Sequence[str]) -> dict[str, TokenLayout]:
-    """Return the path of a block for each layout of dense layers: the first block, and others of later layouts.
-
-    Args:
-        model: the model.
-        layers: its layers, some of which may be products of several.
-        names: paths of all attention modules that ran, first layer first.
+    The model runs once per size, in eval mode and with the random state restored, so that running statistics and the
+    caller's random numbers do not change.
     """
-    paths = dict(zip(names, block_paths_of(model, names), strict=True))
-    blocks: dict[str, TokenLayout] = {}
-    for layer in layers:
-        if layer.tokens.dense and layer.tokens.keys not in blocks.values():
-            blocks.setdefault(paths[layer.name if layer is not layers[0] else names[0]], layer.tokens.keys)
-    return blocks
-
-
-def misplaced(call: Call, places: Mapping[str, TokenLayout], unapplied: set[str] | None = None) -> str | None:
-    """Return why tokens are not the patches of their layout, or None; cached per model and layouts.
-
-    Up to nine patches of each layout are tested: the gradient of their tokens with respect to the pixels of noise must
-    be where the layout places them, if attention is replaced by the identity. A crop, a flip, another order or dropped
-    tokens would misplace every map.
-
-    Args:
-        call: call of the unwrapped model.
-        places: layout of the tokens at the input of blocks, by path.
-        unapplied: as for `unseen_mixing`.
-    """
-    known, key = model_cache(call.model), (misplaced, tuple(places.items()), tuple(call.pixels.shape[1:]))
+    size = (pixels.shape[-2], pixels.shape[-1])
+    known, key = model_cache(model), (_trace, size)
     if key not in known:
-        known[key] = None if call.pixels.is_meta else _misplaced_patch(call, places, unapplied or set())
-    if known[key] is None:
+        noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
+        tracer = _Tracer(model, size)
+        with trial(model, pixels.device), hooked(tracer.hooks()), tracer:
+            model(noise.to(pixels))
+        known[key] = tracer.traced
+    traced: dict[str, LayerTokens] = known[key]
+    return traced
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """The patches that the entries of a tensor belong to.
+
+    Attributes:
+        index: the patch of each entry in raster order, counted from 1; 0 for padding.
+        grid: the patch grid.
+    """
+
+    index: Tensor
+    grid: TokenLayout
+
+    def coarser(self, side: int) -> "_Places | None":
+        """Return the places on the grid whose cells have side × side patches; None if they do not divide the grid."""
+        if side == 0 or self.grid.rows % side or self.grid.cols % side:
+            return None
+        rows, cols, patch = self.grid.rows // side, self.grid.cols // side, self.index - 1
+        cells = patch // self.grid.cols // side * cols + patch % self.grid.cols // side + 1
+        return _Places(torch.where(patch < 0, 0, cells), TokenLayout(0, rows, cols))
+
+
+class _Tracer(Interception):
+    """Follows the tokens of an image through all functions, and keeps those that each module attends to."""
+
+    def __init__(self, model: nn.Module, size: Size) -> None:
+        super().__init__()
+        self.model, self.size = model, size
+        self.traced: dict[str, LayerTokens] = {}
+        self._operands: Sequence[Tensor] = ()  # of the current call
+
+    def hooks(self) -> Iterator[Hook]:
+        """Yield the hooks of a forward pass."""
+        for name, module in module_paths(self.model):
+            if module._modules:
+                yield Hook(module, partial(self._enter, name, module), before=True, while_unrecorded=True)
+                yield Hook(module, partial(self._leave, name), before=False, while_unrecorded=True)
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.path.append((name, module))
+
+    def _leave(self, name: str, args: Any, output: Any) -> None:
+        self.leave(name)
+
+    def on_attention(self, attention: Attention) -> None:
+        """Keep the tokens of the queries and keys of a module."""
+        name, module = self.path[-1]
+        if name in self.traced or not is_traced(module):
+            return
+        # The arguments of fused attention, or of the product of attention and values or of their transposes.
+        first, *_, last = self._operands[:3]
+        probabilities = attention.probabilities
+        arrange, transposed = arrangement(module, probabilities, 1), attention.value is not last
+        queries, keys = _tokens_of(first, arrange, transposed), _tokens_of(last, arrange, transposed)
+        if transposed:
+            queries, keys = keys, queries
+        if probabilities.shape[-2] == probabilities.shape[-1]:
+            queries = keys
+        if queries is not None and keys is not None:
+            indices = queries.index.long() - 1, keys.index.long() - 1
+            self.traced[name] = LayerTokens(queries.grid, keys.grid, *indices)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._operands = list(tensors_in([args, kwargs]))
+        sources = [places for tensor in self._operands if (places := _places_of(tensor)) is not None]
+        output = super().__torch_function__(func, types, args, kwargs)
+        results = list(tensors_in(output))
+        name = getattr(func, "__name__", "")
+        name = func.__self__.__name__ if name == "__get__" else name  # of a property, such as mT
+        if name in _MOVING and sources:
+            move = Tensor.reshape if name == "view" else func  # an index has other strides
+            moved = move(*_indices(args), **_indices(kwargs))
+            for tensor, index in zip(results, tensors_in(moved), strict=True):
+                tensor._places = _Places(index, sources[0].grid)  # type: ignore[attr-defined]
+        elif name not in _MOVING and results and results[0].is_floating_point():
+            shape = results[0].shape
+            places = _reduced(sources[0], shape, func, args[1:], kwargs) if sources and name in _REDUCING else None
+            carried = (_carried(each, shape, name) for each in sources)
+            results[0]._places = places or next(filter(None, carried), None) or self._image(results[0])  # type: ignore[attr-defined]
+        return output
+
+    def _image(self, tensor: Tensor) -> _Places | None:
+        """Return the places of a tensor with the tokens of one image in raster order, or None."""
+        shape, size = tensor.shape, self.size
+        if len(shape) not in (3, 4) or len(tensor) != 1:
+            return None
+        axis = 1 if len(shape) == 3 else grid_axis(shape, size)
+        if axis is None:
+            return None
+        axes = shape[axis : axis + len(shape) - 2]  # of the tokens
+        grid = TokenLayout(0, *axes) if len(axes) == 2 else layout_of_count(self.model, size, *axes)
+        if grid is None or grid.num_prefix_tokens:
+            return None
+        index = torch.arange(1, grid.num_patches + 1, device="cpu").float().reshape(axes)
+        return _Places((index if axis > 1 else index.unsqueeze(-1)).expand(shape), grid)
+
+
+def _places_of(tensor: Tensor) -> _Places | None:
+    return getattr(tensor, "_places", None)
+
+
+def _indices(given: Any) -> Any:
+    """Replace the tensors among the arguments of a function by their indices; those without places by 0."""
+    if isinstance(given, Tensor):
+        places = _places_of(given)
+        if places is not None:
+            return places.index
+        if given.is_floating_point():
+            return torch.zeros(given.shape, device="cpu")
+        return torch.zeros(given.shape, dtype=given.dtype, device="cpu") if given.is_meta else given.cpu()
+    if isinstance(given, Mapping):
+        return {name: _indices(value) for name, value in given.items()}
+    return type(given)(map(_indices, given)) if type(given) in (list, tuple) else given
+
+
+def _carried(places: _Places, shape: torch.Size, function: str) -> _Places | None:
+    """Return the places of a function's result: those of an operand, if at most the channel axis differs."""
+    index = places.index
+    channels = [axis for axis in range(index.ndim) if len(shape) != index.ndim or shape[axis] != index.shape[axis]]
+    if function == "linear":
+        channels = channels or [index.ndim - 1]
+    if not channels:
+        return places
+    first = index.narrow(channels[0], 0, 1)
+    if len(channels) > 1 or not (index.stride(channels[0]) == 0 or (index == first).all()):
         return None
-    block, row, col = known[key]
-    layout = places[block]
-    return (
-        f"{type(call.model).__name__} computes the token of the patch in row {row} and column {col} (of "
-        f"{layout.rows} × {layout.cols}) at {block} from other pixels, so its maps would be misplaced: it may crop, "
-        "flip or reorder its input, or drop tokens. If its layout is another, pass "
-        "layout=TokenLayout(num_prefix_tokens, rows, cols); otherwise use input_gradient or occlusion."
-    )
+    return _Places(first.expand(shape), places.grid)
 
 
-def _misplaced_patch(call: Call, places: Mapping[str, TokenLayout], unapplied: set[str]) -> tuple[str, int, int] | None:
-    """Return block, row and column of a patch whose token is computed from other pixels, or None."""
-    given: dict[str, Tensor | None] = {}
-
-    def see(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim == 3)
-        fitting = (value.flatten(0, 1) for value in values if value.shape[:2].numel() == places[path].num_tokens)
-        given.setdefault(path, next(fitting, None))
-        if len(given) == len(places):
-            raise _Seen
-
-    hooks = [
-        Hook(call.model.get_submodule(path), partial(see, path), before=True, while_unrecorded=True) for path in places
-    ]
-    compiled = uncompiled() if runs_compiled(call.model) else nullcontext()
-    with torch.inference_mode(False), trial(call.model, call.pixels.device), torch.enable_grad(), compiled:
-        noise = call.noise(1).requires_grad_()
-        # The model may reject noise.
-        with suppress(Exception), hooked(hooks), without_attention(call, unapplied):
-            call(noise)
-        for block, layout in places.items():
-            tokens = given.get(block)
-            if tokens is None or not tokens.requires_grad:
-                continue
-            direction = torch.randn(tokens.shape[1], generator=torch.Generator().manual_seed(0)).to(tokens)
-            for row, col in product(*({0, side // 2, side - 1} for side in (layout.rows, layout.cols))):
-                token = tokens[layout.token_of_patch(row, col)]
-                [gradient] = torch.autograd.grad(token @ direction, noise, retain_graph=True, allow_unused=True)
-                if gradient is None or not _is_around(gradient[0].double().square().sum(dim=0), row, col, layout):
-                    return block, row, col
+def _reduced(places: _Places, shape: torch.Size, func: Any, args: Any, kwargs: Any) -> _Places | None:
+    """Return the places of a maximum over channels, or over the patches of each cell of a coarser grid."""
+    for side in (1, round((places.index.numel() / shape.numel()) ** 0.5)):
+        coarse = places.coarser(side)
+        if coarse is None:
+            return None
+        negative = torch.where(coarse.index > 0, -coarse.index, -torch.inf)
+        high, low = (next(tensors_in(func(index, *args, **kwargs))) for index in (coarse.index, negative))
+        if torch.equal(high, torch.where(high > 0, -low, 0)):
+            return _Places(high, coarse.grid)
     return None
 
 
-def _is_around(weights: Tensor, row: int, col: int, layout: TokenLayout) -> bool:
-    """Return True if the centre of weights [height, width] is near a patch of a layout."""
-    total = weights.sum()
-    for axis, (place, count) in enumerate(((row, layout.rows), (col, layout.cols))):
-        shares = weights.sum(dim=1 - axis) / total
-        places = (torch.arange(len(shares), device=shares.device) + 0.5) * count / len(shares)
-        centre = (shares * places).sum()
-        deviation = float((shares * (places - centre).square()).sum().sqrt())
-        # False if there is no gradient.
-        if not abs(float(centre) - place - 0.5) <= max(_MOST_PATCHES, _MOST_DEVIATIONS * deviation):
-            return False
-    return True
+def _tokens_of(tensor: Tensor, arrange: Arrange | None, transposed: bool) -> _Places | None:
+    """Return the places of the tokens [windows, tokens] of a tensor [batch, heads, tokens, channels]."""
+    places = _places_of(tensor)
+    if places is None:
+        return None
+    index = places.index.mT if transposed else places.index
+    index = index if arrange is None else arrange(index)
+    first = index[:, :1, :, :1]
+    return replace(places, index=first[:, 0, :, 0]) if (index == first).all() else None
+
+
+def grid_axis(shape: Sequence[int], size: Size) -> int | None:
+    """Return the axis of the rows of [images, rows, cols, channels] or [images, channels, rows, cols], or None.
+
+    Patches of the grid on an image of (height, width) are about square, and not single pixels.
+    """
+
+    def ratio(axis: int) -> float:
+        tall, wide = size[0] / shape[axis], size[1] / shape[axis + 1]  # of a patch, in pixels
+        patches = shape[axis] * shape[axis + 1] > 1 and min(tall, wide) >= 1.5
+        return max(tall, wide) / min(tall, wide) if patches else math.inf
+
+    axis = min((2, 1), key=ratio)
+    return axis if ratio(axis) < 1.2 else None

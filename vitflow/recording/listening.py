@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import NoAttentionError, UnsupportedModelError, ValueNormsError
+from vitflow.errors import NoAttentionError, UnsupportedModelError
 from vitflow.methods.gradients import Values, fuse_weighted
-from vitflow.recording.attending import Listener, Part
+from vitflow.recording.attending import Attention, Part
 from vitflow.recording.attention_kinds import (
     arrangement,
     is_difference,
@@ -17,6 +17,7 @@ from vitflow.recording.attention_kinds import (
     is_pooling,
     other_attention,
 )
+from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import is_unrecorded
 from vitflow.recording.layers import (
     Arrange,
@@ -34,7 +35,7 @@ from vitflow.recording.trace import Trace
 _PARALLEL_BLOCKS = ("ParallelThingsBlock",)
 
 
-class Listening(Listener):
+class Listening(Interception):
     """Collects the attention of a running model, and adds each finished layer to a trace.
 
     Attributes:
@@ -45,7 +46,6 @@ class Listening(Listener):
         batch: the number of images or texts of the pass.
         recorded_any: True if any attention was recorded.
         recorded: paths of the finished layers, in order.
-        unapplied: paths of the modules of which only the softmax was observed, not its product with values.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Listening(Listener):
         residual: float,
         within: str,
     ) -> None:
+        super().__init__()
         self.model, self.fusions, self.values = model, fusions, values
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
         self.residual, self.within = residual, within
@@ -68,15 +69,14 @@ class Listening(Listener):
         """Record into this trace from now on."""
         self._trace, self.recorded_any = trace, False
         self._keep_heads = self.gradients or not self.fusions
-        self.begin()
+        self.begin_pass()
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         """Reset for a new forward pass."""
         self.path = []
         self.pooling: Tensor | None = None
         self.batch = 1
         self.recorded: list[str] = []
-        self.unapplied: set[str] = set()
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
         self._other: set[str] = set()  # descriptions of mixing other than token attention
 
@@ -92,16 +92,9 @@ class Listening(Listener):
             self._other.add(other)
         return None if other is not None else name
 
-    def on_attention(
-        self,
-        probabilities: Tensor,
-        value: Tensor | None,
-        mixed: bool = False,
-        key: Tensor | None = None,
-        visible: Tensor | None = None,
-    ) -> None:
-        """Receive the attention of one module and the values that it is applied to."""
-        name, module = self.path[-1]
+    def on_attention(self, attention: Attention) -> None:
+        """Receive the attention of one module."""
+        (name, module), probabilities, visible = self.path[-1], attention.probabilities, attention.visible
         if self._pools():
             self.pooling = probabilities
             return
@@ -111,16 +104,14 @@ class Listening(Listener):
                 f"{type(module).__name__} ({name}) applies the difference of two attention matrices, which has "
                 "negative entries: rollout and flow do not support it."
             )
-        if value is None:
-            self.unapplied.add(name)
         arrange = arrangement(module, probabilities, self.batch)
         if visible is not None and visible.shape == probabilities.shape:  # heads are folded into the batch
             visible = (visible if arrange is None else arrange(visible)).any(dim=-3)
         if packed := is_packed(module, probabilities):  # values and keys are per group of heads
             visible = None if visible is None else visible.any(dim=-2, keepdim=True)
-        values = self._values_of(value, None if packed else arrange)
-        keys = self._keys_of(key, None if packed else arrange)
-        part = ModuleAttention(probabilities, arrange, values, mixed, keys, visible)
+        values = self._values_of(attention.value, None if packed else arrange)
+        keys = self._keys_of(attention.key, None if packed else arrange)
+        part = ModuleAttention(probabilities, arrange, values, attention.mixed, keys, visible)
         self._open.setdefault(layer, []).append(part)
 
     def accepts_parts(self, query: Tensor) -> bool:
@@ -176,15 +167,10 @@ class Listening(Listener):
                 return path
         return None
 
-    def _values_of(self, value: Tensor | None, arrange: Arrange | None) -> Values | None:
+    def _values_of(self, value: Tensor, arrange: Arrange | None) -> Values | None:
         if not self.values:
             return None
         name, module = self.path[-1]
-        if value is None:
-            raise ValueNormsError(
-                f"Value weighting requires the value vectors of {type(module).__name__} ({name}), which cannot be "
-                "observed."
-            )
         around = self.path[-2][1] if len(self.path) > 1 else None
         return read_values(value if arrange is None else arrange(value), module, name, around)
 
@@ -195,7 +181,7 @@ class Listening(Listener):
         key = (key if arrange is None else arrange(key)).detach()
         return key.to(torch.promote_types(key.dtype, torch.float32)).transpose(1, 2).flatten(2)
 
-    def ended(self, name: str) -> None:
+    def close(self, name: str) -> None:
         """Finish a module, which may be a layer."""
         parts = self._open.pop(name, ())
         if parts:  # otherwise it was fused part by part

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vitflow.errors import ShapeError
-from vitflow.models.anatomy import tensors_in
-from vitflow.models.languages import plain_token_ids
-from vitflow.models.libraries import forward_options
-from vitflow.models.parts import model_cache
+from vitflow.models.anatomy import forward_options
+from vitflow.models.calls import tensors_in
+from vitflow.models.parts import model_cache, plain_token_ids
 from vitflow.recording.isolation import Hook, device_of, evaluating, hooked, trial, uncompiled
 from vitflow.recording.readout import tokens_of, with_tokens
 

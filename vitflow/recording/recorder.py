@@ -18,24 +18,23 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, Vitfl
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.models.anatomy import ATTENTION_POOLING, closed_readouts, feature_layout, logits_of, read_layout, unwrap
+from vitflow.models.anatomy import feature_layout, read_layout
 from vitflow.models.blocks import block_paths
-from vitflow.models.languages import reads_cache, reads_text, refuse_static, word_embedding
-from vitflow.models.libraries import check_recordable
-from vitflow.models.parts import runs_compiled
+from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static
+from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
+from vitflow.models.pooling import ATTENTION_POOLING, closed_readouts
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
-from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import (
     Hook,
     hooked,
     model_lock,
     refuse_checkpointing,
-    refuse_compiled,
     uncompiled,
 )
-from vitflow.recording.layer_tokens import block_layouts, decoder_stacks, find_tokens, misplaced
+from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
 from vitflow.recording.listening import Listening
+from vitflow.recording.patch_places import block_layouts, misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
@@ -132,18 +131,18 @@ class record_attention:
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._head, self._within = layout, readout, head, within
+        self._is_open = False
         if gradients:
             refuse_checkpointing(self._model)
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
             stack.enter_context(model_lock(self._model))
-            if hasattr(self, "_interception"):
+            if self._is_open:
                 raise VitflowError("This recording is open already: create another record_attention(model).")
-            self.trace, self._ran = Trace(model=self._model), False
+            self.trace, self._ran, self._is_open = Trace(model=self._model), False, True
             self._listening.open(self.trace)
-            self._interception = Interception(self._listening)
-            stack.callback(self._forget)
+            stack.callback(self._close)
             self._watched: dict[str, nn.Module] = {}
             self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._unhook)
@@ -152,14 +151,13 @@ class record_attention:
             stack.enter_context(hooked(self._fixed_hooks()))
             self._watch()
             if runs_compiled(self._called):
-                refuse_compiled()
                 stack.enter_context(uncompiled())
             self._stack = stack.pop_all()
         return self.trace
 
-    def _forget(self) -> None:
-        self._interception.end_all()
-        del self._interception  # so that it can be opened again
+    def _close(self) -> None:
+        self._listening.end_all()
+        self._is_open = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -212,22 +210,15 @@ class record_attention:
         if not name:
             args, kwargs = self._begin(args, kwargs)
         if name in self._watched:
-            self._interception.begin()
+            self._listening.begin()
         self._listening.path.append((name, module))
         return (args, kwargs) if not name else None
 
     def _leave(self, name: str, args: Any, output: Any) -> None:
-        path, interception = self._listening.path, self._interception
-        try:
-            if output is not None:  # no exception was raised
-                interception.ended(name)
-        finally:
-            if path and path[-1][0] == name:
-                path.pop()
-                if name in self._watched:
-                    interception.end()
-        if output is not None:
-            self._listening.ended(name)
+        if self._listening.leave(name) and name in self._watched:
+            self._listening.end()
+        if output is not None:  # no exception was raised
+            self._listening.close(name)
         if not name and output is not None and (logits := self._outputs(output)) is not None:
             self.trace.output = output
             self._finish(logits)
@@ -254,7 +245,7 @@ class record_attention:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace = self.trace
         self._watch()
-        self._listening.begin()
+        self._listening.begin_pass()
         trace.begin()
         text = reads_text(args, kwargs)
         given = _pixels_among(args, kwargs) if text is None else text
@@ -325,10 +316,10 @@ class record_attention:
         """Return why a product of these layers would be incomplete, or None."""
         if self._within or self.trace.call is None:
             return None
-        call, names, unapplied = self.trace.call, self._listening.recorded, self._listening.unapplied
+        call, names = self.trace.call, self._listening.recorded
         layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        refusal = unseen_mixing(call, layouts, names, unapplied)
-        return refusal or misplaced(call, block_layouts(self._model, layers, self.trace.names), unapplied)
+        refusal = unseen_mixing(call, layouts, names)
+        return refusal or misplaced(call, block_layouts(self._model, layers, self.trace.names))
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""

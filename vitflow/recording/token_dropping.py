@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import ALL_TOKENS, closed_readouts, logits_of, read_layout, transformer_of, unwrap
-from vitflow.models.libraries import forward_options, library_blocks
-from vitflow.models.parts import module_paths, output_cache
+from vitflow.models.anatomy import forward_options, read_layout, transformer_of
+from vitflow.models.blocks import library_blocks
+from vitflow.models.calls import logits_of
+from vitflow.models.parts import module_paths, output_cache, unwrap
+from vitflow.models.pooling import ALL_TOKENS, closed_readouts
 from vitflow.recording.isolation import Hook, evaluating, hooked
-from vitflow.recording.layer_tokens import misplaced
+from vitflow.recording.patch_places import misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Read
 

@@ -12,8 +12,9 @@ from vitflow.methods.cells import cell_grid
 from vitflow.methods.gradients import at_least_float32
 from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import ClosedReadout, logits_of
 from vitflow.models.blocks import block_norms
+from vitflow.models.calls import logits_of
+from vitflow.models.pooling import ClosedReadout
 from vitflow.recording.heads import observed_head
 from vitflow.recording.layers import NOTHING_RECORDED, AttentionLayer, Backward, RecordedLayers
 from vitflow.recording.probing import Call

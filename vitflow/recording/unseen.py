@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import layout_of_count, tensors_in
+from vitflow.models.anatomy import layout_of_count
+from vitflow.models.calls import tensors_in
 from vitflow.models.parts import model_cache, module_paths
-from vitflow.recording.attending import Listener
+from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import may_attend, other_attention
 from vitflow.recording.heads import block_paths_of
-from vitflow.recording.interception import Interception, is_softmax
+from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, hooked, trial
+from vitflow.recording.layer_tokens import grid_axis
 from vitflow.recording.probing import FEW_TOKENS, Call, on_few_tokens
-from vitflow.recording.windows import is_grid
 
 # Functions that mix neighbouring tokens, or all tokens.
 _KNOWN = (
@@ -42,7 +43,7 @@ _ROUNDING, _MIXING = 1e-4, 1e-3
 _HALF_ROUNDING, _HALF_MIXING = 1e-2, 3e-2
 
 
-def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], unapplied: set[str]) -> str | None:
+def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> str | None:
     """Return why a product of layers would be incomplete, or None.
 
     The model runs at most three times; the result is cached while its modules and recorded layers are the same.
@@ -51,12 +52,11 @@ def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[st
         call: the recorded call of the model.
         layouts: token layouts of its layers.
         names: paths of the recorded layers.
-        unapplied: paths of the modules of which only the softmax was observed.
     """
     model = call.model
     known, key = model_cache(model), (unseen_mixing, *names)
     if key not in known and not call.pixels.is_meta:
-        known[key] = _find(call, layouts, names, unapplied)
+        known[key] = _find(call, layouts, names)
     path: str | None = known.get(key)
     if path is None:
         return None
@@ -67,7 +67,7 @@ def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[st
     )
 
 
-def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], unapplied: set[str]) -> str | None:
+def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> str | None:
     """Return the path of the first innermost module with unrecorded token mixing, or None."""
     model, pixels, noise = call.model, call.pixels, call.noise(1).expand(2, -1, -1, -1)
     explained: set[str] = set()
@@ -75,13 +75,13 @@ def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], unap
     # a larger module.
     for shortened in (block_paths_of(model, names), (), ()):
         known = explained if not shortened else set[str]()
-        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, unapplied, known)
+        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, known)
         try:
             with (
                 trial(model, pixels.device),
                 on_few_tokens(model, shortened),
                 hooked(probe.hooks()),
-                probe.interception,
+                probe,
             ):
                 call(noise)
         except Exception:  # the model rejects the noise or the few tokens, so the check is impossible
@@ -96,10 +96,10 @@ def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], unap
 
 
 @contextmanager
-def without_attention(call: Call, unapplied: set[str]) -> Iterator[None]:
+def without_attention(call: Call) -> Iterator[None]:
     """Replace recorded attention by the identity, so that tokens are computed only from their own place."""
-    probe = _Probe(call.model, (call.pixels.shape[-2], call.pixels.shape[-1]), (), unapplied, set())
-    with hooked(probe.hooks()), probe.interception:
+    probe = _Probe(call.model, (call.pixels.shape[-2], call.pixels.shape[-1]), (), set())
+    with hooked(probe.hooks()), probe:
         yield
 
 
@@ -120,20 +120,14 @@ class _Call:
     explained: bool = False
 
 
-class _Probe(Listener):
+class _Probe(Interception):
     """Runs two images through a model; the second becomes the first with some tokens changed."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        size: tuple[int, int],
-        layouts: Sequence[TokenLayout],
-        unapplied: set[str],
-        explained: set[str],
+        self, model: nn.Module, size: tuple[int, int], layouts: Sequence[TokenLayout], explained: set[str]
     ) -> None:
         super().__init__()
-        self._model, self._size, self._unapplied, self._explained = model, size, unapplied, explained
-        self.interception = _Identities(self)
+        self._model, self._size, self._explained = model, size, explained
         self._counts = {layout.num_tokens for layout in layouts} | {FEW_TOKENS}
         self._attending = may_attend(model)
         self._calls: list[_Call] = []
@@ -180,9 +174,7 @@ class _Probe(Listener):
         return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
     def _leave(self, path: str, args: Any, output: Any) -> None:
-        if self.path and self.path[-1][0] == path:
-            self.interception.ended(path)
-            self.path.pop()
+        self.leave(path)
         if not self._calls or self._calls[-1].path != path:  # an earlier hook raised an error before it began
             return
         call = self._calls.pop()
@@ -214,11 +206,10 @@ class _Probe(Listener):
             return given if self._fits(given.shape[1]) and not self._fits(given.shape[2]) else None
         if given.ndim != 4:
             return None
-        _, second, third, fourth = given.shape
-        last, first = is_grid(second, third, self._size), is_grid(third, fourth, self._size)
-        if last == first:
+        axis = grid_axis(given.shape, self._size)
+        if axis is None:
             return None
-        return given.flatten(1, 2) if last else given.flatten(2).mT
+        return given.flatten(1, 2) if axis == 1 else given.flatten(2).mT
 
     def _fits(self, count: int) -> bool:
         return count in self._counts or layout_of_count(self._model, self._size, count) is not None
@@ -240,9 +231,8 @@ class _Probe(Listener):
         size = first.float().square().mean().sqrt().to(first)
         second = torch.where(self._which(tokens)[:, None], first + 2 * size * step, first)
         both = torch.cat([first, second])
-        if given.ndim == 3:
-            return both
-        return both.reshape(given.shape) if given.flatten(1, 2).shape == both.shape else both.mT.reshape(given.shape)
+        channels_first = given.ndim == 4 and grid_axis(given.shape, self._size) == 2
+        return (both.mT if channels_first else both).reshape(given.shape)
 
     def _share(self, tokens: Tensor) -> float:
         """Return the difference between the images of unchanged tokens relative to that of changed tokens.
@@ -255,24 +245,22 @@ class _Probe(Listener):
             share = float((others.mean() / moved.mean()).sqrt())
         return share if math.isfinite(share) else 0.0
 
-    # -- listener -----------------------------------------------------------------------------------------------------
+    # -- functions ----------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in (*_KNOWN, *_SUMMARIES) and _mixes(name, args, kwargs or {}):
+            self.explain()
+        return super().__torch_function__(func, types, args, kwargs)
 
     def running(self) -> str | None:
         """Return the path of the running module; None if it computes no attention between tokens."""
         name = super().running()
         return name if name in self._attending else None
 
-    def on_attention(
-        self,
-        probabilities: Tensor,
-        value: Tensor | None,
-        mixed: bool = False,
-        key: Tensor | None = None,
-        visible: Tensor | None = None,
-    ) -> Tensor | None:
+    def on_attention(self, attention: Attention) -> Tensor:
         """Replace attention by the identity, or by zero if queries are not keys."""
-        if value is None:
-            return None
+        probabilities, value = attention.probabilities, attention.value
         if 1 < value.shape[-3] < probabilities.shape[-3]:  # heads of one group share their values
             value = value.repeat_interleave(probabilities.shape[-3] // value.shape[-3], dim=-3)
         (*_, queries, keys), (*_, width) = probabilities.shape, value.shape
@@ -280,34 +268,6 @@ class _Probe(Listener):
         if queries != keys:
             return value.new_zeros(shape)
         return value.expand(shape).clone(memory_format=torch.contiguous_format)
-
-    def identity(self, output: Tensor) -> Tensor | None:
-        """Return the identity for a softmax with an unobserved product; None for other softmaxes."""
-        name = self.running()
-        if name not in self._unapplied or output.ndim != 4:
-            return None
-        queries, keys = output.shape[-2:]
-        if queries == keys:
-            matrix = torch.eye(queries, dtype=output.dtype, device=output.device)
-        else:
-            matrix = output.new_zeros(())
-        return matrix.expand(output.shape).clone(memory_format=torch.contiguous_format)
-
-
-class _Identities(Interception):
-    """Interception that replaces attention by the identity, and detects known token mixing."""
-
-    listener: _Probe
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in (*_KNOWN, *_SUMMARIES) and _mixes(name, args, kwargs or {}):
-            self.listener.explain()
-        if is_softmax(func):
-            identity = self.listener.identity(func(*args, **(kwargs or {})))
-            if identity is not None:
-                return identity
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -1,6 +1,8 @@
 """Batch computation that adapts to memory and isolates failing images; progress of runs."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +19,23 @@ R = TypeVar("R")
 WAITING_BYTES = 192 * 2**20
 
 
+def in_order(futures: Iterable[Future[R]], most: int, nbytes: Callable[[R], int] = lambda result: 0) -> Iterator[R]:
+    """Yield results in order; futures are submitted ahead, at most `most` and about WAITING_BYTES of results.
+
+    Args:
+        futures: submitted when they are iterated.
+        most: maximal number of futures that wait.
+        nbytes: returns the memory that a result occupies.
+    """
+    waiting: deque[Future[R]] = deque()
+    for future in futures:
+        waiting.append(future)
+        while len(waiting) > most or sum(nbytes(each.result()) for each in waiting if each.done()) > WAITING_BYTES:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
 class Batches:
     """Compute images in batches, and remember the batch size that fits into memory.
 
@@ -30,22 +49,6 @@ class Batches:
         self.fits = size
         self._refuses: bool | None = None
 
-    def parts(self, images: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-        """Split images into parts that fit into memory; the split depends on the images alone.
-
-        Args:
-            images: read lazily.
-            nbytes: returns the size of an image's pixels.
-        """
-        part: list[T] = []
-        for image in images:
-            part.append(image)
-            if len(part) >= self.fits or sum(map(nbytes, part)) > WAITING_BYTES:
-                yield part
-                part = []
-        if part:
-            yield part
-
     def stops_all(self, error: Exception, methods: Sequence[MethodChoice]) -> bool:
         """Return True if every image would raise this error with these methods.
 
@@ -55,7 +58,7 @@ class Batches:
             return stops_all(error, self.explainer.fit)
         if self._refuses is None:
             try:
-                self.explainer.explain_batch([self.explainer.grey()], methods=methods)
+                self.explainer.explain_batch([self.explainer.inputs.grey()], methods=methods)
                 self._refuses = False
             except Exception as probe_error:
                 self._refuses = stops_all(probe_error, self.explainer.fit)

@@ -1,29 +1,22 @@
-"""The columns of a row, maps as columns, and the tables that are exported: JSON lines, CSV and Parquet.
+"""The columns of a row, and maps in half precision.
 
-An input is a path relative to the run's root. JSON stores names that are not valid UTF-8 with lone surrogates (Python's
-surrogateescape): `os.fsencode(row["input"])` returns their bytes. CSV, Parquet and SQL cannot: there, `input` shows
-such bytes as escapes. In CSV, an apostrophe precedes text that a spreadsheet would evaluate (see `plain_cell`).
+An input is a path relative to the run's root. Names that are not valid UTF-8 have lone surrogates (Python's
+surrogateescape): `os.fsencode(row["input"])` returns their bytes. In SQL, `input` shows such bytes as escapes.
 
 A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the smallest power of two that no value exceeds,
-so that maps of any scale keep the precision of float16 (the map is `scale_METHOD` times the stored values).
+so that maps of any scale keep the precision of float16 (the map is the scale times the stored values).
 """
 
-import csv
-import io
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import islice
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import ShapeError, load_extra, printable
-from vitflow.files import write_atomically
+from vitflow.errors import ShapeError, printable
 from vitflow.images.geometry import Placement
 
 Row = dict[str, Any]
@@ -34,28 +27,27 @@ Maps = Mapping[str, AnyGrid]
 
 # The scale of a map that contains the largest value of float32.
 _LARGEST_SCALE = 2.0**128
-# Rows per Parquet row group.
-_GROUP = 10_000
 
 
 class Column(NamedTuple):
     """The type of a column, and the tables that contain it.
 
-    The kind "json" becomes text in tables of text and numbers. Rows are "folder" (all rows of a folder run) and
-    "measured" (of an evaluation); tables are the "manifest" of maps or of "captions", a "record", the columns of an SQL
-    "condition", and the "results" of an evaluation.
+    The kind "json" is a list or a dict; `values` are the types of the dict's values. Rows are "folder" (all rows of a
+    folder run); tables are the "manifest" of maps or of "captions", a "record", the columns of an SQL "condition", the
+    "score" of each target of an image, and the "results" of an evaluation.
     """
 
     kind: str
-    where: str
+    where: str = ""
+    values: tuple[type, ...] = ()
 
 
-_SCORE = "manifest record condition"
+_SCORE = "manifest record condition score"
 
 #: The columns of all rows, in table order.
 COLUMNS = {
     "input": Column("text", "folder manifest captions condition results"),
-    "target_source": Column("text", "measured results"),
+    "target_source": Column("text", "results"),
     "stem": Column("text", "folder"),
     "status": Column("text", "manifest captions record"),
     "error": Column("text", "manifest captions record"),
@@ -63,30 +55,28 @@ COLUMNS = {
     "size": Column("whole", "folder manifest captions condition"),
     "mtime_ns": Column("whole", "folder manifest captions"),
     "sha256": Column("text", "folder manifest captions"),
-    "width": Column("whole", f"captions {_SCORE} measured"),
-    "height": Column("whole", f"captions {_SCORE} measured"),
-    "class_index": Column("whole", f"{_SCORE} measured results"),
-    "class_name": Column("text", f"{_SCORE} measured results"),
-    "probability": Column("number", f"{_SCORE} measured results"),
+    "width": Column("whole", "manifest captions record condition"),
+    "height": Column("whole", "manifest captions record condition"),
+    "class_index": Column("whole", f"{_SCORE} results"),
+    "class_name": Column("text", f"{_SCORE} results"),
+    "probability": Column("number", f"{_SCORE} results"),
     "caption": Column("text", "captions"),
     "words": Column("json", "captions"),
     "left_out": Column("json", "captions"),
     "target": Column("text", _SCORE),
     "value": Column("number", _SCORE),
-    "predicted_index": Column("whole", f"{_SCORE} measured results"),
+    "predicted_index": Column("whole", f"{_SCORE} results"),
+    "ranks": Column("json"),
     "model": Column("text", "manifest"),
     "weights_sha256": Column("text", "manifest"),
     "methods": Column("json", "manifest"),
     "options": Column("json", "manifest"),
-    "outputs": Column("json", "manifest captions"),
-    "maps": Column("json", "manifest"),
-    "facts": Column("json", "manifest record"),
-    "placement": Column("json", "record"),
-    "saturated_share": Column("number", "manifest condition"),
+    "outputs": Column("json", "manifest captions", (str,)),
+    "written": Column("json", values=(int,)),
+    "facts": Column("json", "manifest record", (dict,)),
+    "placement": Column("json", "record", (list, str)),
     "seconds": Column("number", "manifest captions condition"),
-    "region_share": Column("number", "measured results"),
-    "groups": Column("json", "measured"),
-    "constant": Column("json", "measured"),
+    "region_share": Column("number", "results"),
 }
 
 
@@ -94,27 +84,6 @@ COLUMNS = {
 def kinds_in(where: str) -> Mapping[str, str]:
     """Return the columns of a table with their kinds."""
     return {name: column.kind for name, column in COLUMNS.items() if where in column.where.split()}
-
-
-def failed_row(known: Mapping[str, Any], error: Exception | str, message: str = "") -> Row:
-    """Return the row of an image that failed.
-
-    Args:
-        known: the columns known of its file, or a whole row, from which these columns are taken.
-        error: the exception, or the name of its type.
-        message: the error message; by default that of the exception.
-    """
-    kind = error if isinstance(error, str) else type(error).__name__
-    failure = {"status": "failed", "error": kind, "message": printable(message or str(error)) or kind}
-    return {name: known[name] for name in kinds_in("folder") if name in known} | failure
-
-
-def as_text(row: Mapping[str, Any], kinds: Mapping[str, str]) -> Row:
-    """Return these columns of a row as text and numbers."""
-    return {
-        name: json.dumps(row[name]) if kind == "json" and row.get(name) is not None else row.get(name)
-        for name, kind in kinds.items()
-    }
 
 
 # Spreadsheets evaluate text with these prefixes; the apostrophe is included to keep the escape reversible.
@@ -130,10 +99,17 @@ def plain_cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(_COMPUTED) else value
 
 
-def load_pyarrow() -> tuple[Any, Any]:
-    """Import pyarrow and pyarrow.parquet; raise OptionError with the install command if pyarrow is missing."""
-    parquet = load_extra("pyarrow.parquet", "Parquet", "parquet", otherwise="use --manifest jsonl")
-    return load_extra("pyarrow", "Parquet", "parquet"), parquet
+def failed_row(known: Mapping[str, Any], error: Exception | str, message: str = "") -> Row:
+    """Return the row of an image that failed.
+
+    Args:
+        known: the columns known of its file, or a whole row, from which these columns are taken.
+        error: the exception, or the name of its type.
+        message: the error message; by default that of the exception.
+    """
+    kind = error if isinstance(error, str) else type(error).__name__
+    failure = {"status": "failed", "error": kind, "message": printable(message or str(error)) or kind}
+    return {name: known[name] for name in kinds_in("folder") if name in known} | failure
 
 
 def shown_name(name: str) -> str:
@@ -162,32 +138,18 @@ def by_rank(row: Row, maps: Maps) -> Iterator[tuple[Row, Maps]]:
 
     targets = row.get("ranks") or ()
     for rank, score in enumerate(targets, start=1):
-        nested = {name: of(rank, row.get(name)) for name in ("outputs", "maps", "facts")}
-        yield row | score | nested | {"rank": rank, "maps": nested["maps"] or None}, of(rank, maps)
+        nested = {name: of(rank, row.get(name)) for name in ("outputs", "facts")}
+        yield row | score | nested | {"rank": rank}, of(rank, maps)
     if not targets:
         yield row, maps
 
 
-# -- maps as columns
+# -- maps in half precision
 
 
 def grid_columns(label: str) -> dict[str, str]:
-    """Return the columns of one map: its values, its numbers of rows and columns, and its scale."""
+    """Return the columns of one map, with their kinds: its values, its numbers of rows and columns, and its scale."""
     return {f"grid_{label}": "bytes", f"rows_{label}": "whole", f"cols_{label}": "whole", f"scale_{label}": "number"}
-
-
-def columns_of_maps(labels: Sequence[str]) -> dict[str, str]:
-    """Return the columns of these maps, with their kinds."""
-    return {name: kind for label in labels for name, kind in grid_columns(label).items()}
-
-
-def values_of_maps(maps: Maps, labels: Sequence[str]) -> Row:
-    """Return the unscaled grids [rows, cols] of an image as columns; those of missing maps are None."""
-    columns: Row = {}
-    for label in labels:
-        values = pack_half(maps[label]) if label in maps else (None,) * 4
-        columns |= dict(zip(grid_columns(label), values, strict=True))
-    return columns
 
 
 def pack_half(grid: AnyGrid) -> tuple[bytes, int, int, float]:
@@ -214,34 +176,6 @@ def unpack_half(values: Any, rows: Any, cols: Any, scale: Any) -> Grid | None:
     return (half.reshape(rows, cols).astype(np.float64) * scale).clip(-most, most).astype(np.float32)
 
 
-def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
-    """Return a record's map, float32 [rows, cols], and its placement on the image.
-
-    Args:
-        record: a row of a `BatchExplainer`, of a manifest with grids, or of a table made of them.
-        label: the map, such as "rollout".
-
-    Raises:
-        ShapeError: the record has no such map (for example, its image failed), or the map is damaged.
-    """
-    values, *others = (record.get(name) for name in grid_columns(label))
-    if not values:
-        raise ShapeError(f"The record {record.get('id')!r} has no map {label!r}.")
-    grid = unpack_half(values, *others)
-    if grid is None:
-        raise ShapeError(
-            f"The map {label!r} of {record.get('id')!r} is damaged: expected rows × cols finite values in half "
-            f"precision and their scale, got {values!r:.40} with {others!r}."
-        )
-    try:
-        known = json.loads(record["placement"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ShapeError(
-            f"The placement of a map is damaged: expected JSON, got {record.get('placement')!r:.80}."
-        ) from error
-    return grid, placement_of(known)
-
-
 def placement_of(known: Mapping[str, Any]) -> Placement:
     """Return the placement from the dict of `Placement.to_dict`.
 
@@ -254,81 +188,3 @@ def placement_of(known: Mapping[str, Any]) -> Placement:
         return Placement(**fields)  # type: ignore[arg-type]
     except (AttributeError, TypeError, ValueError) as error:
         raise ShapeError(f"Expected the placement of a map, got {known!r}.") from error
-
-
-# -- tables
-
-
-def write_manifest(
-    path: Path,
-    rows: Iterable[tuple[Mapping[str, Any], Maps]],
-    common: Mapping[str, Any],
-    labels: Sequence[str] = (),
-    where: str = "manifest",
-) -> None:
-    """Write rows atomically as .jsonl, .csv or .parquet, in their order.
-
-    Args:
-        path: the file; its suffix is the format.
-        rows: rows of a run, with their maps.
-        common: values that are the same in every row. Names that are not in COLUMNS become further columns.
-        labels: maps to write as columns, in Parquet.
-        where: the table of COLUMNS.
-
-    Raises:
-        OptionError: Parquet requires pyarrow, which is not installed.
-    """
-    kinds = {**kinds_in(where)}
-    # On a name clash, such as an option "input", the row's column wins.
-    kinds |= {name: _kind(value) for name, value in common.items() if name not in kinds}
-    if labels:
-        kinds |= {"placement": "json"} | columns_of_maps(labels)
-    writers = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
-    full = (
-        {name: row.get(name, common.get(name)) for name in kinds} | values_of_maps(maps, labels) for row, maps in rows
-    )
-    with write_atomically(path, durable=True) as file:
-        writers[path.suffix](file, full, kinds)
-
-
-def json_line(record: Mapping[str, Any]) -> bytes:
-    """Return a record as one line of JSON."""
-    # ASCII, so that lone surrogates and line separators are escaped.
-    return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool | list | tuple | dict):
-        return "json"
-    return "whole" if isinstance(value, int) else "number" if isinstance(value, float) else "text"
-
-
-def _write_jsonl(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
-    for row in rows:
-        file.write(json_line(row))
-
-
-def _write_csv(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
-    try:
-        writer = csv.DictWriter(text, kinds)
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: plain_cell(value) for name, value in _shown(row, kinds).items()})
-    finally:
-        text.detach()
-
-
-def _write_parquet(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
-    pyarrow, parquet = load_pyarrow()
-    types = {"whole": pyarrow.int64(), "number": pyarrow.float64(), "bytes": pyarrow.binary()}
-    schema = pyarrow.schema([(name, types.get(kind, pyarrow.string())) for name, kind in kinds.items()])
-    with parquet.ParquetWriter(file, schema) as writer:
-        shown = (_shown(row, kinds) for row in rows)
-        while group := list(islice(shown, _GROUP)):
-            writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
-
-
-def _shown(row: Row, kinds: Mapping[str, str]) -> Row:
-    """Return a row for formats that are limited to text and numbers."""
-    return as_text(row, kinds) | {"input": shown_name(row["input"])}

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import is_file, is_link, is_there
-from vitflow.runs.columns import Grid, Maps, Row, kinds_in, unpack_half
+from vitflow.runs.columns import COLUMNS, Grid, Maps, Row, kinds_in, unpack_half
 from vitflow.runs.fingerprints import REMEDY
 
 T = TypeVar("T")
@@ -36,8 +36,8 @@ SCHEMA = (
     # The name is the bytes of the input's name; the position is NULL for inputs that are not in the latest run.
     f"CREATE TABLE rows (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, position INTEGER, status TEXT NOT NULL, "
     f"{_CONDITION_SQL}, record TEXT NOT NULL)",
-    "CREATE TABLE maps (row INTEGER NOT NULL, label TEXT NOT NULL, rows INTEGER NOT NULL, cols INTEGER NOT NULL, "
-    "scale REAL NOT NULL, grid BLOB NOT NULL, PRIMARY KEY (row, label)) WITHOUT ROWID",
+    "CREATE TABLE maps (row INTEGER NOT NULL, number INTEGER NOT NULL, label TEXT NOT NULL, grid BLOB NOT NULL, "
+    "rows INTEGER NOT NULL, cols INTEGER NOT NULL, scale REAL NOT NULL, PRIMARY KEY (row, number)) WITHOUT ROWID",
 )
 # Functions allowed in a condition: none of them expands short text to long text.
 _FUNCTIONS = {"abs", "coalesce", "glob", "ifnull", "instr", "length", "like", "lower", "max", "min", "nullif", "round"}
@@ -193,7 +193,7 @@ class SavedRun:
     def _maps(self, ids: Sequence[int]) -> dict[int, dict[str, Grid]]:
         query = (
             "SELECT row, label, CASE WHEN length(grid) = 2 * rows * cols THEN grid END, rows, cols, scale "
-            f"FROM maps WHERE row IN ({_marks(ids)})"
+            f"FROM maps WHERE row IN ({_marks(ids)}) ORDER BY row, number"
         )
         maps_by_row: dict[int, dict[str, Grid]] = {}
         with self._reading():
@@ -202,11 +202,7 @@ class SavedRun:
                 if grid is None or not isinstance(label, str):
                     raise OptionError(self._damaged(f"a map {printable(str(label))!r} is not rows × cols values"))
                 maps_by_row.setdefault(row_id, {})[label] = grid
-        order = {label: position for position, label in enumerate(self.fingerprint.get("methods", {}))}
-        return {
-            row_id: dict(sorted(maps.items(), key=lambda item: order.get(item[0], len(order))))
-            for row_id, maps in maps_by_row.items()
-        }
+        return maps_by_row
 
     def _select(self, where: str) -> set[int]:
         """Return the ids of the rows that satisfy an SQL condition."""
@@ -252,14 +248,8 @@ def _authorize(action: int, first: str | None, second: str | None, *_: object) -
 # -- validation of rows
 
 _TYPES: dict[str, tuple[type, ...]] = {"text": (str,), "whole": (int,), "number": (int, float), "json": (dict, list)}
-_COLUMN_TYPES = {name: _TYPES[kind] for where in ("folder", "manifest") for name, kind in kinds_in(where).items()}
-_COLUMN_TYPES |= {"written": (dict,), "ranks": (list,)}
 # The columns of every explained image; missing values are None.
 _FILLED = tuple(dict.fromkeys([*kinds_in("folder"), *kinds_in("condition")]))
-# The types of the values in nested columns.
-_NESTED: dict[str, tuple[type, ...]] = {"outputs": (str,), "written": (int,), "maps": (str,)}
-_NESTED |= {"facts": (dict,), "placement": (list, str)}
-_SCORES = {"class_index", "class_name", "probability", "target", "value", "predicted_index"}
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -288,41 +278,35 @@ def _row(name: object, record: object, drawn: bool) -> Row | None:
     if row is None or not isinstance(name, bytes):
         return None
     row = {"input": os.fsdecode(name)} | row
-    status = row.get("status")
-    if status == "measured" or (status == "failed" and "stem" not in row):
+    if row.get("status") == "measured" or (row.get("status") == "failed" and "stem" not in row):
         return row  # evaluations validate their rows
     paths = (row["input"], row.get("stem"))
-    if status not in ("explained", "failed") or not all(isinstance(path, str) and is_inside(path) for path in paths):
+    if not all(isinstance(path, str) and is_inside(path) for path in paths) or not _is_valid(row):
         return None
-    if not _is_valid(row) or (status == "explained" and not _is_complete(row, drawn)):
+    if row.get("status") != "explained":
+        return row if row.get("status") == "failed" else None
+    needed = ("outputs", "written", *(("facts", "placement") if drawn else ()))
+    sides: tuple[Any, Any] = (row.get("width") or 0, row.get("height") or 0)
+    if any(row.get(column) is None for column in needed) or not all(0 < side < 2**31 for side in sides):
         return None
-    return {**dict.fromkeys(_FILLED), **row} if status == "explained" else row
+    return {**dict.fromkeys(_FILLED), **row}
 
 
 def _is_valid(row: Row) -> bool:
     """Return True if the values of a row have the types of their columns, and its text can be encoded as UTF-8."""
-    for column, value in row.items():
-        if value is None:
+    for name, value in row.items():
+        if value is None or name not in COLUMNS:
             continue
-        if isinstance(value, bool) or not isinstance(value, _COLUMN_TYPES.get(column, object)):
+        kind, _, nested = COLUMNS[name]
+        if isinstance(value, bool) or not isinstance(value, _TYPES[kind]):
             return False
-        if column in _NESTED and not (
-            isinstance(value, dict) and all(isinstance(each, _NESTED[column]) for each in value.values())
-        ):
+        if isinstance(value, str) and name != "input" and _SURROGATES.search(value):
             return False
-        if isinstance(value, str) and column != "input" and _SURROGATES.search(value):
+        if nested and not (isinstance(value, dict) and all(isinstance(each, nested) for each in value.values())):
             return False
+    scores = row.get("ranks") or ()
     return all(
-        isinstance(score, dict) and score.keys() <= _SCORES and _is_valid(score) for score in row.get("ranks") or ()
-    )
-
-
-def _is_complete(row: Row, drawn: bool) -> bool:
-    """Return True if the row of an explained image has all required columns; `drawn` requires those for drawing."""
-    required = ("outputs", "written", "facts", "placement") if drawn else ("outputs", "written")
-    sides = (row.get("width"), row.get("height"))
-    return all(row.get(column) is not None for column in required) and all(
-        isinstance(side, int) and 0 < side < 2**31 for side in sides
+        isinstance(each, dict) and each.keys() <= kinds_in("score").keys() and _is_valid(each) for each in scores
     )
 
 

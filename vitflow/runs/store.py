@@ -54,52 +54,43 @@ class Run(SavedRun):
         overwrite: bool = False,
         clear: Callable[[Iterable[Row]], None] = lambda _: None,
     ) -> None:
-        self.folder, self.path = folder, folder / FILE
+        self.folder, self.path, self._journal = folder, folder / FILE, folder / f"{FILE}-journal"
         self._lock = _locked(folder)
         self._pending: list[tuple[Mapping[str, Any], Maps]] = []
         self._last_write = -math.inf
         self._positions: dict[str, int] = {}
         try:
             remove_leftovers(folder)
-            known = self._earlier(clear, overwrite=overwrite)
-            if known is not None:
-                check_same_run(known, folder, fingerprint)
-            self._begin(fingerprint, new=known is None)
+            exists = self._is_run()
+            resumed = exists and not overwrite
+            if resumed:
+                with SavedRun(folder) as earlier:
+                    check_same_run(earlier.fingerprint, folder, fingerprint)
+            elif exists:
+                with suppress(OptionError), SavedRun(folder) as earlier:  # the rows of a damaged run are lost
+                    clear(earlier.all_rows())
+            else:
+                clear([])
+            self._begin(fingerprint, new=not resumed)
             self.fingerprint = fingerprint
         except BaseException:
             self._release()
             raise
 
-    def _earlier(self, clear: Callable[[Iterable[Row]], None], *, overwrite: bool) -> Mapping[str, Any] | None:
-        """Return the fingerprint of the run to resume, or None after clearing the folder."""
-        journal = Path(f"{self.path}-journal")
-        for path in (self.path, journal):
+    def _is_run(self) -> bool:
+        """Return True if there is a run, possibly a damaged one; roll back the unfinished transaction of a killed run.
+
+        Raises:
+            OptionError: the file is not a vitflow run.
+        """
+        for path in (self.path, self._journal):
             if is_link(path) or (is_there(path) and not is_file(path)):
                 raise OptionError(
                     f"{str(path)!r} must be a regular file, but is a link or another kind of file: remove it, or "
                     "choose another folder."
                 )
-        if not self._is_ours():
-            clear([])
-        elif not overwrite:
-            with SavedRun(self.folder) as earlier:
-                return earlier.fingerprint
-        else:
-            with suppress(OptionError), SavedRun(self.folder) as earlier:
-                clear(earlier.all_rows())
-        self.path.unlink(missing_ok=True)
-        journal.unlink(missing_ok=True)
-        return None
-
-    def _is_ours(self) -> bool:
-        """Return True if there is a run, possibly a damaged one.
-
-        Raises:
-            OptionError: the file is not a vitflow run.
-        """
         if not is_there(self.path):
             return False
-        # Roll back the unfinished transaction of a killed run.
         with suppress(sqlite3.DatabaseError, UnicodeDecodeError), closing(self._open("rw")) as db:
             db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         with self.path.open("rb") as file:
@@ -109,17 +100,17 @@ class Run(SavedRun):
         return bool(header)
 
     def _begin(self, fingerprint: Mapping[str, Any], *, new: bool) -> None:
+        if new:
+            self.path.unlink(missing_ok=True)
+            self._journal.unlink(missing_ok=True)
         try:
             self._db = self._open("rwc" if new else "rw")
         except sqlite3.Error as error:
             raise OptionError(cannot_write(self.folder, error)) from error
         if new:
+            pragmas = (f"PRAGMA application_id = {APPLICATION}", f"PRAGMA user_version = {VERSION}")
             with self._writing():
-                for statement in (
-                    f"PRAGMA application_id = {APPLICATION}",
-                    f"PRAGMA user_version = {VERSION}",
-                    *SCHEMA,
-                ):
+                for statement in (*pragmas, *SCHEMA):
                     self._db.execute(statement)
                 self._db.execute("INSERT INTO run VALUES (?)", (json.dumps(fingerprint, allow_nan=False),))
 
@@ -185,8 +176,8 @@ class Run(SavedRun):
                 self._db.execute("DELETE FROM rows WHERE name = ?", (name,))
                 row_id = self._db.execute(_INSERT, self._values(name, row)).lastrowid
                 self._db.executemany(
-                    "INSERT INTO maps (row, label, grid, rows, cols, scale) VALUES (?, ?, ?, ?, ?, ?)",
-                    [(row_id, label, *pack_half(grid)) for label, grid in maps.items()],
+                    "INSERT INTO maps VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    [(row_id, number, label, *pack_half(grid)) for number, (label, grid) in enumerate(maps.items())],
                 )
         self._pending.clear()
 

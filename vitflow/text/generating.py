@@ -1,7 +1,7 @@
 """Generation with attribution: generate text, and explain each generated token with any method for texts."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,33 +11,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, UnsupportedModelError, check_known
 from vitflow.explaining.clips import ClipSource
 from vitflow.explaining.method_table import Method
-from vitflow.models.anatomy import unwrap
-from vitflow.models.facts import check_name, model_id, model_note
+from vitflow.models.calls import reads_text
 from vitflow.models.hub import bundled
-from vitflow.models.languages import decoder_path
+from vitflow.models.names import check_name, model_id, model_note
+from vitflow.models.parts import decoder_path, unwrap
+from vitflow.progress import tracking
 from vitflow.recording.attention_kinds import refuse_other_layers
-from vitflow.recording.isolation import device_of, evaluating
+from vitflow.recording.isolation import Hook, device_of, evaluating
 from vitflow.text import languages
-from vitflow.text.encoder_decoder import ExplainedText, explain_pairs
-from vitflow.text.generate_calls import (
-    arguments_of,
-    extra_inputs,
-    generate_tokens,
-    refuse_not_causal,
-    split,
-)
 from vitflow.text.generation import Generation
-from vitflow.text.image_tokens import tower_rows
-from vitflow.text.images import Layout, Video, with_images, with_source
 from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import check_options
-from vitflow.text.prompt_images import with_neutral
-from vitflow.text.rows import RowsRead, array_of, read_rows
-from vitflow.text.words import Words
+from vitflow.text.prompts import Layout, Video, source_words, tower_rows, with_images, with_source
+from vitflow.text.rows import RowsRead, array_of, read_pair, read_rows
+from vitflow.text.words import words_of
 
 
 def explain_generation(
@@ -45,7 +36,7 @@ def explain_generation(
     inputs: Any = None,
     *,
     image: Any = None,
-    video: ClipSource | None = None,
+    video: ClipSource | Video | None = None,
     frames: int | None = None,
     tokenizer: Any = None,
     processor: Any = None,
@@ -63,13 +54,12 @@ def explain_generation(
     Args:
         model: causal language model, vision-language model or encoder-decoder model (T5, BART, VisionEncoderDecoder)
             of transformers; a module, id or folder.
-        inputs: the prompt as text, tokenizer output (input_ids, attention_mask) or ids [batch, tokens]; with images,
-            text (by default "Describe the image.") or processor output. For an image encoder, text that the decoder
-            continues, by default none, or processor output (pixel_values).
+        inputs: the prompt as text, tokenizer output (input_ids, attention_mask) or ids [1, tokens]; with images, text,
+            by default "Describe the image."; with an image encoder, text that the decoder continues, by default none.
         image: one or several images of the prompt, as paths, bytes, PIL images or arrays; exactly one for an image
             encoder.
         video: the video of the prompt: a file, or frames as a list of images or an array [frames, height, width, 3],
-            2 per second; for other rates, pass processor output, too.
+            2 per second; for other rates, a `vitflow.text.prompts.Video`.
         frames: the number of frames of a video file, evenly spaced; by default 8.
         tokenizer: tokenizer; by default the one saved with the model. Without a tokenizer, tokens are shown as ids.
         processor: image processor; by default the one saved with the model.
@@ -118,10 +108,16 @@ def explain_generation(
             model, default = load_language_model(model, trust_remote_code=trust_remote_code)
         tokenizer = default if tokenizer is None else tokenizer
     languages.refuse_generation(model, generate)
-    if not languages.has_encoder(model):
-        refuse_not_causal(model)
+    encoded = languages.has_encoder(model)
+    if encoded:
+        check_known("method for encoders and decoders", method, ("rollout", "attention", "flow", "gae"))
+    else:
+        languages.refuse_not_causal(model)
+    refuse_other_layers(model, method)
+    if image is not None and not (inputs is None or isinstance(inputs, str)):
+        raise OptionError(f"With images or a video, the prompt is one text, got {type(inputs).__name__}.")
     images = None
-    if image is not None and languages.has_encoder(model) and getattr(model, "main_input_name", "") == "pixel_values":
+    if image is not None and encoded and getattr(model, "main_input_name", "") == "pixel_values":
         if video is not None or neutral is not None or through_tower:
             raise OptionError(
                 f"{type(model).__name__} reads one image without a prompt, and maps always propagate through its "
@@ -130,67 +126,194 @@ def explain_generation(
         if isinstance(inputs, str) and inputs:
             tokenizer = languages.tokenizer_of(model, tokenizer)
             generate["decoder_input_ids"] = tokenizer(inputs, add_special_tokens=False, return_tensors="pt").input_ids
-        inputs, images = with_source(model, inputs, image, processor, layout)
+        inputs, images = with_source(model, image, processor, layout)
     elif image is not None:
         inputs, processor, images = with_images(model, inputs, image, processor, layout)
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
     elif neutral is not None or through_tower or layout is not None:
         raise OptionError("neutral, through_tower and layout require image.")
-    if blank and (images is None or languages.has_encoder(model)):
+    if blank and (images is None or encoded):
         raise OptionError("blank requires an image in the prompt of a vision-language model.")
-    arguments, tokenizer = arguments_of(inputs, tokenizer, model, generate)
+    tokenizer = languages.tokenizer_of(model, tokenizer, required=isinstance(inputs, str))
+    arguments = _arguments(inputs, tokenizer, model, generate)
     started = time.perf_counter()
-    prompts, generated, rows, self_shares = _explained(model, arguments, tokenizer, definition, used)
+    with evaluating(model), torch.no_grad():
+        ids, start = _generate(model, arguments)
+    text = words_of(tokenizer, ids)
+    prompt, generated = text[:start], text[start:]
+    if encoded:
+        read = read_pair(model, arguments, ids, start, definition, used)
+        prompt = source_words(model, arguments, tokenizer) + prompt
+    else:
+        read = _rows_of(model, arguments, ids[:-1], list(enumerate(ids[start:], start - 1)), definition, used)
     if images is not None and neutral is not None:
         neutral_inputs, _, neutral_images = with_images(model, neutral, image, processor, layout)
-        neutral_rows = _neutral_rows(model, neutral_inputs, processor, definition, used)
-        images = with_neutral(images, neutral_images, neutral_rows)
+        neutral_arguments = _arguments(neutral_inputs, tokenizer, model, {})
+        neutral_ids = neutral_arguments["input_ids"][0].tolist()
+        last = [(len(neutral_ids) - 1, None)]
+        row = array_of(_rows_of(model, neutral_arguments, neutral_ids, last, definition, used).rows[:, 0].T)
+        images = replace(images, neutral=tuple(row[list(part.positions)] for part in neutral_images.parts))
     if images is not None and through_tower:
         with evaluating(model), languages.reading(model):
             prepared = {name: arguments[name] for name in inputs}
             tower = tower_rows(model, prepared, images.parts, residual=used.get("residual", 0.5))
         images = replace(images, tower=tower)
-    probabilities = _with_and_without_image(model, arguments, prompts[0], generated[0]) if blank else None
-    values = array_of(rows.permute(0, 2, 3, 1))  # [batch, rows, tokens, layers]
-    n = values.shape[1]
-    start = values.shape[2] - n + 1  # the last generated token is not an input
-    among_generated = np.zeros((len(values), n, n, values.shape[-1]), np.float32)
-    among_generated[:, :, : n - 1] = values[:, :, start:]
-    generation = Generation(
-        values=values[:, :, :start],
-        among_generated=among_generated,
-        prompt_tokens=tuple(prompts),
-        generated_tokens=tuple(generated),
+    m, n = prompt.length, generated.length
+    rows = array_of(read.rows.permute(1, 2, 0))  # [n, tokens, layers]
+    return Generation(
+        values=rows[:, :m],
+        # The last generated token is not an input.
+        among_generated=np.pad(rows[:, m:], ((0, 0), (0, n - (rows.shape[1] - m)), (0, 0))),
+        prompt_tokens=prompt,
+        generated_tokens=generated,
         model=model_id(model) if name is None else check_name(name),
         method=method,
         options=used,
-        self_share=None if self_shares is None else array_of(self_shares.permute(0, 2, 1)),
-        seconds=time.perf_counter() - started,
+        self_share=None if read.self_share is None else array_of(read.self_share.T),
         images=images,
-        probabilities=probabilities,
+        probabilities=_with_and_without_image(model, arguments, ids, start) if blank else None,
         model_note=model_note(model),
+        seconds=time.perf_counter() - started,
     )
-    return generation[0] if len(generation) == 1 else generation
 
 
-def _explained(
-    model: nn.Module, arguments: Mapping[str, Any], tokenizer: Any, method: Method, options: dict[str, Any]
-) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
-    """Generate text: return prompts, generated tokens, rows [batch, layers, rows, tokens] and self-shares."""
-    refuse_other_layers(model, method.name)
-    with evaluating(model), torch.no_grad():
-        if languages.has_encoder(model):
-            return _stacked(explain_pairs(model, arguments, tokenizer, method, options))
-        prompts, generated = split(generate_tokens(model, arguments), arguments, tokenizer, model)
-    return _stacked(_teacher_forced(model, arguments, prompts, generated, method, options))
+def _arguments(inputs: Any, tokenizer: Any, model: nn.Module, generate: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` for a prompt without its padding, on the device of the model."""
+    if isinstance(inputs, str):
+        languages.check_text(inputs)
+        inputs = torch.tensor([tokenizer(inputs)["input_ids"]], dtype=torch.long)
+    if isinstance(inputs, Tensor):
+        inputs = {"pixel_values" if inputs.ndim == 4 else "input_ids": inputs}
+    arguments = {**(inputs if isinstance(inputs, Mapping) else {}), **generate}
+    source = arguments.get("input_ids")
+    if source is None and languages.has_encoder(model):
+        source = arguments.get("pixel_values")
+    elif not isinstance(source, Tensor) or source.ndim != 2 or source.is_floating_point():
+        source = None
+    if not isinstance(source, Tensor):
+        raise OptionError(
+            "Expected a text, or tokenizer output with return_tensors='pt' (input_ids [1, tokens] and "
+            f"attention_mask), got {type(inputs).__name__}."
+        )
+    if len(source) != 1:
+        raise OptionError(f"Expected one prompt, got {len(source)}: call it once for each.")
+    if "input_ids" in arguments:
+        arguments = _unpadded(model, arguments)
+    if languages.generation_setting(model, generate, "stop_strings") is not None and "tokenizer" not in arguments:
+        arguments["tokenizer"] = languages.tokenizer_of(model, tokenizer)
+    _check_length(model, arguments)
+    device = device_of(model)
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def _unpadded(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` without padding, by the attention mask or, as in `generate`, by its id."""
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+    if mask is None:
+        pad, ends = (languages.generation_setting(model, arguments, f"{name}_token_id") for name in ("pad", "eos"))
+        ends = [ends] if isinstance(ends, int) else list(ends or ())
+        infer = pad is not None and pad not in ends and not languages.has_encoder(model)
+        mask = ids.ne(pad) if infer else torch.ones_like(ids)
+    elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise OptionError(f"Expected an attention_mask of the prompt's shape {tuple(ids.shape)}, got {got}.")
+    kept = mask[0].bool()
+    if not kept.any():
+        raise OptionError("Expected a prompt of at least one token, got none.")
+    of_tokens = {name: value[:, kept.to(value.device)] for name, value in arguments.items() if _is_like(value, ids)}
+    return {**arguments, **of_tokens, "attention_mask": torch.ones_like(of_tokens["input_ids"])}
+
+
+def _is_like(value: Any, ids: Tensor) -> bool:
+    """Return True for an argument with an integer for each token of the prompt."""
+    return isinstance(value, Tensor) and value.shape == ids.shape and not value.is_floating_point()
+
+
+def _check_length(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raise OptionError if the requested tokens exceed the model's positions."""
+    start, what = arguments.get("decoder_input_ids"), "a beginning"
+    if not languages.has_encoder(model):
+        start, what = arguments["input_ids"], "a prompt"
+    tokens = start.shape[1] if isinstance(start, Tensor) else 1
+    limit = languages.positions_of(model)
+    steps, length = (languages.generation_setting(model, arguments, name) for name in ("max_new_tokens", "max_length"))
+    steps = length - tokens if steps is None and isinstance(length, int) else steps
+    if limit is None or not isinstance(steps, int) or tokens + steps - 1 <= limit:
+        return
+    most = limit - tokens + 1  # the last generated token is not an input
+    raise OptionError(
+        f"Expected {f'at most {most} new tokens after' if most > 0 else 'a shorter text than'} {what} of "
+        f"{tokens}, as {type(model).__name__} has positions for {limit}, got {steps}: lower max_new_tokens."
+    )
+
+
+_DEFAULT_STEPS = 20  # max_new_tokens of transformers, for the display of progress
+
+
+def _generate(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[int], int]:
+    """Generate text: return all ids of the decoder, and how many of them it was given."""
+    encoded = languages.has_encoder(model)
+    given: list[int] = []
+
+    def before(args: Any, kwargs: Any) -> None:
+        text = reads_text((), {**kwargs, "input_ids": None}) if encoded else reads_text(args, kwargs)
+        if text is not None and not given:
+            given.append(text.shape[1])
+        if not encoded and given and given[0] > arguments["input_ids"].shape[1]:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} reads {given[0]} tokens, but the text has {arguments['input_ids'].shape[1]}: "
+                "models that insert further tokens to predict the next one are not supported."
+            )
+        progress(1)
+
+    steps = languages.generation_setting(model, arguments, "max_new_tokens")
+    with tracking("generation", int(steps or _DEFAULT_STEPS)) as progress:
+        hook = Hook(model, before, before=True)
+        try:
+            with languages.reading(model, arguments.get("input_ids")):
+                output = model.generate(**arguments)  # type: ignore[operator]
+        finally:
+            hook.remove()
+    ids: list[list[int]] = (output if isinstance(output, Tensor) else output.sequences).tolist()
+    return ids[0], given[0]
+
+
+def _rows_of(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    ids: Sequence[int],
+    targets: Sequence[tuple[int, int | None]],
+    method: Method,
+    options: Mapping[str, Any],
+) -> RowsRead:
+    """Compute the rows of a method for targets in a text that begins with the prompt."""
+    inputs = _forward_inputs(model, arguments, ids)
+    readout = torch.eye(len(ids), device=inputs["input_ids"].device)[[position for position, _ in targets]]
+    return read_rows(model, inputs, readout, method, options, targets=targets, within=decoder_path(model))
+
+
+# Arguments that describe the text.
+_OF_THE_TEXT = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
+
+
+def _forward_inputs(model: nn.Module, arguments: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Tensor]:
+    """Return the arguments of a forward pass over a text that begins with the prompt: also pixels and token types."""
+    text = torch.tensor([ids], device=device_of(model))
+    inputs = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    prompt = arguments["input_ids"]
+    token_type = 1 if getattr(getattr(model, "config", None), "model_type", "") == "paligemma" else 0  # of a suffix
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and name not in _OF_THE_TEXT:
+            new = (0, len(ids) - prompt.shape[1])
+            inputs[name] = nn.functional.pad(value, new, value=token_type) if _is_like(value, prompt) else value
+    return inputs
 
 
 def _with_and_without_image(
-    model: nn.Module, arguments: Mapping[str, Any], prompt: Words, generated: Words
+    model: nn.Module, arguments: Mapping[str, Any], ids: Sequence[int], start: int
 ) -> NDArray[np.float32]:
-    """Return the probability of each generated token, with the image and with its mean colour instead, [n, 2]."""
-    ids = torch.tensor([(prompt + generated).ids[:-1]], device=device_of(model))
-    inputs = extra_inputs(model, arguments, 0, prompt.length, generated.length - 1)
+    """Return the probability of each token from `start` on, with the image and with its mean colour, [n, 2]."""
+    inputs = _forward_inputs(model, arguments, ids[:-1])
     blank = dict(inputs)
     for name, value in inputs.items():
         if value.is_floating_point() and name.startswith("pixel_values"):
@@ -199,66 +322,6 @@ def _with_and_without_image(
     columns = []
     with evaluating(model), torch.no_grad(), languages.reading(model):
         for given in (inputs, blank):
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0, prompt.length - 1 :]
-            shares = logits.float().softmax(dim=-1)
-            columns.append(shares.gather(1, torch.tensor(generated.ids, device=shares.device).unsqueeze(1)))
+            shares = model(**given).logits[0, start - 1 :].float().softmax(dim=-1)
+            columns.append(shares.gather(1, torch.tensor(ids[start:], device=shares.device).unsqueeze(1)))
     return array_of(torch.cat(columns, dim=1))
-
-
-def _neutral_rows(
-    model: nn.Module, inputs: Mapping[str, Any], processor: Any, method: Method, options: dict[str, Any]
-) -> NDArray[np.float32]:
-    """Return the row of the last token of a prompt, up to each layer: [tokens, layers]."""
-    arguments, _ = arguments_of(inputs, processor.tokenizer, model, {})
-    ids = arguments["input_ids"][:, arguments["attention_mask"][0].bool()]
-    length = ids.shape[1]
-    return array_of(_rows_at(model, arguments, 0, ids, length, [(length - 1, None)], method, options).rows[:, 0].T)
-
-
-def _teacher_forced(
-    model: nn.Module,
-    arguments: Mapping[str, Any],
-    prompts: Sequence[Words],
-    generated: Sequence[Words],
-    method: Method,
-    options: dict[str, Any],
-) -> Iterator[ExplainedText]:
-    """Compute the rows of a method in one pass over each generated text."""
-    for index, (prompt, new) in enumerate(zip(prompts, generated, strict=True)):
-        source = index * len(arguments["input_ids"]) // len(prompts)  # num_return_sequences may be above 1
-        ids = torch.tensor([(prompt + new).ids[:-1]], device=device_of(model))
-        targets = list(enumerate(new.ids, start=prompt.length - 1))
-        result = _rows_at(model, arguments, source, ids, prompt.length, targets, method, options)
-        yield ExplainedText(prompt, new, result.rows, result.self_share)
-
-
-def _rows_at(
-    model: nn.Module,
-    arguments: Mapping[str, Any],
-    prompt: int,
-    ids: Tensor,
-    length: int,
-    targets: Sequence[tuple[int, int | None]],
-    method: Method,
-    options: dict[str, Any],
-) -> RowsRead:
-    """Compute the rows of a method for targets in a text [1, tokens], whose prompt (an index) has `length` tokens."""
-    readout = torch.eye(ids.shape[1], device=ids.device)[[position for position, _ in targets]]
-    extra = extra_inputs(model, arguments, prompt, length, ids.shape[1] - length)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
-    within = decoder_path(model)
-    return read_rows(model, inputs, readout, method, options, targets=targets, within=within)
-
-
-def _stacked(texts: Iterable[ExplainedText]) -> tuple[list[Words], list[Words], Tensor, Tensor | None]:
-    """Stack rows and self-shares, with prompts padded on the left."""
-    texts = list(texts)
-    prompts, generated = [text.prompt for text in texts], [text.generated for text in texts]
-    start, n = (max(words.length for words in batch) for batch in (prompts, generated))
-    rows, shares = [], []
-    for text in texts:
-        left, below = start - text.prompt.length, n - text.generated.length
-        rows.append(torch.nn.functional.pad(text.rows.float(), (left, below, 0, below)))
-        shares.append(None if text.self_share is None else torch.nn.functional.pad(text.self_share.float(), (0, below)))
-    self_shares = [share for share in shares if share is not None]
-    return prompts, generated, torch.stack(rows), torch.stack(self_shares) if self_shares else None

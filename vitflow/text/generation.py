@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.images.geometry import Placement
 from vitflow.methods.fusion import check_layer
+from vitflow.text.images import PromptImages
 from vitflow.text.method_table import TEXT_METHODS
-from vitflow.text.prompt_images import PromptImages, subtract_earlier
-from vitflow.text.shaded_text import ShadedText
+from vitflow.text.methods import caption
 from vitflow.text.sheet import Sheet
-from vitflow.text.text_page import ShownImage, TextRow, page_of
-from vitflow.text.view import caption
+from vitflow.text.text_page import TextRow, page_of
+from vitflow.text.view import ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, grouped_words, hide, labels_of, text_of
 from vitflow.viewer.pages import Page
 
@@ -44,9 +44,7 @@ class WordSaliency(Saliency):
 class Generation:
     """Attribution of each generated token to the tokens of the prompt, by layer.
 
-    For one prompt, the axes are as below. For a batch, there is a leading batch axis, `prompt_tokens` and
-    `generated_tokens` are tuples with one entry per prompt, prompts are padded on the left with weight 0, and
-    `generation[i]` returns the i-th without padding. With n generated and m prompt tokens:
+    With n generated and m prompt tokens:
 
     Attributes:
         values: float32 [n, m, layers], M of the definitions: `values[i, :, l]` is the row over the prompt, up to layer
@@ -70,8 +68,8 @@ class Generation:
 
     values: NDArray[np.float32]
     among_generated: NDArray[np.float32]
-    prompt_tokens: Words | tuple[Words, ...]
-    generated_tokens: Words | tuple[Words, ...]
+    prompt_tokens: Words
+    generated_tokens: Words
     model: str
     method: str
     options: Mapping[str, Any]
@@ -82,39 +80,15 @@ class Generation:
     model_note: str = ""
 
     def __repr__(self) -> str:
-        if not isinstance(self.prompt_tokens, Words) or not isinstance(self.generated_tokens, Words):
-            content = f"{len(self)} prompts of at most {self.values.shape[2]} tokens"
-        else:
-            text = text_of(self.prompt_tokens + self.generated_tokens)
-            generated, prompt = self.generated_tokens.length, self.prompt_tokens.length
-            content = f"{text[:_SHOWN]!r}, {generated} tokens after a prompt of {prompt}"
-        return f"Generation({content}, {self.method}, {self.values.shape[-1]} layers, {printable(self.model)})"
-
-    def __len__(self) -> int:
-        return len(self.prompt_tokens) if isinstance(self.prompt_tokens, tuple) else 1
-
-    def __getitem__(self, index: int) -> "Generation":
-        """Return the generation of one prompt of a batch, without padding."""
-        if isinstance(self.prompt_tokens, Words) or isinstance(self.generated_tokens, Words):
-            if index not in (0, -1):
-                raise OptionError(f"Expected index 0 for a single prompt, got {index}.")
-            return self
-        prompt, generated = self.prompt_tokens[index], self.generated_tokens[index]
-        n, m = generated.length, prompt.length
-        start = self.values.shape[2] - m
-        return replace(
-            self,
-            values=self.values[index, :n, start:],
-            among_generated=self.among_generated[index, :n, :n],
-            prompt_tokens=prompt,
-            generated_tokens=generated,
-            self_share=None if self.self_share is None else self.self_share[index, :n],
-        )
+        text = text_of(self.prompt_tokens + self.generated_tokens)
+        tokens = f"{self.generated_tokens.length} tokens after a prompt of {self.prompt_tokens.length}"
+        layers = f"{self.values.shape[-1]} layers"
+        return f"Generation({text[:_SHOWN]!r}, {tokens}, {self.method}, {layers}, {printable(self.model)})"
 
     @property
     def answer(self) -> str:
         """The generated text without end-of-sequence tokens."""
-        _, generated = self._one_prompt()
+        generated = self.generated_tokens
         while generated.length and generated.special[-1]:
             generated = generated[:-1]
         return text_of(generated).strip()
@@ -127,9 +101,8 @@ class Generation:
         Args:
             stop_words: words to exclude from the content words.
         """
-        _, generated = self._one_prompt()
         stopped, content, rest = {word.casefold() for word in stop_words}, dict[str, tuple[int, ...]](), list[str]()
-        for word, indices in grouped_words(generated):
+        for word, indices in grouped_words(self.generated_tokens):
             if word.casefold() in stopped or not word[0].isalnum():
                 rest += [] if word in rest else [word]
                 continue
@@ -146,11 +119,11 @@ class Generation:
         image: int | None = None,
         role: str | None = None,
         layer: int | None = None,
-        relative: bool = False,
-        without_earlier: bool = False,
-        through_tower: bool | None = None,
     ) -> Saliency:
         """Compute the saliency map of a generated word over an image of the prompt.
+
+        It is divided by the row of the neutral prompt (Zhang et al., ICLR 2025) if `explain_generation` got one
+        (`neutral`), and propagated to the patches of the vision tower if that was recorded (`through_tower`).
 
         `facts["on_image"]` is the share of the word's row on the image; `facts["on_first_patch"]` and
         `facts["on_edges"]` are the shares of the map on the first patch and on the border patches, common attention
@@ -163,48 +136,28 @@ class Generation:
             role: restrict the map to parts of this role: "whole", "tile" or "thumbnail"; by default all, combined by
                 area.
             layer: last layer to include, 1 is the first, −1 the last; by default the layer of the method.
-            relative: divide by the row of the neutral prompt (Zhang et al., ICLR 2025).
-            without_earlier: subtract the maps of earlier generated words (after Li et al., ICCV 2025): their sum,
-                weighted by the word's attribution to them, times the least-squares factor; negative values become 0.
-            through_tower: propagate to the patches of the vision tower; by default if the tower was recorded.
 
         Raises:
             OptionError: unknown word, image or part, or an option that requires an argument of `explain_generation`.
         """
         if self.images is None:
             raise OptionError("Expected an image in the prompt, got none: pass image= to explain_generation.")
-        parts = self.images.chosen(image, role)
-        row, total, top, name = self._row_of(word, layer, without_earlier)
-        through = self._through(through_tower)
-        grid, placement, facts = self.images.map_of(
-            row, total, parts, layer=top, relative=relative, through_tower=through
-        )
-        index = self.images.parts[parts[0]].image
-        flags = {"relative": relative, "without_earlier": without_earlier, "through_tower": through}
-        return self._saliency(
-            grid, placement, index, name, flags, {**facts, **self._blank_facts(word), "layer": top + 1}
-        )
+        indices, parts = self._indices_of(word), self.images.chosen(image, role)
+        row, total, top = self._row_of(indices, layer)
+        grid, placement, facts = self.images.map_of(row, total, parts, top)
+        if self.probabilities is not None:  # of a word, the product over its tokens
+            products = self.probabilities[indices].astype(np.float64).prod(axis=0)
+            with_image, blank = (round(float(product), 6) for product in products)
+            display = f"{blank:.1%} (with the image {with_image:.1%})"
+            facts["blank"] = {"value": blank, "with_image": with_image, "display": display}
+        facts["layer"] = top + 1
+        return self._saliency(indices, grid, placement, self.images.parts[parts[0]].image, facts)
 
-    def _blank_facts(self, word: str | int | Sequence[int]) -> dict[str, Any]:
-        """Return the probability of a word with and without the image, if known: the product over its tokens."""
-        if self.probabilities is None:
-            return {}
-        indices = self._indices_of(word)
-        image, blank = (round(float(each), 6) for each in self.probabilities[indices].astype(np.float64).prod(axis=0))
-        return {"blank": {"value": blank, "with_image": image, "display": f"{blank:.1%} (with the image {image:.1%})"}}
-
-    def clip(
-        self,
-        word: str | int | Sequence[int],
-        *,
-        layer: int | None = None,
-        relative: bool = False,
-        without_earlier: bool = False,
-    ) -> Clip:
+    def clip(self, word: str | int | Sequence[int], *, layer: int | None = None) -> Clip:
         """Compute the saliency maps of a generated word over the frames of the video in the prompt.
 
         Args:
-            word, layer, relative, without_earlier: as for `image`.
+            word, layer: as for `image`.
 
         Returns:
             Clip with a map for each position along time, drawn on its first frame; `facts["on_video"]` of each map is
@@ -213,68 +166,69 @@ class Generation:
         Raises:
             OptionError: unknown word, or no video in the prompt.
         """
-        if self.images is None:
-            raise OptionError("Expected a video in the prompt, got none: pass video= to explain_generation.")
-        row, total, top, name = self._row_of(word, layer, without_earlier)
-        grids, placements, share = self.images.frame_maps(row, total, layer=top, relative=relative)
-        flags, facts = {"relative": relative, "without_earlier": without_earlier}, {"on_video": share, "layer": top + 1}
+        images = self.images
+        if images is None or images.video is None:
+            got, remedy = (
+                ("none", "pass video= to explain_generation")
+                if images is None
+                else ("images", "use generation.image(word, image=0)")
+            )
+            raise OptionError(f"Expected a video in the prompt, got {got}: {remedy}.")
+        indices = self._indices_of(word)
+        row, total, top = self._row_of(indices, layer)
+        grids, share = images.grids(row, range(len(images.parts)), top)
+        facts = {"on_video": share / total if total else 0.0, "layer": top + 1}
         frames = tuple(
-            replace(self._saliency(grid, placement, index, name, flags, facts), seconds=self.seconds / len(grids))
-            for index, (grid, placement) in enumerate(zip(grids, placements, strict=True))
+            replace(
+                self._saliency(indices, grid.astype(np.float32), placement, index, facts),
+                seconds=self.seconds / len(grids),
+            )
+            for index, (grid, placement) in enumerate(zip(grids, images.placements, strict=True))
         )
-        source, span = self.images.video or "", self.images.span
-        return Clip(frames, frames[0].score, joint_shares(np.stack(grids)), source, span=span, joint=True)
+        shares = joint_shares(np.stack([frame.grid for frame in frames]))
+        return Clip(frames, frames[0].score, shares, images.video, span=images.span, joint=True)
 
     def _indices_of(self, word: str | int | Sequence[int]) -> list[int]:
         """Return the indices of the generated tokens of a word."""
-        _, generated = self._one_prompt()
         tokens = [word] if isinstance(word, str | int) else word
-        indices = sorted({index for token in tokens for index in generated.find(token)})
+        indices = sorted({index for token in tokens for index in self.generated_tokens.find(token)})
         if not indices:
             raise OptionError("Expected a word or token indices, got an empty sequence.")
         return indices
 
-    def _row_of(
-        self, word: str | int | Sequence[int], layer: int | None, without_earlier: bool
-    ) -> tuple[NDArray[np.float64], float, int, str]:
-        """Return the row of a word over the prompt, its sum with earlier generated tokens, its layer and the word."""
-        _, generated = self._one_prompt()
-        indices = self._indices_of(word)
+    def _row_of(self, indices: Sequence[int], layer: int | None) -> tuple[NDArray[np.float64], float, int]:
+        """Return the row of a word over the prompt, its sum with earlier generated tokens, and its layer index."""
         layer = self.options.get("layer", -1) if layer is None else layer
         top = check_layer("layer", layer, self.values.shape[2])
-        rows = self.values[:, :, top].astype(np.float64)
-        row, start = rows[indices].mean(axis=0), indices[0]
-        total = row.sum() + self.among_generated[indices, :, top].mean(axis=0).sum()
-        if without_earlier:
-            row = subtract_earlier(row, rows[:start], self.among_generated[start, :start, top])
-        return row, float(total), top, text_of(generated[start : indices[-1] + 1]).strip()
+        row = self.values[indices, :, top].astype(np.float64).mean(axis=0)
+        return row, float(row.sum() + self.among_generated[indices, :, top].mean(axis=0).sum()), top
 
     def _saliency(
         self,
+        indices: Sequence[int],
         grid: NDArray[np.float32],
         placement: Placement,
-        index: int,
-        word: str,
-        flags: Mapping[str, bool],
+        image: int,
         facts: Mapping[str, Any],
     ) -> WordSaliency:
         """Return the map of a word on an image of the prompt."""
         assert self.images is not None
+        flags = {"relative": self.images.neutral is not None, "through_tower": self.images.tower is not None}
         return WordSaliency(
             grid=grid,
             placement=placement,
-            image=self.images.images[index],
-            source=self.images.sources[index],
+            image=self.images.images[image],
+            source=self.images.sources[image],
             model=self.model,
             method=self.method,
             options={**self.options, **{name: True for name, value in flags.items() if value}},
             class_specific=TEXT_METHODS[self.method].class_specific,
-            score=Score(word),
+            score=Score(text_of(self.generated_tokens[indices[0] : indices[-1] + 1]).strip()),
             facts={**facts, **({"model_note": self.model_note} if self.model_note else {})},
             seconds=self.seconds,
         )
 
-    def shaded(self, number: int, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
+    def shaded(self, number: int = -1, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
         """Return the prompt and the generated text, shaded by the attribution of one generated token.
 
         Args:
@@ -283,13 +237,14 @@ class Generation:
             stop_words: words to draw without a shade; the caption reports the share of the weight of hidden tokens.
 
         Raises:
-            OptionError: index out of range, or several prompts: use `generation[0]`.
+            OptionError: index out of range.
         """
-        prompt, generated = self._one_prompt()
+        prompt, generated = self.prompt_tokens, self.generated_tokens
         index = whole_number("the generated token", number, -generated.length, generated.length - 1) % generated.length
         position = prompt.length + index
         words, hidden = self._shown(prompt + generated, special, stop_words)
-        weights = self._full_rows()[index, :, -1]
+        weights = np.concatenate([self.values[index, :, -1], self.among_generated[index, :, -1]], dtype=np.float64)
+        weights[position:] = np.nan
         return ShadedText(
             words,
             weights,
@@ -300,26 +255,21 @@ class Generation:
             caption=caption(self.method, self.options, self.model),
         )
 
-    def sheet(
-        self, layer: int = -1, *, generated: bool = False, special: bool = True, stop_words: Iterable[str] = ()
-    ) -> Sheet:
+    def sheet(self, layer: int = -1, *, special: bool = True, stop_words: Iterable[str] = ()) -> Sheet:
         """Return a table with a row per generated token and a column per token of the prompt.
 
         Args:
             layer: last layer to include, 1 is the first, −1 the last.
-            generated: show a column per generated token instead of their sum.
             special, stop_words: as for `shaded`.
         """
-        prompt, new = self._one_prompt()
         index = check_layer("layer", layer, self.values.shape[2])
-        words, hidden = self._shown(prompt + new if generated else prompt, special, stop_words)
+        words, hidden = self._shown(self.prompt_tokens, special, stop_words)
         return Sheet(
             words,
-            self._full_rows()[:, : words.length, index],
-            [label.text for label in labels_of(new)],
-            rest=None if generated else np.nansum(self.among_generated[:, :, index], axis=1),
-            rest_name="generated",
-            self_tokens=list(range(prompt.length - 1, prompt.length - 1 + new.length)),
+            self.values[:, :, index],
+            [label.text for label in labels_of(self.generated_tokens)],
+            rest=self.among_generated[:, :, index].sum(axis=1),
+            self_tokens=[words.length - 1],
             self_share=None if self.self_share is None else float(np.mean(self.self_share[:, index])),
             hidden=hidden,
             title="Attribution of each generated token",
@@ -331,19 +281,16 @@ class Generation:
         *,
         special: bool = True,
         stop_words: Iterable[str] = (),
-        relative: bool = False,
-        through_tower: bool | None = None,
     ) -> Page:
         """Return an interactive HTML page: click a generated word for its attribution by layer and its map on each
         image of the prompt; click a word of the prompt for the generated words attributed to it.
 
         Args:
             special, stop_words: as for `shaded`; hidden tokens can be shown on the page.
-            relative, through_tower: as for `image`.
 
         Write the page with `generation.page().save("generation.html")`.
         """
-        prompt, generated = self._one_prompt()
+        prompt, generated = self.prompt_tokens, self.generated_tokens
         m, words = prompt.length, prompt + generated
         full = np.concatenate([self.values, self.among_generated], axis=1)
         self_share = [None] * generated.length if self.self_share is None else self.self_share
@@ -352,11 +299,10 @@ class Generation:
             for i, label in enumerate(labels_of(words)[m:])
         ]
         parts = () if self.images is None else self.images.parts
-        images: list[ShownImage] = []
+        images: list[dict[str, Any]] = []
         first = 0
         if self.images is not None:
-            through, totals = self._through(through_tower), full.sum(axis=1)
-            images = self.images.shown(self.values, totals, relative=relative, through_tower=through)
+            images = self.images.records(self.values, full.sum(axis=1))
             first = next((indices[0] for indices in self.words()[0].values()), 0)
         return page_of(
             words,
@@ -372,10 +318,6 @@ class Generation:
             images=images,
         )
 
-    def _through(self, through_tower: bool | None) -> bool:
-        """Resolve the default of `through_tower`: True if the tower was recorded."""
-        return self.images is not None and self.images.tower is not None if through_tower is None else through_tower
-
     def _shown(self, words: Words, special: bool, stop_words: Iterable[str]) -> tuple[Words, dict[int, str]]:
         """Return the words of a view, and the hidden positions with the reason; image patches are hidden."""
         parts = () if self.images is None else self.images.parts
@@ -384,26 +326,13 @@ class Generation:
         plain = tuple(special and position not in patches for position, special in enumerate(words.special))
         return replace(words, special=plain), hidden
 
-    def _one_prompt(self) -> tuple[Words, Words]:
-        """Return the prompt and generated tokens of a single prompt; raise OptionError for a batch."""
-        if not isinstance(self.prompt_tokens, Words) or not isinstance(self.generated_tokens, Words):
-            raise OptionError(f"Expected a single prompt, got {len(self)}: use generation[0].")
-        return self.prompt_tokens, self.generated_tokens
-
-    def _full_rows(self) -> NDArray[np.float64]:
-        """Return rows over prompt and generated tokens, [n, m + n, layers]; NaN for later tokens."""
-        rows = np.concatenate([self.values, self.among_generated], axis=1, dtype=np.float64)
-        later = np.arange(rows.shape[1]) >= self.values.shape[1] + np.arange(len(rows))[:, None]
-        rows[later] = np.nan
-        return rows
-
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the sheet as .png, .pdf or .svg; options as for `sheet`."""
         return self.sheet(**options).save(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, with `values` and `among_generated` as nested lists."""
-        prompt, generated = self._one_prompt()
+        prompt, generated = self.prompt_tokens, self.generated_tokens
         return {
             "prompt_tokens": list(prompt.strings),
             "prompt_ids": list(prompt.ids),
@@ -412,7 +341,7 @@ class Generation:
             "values": self.values.tolist(),
             "among_generated": self.among_generated.tolist(),
             "self_share": None if self.self_share is None else self.self_share.tolist(),
-            "images": [] if self.images is None else self.images.to_list(),
+            "images": [] if self.images is None else [asdict(part) for part in self.images.parts],
             "probabilities": None if self.probabilities is None else self.probabilities.tolist(),
             "model": self.model,
             **method_record(TEXT_METHODS[self.method], self.options),
@@ -420,8 +349,4 @@ class Generation:
         }
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        sheets = [self[index].sheet() for index in range(len(self))]
-        return {
-            "text/plain": "\n".join(sheet.text() for sheet in sheets),
-            "text/html": "<br>".join(sheet.html_image() for sheet in sheets),
-        }
+        return self.sheet()._repr_mimebundle_()

@@ -1,21 +1,23 @@
-"""Patch tokens of images and videos in the sequences of vision-language models: positions, grid and covered region."""
+"""Patch tokens of images and videos in prompts: positions, grid and covered region, by family of transformers 5.
+
+A processor inserts one image or video token per patch, without their order.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, check_known
 from vitflow.images.geometry import Placement, Size
-from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.recording.recorder import record_attention
-from vitflow.text.image_families import READERS, VIDEO_READERS, ProcessedImage, Role, raster
+
+Role = Literal["whole", "tile", "thumbnail", "frame"]
+Kind = Literal["image", "video"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,14 @@ class ImageTokens:
         return left, top, right, bottom
 
 
+def image_token(config: Any, kind: Kind = "image") -> int | None:
+    """Return the id of the image or video token; None if the model has none."""
+    token: int | None = getattr(config, f"{kind}_token_id", None)
+    return token
+
+
 def image_tokens(
-    config: Any,
-    processor: Any,
-    inputs: Mapping[str, Any],
-    sizes: Sequence[Size],
-    images: Sequence[NDArray[np.uint8]] | None = None,
-    *,
-    video: bool = False,
+    config: Any, processor: Any, inputs: Mapping[str, Any], sizes: Sequence[Size], kind: Kind = "image"
 ) -> tuple[ImageTokens, ...]:
     """Locate the patch tokens of each image in a prompt, or of its video.
 
@@ -85,73 +87,49 @@ def image_tokens(
         config: model configuration.
         processor: processor of the inputs.
         inputs: output of the processor: input_ids [1, tokens], pixel_values, and other arguments of the family.
-        sizes: (height, width) of each image before processing, in the order of the prompt.
-        images: the images, uint8 [height, width, 3], to check that the processor's stored settings produced the
-            inputs.
-        video: locate the tokens of a video instead; `sizes` and `images` then have one entry, the video
-            [frames, height, width, 3].
+        sizes: (height, width) of each image before processing, in the order of the prompt; or of the video.
+        kind: locate the images, or the video.
 
     Raises:
         UnsupportedModelError: unknown family, or unexpected number of image tokens.
-        OptionError: several prompts, no image, images and a video, or inputs produced with other settings.
     """
-    family = str(getattr(config, "model_type", ""))
-    kind: Literal["image", "video"] = "video" if video else "image"
-    readers = VIDEO_READERS if video else READERS
-    token = image_token(config, kind)
-    ids = inputs["input_ids"]
-    if len(ids) != 1:
-        raise OptionError(f"Expected one prompt with its images, got {len(ids)} prompts: pass one at a time.")
-    refuse_other(config, inputs, "image" if video else "video")
+    family, token = str(getattr(config, "model_type", "")), image_token(config, kind)
+    readers = READERS if kind == "image" else VIDEO_READERS
     if family not in readers or token is None:
-        remedy = (
-            "pass some of its frames as images, image=[…]."
-            if video
-            else "pass layout=ImageTokens(positions, rows, cols) with the positions of the patches, row by row, and "
-            "their grid."
-        )
+        remedy = {
+            "image": "pass layout=ImageTokens(positions, rows, cols) with the positions of the patches, row by row, "
+            "and their grid.",
+            "video": "pass some of its frames as images, image=[…].",
+        }
         raise UnsupportedModelError(
             f"Unknown layout of the {kind} tokens of {family or 'this model'} (known families: {', '.join(readers)}): "
-            f"{remedy}"
+            f"{remedy[kind]}"
         )
-    positions = _positions(ids[0], inputs.get("attention_mask"), token)
-    if not positions:
-        raise OptionError(
-            f"The prompt has no {kind} tokens: insert the processor's {kind} token "
-            f"({getattr(processor, f'{kind}_token', f'<{kind}>')!r}) into the prompt and pass the {kind} to the "
-            "processor."
-        )
-    originals: Sequence[NDArray[np.uint8] | None] = [None] * len(sizes) if images is None else images
+    positions = [position for position, id in enumerate(inputs["input_ids"][0].tolist()) if id == token]
     parts = [
         (part, index)
         for index, size in enumerate(sizes)
-        for part in readers[family](
-            ProcessedImage(config, processor, inputs, index, size, len(sizes), len(positions), originals[index], video)
-        )
+        for part in readers[family](Processed(config, processor, inputs, index, size, len(sizes), len(positions), kind))
     ]
     count = sum(part.length for part, _ in parts)
     if count != len(positions):
+        pixels = ", ".join(f"{width} × {height}" for height, width in sizes)
         raise UnsupportedModelError(
-            f"Expected {count} tokens of {len(sizes)} {kind}{'s'[: len(sizes) > 1]} of {_sizes(sizes)} pixels for the "
-            f"settings of {type(processor).__name__}, got {len(positions)}: pass the {kind}s and processor that "
-            "produced the prompt, or layout=ImageTokens(positions, rows, cols)."
+            f"Expected {count} tokens of {len(sizes)} {kind}{'s'[: len(sizes) > 1]} of {pixels} pixels, got "
+            f"{len(positions)} from {type(processor).__name__}: pass the processor of the model, or "
+            "layout=ImageTokens(positions, rows, cols)."
         )
     layouts, start = [], 0
     for number, (part, index) in enumerate(parts):
         patches = [positions[start + place] for place in part.places]
-        image = number if video else index
+        image = number if kind == "video" else index
         layouts.append(ImageTokens(patches, part.rows, part.cols, part.placement, part.role, image))
         start += part.length
     return tuple(layouts)
 
 
 def source_tokens(
-    config: Any,
-    processor: Any,
-    inputs: Mapping[str, Any],
-    size: Size,
-    layout: TokenLayout,
-    image: NDArray[np.uint8] | None = None,
+    config: Any, processor: Any, inputs: Mapping[str, Any], size: Size, layout: TokenLayout
 ) -> ImageTokens:
     """Locate the patch tokens of an image in an image encoder.
 
@@ -161,105 +139,271 @@ def source_tokens(
         inputs: output of the processor, pixel_values [1, channels, height, width].
         size: (height, width) of the image before processing.
         layout: token layout of the encoder.
-        image: the image, as for `image_tokens`.
-
-    Raises:
-        OptionError: inputs produced with other settings.
     """
-    processed = ProcessedImage(config, processor, inputs, 0, size, 1, 0, image)
+    processed = Processed(config, processor, inputs, 0, size, 1, 0)
     patch = getattr(config, "patch_size", None)
-    placement = raster(
-        processed, layout.rows, layout.cols, patch if isinstance(patch, int) else processed.pixels[0] // layout.rows
-    )
+    patch = patch if isinstance(patch, int) else processed.pixels[0] // layout.rows
     start = layout.num_prefix_tokens
-    return ImageTokens(range(start, start + layout.rows * layout.cols), layout.rows, layout.cols, placement)
+    positions = range(start, start + layout.rows * layout.cols)
+    return ImageTokens(positions, layout.rows, layout.cols, _raster(processed, layout.rows, layout.cols, patch))
 
 
-def image_token(config: Any, kind: Literal["image", "video"] = "image") -> int | None:
-    """Return the id of the image or video token; None if the model has none."""
-    ids = (getattr(config, f"{kind}_token_{name}", None) for name in ("id", "index"))
-    return next((token_id for token_id in ids if isinstance(token_id, int)), None)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A grid of patches in a token sequence, with extra tokens.
 
-
-def refuse_other(config: Any, inputs: Mapping[str, Any], kind: Literal["image", "video"]) -> None:
-    """Raise OptionError if a prompt of images contains a video, or the other way round."""
-    token, argument = image_token(config, kind), "pixel_values" if kind == "image" else "pixel_values_videos"
-    if inputs.get(argument) is not None or (token is not None and bool((inputs["input_ids"] == token).any())):
-        expected, got = ("images", "a video") if kind == "video" else ("a video", "images")
-        raise OptionError(f"Expected {expected}, got {got}: pass {kind}=, and omit the tokens of {expected}.")
-
-
-def _positions(ids: Tensor, mask: Tensor | None, token: int) -> list[int]:
-    """Return the positions of a token in a sequence without its padding."""
-    unpadded = ids[mask[0].bool().to(ids.device)] if isinstance(mask, Tensor) else ids
-    positions: list[int] = (unpadded == token).nonzero().flatten().tolist()
-    return positions
-
-
-def _sizes(sizes: Sequence[Size]) -> str:
-    return ", ".join(f"{width} × {height}" for height, width in sizes)
-
-
-_TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder")
-
-
-def tower_rows(
-    model: nn.Module, inputs: Mapping[str, Any], parts: Sequence[ImageTokens], *, residual: float = 0.5
-) -> tuple[NDArray[np.float32], ...]:
-    """Compute attention rollout through the vision tower, from the image tokens to the tower's patches.
-
-    For tokens merged from several patches, the rows of these patches are averaged.
-
-    Args:
-        model: vision-language model.
-        inputs: a prompt with images.
-        parts: patch tokens of the images.
-        residual: share of the residual connection.
-
-    Returns:
-        For each part, rollout rows [patches, tower patches], both row by row from the top left, without the weight of
-        the tower's class token.
-
-    Raises:
-        UnsupportedModelError: the tower uses window attention, or its inputs do not correspond to the parts.
+    Attributes:
+        rows, cols, placement, role: as in `ImageTokens`.
+        before: number of tokens before the grid, such as a class token.
+        newline: number of tokens after each row.
+        after: number of tokens after the grid.
     """
-    path = next((path for path, _ in model.named_modules() if path.split(".")[-1] in _TOWERS), None)
-    config: Any = getattr(getattr(model, "config", None), "vision_config", None)
-    if path is None or getattr(config, "fullatt_block_indexes", None) is not None:
-        raise _unsupported_tower(model, "uses window attention" if path else f"has none of the names {_TOWERS}")
-    with record_attention(model, fusions=[("mean", False)], within=path) as trace, torch.no_grad():
-        model(**inputs)
-    matrices = trace.fused()[: _feature_layer(model, len(trace.layers))]
-    packed = inputs["pixel_values"].ndim == 2
-    sizes = {tuple(matrix.shape) for matrix in matrices}
-    if len(sizes) != 1 or len(matrices[0]) != len(parts):
-        raise _unsupported_tower(model, f"has {len(matrices[0])} inputs for {len(parts)} token grids")
-    rollouts = attention_rollout([matrix.cpu().double() for matrix in matrices], residual=residual, num_prefix_tokens=0)
-    return tuple(_rows(rollout, part, packed) for rollout, part in zip(rollouts, parts, strict=True))
+
+    rows: int
+    cols: int
+    placement: Placement
+    role: Role = "whole"
+    before: int = 0
+    newline: int = 0
+    after: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.before + self.rows * (self.cols + self.newline) + self.after
+
+    @property
+    def places(self) -> list[int]:
+        """Token indices of its patches, row by row."""
+        width = self.cols + self.newline
+        return [self.before + row * width + col for row in range(self.rows) for col in range(self.cols)]
 
 
-def _unsupported_tower(model: nn.Module, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"The vision tower of {type(model).__name__} {reason}: omit through_tower.")
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """Image or video prepared by a processor: its index among `count`, its size, and the token count of all."""
+
+    config: Any
+    processor: Any
+    inputs: Mapping[str, Any]
+    index: int
+    size: Size
+    count: int
+    tokens: int
+    kind: Kind = "image"
+
+    @property
+    def image_processor(self) -> Any:
+        """Image or video processor within the processor."""
+        return getattr(self.processor, f"{self.kind}_processor", self.processor)
+
+    @property
+    def pixel_values(self) -> Any:
+        """Model inputs of all images, or of the video."""
+        return self.inputs["pixel_values_videos" if self.kind == "video" else "pixel_values"]
+
+    @property
+    def pixels(self) -> Size:
+        """Height and width of a model input."""
+        return int(self.pixel_values.shape[-2]), int(self.pixel_values.shape[-1])
+
+    @property
+    def patch(self) -> int:
+        """Size of a patch of the vision tower in pixels."""
+        size: int = self.config.vision_config.patch_size
+        return size
 
 
-def _feature_layer(model: nn.Module, layers: int) -> int:
-    """Return the number of tower layers before its features are taken."""
-    feature_layer = getattr(getattr(model, "config", None), "vision_feature_layer", -1)
-    indices = feature_layer if isinstance(feature_layer, list | tuple) else [feature_layer]
-    return max(index if index >= 0 else layers + 1 + index for index in indices) or layers
+def _squashed(size: Size, into: Size) -> Placement:
+    """Return the placement of the whole image resized to this size, ignoring its aspect ratio."""
+    return Placement(size, into, (0, 0), into)
 
 
-def _rows(rollout: Tensor, part: ImageTokens, packed: bool) -> NDArray[np.float32]:
-    """Return rows of image tokens over patches from a rollout [tower tokens, tower tokens]."""
-    side = math.isqrt(len(rollout) // (part.rows * part.cols))
-    count = side * side * part.rows * part.cols
-    order = torch.arange(len(rollout) - count, len(rollout), device=rollout.device)  # after prefix tokens
-    if packed:  # the patches of each token are consecutive
-        blocks = order.view(part.rows, part.cols, side, side)
-        raster = blocks.transpose(1, 2)
-    else:
-        raster = order.view(part.rows, side, part.cols, side)
-        blocks = raster.transpose(1, 2)
-    rows = rollout[blocks.flatten(2).flatten(0, 1)].mean(dim=1)
-    array: NDArray[np.float32] = rows[:, raster.flatten()].float().cpu().numpy()
-    return array
+def _prepared(processed: Processed) -> Placement:
+    """Return the placement of the model input, from the settings of an image processor that resizes and crops."""
+    images, size = processed.image_processor, processed.size
+    shortest, height, width = (_setting(images.size, name) for name in ("shortest_edge", "height", "width"))
+    if getattr(images, "do_pad", False) and min(size) < max(size) and processed.pixels[0] == processed.pixels[1]:
+        side = max(size)  # the image is centred in a square of its longer side
+        return Placement(size, size, (-((side - size[0]) // 2), -((side - size[1]) // 2)), (side, side))
+    resized = size
+    if images.do_resize and height and width:
+        resized = (height, width)
+    elif images.do_resize and shortest:
+        scaled = [int(shortest * side / min(size)) for side in size]
+        resized = (shortest, scaled[1]) if size[0] <= size[1] else (scaled[0], shortest)
+    if not getattr(images, "do_center_crop", False):
+        return _squashed(size, resized)
+    crop = [int(_setting(images.crop_size, name) or 0) for name in ("height", "width")]
+    offset = [int((side - part) / 2) for side, part in zip(resized, crop, strict=True)]
+    return Placement(size, resized, (offset[0], offset[1]), (crop[0], crop[1]))
+
+
+def _setting(sizes: Any, name: str) -> int | None:
+    """Return a side of a processor's size, which is a dictionary or has attributes."""
+    side: int | None = sizes.get(name) if isinstance(sizes, Mapping) else getattr(sizes, name, None)
+    return side
+
+
+def _raster(processed: Processed, rows: int, cols: int, patch: int) -> Placement:
+    """Return the placement of a grid of patches of `patch` pixels at the top left of the model input."""
+    return _whole_patches(_prepared(processed), (rows * patch, cols * patch), processed.pixels)
+
+
+def _whole_patches(placement: Placement, covered: Size, pixels: Size) -> Placement:
+    """Return the placement of patches that do not cover the right and bottom edges of the model input."""
+    sides = zip(placement.input_size, covered, pixels, strict=True)
+    height, width = (round(side * part / whole) for side, part, whole in sides)
+    return Placement(placement.image_size, placement.resized_size, placement.offset, (height, width))
+
+
+def _squashed_tile(processed: Processed, tile: int) -> tuple[int, Placement]:
+    """Return the number of patches of a side of a tile, and the placement of the whole image squashed into it."""
+    side = tile // processed.patch
+    covered = side * processed.patch
+    return side, _whole_patches(_squashed(processed.size, (tile, tile)), (covered, covered), (tile, tile))
+
+
+def _llava(processed: Processed) -> Iterator[Part]:
+    """Yield one raster, after the class token if there is one; the image may be cropped."""
+    rows, cols = (side // processed.patch for side in processed.pixels)
+    class_token = int(processed.tokens == processed.count * (rows * cols + 1))
+    yield Part(rows, cols, _raster(processed, rows, cols, processed.patch), before=class_token)
+
+
+def _llava_next(processed: Processed) -> Iterator[Part]:
+    """Yield the squashed image, then all tiles as one grid without padding, with a newline token after each row.
+
+    Lengths of tiles are in patches, tile / side pixels each.
+    """
+    from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
+    from transformers.models.llava_next.modeling_llava_next import unpad_image
+
+    tile = processed.config.vision_config.image_size
+    side, whole = _squashed_tile(processed, tile)
+    yield Part(side, side, whole)
+    height, width = processed.size
+    pinpoints = [list(pinpoint) for pinpoint in processed.config.image_grid_pinpoints]
+    best = select_best_resolution((height, width), pinpoints)
+    image = np.broadcast_to(np.uint8(0), (height, width, 1))  # only its size counts
+    resized = get_patch_output_size(image, best, "channels_last")  # type: ignore[no-untyped-call]
+    shape = best[0] // tile * side, best[1] // tile * side
+    unpadded = unpad_image(torch.empty(1, *shape), (height, width))  # type: ignore[no-untyped-call]
+    grid = list(unpadded.shape[1:])
+    cut = [(padded - inside) // 2 for padded, inside in zip(shape, grid, strict=True)]  # rows and columns of padding
+    offset = [cut[i] * tile - (best[i] - resized[i]) // 2 * side for i in (0, 1)]  # in pixels times `side`
+    placement = Placement(
+        processed.size,
+        (resized[0] * side, resized[1] * side),
+        (offset[0], offset[1]),
+        (grid[0] * tile, grid[1] * tile),
+    )
+    aspect_ratio = getattr(processed.config, "vision_aspect_ratio", None)
+    if aspect_ratio is not None:  # OneVision downsamples a grid of too many patches
+        ratio = math.sqrt(grid[0] * grid[1] / (int(str(aspect_ratio).removeprefix("anyres_max_")) * side**2))
+        grid = [int(length // ratio) for length in grid] if ratio > 1.1 else grid
+    yield Part(grid[0], grid[1], placement, "tile", newline=1)
+
+
+def _qwen(processed: Processed) -> Iterator[Part]:
+    """Yield a raster of merged patches, for a video one for every two frames; it is resized to a multiple of them."""
+    merged, patch = processed.config.vision_config.spatial_merge_size, processed.patch
+    times, rows, cols = map(int, processed.inputs[f"{processed.kind}_grid_thw"][processed.index])
+    placement = _squashed(processed.size, (rows * patch, cols * patch))
+    for _ in range(times):
+        yield Part(rows // merged, cols // merged, placement, "frame" if processed.kind == "video" else "whole")
+
+
+def _idefics3(processed: Processed) -> Iterator[Part]:
+    """Yield tiles row by row, then the squashed image."""
+    side = math.isqrt(processed.processor.image_seq_len)
+    tile = int(_setting(processed.image_processor.max_image_size, "longest_edge") or processed.pixels[0])
+    _, rows, cols = processed.image_processor.get_number_of_image_patches(*processed.size, {})
+    if processed.tokens == processed.count * side * side:
+        rows = cols = 0  # processed without splitting
+    yield from _tiles(processed.size, rows, cols, tile, side)
+    yield Part(side, side, _squashed(processed.size, (tile, tile)))
+
+
+def _internvl(processed: Processed) -> Iterator[Part]:
+    """Yield tiles row by row, then a thumbnail; or the whole image as a single tile."""
+    side, images = math.isqrt(processed.processor.image_seq_length), processed.image_processor
+    tile = processed.pixels[0]
+    canvas = sys.modules[type(images).__module__].get_optimal_tiled_canvas
+    cols, rows = canvas(processed.size, processed.pixels, images.min_patches, images.max_patches)
+    whole = _squashed(processed.size, (tile, tile))
+    if rows * cols == 1 or processed.tokens == processed.count * side * side:
+        yield Part(side, side, whole)
+        return
+    yield from _tiles(processed.size, rows, cols, tile, side)
+    yield Part(side, side, whole, "thumbnail")
+
+
+def _tiles(size: Size, rows: int, cols: int, tile: int, side: int) -> Iterator[Part]:
+    """Yield the tiles of an image resized to rows × cols tiles."""
+    for row in range(rows):
+        for col in range(cols):
+            placement = Placement(size, (rows * tile, cols * tile), (row * tile, col * tile), (tile, tile))
+            yield Part(side, side, placement, "tile")
+
+
+def _gemma(processed: Processed) -> Iterator[Part]:
+    """Yield the squashed image, then crops along its longer side if processed with pan and scan, as in Gemma 3."""
+    side = math.isqrt(processed.processor.image_seq_length)
+    yield Part(side, side, _prepared(processed))
+    crops = processed.tokens // (side * side) - processed.count
+    if not crops or processed.count > 1:
+        return
+    axis = 1 if processed.size[1] >= processed.size[0] else 0
+    length = math.ceil(processed.size[axis] / crops)
+    for start in range(0, processed.size[axis], length):
+        offset, part = [0, 0], list(processed.size)
+        offset[axis], part[axis] = start, min(length, processed.size[axis] - start)
+        placement = Placement(processed.size, processed.size, (offset[0], offset[1]), (part[0], part[1]))
+        yield Part(side, side, placement, "tile")
+
+
+def _llava_next_video(processed: Processed) -> Iterator[Part]:
+    """Yield a raster of pooled patches for each frame; the frames may be cropped."""
+    stride = processed.config.spatial_pool_stride
+    patch = processed.patch * stride
+    rows, cols = (side // patch for side in processed.pixels)
+    placement = _raster(processed, rows, cols, patch)
+    for _ in range(processed.pixel_values.shape[1]):
+        yield Part(rows, cols, placement, "frame")
+
+
+def _llava_onevision_video(processed: Processed) -> Iterator[Part]:
+    """Yield a raster for each frame, squashed and downsampled to half its patches; a newline token ends the video."""
+    side, placement = _squashed_tile(processed, processed.config.vision_config.image_size)
+    frames = processed.pixel_values.shape[1]
+    for number in range(1, frames + 1):
+        yield Part(math.ceil(side / 2), math.ceil(side / 2), placement, "frame", after=int(number == frames))
+
+
+#: Layout function of the images of each family, by `model_type`.
+READERS: dict[str, Callable[[Processed], Iterator[Part]]] = {
+    "llava": _llava,
+    "llava_next": _llava_next,
+    "llava_next_video": _llava_next,
+    "llava_onevision": _llava_next,
+    "qwen2_vl": _qwen,
+    "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen,
+    "qwen3_vl_moe": _qwen,
+    "idefics3": _idefics3,
+    "smolvlm": _idefics3,
+    "internvl": _internvl,
+    "paligemma": _gemma,
+    "gemma3": _gemma,
+}
+
+#: Layout function of the video of each family: a part for each position along time.
+VIDEO_READERS: dict[str, Callable[[Processed], Iterator[Part]]] = {
+    "qwen2_vl": _qwen,
+    "qwen2_5_vl": _qwen,
+    "qwen3_vl": _qwen,
+    "qwen3_vl_moe": _qwen,
+    "llava_next_video": _llava_next_video,
+    "llava_onevision": _llava_onevision_video,
+}

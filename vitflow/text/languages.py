@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 from huggingface_hub import constants
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, load_extra, printable
 from vitflow.files import is_file, is_folder
+from vitflow.models.calls import reads_cache, refuse_static
 from vitflow.models.hub import quiet_hub, quietly
-from vitflow.models.languages import reads_cache, refuse_static, text_config, word_embedding
-from vitflow.models.libraries import class_count, library_id
+from vitflow.models.names import class_count
+from vitflow.models.parts import decoder_of, library_id, text_config, word_embedding
+from vitflow.recording.probing import is_causal
 
 # Supported generation modes: one token is appended per step.
 _MODES = ("greedy_search", "sample")
@@ -93,25 +94,23 @@ def _load_part(part: str, name: str | Path, trust_remote_code: bool = False) -> 
             ) from error
 
 
-def tokenizer_of(model: nn.Module, tokenizer: Any = None) -> Any:
-    """Return the tokenizer given as argument, by default the one saved with the model.
+def tokenizer_of(model: nn.Module, tokenizer: Any = None, *, required: bool = True) -> Any:
+    """Return the tokenizer given as argument, by default the one saved with the model; None if there is none.
 
     Raises:
-        ModelError: no tokenizer is given, and the model was not loaded by name.
+        ModelError: a tokenizer is required, none is given, and none is saved with the model.
     """
     if tokenizer is not None:
         return tokenizer if callable(tokenizer) else _load_part("tokenizer", tokenizer)
-    name = library_id(model)
-    if name is None:
-        raise ModelError(f"{type(model).__name__} was not loaded by name and requires a tokenizer: pass tokenizer=.")
-    return _load_part("tokenizer", name)
-
-
-def saved_tokenizer(model: nn.Module) -> Any:
-    """Return the tokenizer saved with the model, or None."""
-    with suppress(ModelError):
-        return tokenizer_of(model)
-    return None
+    name, kind = library_id(model), type(model).__name__
+    try:
+        if name is None:
+            raise ModelError(f"{kind} was not loaded by name and requires a tokenizer: pass tokenizer=.")
+        return _load_part("tokenizer", name)
+    except ModelError:
+        if required:
+            raise
+        return None
 
 
 def _transformers() -> Any:
@@ -248,15 +247,22 @@ def generation_setting(model: nn.Module, given: Mapping[str, Any], name: str) ->
     return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
 
-def mask_of(model: nn.Module, given: Mapping[str, Any], ids: Tensor) -> Tensor:
-    """Return the default attention mask of `generate` for ids [batch, tokens], 0 at padding.
+def refuse_not_causal(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if the model is not causal.
 
-    As in transformers, there is no padding if its id is also an end token, or for encoder–decoder models.
+    Vision-language models are accepted: their prompt may use bidirectional attention, but generation is causal.
     """
-    pad, ends = (generation_setting(model, given, f"{name}_token_id") for name in ("pad", "eos"))
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
-    infer = pad is not None and pad not in ends and not has_encoder(model)
-    return ids.ne(pad).long() if infer else torch.ones_like(ids)
+    sees = getattr(getattr(model, "config", None), "image_token_id", None) is not None
+    if not sees and not is_causal(decoder_of(model)):
+        raise not_causal(model)
+
+
+def not_causal(model: nn.Module) -> UnsupportedModelError:
+    """Return the error for a model that is not causal."""
+    return UnsupportedModelError(
+        f"Generation requires a causal model; in {type(model).__name__}, later tokens change earlier ones. Use "
+        "vitflow.text.explain_text to explain how it reads a text."
+    )
 
 
 def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
@@ -268,7 +274,8 @@ def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
 
     Raises:
         UnsupportedModelError: the model does not generate text.
-        OptionError: the call uses beam search, an assistant, guidance, a static cache or a filled one.
+        OptionError: the call uses beam search, an assistant, guidance, several sequences, a static cache or a filled
+            one.
     """
     if not (hasattr(model, "can_generate") and model.can_generate()):  # type: ignore[operator]
         raise UnsupportedModelError(
@@ -280,6 +287,8 @@ def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
         raise OptionError(
             f"guidance_scale={scale} is not supported, as it mixes in the logits of a second text: omit it."
         )
+    if generation_setting(model, given, "num_return_sequences") not in (None, 1):
+        raise OptionError("num_return_sequences is not supported: call it once for each sequence.")
     config: Any = copy.deepcopy(given.get("generation_config") or model.generation_config)
     config.update(**given)
     mode = str(config.get_generation_mode(given.get("assistant_model")).value)

@@ -5,30 +5,25 @@ row's query token, [layers, rows], if the rows are relative to the receptive fie
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, check_known, whole_number
+from vitflow.explaining.captions import method_in_words
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import LayerRange, default_window, parse_window
-from vitflow.methods.fusion import (
-    HeadFusion,
-    add_residual,
-    check_fraction,
-    check_head_fusion,
-    check_layer,
-    discard_low,
-)
+from vitflow.methods.fusion import HeadFusion, add_residual, check_fraction, check_head_fusion, check_layer, discard_low
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import gradient_weighted_attention
 from vitflow.methods.tokens import Causal, check_causal, relative_to, self_token, uniform_attention
-from vitflow.models.languages import decoder_of
+from vitflow.models.parts import decoder_of
 from vitflow.progress import tracking
 from vitflow.recording.trace import Trace
-from vitflow.text.generate_calls import refuse_not_causal
-from vitflow.text.languages import has_head, predicts_words
+from vitflow.text.languages import has_head, predicts_words, refuse_not_causal
+from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.rows import ReadText
 
 
@@ -39,6 +34,36 @@ def check_options(options: Mapping[str, Any]) -> None:
     check_known("below", options.get("below", "none"), ("none", "rollout"))
     for name in ("discard_ratio", "residual"):
         check_fraction(name, options.get(name, 0.0))
+
+
+def caption(
+    method: str,
+    options: Mapping[str, Any],
+    model: str,
+    *,
+    what: str | None = None,
+    target: str | None = None,
+    probability: float | None = None,
+) -> str:
+    """Return a one-line caption: method, target of a class-specific method, and model.
+
+    Args:
+        method: name of a method for texts.
+        options: its options.
+        model: model id.
+        what: title to use instead of the method's.
+        target: target of a class-specific method.
+        probability: the model's probability of the target.
+
+    >>> options = {"head_fusion": "max", "value_weighted": False}
+    >>> caption("gae", options, "bert", target="table", probability=0.25)
+    'GAE (max over heads) · for “table”, probability 25.0% · bert'
+    """
+    chosen = TEXT_METHODS[method]
+    likely = "" if probability is None else f", probability {probability:.1%}"
+    explained = "" if target is None else f"for “{target}”{likely}"
+    shown = method_in_words(replace(chosen, title=what or chosen.title), options)
+    return " · ".join(filter(None, [shown, explained, model]))
 
 
 def rollout(
@@ -53,7 +78,7 @@ def rollout(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute rows of attention rollout, qᵀ Â_l ⋯ Â_s for l = 1 … L; options as for `attention_rollout`."""
     steps = text.fused(head_fusion, value_weighted)
-    first = check_layer("start_layer", start_layer, len(steps))
+    first = check_layer("start_layer", start_layer, text.steps_below or len(steps))
     layers = [end - 1 for end in text.ends]
 
     def rows(matrices: Sequence[Tensor], ratio: float) -> Tensor:
@@ -202,7 +227,8 @@ def _score(trace: Trace, position: int, target: int | None) -> Tensor:
         )
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
     if target is not None:
-        whole_number("target", target, 0, len(scores) - 1)
+        kind = "token id" if predicts_words(trace.model) else "class index"
+        whole_number(f"the target, a {kind},", target, 0, len(scores) - 1)
     return scores.max() if target is None else scores[target]
 
 

@@ -13,26 +13,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, printable, whole_number
+from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import method_record
 from vitflow.explaining.option_types import TextOptions
 from vitflow.methods.flow.attention_flow import attention_flow
+from vitflow.methods.fusion import check_layer
 from vitflow.methods.rollout import attention_rollout
-from vitflow.models.anatomy import unwrap
-from vitflow.models.facts import check_name, model_id
-from vitflow.models.libraries import class_count, library_reading
+from vitflow.models.names import check_name, class_activation, model_id
 from vitflow.models.outputs import activate
+from vitflow.models.parts import unwrap
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
-from vitflow.text.graph import MOST_TOKENS, GraphView, Panel, attention_paths, only_rows
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
-from vitflow.text.methods import check_options
+from vitflow.text.methods import caption, check_options
 from vitflow.text.rows import RowsRead, array_of, read_rows
-from vitflow.text.shaded_text import ShadedText
-from vitflow.text.sheet import Sheet
+from vitflow.text.sheet import MOST_TOKENS, GraphView, Panel, Sheet
 from vitflow.text.text_page import TextRow, page_of
-from vitflow.text.view import caption
+from vitflow.text.view import ShadedText
 from vitflow.text.words import Words, hide, labels_of, text_of, words_in, words_of
 from vitflow.viewer.pages import Page
 
@@ -130,12 +128,15 @@ class Reading:
         }
         layers = [torch.from_numpy(layer).unsqueeze(0) for layer in np.asarray(self.matrices)]
         rolled = [attention_rollout(layers[:count], **options)[0].numpy() for count in range(1, len(layers) + 1)]
-        flows = attention_flow(layers, all_sources=True, **options).normalized[0].numpy()
         raw, rollout = np.asarray(self.matrices), np.stack(rolled)
+        flows = np.zeros(raw.shape)  # from each token after each layer
+        for layer, token in np.ndindex(*raw.shape[:2]):
+            flows[layer, token] = attention_flow(layers[: layer + 1], source=token, **options).normalized[0].numpy()
+        selected = np.isin(np.arange(self.tokens.length), self.selected)[:, None]  # their rows are highlighted
         panels = [
-            Panel("raw attention", raw, attention_paths(raw, self.selected), "edges: each layer's attention"),
-            Panel("attention rollout", rollout, only_rows(rollout, self.selected), "edges: rollout to the input"),
-            Panel("attention flow", flows, only_rows(flows, self.selected), "edges: flow from the input"),
+            Panel("raw attention", raw, _attention_paths(raw, self.selected), "edges: each layer's attention"),
+            Panel("attention rollout", rollout, selected * rollout, "edges: rollout to the input"),
+            Panel("attention flow", flows, selected * flows, "edges: flow from the input"),
         ]
         shared = ("head_fusion", "value_weighted", "causal")
         used = {name: self.options[name] for name in shared if name in self.options} | {"residual": options["residual"]}
@@ -150,11 +151,11 @@ class Reading:
         """
         first = next(index for index, row in enumerate(self.rows) if row.positions == self.selected)
         hiding: dict[str, Any] = {"special": special, "stop_words": list(stop_words)}
-        graph = ""
+        graph: GraphView | None = None
         with suppress(OptionError):  # too long for a graph
-            view = self.graph(**hiding)
-            below = view.caption.removesuffix(f" · {printable(self.model)}")  # already in the header
-            graph = replace(view, title="", caption=below).html_image()
+            graph = self.graph(**hiding)
+            below = graph.caption.removesuffix(f" · {printable(self.model)}")  # already in the header
+            graph = replace(graph, title="", caption=below)
         return page_of(
             self.tokens,
             self.rows,
@@ -268,18 +269,20 @@ def explain_text(
     if short and method in ("rollout", "attention"):  # for the page
         readout = torch.cat([readout, torch.eye(words.length)])
     target_id = _target(target, tokenizer, model) if definition.class_specific else None
-    readout = readout.to(inputs["input_ids"].device)
     result = read_rows(model, inputs, readout, definition, used, targets=[(selected[-1], target_id)])
+    chosen = check_layer("layer", used.get("layer", -1), len(result.rows))
+    weighting = False if definition.class_specific else used.get("value_weighted", False)
+    matrices = result.text.fused(used.get("head_fusion", "mean"), weighting) if short else []
     explained: dict[str, Any] = {}
-    if definition.class_specific and result.logits is not None:
-        explained = _describe_target(result.logits, selected[-1], target_id, tokenizer, model)
+    if definition.class_specific and result.text.trace.logits is not None:
+        explained = _describe_target(result.text.trace.logits.detach(), selected[-1], target_id, tokenizer, model)
     return Reading(
         tokens=words,
-        weights=array_of(result.rows[result.chosen, 0]),
+        weights=array_of(result.rows[chosen, 0]),
         layers=array_of(result.rows[:, 0]),
-        matrices=array_of(result.matrices) if short else None,
+        matrices=array_of(torch.stack(matrices)) if short else None,
         selected=selected,
-        self_share=None if result.self_share is None else float(result.self_share[result.chosen, 0]),
+        self_share=None if result.self_share is None else float(result.self_share[chosen, 0]),
         causal=causal,
         text=text,
         model=model_id(model) if name is None else check_name(name),
@@ -289,6 +292,16 @@ def explain_text(
         rows=_rows_of_words(words, selected, result, causal),
         **explained,
     )
+
+
+def _attention_paths(matrices: NDArray[Any], selected: tuple[int, ...]) -> NDArray[np.float64]:
+    """Weight each edge by the product of attention from the selected tokens at the top down to it."""
+    weighted, arriving = np.zeros(matrices.shape), np.zeros(matrices.shape[1])
+    arriving[list(selected)] = 1 / len(selected)
+    for layer in range(len(matrices) - 1, -1, -1):
+        weighted[layer] = arriving[:, None] * matrices[layer]
+        arriving = weighted[layer].sum(axis=0)
+    return weighted
 
 
 def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tensor], Words]:
@@ -338,23 +351,17 @@ def _selected(words: Words, token: str | int | None, tokenizer: Any, causal: boo
 
 def _target(target: str | int | None, tokenizer: Any, model: nn.Module) -> int | None:
     """Return the id of the token or class whose logit is explained."""
-    if isinstance(target, str):
-        check_text(target)
-        if not predicts_words(model):
-            raise OptionError(f"Expected a class index as the target, got {target!r}.")
-        for variant in (f" {target.strip()}", target.strip()):  # inside a text and at its beginning
-            ids = tokenizer(variant, add_special_tokens=False)["input_ids"]
-            if len(ids) == 1:
-                return int(ids[0])
-        pieces = ", ".join(repr(string) for string in words_of(tokenizer, ids).strings)
-        raise OptionError(f"Expected a target that is a single token, got {target!r}, tokenized as {pieces}.")
-    if target is not None:
-        words = predicts_words(model)
-        config: Any = getattr(model, "config", None)
-        count = getattr(config, "vocab_size", None) if words else class_count(model)
-        most = None if count is None else count - 1
-        whole_number(f"the target, a {'token id' if words else 'class index'},", target, 0, most)
-    return target
+    if not isinstance(target, str):
+        return target
+    check_text(target)
+    if not predicts_words(model):
+        raise OptionError(f"Expected a class index as the target, got {target!r}.")
+    for variant in (f" {target.strip()}", target.strip()):  # inside a text and at its beginning
+        ids = tokenizer(variant, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1:
+            return int(ids[0])
+    pieces = ", ".join(repr(string) for string in words_of(tokenizer, ids).strings)
+    raise OptionError(f"Expected a target that is a single token, got {target!r}, tokenized as {pieces}.")
 
 
 def _describe_target(
@@ -364,6 +371,6 @@ def _describe_target(
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
     index = int(scores.argmax()) if target is None else target
     name = words_of(tokenizer, [index]).strings[0].strip() if predicts_words(model) else f"class {index}"
-    activation = None if predicts_words(model) else library_reading(model)
-    probability = None if activation == "value" else float(activate(scores, activation or "softmax")[index])
+    activation = "softmax" if predicts_words(model) else class_activation(model)
+    probability = None if activation == "value" else float(activate(scores, activation)[index])
     return {"target": name, "probability": probability}

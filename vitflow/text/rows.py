@@ -1,8 +1,9 @@
-"""Rows of any method for selected tokens of a text, computed in one forward pass."""
+"""Rows of any method for selected tokens of a text, or of a source and its generated text, by one forward pass."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,11 +17,11 @@ from vitflow.methods.fusion import check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import relevance
 from vitflow.recording.attention_kinds import refuse_other_layers
-from vitflow.recording.isolation import evaluating, refuse_inference_tensors
+from vitflow.recording.isolation import device_of, evaluating, refuse_inference_tensors
 from vitflow.recording.probing import is_causal
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
-from vitflow.text.languages import reading
+from vitflow.text.languages import not_causal, reading
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,24 +74,148 @@ class ReadText:
         return torch.cat(rows)
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ReadPair(ReadText):
+    """Input of a method for a source and its generated text: the joint graph, source tokens first.
+
+    Attributes:
+        streams: layer indices in the trace of encoder attention, decoder self-attention and cross-attention.
+    """
+
+    streams: tuple[list[int], list[int], list[int]]
+
+    steps_per_layer: ClassVar[int] = 2
+
+    @property
+    def steps_below(self) -> int:  # type: ignore[override]
+        """The number of layers of the encoder."""
+        return len(self.streams[0])
+
+    def fused(self, head_fusion: str, value_weighted: ValueWeighting) -> list[Tensor]:
+        """Return the fused attention of each step of the joint graph, [m + n, m + n]."""
+        layers = [layer[0] for layer in self.trace.fused(head_fusion, value_weighted=value_weighted)]
+        return joint_steps(*([layers[index] for index in stream] for stream in self.streams))
+
+    def relevance(self, layers: Sequence[Tensor], row: int, start_layer: int) -> Tensor:
+        """Return a row of generic attention explainability over source and generated text, [layers, m + n]."""
+        streams = ([layers[index] for index in stream] for stream in self.streams)
+        return relevance_across(*streams, row=self.targets[row][0], start_layer=start_layer)
+
+
+def joint_steps(encoder: Sequence[Tensor], decoder: Sequence[Tensor], crossing: Sequence[Tensor]) -> list[Tensor]:
+    """Return the joint graph of an encoder-decoder model: one matrix [m + n, m + n] per step, source tokens first.
+
+    Args:
+        encoder: encoder self-attention of each layer, fused or as mask, [m, m].
+        decoder: decoder self-attention, [n, n].
+        crossing: cross-attention, [n, m].
+
+    >>> one = torch.tensor([[1.0]])
+    >>> steps = joint_steps([torch.tensor([[0.5, 0.5], [0.0, 1.0]])], [one], [torch.tensor([[0.25, 0.75]])])
+    >>> steps[0], steps[2]
+    (tensor([[0.5000, 0.5000, 0.0000],
+            [0.0000, 1.0000, 0.0000],
+            [0.0000, 0.0000, 1.0000]]), tensor([[1.0000, 0.0000, 0.0000],
+            [0.0000, 1.0000, 0.0000],
+            [0.2500, 0.7500, 0.0000]]))
+    """
+    n, m = crossing[0].shape
+    source, target = (torch.eye(size).to(crossing[0]) for size in (m, n))
+    steps = [torch.block_diag(layer, target) for layer in encoder]
+    for layer, across in zip(decoder, crossing, strict=True):
+        steps.append(torch.block_diag(source, layer))
+        steps.append(torch.cat([torch.block_diag(source, target)[:m], nn.functional.pad(across, (0, n))]))
+    return steps
+
+
+def relevance_across(
+    encoder: Sequence[Tensor],
+    decoder: Sequence[Tensor],
+    crossing: Sequence[Tensor],
+    *,
+    row: int,
+    start_layer: int = 1,
+) -> Tensor:
+    """Compute generic attention explainability of an encoder-decoder model for one token of the decoder.
+
+    R_ss of the source, R_tt of the decoder's tokens and R_ts begin as I, I and 0. Each layer W of the encoder adds
+    W R_ss to R_ss. Each of the decoder adds W R_tt and W R_ts to R_tt and R_ts, then W′, its attention to the source,
+    adds R̄_ttᵀ W′ R̄_ss to R_ts, where R̄ is I plus R − I with each row normalised to sum 1.
+
+    Args:
+        encoder, decoder, crossing: W and W′ as returned by `gradient_weighted_attention`, shaped as for `joint_steps`.
+        row: index of the decoder token.
+        start_layer: first encoder layer to include; 1 in the paper.
+
+    Returns:
+        The token's row of R_ts and R_tt if the decoder ends at each layer, [layers, m + n].
+
+    Source: Chefer, Gur & Wolf, "Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder
+    Transformers", ICCV 2021, §3.2.
+
+    >>> one = torch.tensor([[1.0]])
+    >>> relevance_across([0.5 * torch.eye(2)], [one], [torch.tensor([[0.25, 0.75]])], row=0)
+    tensor([[1., 3., 2.]])
+    """
+    below = _normalised(relevance([layer.unsqueeze(0) for layer in encoder], start_layer=start_layer)[0])
+    target, source = torch.eye(len(decoder[0])).to(below), torch.zeros_like(crossing[0])  # R_tt, R_ts
+    rows = []
+    for layer, across in zip(decoder, crossing, strict=True):
+        source = source + layer @ source
+        target = target + layer @ target
+        source = source + _normalised(target).mT @ across @ below
+        rows.append(torch.cat([source[row], target[row]]))
+    return torch.stack(rows)
+
+
+def _normalised(relevances: Tensor) -> Tensor:
+    """Return R̄ = I + (R − I) with each row of R − I normalised to sum 1."""
+    eye = torch.eye(len(relevances)).to(relevances)
+    added = relevances - eye
+    total = added.sum(dim=-1, keepdim=True)
+    return eye + added / torch.where(total > 0, total, 1.0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowsRead:
     """Result of a method for one text.
 
     Attributes:
         rows: [layers, rows, tokens], if the method ends at each layer.
-        chosen: layer index of the method's result.
         self_share: raw share of each row's query token, [layers, rows], if the rows are relative to the receptive
             field; else None.
-        matrices: fused attention of each layer, [layers, tokens, tokens].
-        logits: logits of the model; None if it has none.
+        text: recorded forward pass.
     """
 
     rows: Tensor
-    chosen: int
     self_share: Tensor | None
-    matrices: Tensor
-    logits: Tensor | None
+    text: ReadText
+
+
+def run_method(
+    model: nn.Module, method: Method, options: Mapping[str, Any], record: Callable[[Mapping[str, Any]], ReadText]
+) -> RowsRead:
+    """Record a forward pass, and compute the rows of a method for texts.
+
+    Args:
+        model: the model, for gradients and to run it in eval mode.
+        method, options: the method and its options.
+        record: runs the model; its argument is the arguments of `record_attention` for what the method needs.
+
+    Raises:
+        OptionError: a layer that the model does not have.
+    """
+    gradients, weighting = "gradients" in method.needs, options.get("value_weighted", False)
+    kept: dict[str, Any] = {"gradients": True, "values": bool(weighting)}
+    if gradients:
+        refuse_inference_tensors(model)
+    else:
+        kept = {"fusions": [(options.get("head_fusion", "mean"), weighting)]}
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(model):
+        text = record(kept)
+        rows, self_share = method.load()(text, **options)
+    check_layer("layer", options.get("layer", -1), len(rows))
+    return RowsRead(rows.detach(), self_share, text)
 
 
 def read_rows(
@@ -119,43 +244,31 @@ def read_rows(
             that does not support the requested value weighting.
     """
     refuse_other_layers(model, method.name)
-    gradients = "gradients" in method.needs
-    if gradients:
-        refuse_inference_tensors(model)
-    with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(model):
-        fusion, weighting = options.get("head_fusion", "mean"), options.get("value_weighted", False)
-        kept = {"within": within, **kept_matrices(method, options)}
-        arguments: dict[str, Any] = dict(inputs)
-        if not method.class_specific and "logits_to_keep" in inspect.signature(model.forward).parameters:
-            arguments["logits_to_keep"] = 1  # those of all tokens can take more memory than the attention
-        trace, hidden = _record(model, arguments, kept, hidden="features" in method.needs)
-        fused = trace.fused(fusion, value_weighted=False if gradients else weighting)
-        matrices = torch.stack([layer[0] for layer in fused])
-        text = ReadText(trace, _visible(trace, inputs), readout.to(matrices), targets, hidden)
-        rows, self_share = method.load()(text, **options)
-    chosen = check_layer("layer", options.get("layer", -1), len(rows))
-    return RowsRead(rows, chosen, self_share, matrices, None if trace.logits is None else trace.logits.detach())
-
-
-def kept_matrices(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `record_attention` for what a method needs: gradients, or attention fused at once."""
-    weighting = options.get("value_weighted", False)
-    if "gradients" in method.needs:
-        return {"gradients": True, "values": bool(weighting)}
-    return {"fusions": [(options.get("head_fusion", "mean"), weighting)]}
+    arguments: dict[str, Any] = dict(inputs)
+    if not method.class_specific and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = 1  # those of all tokens can take more memory than the attention
+    if "features" in method.needs:
+        arguments["output_hidden_states"] = True
+    record = partial(_record, model, arguments, readout, targets, within)
+    return run_method(model, method, options, record)
 
 
 def _record(
-    model: nn.Module, inputs: Mapping[str, Tensor], kept: Mapping[str, Any], *, hidden: bool
-) -> tuple[Trace, Sequence[Tensor]]:
-    """Run and record a forward pass; return the trace, and the hidden states after each layer if `hidden`."""
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    readout: Tensor,
+    targets: Sequence[tuple[int, int | None]],
+    within: str,
+    kept: Mapping[str, Any],
+) -> ReadText:
+    """Run and record a forward pass over a text."""
     ids = inputs["input_ids"]
     try:
-        with reading(model, ids), record_attention(model, visible=True, **kept) as trace:
-            output: Any = model(**inputs, **({"output_hidden_states": True} if hidden else {}))
+        with reading(model, ids), record_attention(model, visible=True, within=within, **kept) as trace:
+            output: Any = model(**inputs)
     except ValueNormsError:
         plain = {"values": False} if "values" in kept else {"fusions": [("mean", False)]}
-        _record(model, inputs, {**kept, **plain}, hidden=False)  # other errors take precedence
+        _record(model, inputs, readout, targets, within, {**kept, **plain})  # other errors take precedence
         raise
     if len(trace.streams) > 1:
         raise UnsupportedModelError(
@@ -170,7 +283,8 @@ def _record(
             f"{type(model).__name__} attends within parts of the text, in matrices of shape {other}, expected "
             f"{ids.shape[1]} × {ids.shape[1]} tokens in each layer: rollout, flow and GAE require full attention."
         )
-    return trace, output.hidden_states[1:] if hidden else ()
+    hidden = output.hidden_states[1:] if inputs.get("output_hidden_states") else ()
+    return ReadText(trace, _visible(trace, inputs), readout, targets, hidden)
 
 
 def outer_shape(matrix: Tensor) -> tuple[int, int, int]:
@@ -190,6 +304,88 @@ def _visible(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     if "attention_mask" in inputs:
         common = common & inputs["attention_mask"][0].bool().to(common.device)
     return [common if layer.visible is None else common & layer.visible[0] for layer in trace.layers]
+
+
+# transformers' names of the encoder's arguments.
+_SOURCES = ("input_ids", "pixel_values")
+
+
+def read_pair(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    ids: Sequence[int],
+    start: int,
+    method: Method,
+    options: Mapping[str, Any],
+) -> RowsRead:
+    """Compute the rows of a method for generated tokens over the source and the tokens before them.
+
+    Args:
+        model: encoder-decoder model.
+        arguments: arguments of `generate`.
+        ids: all tokens of the decoder.
+        start: position of the first generated token.
+        method, options: a method for texts and its options.
+
+    Raises:
+        UnsupportedModelError: the model is not an encoder of text or images and a decoder that attends to it in each
+            layer.
+    """
+    inputs = {name: arguments[name] for name in (*_SOURCES, "attention_mask") if name in arguments}
+    return run_method(model, method, options, partial(_record_pair, model, inputs, ids, start))
+
+
+def _record_pair(
+    model: nn.Module, inputs: Mapping[str, Tensor], ids: Sequence[int], start: int, kept: Mapping[str, Any]
+) -> ReadPair:
+    """Run and record a forward pass over a source and its generated text."""
+    text = torch.tensor([ids[:-1]], device=device_of(model))
+    with record_attention(model, visible=True, **kept) as trace:
+        model(**inputs, decoder_input_ids=text, use_cache=False)
+    indices = _streams(model, trace)
+    layers = [[trace.layers[index] for index in stream] for stream in indices]
+    m, n = (stream[0].example.shape[-1] if stream else 0 for stream in layers[:2])
+    shapes = ((m, m), (n, n), (n, m))
+    for stream, shape in zip(layers, shapes, strict=True):
+        actual = (outer_shape(layer.example) for layer in stream)
+        other = next((sizes for sizes in actual if sizes != (1, *shape)), None)
+        if other is not None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} attends in {other[0]} matrices of {other[1]} × {other[2]} tokens, expected "
+                f"one of {shape[0]} × {shape[1]} in each layer: rollout, flow and GAE require full attention."
+            )
+    device = trace.layers[0].example.device
+    later = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
+    if any(bool(layer.example[0, ..., later].any()) for layer in layers[1]):
+        raise not_causal(model)
+    source, crossing = (torch.ones(shape, dtype=torch.bool, device=device) for shape in (shapes[0], shapes[2]))
+    seen = (
+        [mask if layer.visible is None else mask & layer.visible[0] for layer in stream]
+        for stream, mask in zip(layers, (source, ~later, crossing), strict=True)
+    )
+    targets = list(enumerate(ids[start:], start=start - 1))
+    readout = torch.eye(m + n, device=device)[[m + position for position, _ in targets]]
+    return ReadPair(trace, joint_steps(*seen), readout, targets, streams=indices)
+
+
+def _streams(model: Any, trace: Trace) -> tuple[list[int], list[int], list[int]]:
+    """Return the layer indices of encoder attention, decoder self-attention and cross-attention."""
+    names = list(trace.streams)
+    crossing = [name for name in names if name.endswith(".cross_attention")]
+    path = next(path for path, module in model.named_modules() if module is model.get_encoder())
+    encoder = [name for name in names if f"{name}.".startswith(f"{path}.")]
+    decoder = [name for name in names if name not in (*crossing, *encoder)]
+    streams = trace.streams
+    recorded = ", ".join(f"{name} in {len(streams[name])} layers" for name in names)
+    if not len(encoder) == len(decoder) == len(crossing) == 1 or len(streams[decoder[0]]) != len(streams[crossing[0]]):
+        raise UnsupportedModelError(
+            f"Expected {type(model).__name__} to have one encoder, and a decoder that attends to it in each layer, got "
+            f"attention of {recorded or 'no part'}: record single passes with vitflow.record_attention and use "
+            "trace.of_stream."
+        )
+    index_of = {id(layer): index for index, layer in enumerate(trace.layers)}
+    first, second, third = ([index_of[id(layer)] for layer in streams[s[0]]] for s in (encoder, decoder, crossing))
+    return first, second, third
 
 
 def array_of(tensor: Tensor) -> NDArray[np.float32]:

@@ -7,17 +7,16 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
+from vitflow.images.figures import figure_bytes
 from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.fusion import check_layer
-from vitflow.text.view import caption
+from vitflow.text.methods import caption
+from vitflow.text.view import View
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
-from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half, thumbnail
-
-_IMAGE_SIZE = 768  # longer side of an image on the page, in pixels
+from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,23 +41,6 @@ class TextRow:
     self_share: NDArray[Any] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShownImage:
-    """An image of the prompt with the maps of all rows.
-
-    Attributes:
-        name: file name or description.
-        image: uint8 RGB [height, width, 3].
-        window: region covered by the maps, (left, top, right, bottom) in pixels of the image.
-        maps: [rows, layers, grid rows, grid columns]; each map sums to the share of its row on the image.
-    """
-
-    name: str
-    image: NDArray[np.uint8]
-    window: tuple[float, float, float, float]
-    maps: NDArray[Any]
-
-
 def page_of(
     words: Words,
     rows: Sequence[TextRow],
@@ -72,9 +54,9 @@ def page_of(
     target: str | None = None,
     probability: float | None = None,
     written: int | None = None,
-    graph: str = "",
+    graph: View | None = None,
     patches: Collection[int] = (),
-    images: Sequence[ShownImage] = (),
+    images: Sequence[Mapping[str, Any]] = (),
 ) -> Page:
     """Make the page of a text.
 
@@ -87,9 +69,9 @@ def page_of(
         special, stop_words: as for the views; without stop words, the page offers to hide English ones.
         target, probability: target of a class-specific method and its probability, for the caption.
         written: position of the first generated token; None if the text was read.
-        graph: HTML fragment shown below the table, already escaped.
+        graph: figure shown below the table.
         patches: positions of image patches.
-        images: images of the prompt with their maps.
+        images: images of the prompt with their maps, as records for the page.
     """
     stopped = list(stop_words)
     shares = np.stack([_shares(row.weights) for row in rows])
@@ -112,7 +94,7 @@ def page_of(
         "cumulative": "layer" not in options,  # row l covers all layers up to l
         "written": written,
         "hidden": [*([] if special else ["special"]), *(["stop"] if stopped else [])],
-        "images": [_image_record(image) for image in images],
+        "images": list(images),
         "tables": {"one_side": one_table(None, False)},
         "percentiles": ROBUST_PERCENTILES,
         "drawing": drawing_of(),
@@ -124,7 +106,7 @@ def page_of(
         model=PurePath(model.replace("\\", "/")).name or model,
         method=caption(method, options, "", target=target, probability=probability),
         written=written is not None,
-        graph=Markup(graph),
+        graph=None if graph is None else _graph_record(graph),
         images=len(images),
         data=data,
     )
@@ -151,16 +133,11 @@ def _rounded(self_share: NDArray[Any] | None) -> list[float | None] | None:
     return None if self_share is None else [None if np.isnan(share) else round(float(share), 6) for share in self_share]
 
 
-def _image_record(image: ShownImage) -> dict[str, Any]:
-    """Return an image and its packed maps for JSON."""
-    return {
-        "name": printable(PurePath(image.name).name, lines=True),
-        "image": f"data:image/jpeg;base64,{base64.b64encode(thumbnail(image.image, _IMAGE_SIZE)).decode()}",
-        "size": [image.image.shape[1], image.image.shape[0]],
-        "window": image.window,
-        "grid": image.maps.shape[2:],
-        "maps": pack_half(image.maps),
-    }
+def _graph_record(view: View) -> dict[str, Any]:
+    """Return a figure for the template: its image, its width in pixels, and its description."""
+    figure = view.figure()
+    image = f"data:image/png;base64,{base64.b64encode(figure_bytes(figure, '.png')).decode()}"
+    return {"image": image, "width": round(96 * figure.get_size_inches()[0]), "text": view.text()}
 
 
 def _shares(weights: NDArray[Any]) -> NDArray[np.float64]:

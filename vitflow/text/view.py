@@ -1,24 +1,27 @@
-"""Base class of the views of a text, which are figures and plain text, their caption, and the summary of a row."""
+"""Views of a text: base class, summary of a row, and shaded text with each token on a shade of its weight."""
 
-import base64
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from html import escape
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.colors import Colormap, LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.offsetbox import DrawingArea, HPacker, OffsetBox
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 from numpy.typing import NDArray
 
-from vitflow.errors import ShapeError, printable
-from vitflow.explaining.captions import method_in_words
-from vitflow.images.figures import bundle, figure_bytes, save_figure
-from vitflow.text.method_table import TEXT_METHODS
-from vitflow.text.words import Words
+from vitflow.errors import OptionError, ShapeError, printable
+from vitflow.images import DPI
+from vitflow.images.figures import bundle, save_figure
+from vitflow.images.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
+from vitflow.text.words import Label, Words, labels_of
 
 #: RGB of positive weights.
 POSITIVE = (43 / 255, 95 / 255, 179 / 255)
@@ -26,86 +29,6 @@ _NEGATIVE, _WHITE, _GREY = (179 / 255, 82 / 255, 32 / 255), (1.0, 1.0, 1.0), (23
 #: Colours of shades from −1 to 1; 0 is white, NaN (unseen) is grey. The odd number of colours includes white itself.
 SHADES: Colormap = LinearSegmentedColormap.from_list("shades", np.array([_NEGATIVE, _WHITE, POSITIVE]), N=511)
 SHADES = SHADES.with_extremes(bad=_GREY)
-
-
-def caption(
-    method: str,
-    options: Mapping[str, Any],
-    model: str,
-    *,
-    what: str | None = None,
-    target: str | None = None,
-    probability: float | None = None,
-) -> str:
-    """Return a one-line caption: method, target of a class-specific method, and model.
-
-    Args:
-        method: name of a method for texts.
-        options: its options.
-        model: model id.
-        what: title to use instead of the method's.
-        target: target of a class-specific method.
-        probability: the model's probability of the target.
-
-    >>> options = {"head_fusion": "max", "value_weighted": False}
-    >>> caption("gae", options, "bert", target="table", probability=0.25)
-    'GAE (max over heads) · for “table”, probability 25.0% · bert'
-    """
-    chosen = TEXT_METHODS[method]
-    likely = "" if probability is None else f", probability {probability:.1%}"
-    explained = "" if target is None else f"for “{target}”{likely}"
-    shown = method_in_words(replace(chosen, title=what or chosen.title), options)
-    return " · ".join(filter(None, [shown, explained, model]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class View(ABC):
-    """Tokens with their weights, as a figure or plain text.
-
-    Attributes:
-        selected: positions of the explained tokens: outlined, and excluded from the colour scale.
-        hidden: positions to leave out or to draw without a shade, with the reason, as returned by `hide`.
-        title: line above the view.
-        caption: line below the view, such as the method and its options.
-    """
-
-    selected: Sequence[int] = ()
-    hidden: Mapping[int, str] = field(default_factory=dict)
-    title: str = ""
-    caption: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("title", "caption"):  # printed to terminals
-            object.__setattr__(self, name, printable(getattr(self, name), lines=True))
-
-    @abstractmethod
-    def figure(self) -> Figure:
-        """Return the figure."""
-
-    @abstractmethod
-    def text(self) -> str:
-        """Return the strongest tokens as plain text, one per line."""
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the figure as .png, .pdf or .svg; return the path.
-
-        Raises:
-            OptionError: unsupported suffix.
-        """
-        return save_figure(self.figure(), path)
-
-    def html_image(self) -> str:
-        """Return the figure as an HTML image with the plain text as its description."""
-        figure = self.figure()
-        data = base64.b64encode(figure_bytes(figure, ".png")).decode()
-        width = round(96 * figure.get_size_inches()[0])
-        return f'<img src="data:image/png;base64,{data}" alt="{escape(self.text())}" width="{width}">'
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return bundle(self.text(), self.figure())
 
 
 def fractions(weights: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -201,19 +124,17 @@ class RowSummary:
         shares = shares / (shares.sum() or 1.0)
         if selected and self_share is None:
             self_share = float(shares[list(selected)].sum())
+        left_out: dict[str, float] = {}
+        for position, reason in (hidden or {}).items():
+            left_out[reason] = left_out.get(reason, 0.0) + float(shares[position])
         positive, special = shares[shares > 0], np.array(words.special, dtype=bool)
-        reasons = dict(hidden or {})
-        seen = words.length - int(np.isnan(checked).sum())
         return cls(
-            float(shares[special].sum()) if special.any() else None,
-            float(shares[0]),
-            self_share,
-            {
-                why: float(sum(shares[p] for p in reasons if reasons[p] == why))
-                for why in dict.fromkeys(reasons.values())
-            },
-            float(-(positive * np.log2(positive)).sum()) + 0.0,
-            float(np.log2(max(seen, 1))),
+            special=float(shares[special].sum()) if special.any() else None,
+            first=float(shares[0]),
+            self_share=self_share,
+            hidden=left_out,
+            entropy=float(-(positive * np.log2(positive)).sum()) + 0.0,
+            most=float(np.log2(max(int((~np.isnan(checked)).sum()), 1))),
         )
 
     def __str__(self) -> str:
@@ -229,3 +150,229 @@ class RowSummary:
         """Sentence on the hidden tokens and their share of the weight; empty if nothing is hidden."""
         parts = [f"{why} ({share:.0%} of the weight)".replace("%", " %") for why, share in self.hidden.items()]
         return f"Not shown: {', '.join(parts)}." if parts else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View(ABC):
+    """Tokens with their weights, as a figure or plain text.
+
+    Attributes:
+        selected: positions of the explained tokens: outlined, and excluded from the colour scale.
+        hidden: positions to leave out or to draw without a shade, with the reason, as returned by `hide`.
+        title: line above the view.
+        caption: line below the view, such as the method and its options.
+    """
+
+    selected: Sequence[int] = ()
+    hidden: Mapping[int, str] = field(default_factory=dict)
+    title: str = ""
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("title", "caption"):  # printed to terminals
+            object.__setattr__(self, name, printable(getattr(self, name), lines=True))
+
+    @property
+    @abstractmethod
+    def trust(self) -> RowSummary:
+        """Summary of the weights."""
+
+    @abstractmethod
+    def figure(self) -> Figure:
+        """Return the figure."""
+
+    @abstractmethod
+    def strongest(self) -> list[str]:
+        """Return the strongest tokens as lines of plain text."""
+
+    #: Line below the view on what its numbers are.
+    scale = ""
+
+    @property
+    def footer(self) -> list[str]:
+        """The lines below the view."""
+        return [line for line in (self.scale, self._trust_line, self.trust.left_out, self.caption) if line]
+
+    @property
+    def _trust_line(self) -> str:
+        return str(self.trust)
+
+    def text(self) -> str:
+        """Return the strongest tokens as plain text, with their share of the weight."""
+        return "\n".join([*([self.title] if self.title else []), *self.strongest(), "", *self.footer])
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the figure as .png, .pdf or .svg; return the path.
+
+        Raises:
+            OptionError: unsupported suffix.
+        """
+        return save_figure(self.figure(), path)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return bundle(self.text(), self.figure())
+
+
+#: The number of largest weights printed as numbers.
+NUMBERS = 8
+_WIDTH, _SIZE = 6.0, 9.0
+_ROOM = _WIDTH - 2 * MARGIN
+_BASELINE = 10.5  # points from the bottom of a line of tokens
+
+
+@dataclass(frozen=True)
+class ShadedText(View):
+    """A text whose tokens are shaded by one weight each.
+
+    The shade is also shown as an underline and, for the largest weights, as a number.
+
+    Attributes:
+        words: the tokens.
+        weights: one weight per token; NaN for unseen tokens.
+        self_share: share of the selected tokens, if it is not among the weights.
+        selected, hidden, title, caption: see `View`; hidden special tokens are omitted, other hidden tokens are drawn
+            without a shade.
+
+    Raises:
+        ShapeError: weights are not finite, or not one per token.
+        OptionError: position out of range.
+
+    >>> words = Words(("the", " key", " to", " doors", " is"), (0, 1, 2, 3, 4), (False,) * 5)
+    >>> view = ShadedText(words, [0.1, 0.6, 0.05, 0.2, 0.05], selected=(4,))
+    >>> print(view.text().splitlines()[0])
+       60.0 %  key  (1)
+    """
+
+    words: Words
+    weights: Any
+    self_share: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", check_weights(self.weights, (self.words.length,)))
+        super().__post_init__()
+        for position in (*self.selected, *self.hidden):
+            if not 0 <= position < self.words.length:
+                raise OptionError(f"Expected positions from 0 to {self.words.length - 1}, got {position}.")
+
+    @property
+    def trust(self) -> RowSummary:
+        """Summary of the weights."""
+        return RowSummary.of(
+            self.weights, self.words, selected=self.selected, self_share=self.self_share, hidden=self.hidden
+        )
+
+    @cached_property
+    def _counted(self) -> NDArray[np.bool_]:
+        """Mask of the tokens that are drawn with a shade."""
+        counted = np.isfinite(self.weights)
+        counted[[*self.hidden, *self.selected]] = False
+        return np.asarray(counted)
+
+    @cached_property
+    def _shares(self) -> NDArray[np.float64]:
+        shares: NDArray[np.float64] = self.weights / (float(np.nansum(np.abs(self.weights))) or 1.0)
+        return shares
+
+    @cached_property
+    def shades(self) -> NDArray[np.float64]:
+        """Shade of each token from −1 to 1; 0 for selected and hidden tokens."""
+        return fractions(self._shares, self._counted)
+
+    @cached_property
+    def _largest(self) -> list[int]:
+        """Positions of the largest weights, in descending order."""
+        return [int(p) for p in np.argsort(-np.abs(self.shades), kind="stable") if self.shades[p]][:NUMBERS]
+
+    def strongest(self) -> list[str]:
+        """Return the strongest tokens as lines of plain text: share of the weight, token, and position."""
+        labels = labels_of(self.words)
+        return [f"  {100 * self._shares[p]:5.1f} %  {labels[p].text}  ({p})" for p in self._largest]
+
+    def figure(self) -> Figure:
+        """Return the text as a figure."""
+        lines = []
+        for line in self._set_lines():
+            lines.append(DrawingArea(72 * _ROOM, 2.3 * _SIZE))
+            for position, label, left, width in line:
+                self._draw_token(lines[-1], position, label, 72 * left, 72 * width)
+        head = words(self.title, size=TITLE, width=_ROOM, lines=3, weight="bold")
+        below = words(*self.footer, size=SMALL, width=_ROOM, lines=4, color=GREY)
+        return page([*head, *lines, self._legend(), *below], DPI)
+
+    def _set_lines(self) -> list[list[tuple[int, Label, float, float]]]:
+        """Break tokens into lines, keeping words together: position, label, left edge and width of each, in inches.
+
+        Hidden special tokens are omitted.
+        """
+        lines: list[list[tuple[int, Label, float, float]]] = [[]]
+        space, x = measure("n n", _SIZE) - 2 * measure("n", _SIZE), 0.0
+        for word in self._by_word():
+            widths = [measure(label.text, _SIZE) + 0.02 for _, label in word]
+            gap = space if word[0][1].space and lines[-1] else 0.0
+            if lines[-1] and x + gap + sum(widths) > _ROOM:
+                lines.append([])
+                x, gap = 0.0, 0.0
+            x += gap
+            for (position, label), width in zip(word, widths, strict=True):
+                if lines[-1] and x + width > _ROOM:  # a word longer than a line
+                    lines.append([])
+                    x = 0.0
+                lines[-1].append((position, label, x, width))
+                x += width
+            if word[-1][1].newline:
+                lines.append([])
+                x = 0.0
+        return [line for line in lines if line]
+
+    def _by_word(self) -> list[list[tuple[int, Label]]]:
+        """Group the drawn tokens, all but hidden special ones, into words."""
+        groups: list[list[tuple[int, Label]]] = []
+        for position, label in enumerate(labels_of(self.words)):
+            if position in self.hidden and self.words.special[position] and position not in self.selected:
+                continue
+            if groups and not label.space and not groups[-1][-1][1].newline:
+                groups[-1].append((position, label))
+            else:
+                groups.append([(position, label)])
+        return groups
+
+    def _draw_token(self, area: DrawingArea, position: int, label: Label, left: float, width: float) -> None:
+        """Draw a token into a line; lengths in points."""
+        shade, selected = float(self.shades[position]), position in self.selected
+        _shade_box(area, shade, left, width - 0.7, selected=selected)
+        grey = not self._counted[position] and not selected
+        ink = {"color": GREY if grey else "white"} if grey or abs(shade) > 0.62 else {}
+        area.add_artist(Text(left + 0.4, _BASELINE, label.text, **plain(_SIZE) | ink))
+        if position in self._largest:
+            style = plain(SMALL - 1.0) | {"color": GREY, "horizontalalignment": "center"}
+            area.add_artist(Text(left + width / 2, 0.5, percent(float(self._shares[position])), **style))
+
+    def _legend(self) -> OffsetBox:
+        most = percent(float(np.abs(self._shares[self._counted]).max(initial=0.0)))
+        legend = f"shade and line: 0 to {most} % of the weight; numbers: the {NUMBERS} largest shares, in %"
+        if (self.shades < 0).any():
+            legend += "; hatched: negative"
+        if self.selected:
+            legend += "; outlined: the explained token"
+        shades = DrawingArea(60, 14)
+        for step in range(6):
+            _shade_box(shades, step / 5, 9.4 * step, 8.6)
+        return HPacker(
+            children=[shades, *words(legend, size=SMALL, width=_ROOM - 0.9, color=GREY)], align="center", sep=2
+        )
+
+
+def _shade_box(area: DrawingArea, shade: float, left: float, width: float, *, selected: bool = False) -> None:
+    """Draw the shade behind a token, an underline as thick as the shade is dark, and the outline if selected."""
+    edge: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.8} if selected else {"linewidth": 0}
+    area.add_artist(Rectangle((left, _BASELINE - 2.5), width, 10, facecolor=color_of(shade), zorder=0, **edge))
+    below = _BASELINE - 3.2
+    if shade:
+        line: dict[str, Any] = {"hatch": "////", "edgecolor": "white"} if shade < 0 else {}
+        thick = max(2.2 * abs(shade), 0.36)
+        area.add_artist(Rectangle((left, below - thick), width, thick, facecolor=INK, linewidth=0, **line))
+    elif not selected:
+        area.add_artist(Line2D([left, left + width], [below] * 2, color=RULE, linewidth=0.2, solid_capstyle="butt"))

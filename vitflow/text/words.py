@@ -1,6 +1,6 @@
 """Tokens of a text: their strings, printable labels, and words; hidden tokens, and decoding of token ids."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,11 +178,6 @@ def grouped_words(words: Words) -> list[tuple[str, tuple[int, ...]]]:
     return groups
 
 
-def shown_positions(words: Words, hidden: Mapping[int, str]) -> list[int]:
-    """Return the positions that are not hidden."""
-    return [position for position in range(words.length) if position not in hidden]
-
-
 _CONTEXT = 6  # preceding tokens decoded together with each token
 _PART = "\ufffd"  # decoded from an incomplete character; the token that completes it gets the character
 
@@ -225,12 +220,3 @@ def words_in(text: str, tokenizer: Any, ids: Sequence[int], offsets: Sequence[tu
 
 def _text(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)) if ids else ""
-
-
-def shortened(text: str, length: int) -> str:
-    """Return a text of at most `length` characters, truncated with an ellipsis.
-
-    >>> shortened("abcdef", 4)
-    'abc…'
-    """
-    return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -104,15 +104,14 @@ def caption(image: Path, **given: Any) -> None:
     )
     say_model_note(generation.model, generation.model_note)
     words, left_out = generation.words()
-    relative = given["neutral"] is not None
     explained, draw = (generation.clip, draw_clip_words) if is_video else (generation.image, draw_words)
-    maps: list[Any] = [explained(places, relative=relative) for places in words.values()]
+    maps: list[Any] = [explained(places) for places in words.values()]
     if maps:
         with writing(output):
             save_figure(draw(maps, left_out=left_out), output)
     if (page := given["html"]) is not None:
         with writing(page, "--html"):
-            generation.page(relative=relative).save(page)
+            generation.page().save(page)
         say(f"written: {printable(page)}")
     if given["as_json"]:
         entries = [

@@ -1,4 +1,4 @@
-"""`vitflow compare`: several methods side by side."""
+"""`vitflow compare`, `vitflow layers` and `vitflow features`: figures of several maps."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,9 @@ import rich_click as click
 from click.types import convert_type
 
 from vitflow.cli import options as shared
-from vitflow.cli.output import output_file, save_result, say, say_model_note, say_notes
+from vitflow.cli.output import output_file, save_result, say, say_notes
 from vitflow.errors import OptionError
-from vitflow.explaining.choices import check_methods
+from vitflow.explaining.choices import check_methods, choose_methods, default_method
 from vitflow.explaining.method_table import DEFAULT_METHODS, get_method, split_label
 from vitflow.explaining.options import OPTIONS
 
@@ -63,9 +63,6 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
 @shared.method_options
 @shared.drawing_options
 @shared.same_scale_option
-@click.option(
-    "--timings", panel="Drawing", is_flag=True, default=None, help="Show the computation time below each map."
-)
 @shared.figure_option("strip", "compare")
 @shared.json_option
 def compare(images: tuple[Path, ...], **given: Any) -> None:
@@ -78,8 +75,71 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
 
     explainer = shared.make_explainer(given)
     comparison = compare(images, model=explainer, methods=methods, targets=shared.targets_of(given), **options)
-    drawing = shared.drawing_values(given) | shared.given_options(given, ("same_scale", "timings"))
-    save_result(comparison, output, drawing, given["as_json"])
+    drawing = shared.drawing_values(given) | shared.given_options(given, ["same_scale"])
+    save_result(comparison, output, drawing, given["as_json"], explainer)
     say_notes(comparison.saliencies)
     say(str(comparison.agreement()))
-    say_model_note(explainer.model_id, explainer.facts.note)
+
+
+@click.command(short_help="Show a map layer by layer, and the heads of one layer.", panel="Images")
+@click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
+@shared.model_options
+@shared.question_options
+@shared.method_option(help="Method to accumulate: rollout, gradient_rollout or gae.")
+@shared.class_option(metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]")
+@shared.method_options
+@shared.drawing_options
+@shared.figure_option("sheet", "layers")
+@shared.json_option
+def layers(image: Path, **given: Any) -> None:
+    """Show each layer's map of IMAGE, the accumulated map, and each head of one layer (--layer)."""
+    options = shared.method_values(given)
+    layer = options.pop("layer", -1)
+    method = given["method"] or default_method(shared.has_target(given))
+    choose_methods([method, "attention"], options)  # before torch is loaded
+    output = output_file([image], given["output"], "layers")
+    explainer = shared.make_explainer(given)
+    from vitflow.explaining.layer_maps import layer_maps
+
+    maps = layer_maps(image, model=explainer, method=given["method"], layer=layer, target=given["target"], **options)
+    if given["method"] is None:
+        shared.say_default(method)
+    save_result(maps, output, shared.drawing_values(given), given["as_json"], explainer)
+
+
+@click.command(short_help="Show three principal components of patch features as colours.", panel="Images")
+@shared.images_argument
+@shared.model_options
+@click.option(
+    "--layer",
+    "of_layer",
+    panel="Method",
+    type=int,
+    default=-1,
+    metavar="N≥1|-1",
+    help="Layer of the features, counted from 1; -1 is the last.",
+)
+@click.option(
+    "--foreground",
+    panel="Method",
+    is_flag=True,
+    help="Hide background patches: those on the side of the first component that covers more of the image border.",
+)
+@shared.drawing_option("alpha", "1")
+@shared.drawing_option("interpolation")
+@shared.figure_option("figure", "features")
+@shared.json_option
+def features(images: tuple[Path, ...], **given: Any) -> None:
+    """Show the first three principal components of each IMAGE's patch features as colours.
+
+    The components are computed over all images together, so that colours are comparable.
+    """
+    output = output_file(images, given["output"], "features")
+    explainer = shared.make_explainer(given)
+    from vitflow.explaining.features import feature_maps
+
+    components = feature_maps(list(images), model=explainer, layer=given["of_layer"], foreground=given["foreground"])
+    save_result(
+        components, output, shared.given_options(given, ("alpha", "interpolation")), given["as_json"], explainer
+    )
+    say(repr(components))

@@ -45,7 +45,7 @@ def draw(run: Path, **given: Any) -> None:
     """Draw overlays from RUN, the output folder of `vitflow folder`, without running the model again.
 
     --where is an SQL expression over input, size, width, height, class_index, class_name, probability, target, value,
-    predicted_index, saturated_share and seconds.
+    predicted_index and seconds.
     """
     from vitflow.folder.draw import Drawn, draw_run
 

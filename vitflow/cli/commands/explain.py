@@ -13,8 +13,8 @@ from vitflow.cli import options as shared
 from vitflow.cli.output import (
     CannotWrite,
     check_images,
-    check_suffix,
     names_folder,
+    output_file,
     say,
     say_model_note,
     say_notes,
@@ -72,7 +72,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
         raise OptionError(f"--frames and --controls require a video ({', '.join(VIDEO_FORMATS)}).")
     if given["blank"] and (_is_strip(given) or given["against"] or given["box"]):
         raise OptionError("--blank requires a single class, prompt or reference image, without --against and --box.")
-    outputs = _output_paths(images, given["output"], given["method"], suffixes)
+    outputs = _output_paths(images, given["output"], in_file_name(given["method"]), suffixes)
     explainer = shared.make_explainer(given)
     failed = sum(
         not _explained(explainer, image, output, options, given) for image, output in zip(images, outputs, strict=True)
@@ -171,22 +171,17 @@ def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> 
     return text
 
 
-def _output_paths(images: tuple[Path, ...], given: str | None, method: str, suffixes: tuple[str, ...]) -> list[Path]:
+def _output_paths(images: Sequence[Path], output: str | None, kind: str, suffixes: Sequence[str]) -> list[Path]:
     """Return a separate path for each overlay, none of which overwrites an input image."""
-    output, is_folder = None if given is None else Path(given), given is None or names_folder(given)
-    if output is not None and output.suffix.lower() in suffixes and not is_folder:
-        if len(images) > 1:
-            raise OptionError(f"Expected a folder for {len(images)} images, got the file name {str(output)!r}.")
-        paths = [output]
-    else:
-        if output is not None and output.suffix and not is_folder:
-            check_suffix(output, suffixes, ", or a folder (ending in / if its name has a dot)")
-        folder, taken, paths = output or Path(), set[str](), []
-        for image in images:
-            stem, suffix = f"{image.stem}-{in_file_name(method)}", 2
-            while stem.lower() in taken:  # some file systems ignore case
-                stem, suffix = f"{image.stem}-{suffix}-{in_file_name(method)}", suffix + 1
-            taken.add(stem.lower())
-            paths.append(folder / f"{stem}.png")
+    if len(images) > 1 and output is not None and not names_folder(output):
+        raise OptionError(f"Expected a folder for {len(images)} images, got the file name {output!r}.")
+    paths: list[Path] = []
+    taken = set[str]()
+    for image in images:
+        path, number = output_file([image], output, kind, suffixes), 2
+        while path.name.lower() in taken:  # some file systems ignore case
+            path, number = path.with_name(f"{image.stem}-{number}-{kind}{path.suffix}"), number + 1
+        taken.add(path.name.lower())
+        paths.append(path)
     check_images(images, paths)
     return paths

@@ -22,7 +22,7 @@ from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 # Options that caption runs accept, in addition to the options of the method.
-_OF_CAPTIONS = "sources output caption model name prompts method_names recursive glob limit resume save_map max_pixels"
+_OF_CAPTIONS = "sources output caption model name prompts method_names recursive glob limit resume max_pixels"
 
 
 @click.command(short_help="Explain every image of folders; resumable.", panel="Many images")
@@ -75,7 +75,6 @@ _OF_CAPTIONS = "sources output caption model name prompts method_names recursive
     type=shared.NEW_FOLDER,
     help="Local folder for the overlays, the manifest, run.json and run.sqlite.",
 )
-@click.option("--save-map", is_flag=True, help="Also write each unscaled map as .npz.")
 @click.option(
     "--overlays/--no-overlays",
     default=True,
@@ -94,7 +93,7 @@ _OF_CAPTIONS = "sources output caption model name prompts method_names recursive
     panel="Cluster",
     type=click.Choice(ENGINES),
     default="local",
-    help="Compute locally or on a Ray cluster. ray gives the same rows and maps, but no overlays, --save-map, "
+    help="Compute locally or on a Ray cluster. ray gives the same rows and maps, but no overlays, "
     "--workers or --report.",
 )
 @click.option(
@@ -140,7 +139,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
             overwrite=not given["resume"],
             progress=progress,
             command=[printable(word) for word in ["vitflow", *sys.argv[1:]]],
-            **{name: given[name] for name in ("recursive", "glob", "limit", "save_map")},
+            **{name: given[name] for name in ("recursive", "glob", "limit")},
             **shared.given_options(given, ["max_pixels"]),
             **options,
         )

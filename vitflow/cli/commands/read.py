@@ -14,9 +14,6 @@ from vitflow.errors import OptionError, printable
 from vitflow.images import FIGURE_FORMATS
 from vitflow.text.method_table import PLAIN, text_method
 
-# Views of a text or a generation.
-_VIEWS = ("text", "layers", "graph", "matrix")
-
 
 @click.command(panel="Texts")
 @click.argument("text", required=False)
@@ -53,8 +50,9 @@ _VIEWS = ("text", "layers", "graph", "matrix")
 @shared.text_method_options
 @click.option(
     "--view",
-    type=click.Choice(_VIEWS),
-    help="View to print and draw.  [default: text; matrix with --prompt]",
+    type=click.Choice(["text", "sheet", "graph"]),
+    help="View to print and draw: the text, a row for each layer or generated token, or graphs.  [default: text; sheet "
+    "with --prompt]",
 )
 @click.option("--hide-special", is_flag=True, help="Hide special tokens; the caption says so.")
 @click.option(
@@ -77,10 +75,11 @@ def read(text: str | None, **given: Any) -> None:
     """
     options = shared.method_values(given)
     text_method(given["method"], options)  # before torch is loaded
-    view = _check(text, given)
+    _check(text, given)
     hiding = {"special": not given["hide_special"], "stop_words": _stop_words(given["hide_stop_words"])}
     result = _compute(text, given, options)
-    draw = partial(_drawn, result, view, given["prompt"] is not None, hiding)
+    view = given["view"] or ("text" if given["prompt"] is None else "sheet")
+    draw = partial(getattr(result, "shaded" if view == "text" else view), **hiding)
     if (path := given["png"]) is not None:
         with writing(path, "--png"):
             draw().save(path)
@@ -90,8 +89,8 @@ def read(text: str | None, **given: Any) -> None:
     _print(result, draw, given)
 
 
-def _check(text: str | None, given: Mapping[str, Any]) -> str:
-    """Raise OptionError for options that cannot be combined; return the view."""
+def _check(text: str | None, given: Mapping[str, Any]) -> None:
+    """Raise OptionError for options that cannot be combined."""
     if (text is None) == (given["prompt"] is None):
         got = "neither" if text is None else "both"
         raise OptionError(f"Expected either TEXT or --prompt, got {got}.")
@@ -99,15 +98,10 @@ def _check(text: str | None, given: Mapping[str, Any]) -> str:
     for name in ("token", "target") if writes else ("generate",):
         if given[name] is not None:
             raise OptionError(f"--{name} {'cannot be used with' if writes else 'requires'} --prompt.")
+    if writes and given["view"] == "graph":
+        raise OptionError("--view graph cannot be used with --prompt.")
     if given["png"] is not None:
         check_suffix(given["png"], FIGURE_FORMATS)
-    view: str = given["view"] or ("matrix" if writes else "text")
-    views = ("text", "matrix") if writes else ("text", "layers", "graph")
-    if view not in views:
-        raise OptionError(
-            f"Expected --view {' or '.join(views)} {'with' if writes else 'without'} --prompt, got {view}."
-        )
-    return view
 
 
 def _stop_words(name: str | None) -> Iterable[str]:
@@ -152,13 +146,6 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
         max_new_tokens=given["generate"] or 20,
         **options,
     )
-
-
-def _drawn(result: Any, view: str, writes: bool, hiding: Mapping[str, Any]) -> Any:
-    """Return the named view of a result."""
-    if writes:
-        return result.sheet(**hiding) if view == "matrix" else result.shaded(-1, **hiding)
-    return {"text": result.shaded, "layers": result.sheet, "graph": result.graph}[view](**hiding)
 
 
 def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> None:

@@ -1,44 +1,195 @@
-"""Sanity checks: stability under shifts and flips, and sensitivity to the class."""
+"""Sanity checks: cascading weight randomisation, stability under shifts and flips, and sensitivity to the class."""
 
 import copy
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
-from vitflow.errors import OptionError, check_known
-from vitflow.evaluation.measures.randomisation import explain_again
-from vitflow.explaining.comparison import mean_of_defined
+from vitflow.errors import OptionError, VitflowWarning, check_known
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.images.preprocessing import Preprocessing
 from vitflow.methods.cells import cell_grid
-from vitflow.methods.ranks import spearman
+from vitflow.methods.similarity import spearman
+from vitflow.models.anatomy import transformer_of
+from vitflow.models.blocks import library_blocks
 
-OTHERS = ("second", "least")
+# Default number of stages of randomisation, evenly spaced from the head to the whole model.
+DEFAULT_STAGES = 5
 
 Grid = NDArray[np.float32]
+Part = tuple[str, list[nn.Module]]
 
 
-def shift_stability(explainer: Explainer, maps: Sequence[Saliency], *, pixels: int | None = None) -> list[float | None]:
+def cascading_randomisation(
+    explainer: Explainer, maps: Sequence[Saliency], *, stages: Sequence[str] | None = None, seed: int = 0
+) -> list[tuple[str, list[float | None]]]:
+    """Correlate each map with the map by the same method of the same model with randomised weights.
+
+    Weights are randomised cumulatively from the top of the network down: stage "head" has a new head (everything after
+    the blocks), stage "block 9" of twelve also new blocks 12 to 9, and stage "embedding" no trained weights. All maps
+    explain the target of the original maps. Patches of the two grids are compared by signed Spearman's ρ. A map that
+    still correlates with the original after the last stage does not depend on the weights; a centre prior has ρ = 1
+    throughout.
+
+    Weights are drawn by `reset_parameters` of each module. Parameters that it leaves unchanged, and those of modules
+    without it (class token, position embedding), are drawn from a normal distribution with the mean and standard
+    deviation of their trained entries. The model is copied; the global random state does not change.
+
+    Args:
+        explainer: the explainer that made the maps.
+        maps: maps of one image for one target, by any methods.
+        stages: names from `stage_names`; by default five, evenly spaced from the head to the whole model.
+        seed: seed of the weights, which do not depend on the chosen stages.
+
+    Returns:
+        For each stage, from the top of the network, its name and ρ for each map, in order; None if a map is constant.
+
+    Raises:
+        OptionError: a stage is unknown, or the maps are of several images or targets.
+
+    Source: Adebayo et al., "Sanity Checks for Saliency Maps", NeurIPS 2018, §4.
+
+    >>> from vitflow.demo import sample_images
+    >>> explainer = Explainer("demo")
+    >>> maps = explainer.explain_batch(sample_images()[:1], methods=["gae", "centre"])
+    >>> ends = ["head", "embedding"]
+    >>> [(stage, round(centre, 3)) for stage, (_, centre) in cascading_randomisation(explainer, maps, stages=ends)]
+    [('head', 1.0), ('embedding', 1.0)]
+    """
+    names = stage_names(explainer.model)
+    if stages is None:
+        stages = [names[round(index)] for index in np.linspace(0, len(names) - 1, min(DEFAULT_STAGES, len(names)))]
+    for stage in stages:
+        check_known("stage", stage, names)
+    results = []
+    with warnings.catch_warnings():
+        # Warnings about the random model, such as saturated flows, do not concern the caller's model.
+        warnings.simplefilter("ignore", VitflowWarning)
+        for stage, randomised in randomised_copies(explainer, stages, seed=seed):
+            others = explain_again(randomised, [maps[0].image], maps)
+            results.append((stage, [spearman(a.grid, b.grid) for a, b in zip(maps, others, strict=True)]))
+    return results
+
+
+def explain_again(
+    explainer: Explainer, images: Sequence[NDArray[np.uint8]], maps: Sequence[Saliency]
+) -> list[Saliency]:
+    """Explain images by the methods, with the options and for the target of some maps; by image, then by map.
+
+    Raises:
+        OptionError: the maps are of several images or targets.
+    """
+    first = maps[0]
+    if any(m.target != first.target or not np.array_equal(m.image, first.image) for m in maps[1:]):
+        raise OptionError("Expected maps of one image for one target, got several images or targets.")
+    targets = None if first.target is None else np.full(len(images), first.target)
+    return explainer.explain_batch(images, methods=[(m.method, m.options) for m in maps], targets=targets)
+
+
+def stage_names(model: nn.Module) -> list[str]:
+    """Return the stages of a cascade over the model: head, blocks from last to first, embedding.
+
+    A model without blocks is split at its top-level modules.
+
+    >>> stage_names(Explainer("demo").model)
+    ['head', 'block 6', 'block 5', 'block 4', 'block 3', 'block 2', 'block 1', 'embedding']
+    """
+    return [name for name, _ in _parts(model)]
+
+
+def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int = 0) -> Iterator[tuple[str, Explainer]]:
+    """Yield the explainer with a model randomised down to each stage in turn.
+
+    All stages share one copy of the model: use each before the next is requested.
+    """
+    with torch.inference_mode(False):
+        randomised = copy.copy(explainer)
+        randomised.model = copy.deepcopy(explainer.model)
+    parts = _parts(randomised.model)
+    last = max((index for index, (name, _) in enumerate(parts) if name in stages), default=-1)
+    for index, (name, modules) in enumerate(parts[: last + 1]):
+        with _seeded(seed + 1_000_003 * index, explainer.device), torch.inference_mode(False), torch.no_grad():
+            for module in modules:
+                _redraw(module)
+        if name in stages:
+            yield name, randomised
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed random numbers on the CPU and this device, and restore their state afterwards."""
+    others = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(others, device_type=device.type):
+        torch.default_generator.manual_seed(seed)
+        for other in others:
+            getattr(torch, other.type).manual_seed(seed)
+        yield
+
+
+def _parts(model: nn.Module) -> list[Part]:
+    """Return the modules with direct parameters by stage, from the top of the network."""
+    holder = _holder_of_blocks(model)
+    if holder is None:
+        root: Part = ("embedding", [model])
+        parts = [root, *((name, list(child.modules())) for name, child in model.named_children())]
+    else:
+        blocks = list(holder.children())
+        inside = {module for block in blocks for module in block.modules()}
+        every = [module for module in model.modules() if module not in inside]
+        # Modules registered before the blocks feed them, as do parameters of the modules that contain them.
+        split = every.index(holder)
+        parts = [
+            ("embedding", every[:split]),
+            *((f"block {number}", list(block.modules())) for number, block in enumerate(blocks, start=1)),
+            ("head", every[split:]),
+        ]
+    with_parameters = [(name, [module for module in modules if module._parameters]) for name, modules in parts]
+    return [part for part in reversed(with_parameters) if part[1]]
+
+
+def _holder_of_blocks(model: nn.Module) -> nn.Module | None:
+    """Return the module whose children are the transformer's blocks, in order."""
+    blocks = getattr(transformer_of(model), "blocks", None)
+    if isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks):
+        return blocks
+    return next(iter(library_blocks(model).values()), None)
+
+
+def _redraw(module: nn.Module) -> None:
+    """Randomise the direct parameters of a module."""
+    reset = getattr(module, "reset_parameters", None)
+    before = {name: parameter.clone() for name, parameter in module.named_parameters(recurse=False)}
+    if callable(reset):
+        reset()
+    for name, parameter in module.named_parameters(recurse=False):
+        if torch.equal(parameter, before[name]):
+            trained = before[name].float()
+            parameter.normal_(float(trained.mean()), float(trained.std(correction=0)))
+
+
+def shift_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
     """Return Spearman's ρ between each map and the map of the shifted image, shifted back.
 
-    The model input is shifted by whole patches, once to the right and once down; ρ is the mean of both. Only patches
-    with identical pixels before and after are compared. New pixels come from the image beyond the crop, or from its
+    The model input is shifted by one patch, once to the right and once down; ρ is the mean of both. Only patches with
+    identical pixels before and after are compared. New pixels come from the image beyond the crop, or from its
     reflection at the border. Only the position embedding and the border change, so a map that depends on content is
     stable. A map that depends only on position can be stable, too: a centre prior loses little.
 
     Args:
         explainer, maps: as for `cascading_randomisation`.
-        pixels: shift in pixels of the model input, a multiple of the patch size; by default one patch.
 
     Returns:
         For each map, in order; None if a map is constant or its grid does not shift by whole cells.
 
     Raises:
-        OptionError: the shift is not by whole patches, or the maps are of several images or targets.
+        OptionError: the maps are of several images or targets.
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
@@ -48,15 +199,17 @@ def shift_stability(explainer: Explainer, maps: Sequence[Saliency], *, pixels: i
     True
     """
     image = maps[0].image
-    (down, right), (height, width) = _steps(explainer, image, pixels)
-    window = _wide_window(explainer, image, (down, right))  # the model input with a margin of one step
+    height, width = explainer.pixels(image).shape[-2:]
+    rows, cols = cell_grid(height, width, None)
+    down, right = explainer.spec.patch_size or (height // rows, width // cols)
+    window = _wide_window(explainer, image, (down, right))  # the model input with a margin of one patch
     moved = [window[down : down + height, :width], window[:height, right : right + width]]
     shifted = explain_again(as_it_is(explainer, (height, width)), moved, maps)
     values = []
     for before, to_right, to_down in zip(maps, shifted[: len(maps)], shifted[len(maps) :], strict=True):
         across = _moved_back(before.grid, to_right.grid, right, width)
         along = _moved_back(before.grid.T, to_down.grid.T, down, height)
-        values.append(mean_of_defined([across, along]) if None not in (across, along) else None)
+        values.append(None if across is None or along is None else (across + along) / 2)
     return values
 
 
@@ -89,21 +242,20 @@ def flip_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float
     ]
 
 
-def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency], *, other: str = "second") -> list[float | None]:
+def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
     """Return 1 − ρ between the maps for two classes of the image, by the method of each map.
 
-    Maps for the most probable class and another class are compared by Spearman's ρ over patches. A method that is not
+    Maps for the two most probable classes are compared by Spearman's ρ over patches. A method that is not
     class-specific has 0 and is not run. 1 means uncorrelated maps, 2 reversed ranks.
 
     Args:
         explainer, maps: as for `cascading_randomisation`.
-        other: "second" for the second most probable class, "least" for the least probable class.
 
     Returns:
         For each map, in order; None if the map for one of the classes is constant.
 
     Raises:
-        OptionError: other is unknown, or the model has fewer than two classes.
+        OptionError: the model has fewer than two classes.
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
@@ -112,41 +264,18 @@ def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency], *, other: 
     >>> gae > rollout == 0.0
     True
     """
-    check_known("other class", other, OTHERS)
     methods = [(m.method, m.options) for m in maps if m.class_specific]
     if not methods:
         return [0.0] * len(maps)
-    image = maps[0].image
-    by_class = explainer.explain_batch([image], methods=methods, targets=_two_classes(explainer, image, other))
+    with torch.no_grad():
+        logits = explainer.logits(explainer.pixels(maps[0].image))
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise OptionError(f"Expected a model with at least two classes, got {explainer.model_id} with fewer.")
+    classes = logits[0].argsort(descending=True)[:2].tolist()
+    by_class = explainer.explain_batch([maps[0].image], methods=methods, targets=classes)
     correlations = (spearman(a.grid, b.grid) for a, b in zip(by_class[::2], by_class[1::2], strict=True))
     changes = (None if rho is None else 1.0 - rho for rho in correlations)
     return [next(changes) if m.class_specific else 0.0 for m in maps]
-
-
-def _two_classes(explainer: Explainer, image: NDArray[np.uint8], other: str) -> list[int]:
-    """Return the most probable class of the image, and the other class."""
-    with torch.no_grad():
-        logits = explainer.logits(explainer.pixels(image))
-    if logits.ndim != 2 or logits.shape[1] < 2:
-        raise OptionError(f"Expected a model with at least two classes, got {explainer.model_id} with fewer.")
-    ranked = logits[0].argsort(descending=True).tolist()
-    return [ranked[0], ranked[1 if other == "second" else -1]]
-
-
-def _steps(
-    explainer: Explainer, image: NDArray[np.uint8], pixels: int | None
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shift of the model input (down, right), and its (height, width), in pixels."""
-    height, width = explainer.pixels(image).shape[-2:]
-    rows, cols = cell_grid(height, width, None)
-    patch = explainer.spec.patch_size or (height // rows, width // cols)
-    steps = patch if pixels is None else (pixels, pixels)
-    if min(steps) < 1 or steps[0] % patch[0] or steps[1] % patch[1] or steps[0] >= height or steps[1] >= width:
-        raise OptionError(
-            f"Expected a shift by whole patches of {patch[0]} × {patch[1]} pixels smaller than the model "
-            f"input of {height} × {width} pixels, got {pixels}."
-        )
-    return steps, (height, width)
 
 
 def _wide_window(explainer: Explainer, image: NDArray[np.uint8], margin: tuple[int, int]) -> NDArray[np.uint8]:
@@ -173,7 +302,8 @@ def _wide_window(explainer: Explainer, image: NDArray[np.uint8], margin: tuple[i
 def as_it_is(explainer: Explainer, size: tuple[int, ...]) -> Explainer:
     """Return a copy of the explainer for images that already are model inputs."""
     result = copy.copy(explainer)
-    result.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
+    result.inputs = copy.copy(explainer.inputs)
+    result.inputs.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
     return result
 
 

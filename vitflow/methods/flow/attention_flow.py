@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,6 @@ Source = int | Tensor | Floats | Sequence[float]
 
 # Relative distance to the trivial cut below which a flow is saturated.
 SATURATED = 1e-9
-# Maximum number of flows of `all_sources`, nodes × sinks.
-MOST_PAIRS = 200_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +38,6 @@ class FlowResult:
         num_prefix_tokens: number of tokens before the patches.
         reference: the flows of uniform attention among visible keys, if the result is relative to them.
         self_mask: mask of the source's own token among the sinks, bool; None without a reference.
-
-    With `all_sources` the tensors have the shape [batch, layers, tokens, sinks]: the source is token i after the
-    window's l-th layer, and the flow runs from there to the window's first layer.
     """
 
     values: Tensor
@@ -93,7 +87,6 @@ def attention_flow(
     discard_ratio: float = 0.0,
     residual: float = 0.5,
     num_prefix_tokens: int = 1,
-    all_sources: bool = False,
     causal: Causal | None = None,
     attention_mask: Tensor | None = None,
     visible: Sequence[Tensor] | Tensor | None = None,
@@ -116,13 +109,12 @@ def attention_flow(
         discard_ratio: share of the smallest values per image and layer to set to 0, 0 <= ratio < 1.
         residual: α, the share of the residual connection; the paper uses 0.5.
         num_prefix_tokens: tokens before the patches, which are never discarded as keys.
-        all_sources: solve from every token of every layer of the window, as the paper does for a sentence.
         causal, attention_mask, visible: as for `attention_rollout`; with "receptive_field", `normalized` is relative to
             the flows of uniform attention, which are solved too.
         progress: called with the number of further flows solved, such as the `update` of a progress bar.
 
     Raises:
-        OptionError: an option is out of range, or the graph is too large for `all_sources`.
+        OptionError: an option is out of range.
         ShapeError: wrong shapes, or values that are not finite or negative.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.2.
@@ -137,26 +129,26 @@ def attention_flow(
     chosen, first = check_window(attentions, layers)
     batch, tokens = chosen[0].shape[0], chosen[0].shape[-1]
     targets = tuple(range(tokens)) if sinks is None else _sinks(sinks, tokens)
-    solve = partial(_solve, sinks=targets, progress=progress)
-    pairs = batch * len(chosen) * tokens * len(targets)
-    if all_sources and pairs > MOST_PAIRS:
-        raise OptionError(
-            f"all_sources would solve {pairs:,} maximum flows; expected at most {MOST_PAIRS:,}. Take fewer layers or "
-            "sinks, or solve for chosen sources: source=token, layers=(first, last)."
-        )
     sources = _sources(source, batch, tokens)
     last = first + len(chosen) - 1
     per_layer = visible if visible is None or isinstance(visible, Tensor) else list(visible)[first - 1 : last]
     seen = visible_keys(chosen, causal, attention_mask, per_layer)
-    options: dict[str, Any] = {"residual": residual, "num_prefix_tokens": num_prefix_tokens, "visible": seen}
 
     def flows(matrices: Sequence[Tensor], discard_ratio: float) -> list[Tensor]:
+        """Return the flows, their trivial cuts, and the layer of each minimum cut, 0 for the first."""
         solved = []
-        for index in range(batch):
+        for index, source in enumerate(sources):
             capacities = layer_capacities(
-                matrices, index, head_fusion=head_fusion, discard_ratio=discard_ratio, **options
+                matrices,
+                index,
+                head_fusion=head_fusion,
+                discard_ratio=discard_ratio,
+                residual=residual,
+                num_prefix_tokens=num_prefix_tokens,
+                visible=seen,
             )
-            solved.append(_all_sources(capacities, solve) if all_sources else solve(capacities, sources[index]))
+            flow = max_flow(capacities, source, targets, progress=progress)
+            solved.append((flow.values, flow.bounds, flow.crossing.argmax(axis=1)))
         device = chosen[0].device if chosen[0].device.type != "mps" else torch.device("cpu")  # MPS has no float64
         return [torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*solved, strict=True)]
 
@@ -164,11 +156,10 @@ def attention_flow(
     result = FlowResult(values, cuts, where + first, (first, last), targets, num_prefix_tokens)
     if causal != "receptive_field" or seen is None:
         return result
-    is_self = torch.eye(tokens, dtype=torch.bool) if all_sources else self_token(_capacities(sources, tokens))
+    rows = [np.eye(tokens)[source] if isinstance(source, int) else source for source in sources]
+    is_self = self_token(torch.from_numpy(np.stack(rows)))
     uniform = flows([uniform_attention(one) for one in seen], 0.0)[0]
-    return replace(
-        result, reference=uniform, self_mask=is_self[:, list(targets)].to(values.device).expand(values.shape)
-    )
+    return replace(result, reference=uniform, self_mask=is_self[:, list(targets)].to(values.device))
 
 
 def _sinks(sinks: Sequence[int], tokens: int) -> tuple[int, ...]:
@@ -203,26 +194,3 @@ def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:
             f"{vector.min():g} to {vector.max():g}."
         )
     return list(vector.expand(batch, tokens).numpy())
-
-
-def _capacities(sources: Sequence[int | Floats], tokens: int) -> Tensor:
-    """Return the sources as capacities [batch, tokens]."""
-    rows = [np.eye(tokens)[source] if isinstance(source, int) else source for source in sources]
-    return torch.from_numpy(np.stack(rows))
-
-
-def _solve(
-    capacities: Floats, source: int | Floats, *, sinks: Sequence[int], progress: Progress | None
-) -> tuple[Floats, Floats, NDArray[np.intp]]:
-    """Flows, trivial cuts and the layer of each minimum cut (0 for the first) of one image."""
-    flow = max_flow(capacities, source, sinks, progress=progress)
-    return flow.values, flow.bounds, flow.crossing.argmax(axis=1)
-
-
-def _all_sources(capacities: Floats, solve: Any) -> tuple[Floats, ...]:
-    """Compute the flows from each token after each layer: arrays [layers, tokens, sinks]."""
-    layers, tokens = capacities.shape[:2]
-    flows = [
-        [solve(capacities[:count], token) for token in range(tokens)] for count in range(1, layers + 1)
-    ]  # [layers][tokens](values, cuts, where)
-    return tuple(np.array([[parts[which] for parts in row] for row in flows]) for which in range(3))

@@ -20,9 +20,22 @@ Source: E. A. Dinic, "Algorithm for solution of a problem of maximum flow in net
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitflow.compiled import compiled
-from vitflow.methods.flow.layers import Floats, Graph, Ints
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int32]
+
+
+class Graph(NamedTuple):
+    """The layers shared by all sinks: m edge layers between m + 1 node layers, numbered from the lowest."""
+
+    layer: Ints  # [nodes]: the layer of each node, from 0
+    row: Ints  # [nodes + 1]: index of the first edge above each node
+    above: Ints  # [edges]: the upper node
+    capacity: Floats  # [edges]
+    supply: Floats  # [top nodes]
 
 
 class Workspace(NamedTuple):

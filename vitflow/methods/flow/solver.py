@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError
-from vitflow.methods.flow.kernel import Workspace, solve, workspace
-from vitflow.methods.flow.layers import Floats, Graph
+from vitflow.methods.flow.kernel import Floats, Graph, Workspace, solve, workspace
 
 Progress = Callable[[int], object]
 Indices = NDArray[np.intp]
@@ -40,101 +39,71 @@ PART = 8
 WORKSPACE_BYTES = 2**29
 
 
-class InnerGraph:
-    """The layers between the edges of the source and those of the sinks, which all sinks share.
+def inner_flows(
+    upward: Floats, supply: Floats, demands: Floats, bounds: Floats, *, progress: Progress | None = None
+) -> tuple[Floats, Floats]:
+    """Find the maximum flow for each sink, and the minimum cut of each whose flow stays below its bound.
 
     Args:
-        upward: capacities [layers, keys, queries], lowest layer first, C-contiguous.
+        upward: capacities between the edges of the source and those of the sinks, [layers, keys, queries], lowest layer
+            first, C-contiguous.
         supply: the capacities [tokens] with which the source feeds the top.
-        workers: threads to use at most.
+        demands: [sinks, tokens], capacity from each node of the lowest layer to each sink.
+        bounds: [sinks], the smaller trivial cut.
+        progress: called with the number of further sinks solved.
+
+    Returns:
+        values: [sinks]; a flow that reaches its bound gets the bound itself.
+        crossing: [sinks, layers + 2], the cut's capacity among demands, in each layer from the lowest, among supplies.
     """
-
-    def __init__(self, upward: Floats, supply: Floats, workers: int) -> None:
-        self.layers, self.tokens = len(upward), len(supply)
-        if upward.size >= 2**31:
-            raise ShapeError(f"Expected less than 2^31 edges, got {self.layers} inner layers of {self.tokens} tokens.")
-        self.workers = workers
-        self.upward = upward
-        self.supplies, self.nodes = _shared_out(upward, supply)
-
-    def solve(self, demands: Floats, bounds: Floats, *, progress: Progress | None = None) -> tuple[Floats, Floats]:
-        """Find the maximum flow for each sink, and the minimum cut of each whose flow stays below its bound.
-
-        Args:
-            demands: [sinks, tokens], capacity from each node of the lowest layer to each sink.
-            bounds: [sinks], the smaller trivial cut.
-            progress: called with the number of further sinks solved.
-
-        Returns:
-            values: [sinks]; a flow that reaches its bound gets the bound itself.
-            crossing: [sinks, layers + 2], the cut's capacity among demands, in each layer from the lowest, among
-                supplies.
-        """
-        report = progress or (lambda count: None)
-        values, crossing = bounds.copy(), np.zeros((len(bounds), self.layers + 2))
-        remaining = np.flatnonzero(bounds > 0)
-        report(len(bounds) - len(remaining))
-        for layers in (*(count for count in WINDOWS if count < self.layers), self.layers):
-            if not len(remaining):
-                break
-            whole = layers == self.layers
-            window = self.window(layers, 0.0 if whole else SMALL)
-            short = []
-            for part, (flows, cuts) in window.solve(demands, bounds, remaining, search=whole):
-                below = flows < bounds[part] * (1 - EXACT)
-                if whole:
-                    values[part], crossing[part] = np.where(below, flows, bounds[part]), cuts
-                    report(len(part))
-                else:
-                    short.append(part[below])
-                    report(int((~below).sum()))
-            remaining = np.concatenate(short) if short else remaining[:0]
-        return values, crossing
-
-    def window(self, layers: int, small: float = 0.0) -> "Window":
-        """Return the lowest layers, without edges of at most this share of their layer's mean."""
-        nodes = self.nodes[: layers + 1]
-        return Window(_arranged(self.upward[:layers], nodes, self.supplies[layers], small), nodes, self.workers)
+    if upward.size >= 2**31:
+        raise ShapeError(f"Expected less than 2^31 edges, got {len(upward)} inner layers of {len(supply)} tokens.")
+    report = progress or (lambda count: None)
+    values, crossing = bounds.copy(), np.zeros((len(bounds), len(upward) + 2))
+    supplies, nodes = shared_out(upward, supply)
+    remaining = np.flatnonzero(bounds > 0)
+    report(len(bounds) - len(remaining))
+    for layers in (*(count for count in WINDOWS if count < len(upward)), len(upward)):
+        if not len(remaining):
+            break
+        whole = layers == len(upward)
+        graph = lowest_layers(upward[:layers], nodes, supplies, 0.0 if whole else SMALL)
+        short = []
+        for part, flows, cuts in _solved(graph, layers, demands[:, nodes[0]], bounds, remaining, whole):
+            below = flows < bounds[part] * (1 - EXACT)
+            if whole:
+                values[part], crossing[part] = np.where(below, flows, bounds[part]), cuts
+                report(len(part))
+            else:
+                short.append(part[below])
+                report(int((~below).sum()))
+        remaining = np.concatenate(short) if short else remaining[:0]
+    return values, crossing
 
 
-@dataclass(slots=True)
-class Window:
-    """The lowest layers, supplied with the propagated flow.
+def _solved(
+    graph: Graph, layers: int, demands: Floats, bounds: Floats, which: Indices, search: bool
+) -> Iterator[tuple[Indices, Floats, Floats]]:
+    """Yield some sinks, their values and their crossings [sinks, layers + 2], part by part, from several threads."""
+    workers = max(1, min(torch.get_num_threads(), WORKSPACE_BYTES // (8 * len(graph.capacity) + 1)))
+    idle: SimpleQueue[Workspace] = SimpleQueue()
+    for _ in range(workers):
+        idle.put(workspace(graph))
 
-    Attributes:
-        graph: the layers.
-        nodes: the token of each node, by layer.
-        workers: threads to use at most.
-    """
+    def some(part: Indices) -> tuple[Indices, Floats, Floats]:
+        work = idle.get()
+        values, crossing = np.zeros(len(part)), np.zeros((len(part), layers + 2))
+        solve(graph, demands[part], bounds[part], search, work, values, crossing)
+        idle.put(work)
+        return part, values, crossing
 
-    graph: Graph
-    nodes: list[Indices]
-    workers: int
-
-    def solve(
-        self, demands: Floats, bounds: Floats, which: Indices, *, search: bool
-    ) -> Iterator[tuple[Indices, tuple[Floats, Floats]]]:
-        """Yield the values and crossings of some sinks, part by part."""
-        workers = max(1, min(self.workers, WORKSPACE_BYTES // (8 * len(self.graph.capacity) + 1)))
-        idle: SimpleQueue[Workspace] = SimpleQueue()
-        for _ in range(workers):
-            idle.put(workspace(self.graph))
-
-        def some(part: Indices) -> tuple[Floats, Floats]:
-            work = idle.get()
-            values, crossing = np.zeros(len(part)), np.zeros((len(part), len(self.nodes) + 1))
-            solve(self.graph, demands[np.ix_(part, self.nodes[0])], bounds[part], search, work, values, crossing)
-            idle.put(work)
-            return values, crossing
-
-        # Neighbouring sinks take similar time, so parts are interleaved.
-        count = max(min(workers, len(which)), len(which) // PART)
-        parts = [which[start::count] for start in range(count)]
-        with ThreadPoolExecutor(workers) as pool:
-            yield from zip(parts, pool.map(some, parts), strict=True)
+    # Neighbouring sinks take similar time, so parts are interleaved.
+    count = max(min(workers, len(which)), len(which) // PART)
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(some, (which[start::count] for start in range(count)))
 
 
-def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indices]]:
+def shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indices]]:
     """Propagate the supply to each layer of nodes, lowest first, in proportion to the capacities.
 
     Returns:
@@ -151,8 +120,15 @@ def _shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indi
     return supplies, [order[which[order]] for order, which in zip(orders, reached, strict=True)]
 
 
-def _arranged(upward: Floats, nodes: list[Indices], supply: Floats, small: float) -> Graph:
-    """Convert the layers between these nodes for the compiled search, without edges below a share of the mean."""
+def lowest_layers(upward: Floats, nodes: Sequence[Indices], supplies: Sequence[Floats], small: float = 0.0) -> Graph:
+    """Return the lowest layers for the compiled search, supplied with the flow that `shared_out` propagates to them.
+
+    Args:
+        upward: their capacities, [layers, keys, queries].
+        nodes, supplies: the tokens and the supply of each layer of nodes, lowest first.
+        small: leave out edges of at most this share of their layer's mean.
+    """
+    nodes = nodes[: len(upward) + 1]
     sizes = [len(tokens) for tokens in nodes]
     counts, above, capacity = [], [], []
     for q, matrix in enumerate(upward):
@@ -167,7 +143,7 @@ def _arranged(upward: Floats, nodes: list[Indices], supply: Floats, small: float
         row.astype(np.int32),
         np.concatenate(above).astype(np.int32),
         np.concatenate(capacity),
-        supply[nodes[-1]],
+        supplies[len(upward)][nodes[-1]],
     )
 
 
@@ -220,8 +196,7 @@ def max_flow(
     bounds = np.minimum(total, arrived)
     closed = _closed_form(upward, supply, demands)
     if closed is None:
-        inner = InnerGraph(upward[1:], supply, torch.get_num_threads())
-        values, crossing = inner.solve(demands, bounds, progress=progress)
+        values, crossing = inner_flows(upward[1:], supply, demands, bounds, progress=progress)
     else:
         values, crossing = closed
         if progress:

@@ -1,9 +1,13 @@
-"""Grid pointing game: choose images of a grid, and score how well maps separate their classes."""
+"""Choose the target class and the true region of each image, and the images of grids.
+
+Grid pointing game: four images of different classes in one model input, with the class of each as target.
+"""
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cache
 
 import cv2
 import numpy as np
@@ -11,48 +15,99 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.errors import ShapeError, VitflowError
-from vitflow.evaluation.annotations import Labelled
-from vitflow.evaluation.choices import choose_target
+from vitflow.errors import OptionError, VitflowError
+from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, union
 from vitflow.evaluation.datasets import Sample
-from vitflow.evaluation.measures.localisation import Heatmap, Mask, roc_auc
+from vitflow.evaluation.measures.localisation import CELLS, score_cell
 from vitflow.evaluation.measures.sanity import as_it_is
 from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.comparison import Comparison
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.strips import columns_of
+from vitflow.explaining.targets import class_index
 from vitflow.methods.cells import cell_edges
-from vitflow.methods.ranks import is_constant
 
-#: Cells of a grid: two by two, numbered in raster order.
-CELLS = 4
+_WORDNET_ID = re.compile(r"n\d{8}")
+_IMAGENET_CLASSES = 1000
 
-
-class CellScore(NamedTuple):
-    """Scores of a grid's map for the target cell.
-
-    Attributes:
-        energy: share of the map's positive mass in the cell; ¼ for a map without positive values.
-        auc: ROC-AUC of the map as a detector of the cell's patches.
-        wins: 1 if the cell has the largest mean, else 0; 1/n for n tied cells.
-    """
-
-    energy: float
-    auc: float
-    wins: float
+# Minimum probability of the labelled class of an image in a grid, exclusive.
+_MIN_PROBABILITY = 0.5
+# Largest number of grids to draw, and of methods in each.
+_MAX_DRAWN = 3, 4
 
 
-class ObjectScore(NamedTuple):
-    """Scores of a map for the target among the labelled objects of an image.
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetRegion:
+    """Target class and true region of an image.
 
     Attributes:
-        energy: share of the mass in labelled objects that is in the target object.
-        wins: 1 if the target object has the largest mean, else 0; 1/n for n tied objects.
+        target: class index that the maps explain; None for the class that the model predicts.
+        region: pixels of the target's objects, bool [height, width]; None if the data has no regions.
+        unknown: pixels to ignore, bool [height, width].
+        objects: pixels of each class that the model knows, by class index.
     """
 
-    energy: float
-    wins: float
+    target: int | None
+    region: Mask | None = None
+    unknown: Mask | None = None
+    objects: Mapping[int, Mask] = field(default_factory=dict)
+
+
+def choose_target(image: Labelled, num_classes: int, class_names: Sequence[str] | None) -> TargetRegion:
+    """Choose the target class and its region.
+
+    1. The label of the image, if the model has this class.
+    2. Otherwise the class of its objects that covers the most pixels, among those that the model has.
+    3. Otherwise the predicted class.
+
+    The region is the union of all objects of the target class, or of all objects if none has this class. Each image has
+    one target, so that images are independent in the statistics.
+
+    Args:
+        image: the image and its annotations.
+        num_classes: number of classes of the model; 0 without a classifier.
+        class_names: names of the classes, if known. Models of ImageNet-1k know WordNet ids such as n01440764.
+
+    Raises:
+        ShapeError: a region is invalid.
+    """
+    size = image.image.shape[0], image.image.shape[1]
+    target = _index(image.label, num_classes, class_names)
+    if image.regions is None:
+        return TargetRegion(target)
+    unknown = [region for region in image.regions if region.unknown]
+    known = [region for region in image.regions if not region.unknown]
+    by_class: dict[int | None, list[Region]] = {}
+    for region in known:
+        by_class.setdefault(_index(region.label, num_classes, class_names), []).append(region)
+    objects = {index: union(regions, size) for index, regions in by_class.items() if index is not None}
+    if target is None:  # the first of tied classes
+        target = max(objects, key=lambda index: int(objects[index].sum()), default=None)
+    region_mask = objects[target] if target in objects else union(known, size)
+    return TargetRegion(target, region_mask, union(unknown, size) & ~region_mask if unknown else None, objects)
+
+
+def _index(label: Label, num_classes: int, class_names: Sequence[str] | None) -> int | None:
+    """Return the class index of a label; None if the model has no such class, or several."""
+    if label is None or not num_classes:
+        return None
+    if num_classes == _IMAGENET_CLASSES and _WORDNET_ID.fullmatch(str(label)):
+        return _imagenet_synsets().get(str(label))
+    try:
+        return class_index(label, num_classes, class_names)
+    except OptionError:
+        return None
+
+
+@cache
+def _imagenet_synsets() -> dict[str, int]:
+    from timm.data import ImageNetInfo
+
+    return {name: index for index, name in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+
+
+# --- Grids -----------------------------------------------------------------------------------------------------------
 
 
 def tile(windows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
@@ -69,78 +124,6 @@ def tile(windows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     return np.vstack([np.hstack(cells[:2]), np.hstack(cells[2:])]).astype(np.uint8, copy=False)
 
 
-def score_cell(grid: NDArray[np.floating], cell: int) -> CellScore:
-    """Score the map [rows, cols] of a grid for the class in a cell (0 to 3).
-
-    Patches that overlap two cells are ignored.
-
-    Raises:
-        ShapeError: the map has fewer than 2 × 2 patches.
-
-    Source: Böhle, Fritz & Schiele, "Convolutional Dynamic Alignment Networks for Interpretable Classifications", CVPR
-    2021, §4 (the energy).
-
-    >>> score_cell(np.array([[3.0, 1.0], [-1.0, 0.0]]), 0)
-    CellScore(energy=0.75, auc=1.0, wins=1.0)
-    """
-    if grid.ndim != 2 or min(grid.shape) < 2:
-        raise ShapeError(f"Expected a map of at least 2 × 2 patches, got {grid.shape}.")
-    values = grid.astype(np.float64)
-    if is_constant(values):
-        values[:] = values.flat[0]  # without rounding
-    # Rows and columns of each half, without the middle one of an odd number.
-    rows, cols = ([range(count // 2), range(-(-count // 2), count)] for count in values.shape)
-    cells = np.stack([values[np.ix_(rows[index // 2], cols[index % 2])] for index in range(CELLS)])
-    mass = np.clip(cells, 0.0, None).sum(axis=(1, 2))
-    whole = float(mass.sum())
-    inside = np.zeros(cells.shape, dtype=np.bool_)
-    inside[cell] = True
-    auc = roc_auc(cells.reshape(CELLS, -1), inside.reshape(CELLS, -1))
-    assert auc is not None
-    return CellScore(
-        float(mass[cell]) / whole if whole > 0 else 1 / CELLS, auc, _wins(cells.mean(axis=(1, 2)).tolist(), cell)
-    )
-
-
-def score_object(heatmap: Heatmap, objects: Sequence[Mask], target: int) -> ObjectScore | None:
-    """Score the map of an image for one of its labelled objects, against all of them.
-
-    Args:
-        heatmap: the map for the target object's class, [height, width], NaN outside the model input. Its mass is its
-            excess over its minimum, or over 0 if the minimum is negative.
-        objects: pixels of each class's objects, bool [height, width].
-        target: index of the target object.
-
-    Returns:
-        None if one of the objects is outside the model input.
-
-    >>> masks = [np.array([[True, True, False, False]]), np.array([[False, False, False, True]])]
-    >>> score_object(np.array([[3.0, 1.0, 0.0, 2.0]]), masks, 0)
-    ObjectScore(energy=0.6666666666666666, wins=0.5)
-    """
-    seen = np.isfinite(heatmap)
-    if not all((seen & mask).any() for mask in objects):
-        return None
-    values = heatmap.astype(np.float64)
-    mass = np.clip(values - max(float(values[seen].min()), 0.0), 0.0, None)
-    sums = [float(mass[seen & mask].sum()) for mask in objects]
-    areas = [int((seen & mask).sum()) for mask in objects]
-    whole = sum(sums)
-    energy = sums[target] / whole if whole > 0 else areas[target] / sum(areas)
-    return ObjectScore(energy, _wins([mass_sum / area for mass_sum, area in zip(sums, areas, strict=True)], target))
-
-
-def _wins(means: Sequence[float], target: int) -> float:
-    largest = np.array(means) == max(means)
-    return float(largest[target]) / float(largest.sum())
-
-
-# Minimum probability of the labelled class of an image in a grid, exclusive.
-_MIN_PROBABILITY = 0.5
-# Largest number of grids to draw, and of methods in each.
-_MAX_DRAWN = 3, 4
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
     """Four images of different classes that the model classifies correctly.
@@ -152,7 +135,7 @@ class Grid:
 
     samples: tuple[Sample, ...]
     classes: tuple[int, ...]
-    _scores: dict[str, list[CellScore]] = field(default_factory=dict)  # by method, computed once for all images
+    _scores: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)  # by method, computed once for all images
 
     @property
     def names(self) -> list[str]:
@@ -172,22 +155,30 @@ class Grid:
     def maps(self, explainer: Explainer, methods: Sequence[ChosenMethod]) -> dict[str, list[Saliency]]:
         """Return the maps of each method, by label, for each class of the grid."""
         image = self.image(explainer)
-        names = [" + ".join(self.names)]
-        flat = as_it_is(explainer, image.shape[:2]).explain_batch(
-            [image], methods=methods, targets=list(self.classes), names=names
+        return maps_by_class(
+            as_it_is(explainer, image.shape[:2]), image, methods, self.classes, names=[" + ".join(self.names)]
         )
-        return {
-            method.label: list(maps) * (CELLS // len(maps))  # one map for all classes, or one for each
-            for method, maps in zip(methods, columns_of(flat), strict=True)
-        }
 
-    def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, CellScore]:
+    def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, tuple[float, ...]]:
         """Return the score of each method's map for the class of this image, by label."""
         if not self._scores:
             for label, maps in self.maps(explainer, methods).items():
                 self._scores[label] = [score_cell(saliency.grid, cell) for cell, saliency in enumerate(maps)]
         cell = self.names.index(name)
         return {label: scores[cell] for label, scores in self._scores.items()}
+
+
+def maps_by_class(
+    explainer: Explainer,
+    image: NDArray[np.uint8],
+    methods: Sequence[ChosenMethod],
+    classes: Sequence[int],
+    names: Sequence[str] | None = None,
+) -> dict[str, list[Saliency]]:
+    """Return the maps of each method, by label, for each class; a method that is not class-specific has one map."""
+    flat = explainer.explain_batch([image], methods=methods, targets=list(classes), names=names)
+    columns = zip(methods, columns_of(flat), strict=True)
+    return {method.label: maps * (len(classes) // len(maps)) for method, maps in columns}
 
 
 def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> dict[str, Grid]:

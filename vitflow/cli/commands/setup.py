@@ -1,0 +1,234 @@
+"""`vitflow methods`, `models`, `demo` and `doctor`: what there is, a first example, and a check of the installation."""
+
+import json
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from vitflow.cli import options as shared
+from vitflow.cli.output import say, say_record, writing
+from vitflow.errors import check_known, printable
+from vitflow.explaining.method_table import Method
+from vitflow.explaining.options import OPTIONS, default_in_words
+from vitflow.text.method_table import list_methods
+
+# Extras for developing vitflow.
+_OURS = {"test", "bench", "dist", "docs"}
+# Timeout of the hub, in seconds.
+_PATIENCE = 2.0
+
+
+@click.command(short_help="List the methods, or describe one.", panel="Setup")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
+def methods(name: str | None, as_json: bool) -> None:
+    """List the methods, their questions and sources.
+
+    With NAME, describe one method: also the meaning and values of each option.
+    """
+    tables = {"image": list_methods(text=False), "text": list_methods(text=True)}
+    if name is not None:
+        check_known("method", name, {method.name for table in tables.values() for method in table})
+    rows = [(kind, method) for kind, table in tables.items() for method in table if name in (None, method.name)]
+    if as_json:
+        click.echo(json.dumps([_record(kind, method) for kind, method in rows], indent=2))
+        return
+    for kind, method in rows:
+        click.echo(_description(kind, method, options=name is not None), nl=name is None)
+
+
+def _record(kind: str, method: Method) -> dict[str, Any]:
+    """Return a method as a JSON object."""
+    return {
+        "name": method.name,
+        "input": kind,
+        "summary": method.summary,
+        "question": method.question,
+        "class_specific": method.class_specific,
+        "options": dict(method.defaults),
+        "values": {name: _values(method, name) for name in method.defaults if name in OPTIONS},
+        "presets": {name: dict(options) for name, options in method.presets.items()},
+        "paper": method.paper,
+    }
+
+
+def _description(kind: str, method: Method, *, options: bool) -> str:
+    """Describe a method: its question and its source, and with `options` the values of each option."""
+    formatter = click.HelpFormatter(max_width=110)
+    formatter.write(f"{method.name}{' (texts)' if kind == 'text' else ''}\n")
+    with formatter.indentation():
+        formatter.write_text(method.summary)
+        formatter.write_dl(
+            [
+                ("question", method.question or "(not given)"),
+                ("class-specific", "yes" if method.class_specific else "no"),
+                ("source", method.paper or "vitflow"),
+            ]
+        )
+    rows = []
+    for name, value in method.defaults.items():  # options of registered methods have no help
+        about = f"{OPTIONS[name].help}  [{_values(method, name)}; " if name in OPTIONS else "["
+        rows.append((shared.flag_of(name), f"{about}default: {default_in_words(name, value)}]"))
+    for preset, values in method.presets.items():
+        differing = {name: value for name, value in values.items() if value != method.defaults[name]}
+        settings = "  ".join(f"{shared.flag_of(name)} {default_in_words(name, v)}" for name, v in differing.items())
+        rows.append((f"--preset {preset}", f"{OPTIONS['preset'].help}  [{settings or 'the defaults'}]"))
+    if options and rows:
+        with formatter.section("Options"):
+            formatter.write_dl(rows)
+    return formatter.getvalue()
+
+
+def _values(method: Method, name: str) -> str:
+    """Return the values of an option; signed_mean requires gradients."""
+    values = OPTIONS[name].values
+    return values if "gradients" in method.needs else values.replace("|signed_mean", "")
+
+
+@click.command(short_help="List timm's models and which methods apply to each.", panel="Setup")
+@click.argument("pattern", default="*vit*")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per model.")
+@click.option("--all", "untrained", is_flag=True, help="Include architectures without pretrained weights.")
+def models(pattern: str, as_json: bool, untrained: bool) -> None:
+    """List timm's pretrained models whose id matches PATTERN (with * as a wildcard), and the methods they support.
+
+    \b
+    rollout    attention and rollout
+    flow       attention flow
+    gradients  gradient_rollout and gae
+    yes        supported, over all tokens
+    windows    supported, through windows and stages down to the finest patch grid
+    gradcam, input_gradient and occlusion support every model.
+
+    In JSON, input_size is [channels, height, width] in pixels and grid is [rows, columns] of patches. Each
+    architecture is built without weights and run once on shapes alone: nothing is downloaded.
+    """
+    from tqdm import tqdm
+
+    from vitflow.explaining.applicability import list_models, matching
+
+    names = matching(pattern, untrained=untrained)
+    if not as_json:
+        width = max(len(name) for name in names)
+        columns = ("input", "grid", "prefix", "rollout", "flow", "gradients", "pooling, or why not")
+        say(_line(width, "model", *columns))
+    for row in list_models(names):
+        with tqdm.external_write_mode():  # clears the progress bar
+            click.echo(json.dumps(row, ensure_ascii=False) if as_json else _row(row, width))
+
+
+def _row(row: dict[str, Any], width: int) -> str:
+    """Format a model as a line of the table."""
+    size, grid = ("×".join(map(str, sides or ())) for sides in ((row["input_size"] or ())[1:], row["grid"]))
+    prefix = "" if row["num_prefix_tokens"] is None else row["num_prefix_tokens"]
+    applies = (row[name] for name in ("rollout", "flow", "gradients"))
+    return _line(width, row["model"], size, grid, prefix, *applies, row["pooling"] or row["reason"] or "")
+
+
+def _line(width: int, *columns: Any) -> str:
+    """Format columns as a line of the table of models."""
+    return f"{{:{width}}}  {{:>9}}  {{:>7}}  {{:>6}}  {{:7}}  {{:7}}  {{:9}}  {{}}".format(*columns).rstrip()
+
+
+@click.command(short_help="Explain the bundled images with the bundled model.", panel="Setup")
+@click.option("-o", "--output", type=shared.NEW_FOLDER, default=Path("vitflow-demo"), help="Folder for the overlays.")
+def demo(output: Path) -> None:
+    """Explain the bundled images with the bundled model: overlays, and a strip of the first three by four methods."""
+    from vitflow.demo import load_demo_model, sample_images
+    from vitflow.explaining.comparison import compare
+    from vitflow.explaining.explainer import Explainer
+
+    explainer, images = Explainer(load_demo_model()), sample_images()
+    with writing(output):
+        for image in images:
+            # The map explains the predicted class.
+            click.echo(printable(explainer.explain(image, method="gae").save(output / f"{image.stem}-gae.png")))
+        methods = ["rollout", "gae", "gradcam", "random"]
+        click.echo(printable(compare(images[:3], model=explainer, methods=methods).save(output / "strip.png", dpi=150)))
+
+
+@click.command(short_help="Check the installation.", panel="Setup")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(as_json: bool) -> None:
+    """Report versions, the device, installed extras, and whether a model runs and the hub can be reached.
+
+    Include the output in bug reports. The hub is contacted for at most two seconds, and not if HF_HUB_OFFLINE=1. The
+    exit code is 1 if the bundled model fails.
+    """
+    checks: dict[str, str] = {}
+    for name, result in _checks():
+        checks[name] = result
+        if not as_json:
+            click.echo(printable(f"{name:<24} {result}"))
+    if as_json:
+        say_record(checks)
+    if checks["demo model"].startswith("FAILS"):
+        sys.exit(1)
+
+
+def _checks() -> Iterator[tuple[str, str]]:
+    """Yield the name and result of each check."""
+    yield "vitflow", version("vitflow")
+    yield "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    needed = _required()
+    for name in needed.pop("", []):
+        yield name, _installed(name) or "MISSING"
+    for extra, names in needed.items():
+        missing = [name for name in names if _installed(name) is None]
+        there = ", ".join(f"{name} {_installed(name)}" for name in names)
+        yield f"extra {extra}", f"not installed (pip install 'vitflow[{extra}]')" if missing else there
+    from vitflow.recording.isolation import default_device, device_in_words
+
+    yield "device", device_in_words(default_device())
+    yield "demo model", _runs()
+    yield "Hugging Face hub", _hub()
+
+
+def _required() -> dict[str, list[str]]:
+    """Return the required packages by extra; "" for those that are always required."""
+    packages: dict[str, list[str]] = {"": []}
+    for line in requires("vitflow") or []:
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
+        if extra is None or extra[1] not in _OURS:
+            packages.setdefault(extra[1] if extra else "", []).append(re.split(r"[^\w.-]", line)[0])
+    return packages
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _runs() -> str:
+    """Explain a bundled image with the bundled model, and report any error."""
+    from vitflow.demo import sample_images
+    from vitflow.explaining.explainer import Explainer
+
+    started = time.perf_counter()
+    try:
+        saliency = Explainer("demo").explain(sample_images()[0], method="gae")
+    except Exception as error:
+        return f"FAILS: {type(error).__name__}: {error}"
+    return f"works: {saliency.score.name}, {saliency.score.display}, a map in {time.perf_counter() - started:.1f} s"
+
+
+def _hub() -> str:
+    """Check that models can be downloaded by name."""
+    from huggingface_hub import constants
+
+    from vitflow.models.hub import hub_responds
+
+    if constants.HF_HUB_OFFLINE:
+        return "not checked: HF_HUB_OFFLINE is set"
+    if hub_responds(_PATIENCE):
+        return "reachable"
+    return f"not reachable within {_PATIENCE:g} s: only cached models and local folders can be loaded"

@@ -1,0 +1,238 @@
+"""Measure an image: make its maps, and compute the values of each group of metrics."""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter
+
+from vitflow.evaluation.annotations import Labelled
+from vitflow.evaluation.measures import sanity
+from vitflow.evaluation.measures.faithfulness import faithfulness_curves
+from vitflow.evaluation.measures.localisation import localise, score_object
+from vitflow.evaluation.measures.references import coverage, rank_correlation
+from vitflow.evaluation.metrics import METRICS, has_intervals, twin_of
+from vitflow.evaluation.targets import Grid, TargetRegion, maps_by_class
+from vitflow.explaining.choices import ChosenMethod
+from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.method_table import BASELINES
+from vitflow.explaining.saliency import Saliency
+from vitflow.methods.similarity import is_constant
+
+# Values of `Curves` that are stored: the metrics of faithfulness, and two curves.
+_CURVES = [*(name for name, metric in METRICS.items() if metric.group == "faithfulness"), "deletion", "insertion"]
+
+
+def blurred(saliency: Saliency) -> Saliency:
+    """Return the map after a Gaussian blur with σ of one patch; reflecting at the border preserves the sum.
+
+    >>> from vitflow.explaining.explainer import explain
+    >>> from vitflow.demo import sample_images
+    >>> saliency = explain(sample_images()[0], model="demo")
+    >>> bool(np.isclose(blurred(saliency).grid.sum(), saliency.grid.sum()))
+    True
+    """
+    smooth = gaussian_filter(saliency.grid.astype(np.float64), 1.0, mode="reflect")
+    return replace(saliency, grid=smooth.astype(np.float32))
+
+
+# --- Maps and values -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """Methods and settings of a run.
+
+    Attributes:
+        methods: the measured methods, with distinct labels.
+        groups: groups of metrics.
+        replace: replacement of removed patches: "drop", "blank" or "blur".
+        points: number of points of the deletion and insertion curves.
+        seed: seed of the random weights and of the draw of images.
+        sanity_images: number of images for the costly groups.
+        unchecked: labels of the methods without sanity checks.
+        blurred_twin: also measure each map blurred, as a control, except for baselines and in sanity checks.
+    """
+
+    methods: tuple[ChosenMethod, ...]
+    groups: tuple[str, ...]
+    replace: str = "drop"
+    points: int = 11
+    seed: int = 0
+    sanity_images: int = 24
+    unchecked: tuple[str, ...] = ()
+    blurred_twin: bool = False
+
+    def has_twin(self, method: ChosenMethod) -> bool:
+        """Return True if the method's maps are also measured blurred."""
+        return self.blurred_twin and method.name not in BASELINES
+
+
+# Values by label of a map, then by name.
+Values = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """An image to measure.
+
+    Attributes:
+        explainer, protocol: the model, and the methods and settings of the run.
+        name: name of the sample.
+        image: the image and its annotations.
+        truth: target class and region.
+        groups: groups of metrics to measure on this image, a subset of the protocol's.
+        grid: the grid that contains the image, if any.
+        maps: the maps for the target by label; see `with_maps`.
+    """
+
+    explainer: Explainer
+    protocol: Protocol
+    name: str
+    image: Labelled
+    truth: TargetRegion
+    groups: tuple[str, ...]
+    grid: Grid | None = None
+    maps: Mapping[str, Saliency] = field(default_factory=dict)
+
+
+def with_maps(cases: Sequence[Case]) -> list[Case]:
+    """Return the cases of one run with their maps, computed as a batch, each map followed by its blurred twin."""
+    explainer, protocol = cases[0].explainer, cases[0].protocol
+    maps: dict[str, dict[str, Saliency]] = {case.name: {} for case in cases}
+    for has_target in (True, False):
+        batch = [case for case in cases if (case.truth.target is not None) == has_target]
+        if not batch:
+            continue
+        targets = np.array([case.truth.target for case in batch]) if has_target else None
+        flat = explainer.explain_batch([case.image.image for case in batch], methods=protocol.methods, targets=targets)
+        pairs = [(case, method) for case in batch for method in protocol.methods]
+        for (case, method), saliency in zip(pairs, flat, strict=True):
+            maps[case.name][method.label] = saliency
+            if protocol.has_twin(method):
+                maps[case.name][twin_of(method.label)] = blurred(saliency)
+    return [replace(case, maps=maps[case.name]) for case in cases]
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Return the row of an image with maps: its metadata, and the values of its groups by label and name."""
+    first, region = next(iter(case.maps.values())), case.truth.region
+    values: Values = {label: {} for label in case.maps}
+    row: dict[str, Any] = {
+        "input": case.name,
+        "status": "measured",
+        "groups": case.groups,
+        "target_source": "prediction" if case.truth.target is None else "label",
+        **first.score.to_dict(),
+        "width": first.image.shape[1],
+        "height": first.image.shape[0],
+        "region_share": None if region is None else float(region.mean()),
+        "seconds": {label: saliency.seconds for label, saliency in case.maps.items()},
+        "grid": None if case.grid is None else case.grid.names,
+        "values": values,
+    }
+    for group in case.groups:
+        row |= _MEASURES[group](case, values) or {}
+    plain: dict[str, Any] = _rounded(row)
+    return plain
+
+
+def _localisation(case: Case, values: Values) -> None:
+    if case.truth.region is None:
+        return
+    for label, saliency in case.maps.items():
+        heatmap = _heatmap(saliency)
+        if case.truth.unknown is not None:
+            heatmap[case.truth.unknown] = np.nan
+        scores = localise(heatmap, case.truth.region)
+        values[label] |= {} if scores is None else asdict(scores)
+
+
+def _heatmap(saliency: Saliency) -> NDArray[np.float32]:
+    """Return the map over the image; exactly constant for a constant grid, despite interpolation."""
+    heatmap = saliency.heatmap
+    if is_constant(saliency.grid):
+        heatmap[np.isfinite(heatmap)] = saliency.grid.flat[0]
+    return heatmap
+
+
+def _faithfulness(case: Case, values: Values) -> None:
+    """Add the curves of all maps that are not constant."""
+    ranking = {label: saliency for label, saliency in case.maps.items() if not is_constant(saliency.grid)}
+    if not ranking:
+        return
+    curves = faithfulness_curves(
+        case.explainer, [*ranking.values()], replace=case.protocol.replace, points=case.protocol.points
+    )
+    for label, each in zip(ranking, curves, strict=True):
+        values[label] |= {name: np.asarray(getattr(each, name)).tolist() for name in _CURVES}
+
+
+def _sanity(case: Case, values: Values) -> dict[str, Any]:
+    labels = [method.label for method in case.protocol.methods if method.label not in case.protocol.unchecked]
+    explainer, checked = case.explainer, [case.maps[label] for label in labels]
+    # Different random weights for every image, reproducible across runs.
+    seed = (case.protocol.seed + zlib.crc32(case.name.encode("utf-8", "surrogateescape"))) % 2**31
+    stages = sanity.cascading_randomisation(explainer, checked, seed=seed)
+    checks: dict[str, Sequence[Any]] = {
+        "cascade": list(zip(*(similarities for _, similarities in stages), strict=True)),
+        "randomisation": [None if value is None else abs(value) for value in stages[-1][1]],
+        "shift_stability": sanity.shift_stability(explainer, checked),
+        "flip_stability": sanity.flip_stability(explainer, checked),
+    }
+    if checked[0].target is not None:
+        checks["class_sensitivity"] = sanity.class_sensitivity(explainer, checked)
+    for name, by_map in checks.items():
+        for label, value in zip(labels, by_map, strict=True):
+            values[label][name] = value
+    return {"stages": [name for name, _ in stages]}
+
+
+def _grid(case: Case, values: Values) -> None:
+    """Add the scores of the image's cell in its grid, and of its objects against each other."""
+    methods, objects = case.protocol.methods, case.truth.objects
+    if case.grid is not None:
+        for label, cell in case.grid.scores(case.explainer, methods, case.name).items():
+            values[label] |= dict(zip(("grid_energy", "grid_auc", "grid_wins"), cell, strict=True))
+    if len(objects) < 2:
+        return
+    for label, maps in maps_by_class(case.explainer, case.image.image, methods, list(objects)).items():
+        scores = [score_object(_heatmap(each), list(objects.values()), index) for index, each in enumerate(maps)]
+        if defined := [score for score in scores if score is not None]:
+            values[label] |= dict(zip(("separation", "separation_wins"), np.mean(defined, axis=0), strict=True))
+
+
+def _intervals(case: Case, values: Values) -> None:
+    for method in case.protocol.methods:
+        if has_intervals(method.options):
+            values[method.label]["coverage"] = coverage(case.explainer, case.maps[method.label])
+
+
+def _correlation(case: Case, _: Values) -> dict[str, Any]:
+    correlation = rank_correlation(case.explainer, case.image.image, target=case.truth.target)
+    return {"correlation": correlation.tolist()}
+
+
+# The function of each group: adds values, and may return further entries of the row.
+_MEASURES: dict[str, Callable[[Case, Values], dict[str, Any] | None]] = {
+    "localisation": _localisation,
+    "faithfulness": _faithfulness,
+    "sanity": _sanity,
+    "grid": _grid,
+    "intervals": _intervals,
+    "correlation": _correlation,
+}
+
+
+def _rounded(value: Any) -> Any:
+    """Return JSON data with numbers rounded to seven digits, the precision of float32; None for undefined numbers."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    if isinstance(value, float | np.floating):
+        return float(f"{value:.7g}") if np.isfinite(value) else None
+    return value

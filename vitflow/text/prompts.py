@@ -1,0 +1,282 @@
+"""Prompts of vision–language models: their images or video, processed, with the positions of their patch tokens."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.explaining.clips import FRAMES, ClipSource, frames_of
+from vitflow.images.reading import image_name, read_image
+from vitflow.images.videos import seconds_of
+from vitflow.methods.rollout import attention_rollout
+from vitflow.models.anatomy import read_layout
+from vitflow.models.parts import library_id
+from vitflow.recording.recorder import record_attention
+from vitflow.text.image_tokens import ImageTokens, Kind, image_token, image_tokens, source_tokens
+from vitflow.text.images import PromptImages
+from vitflow.text.languages import load_processor
+from vitflow.text.words import Words, words_of
+
+#: Default prompt for an image; for a video, with "video".
+DEFAULT_PROMPT = "Describe the image."
+#: Assumed frames per second of frames that were not read from a file, as Qwen-VL samples them.
+FRAME_RATE = 2.0
+Layout = ImageTokens | Sequence[ImageTokens] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Video:
+    """Frames of a video.
+
+    Attributes:
+        frames: uint8 RGB [frames, height, width, 3].
+        source: file name or description.
+        rate: frames per second.
+    """
+
+    frames: NDArray[np.uint8]
+    source: str
+    rate: float
+
+    @classmethod
+    def read(cls, video: "ClipSource | Video", count: int | None = None) -> "Video":
+        """Read a video file or frames.
+
+        Args:
+            video: a file or frames, as for `explain_clip`; or a `Video`, which is returned as it is.
+            count: the number of frames of a file; by default 8.
+
+        Raises:
+            OptionError: the frames are tensors.
+            VitflowError: the file cannot be read, or the frames differ in size.
+        """
+        if isinstance(video, Video):
+            return video
+        frames = frames_of(video, FRAMES if count is None else count)
+        if isinstance(frames[0], Tensor):
+            raise OptionError("Expected frames as images, got a tensor: pass uint8 frames or a video file.")
+        if not isinstance(video, str | os.PathLike):
+            return cls(np.stack(frames), "video", FRAME_RATE)
+        seconds = seconds_of(video)
+        return cls(np.stack(frames), image_name(video), FRAME_RATE if seconds is None else len(frames) / seconds)
+
+
+def with_images(
+    model: nn.Module, prompt: str | None, image: Any, processor: Any, layout: Layout
+) -> tuple[dict[str, Any], Any, PromptImages]:
+    """Prepare a prompt with images or a video: return the inputs, the processor, and the images with their tokens.
+
+    Args:
+        model: vision-language model.
+        prompt: text; None for `DEFAULT_PROMPT`.
+        image: one or several images, as for `read_image`; or a video.
+        processor: processor or its name; by default the one saved with the model.
+        layout: patch tokens, for unknown model families; not for a video.
+
+    Raises:
+        OptionError: images that do not fit the prompt, or a processor without a tokenizer.
+        UnsupportedModelError: the model has no image or video tokens, or its family is unknown.
+        ModelError: no processor.
+    """
+    kind: Kind = "video" if isinstance(image, Video) else "image"
+    config: Any = getattr(model, "config", None)
+    if image_token(config, kind) is None and layout is None:
+        remedy = {
+            "image": "Models that cross-attend to an image are not supported, except VisionEncoderDecoder.",
+            "video": "Pass some frames as images, image=[…].",
+        }
+        raise UnsupportedModelError(f"{type(model).__name__} has no {kind} token in its vocabulary. {remedy[kind]}")
+    processor = _processor_of(model, processor)
+    if not hasattr(processor, "tokenizer"):
+        raise OptionError(
+            f"Expected a processor for images and text for {type(model).__name__}, got {type(processor).__name__}, "
+            "which prepares images only: pass processor=."
+        )
+    prompt = DEFAULT_PROMPT.replace("image", kind) if prompt is None else prompt
+    if isinstance(image, Video):
+        frames, span = image.frames, getattr(config.vision_config, "temporal_patch_size", 1)
+        timing = {"fps": image.rate, "total_num_frames": len(frames), "frames_indices": list(range(len(frames)))}
+        media = {"videos": [frames], "do_sample_frames": False, "video_metadata": [timing]}
+        inputs = _processed(prompt, processor, kind, 1, media)
+        parts = image_tokens(config, processor, inputs, [frames.shape[1:3]], kind)
+        names = tuple(f"{image.source}, frame {number}" for number in range(1, len(frames) + 1, span))
+        return inputs, processor, PromptImages(tuple(frames[::span]), names, parts, video=image.source, span=span)
+    images, names = _read(image)
+    media = {"images": [Image.fromarray(pixels) for pixels in images]}
+    inputs = _processed(prompt, processor, kind, len(images), media)
+    if layout is None:
+        parts = image_tokens(config, processor, inputs, [pixels.shape[:2] for pixels in images])
+    else:
+        parts = (layout,) if isinstance(layout, ImageTokens) else tuple(layout)
+        _check_parts(parts, len(images), inputs["input_ids"])
+    return inputs, processor, PromptImages(tuple(images), names, parts)
+
+
+def _processed(prompt: str, processor: Any, kind: Kind, count: int, media: dict[str, Any]) -> dict[str, Any]:
+    """Return the output of a processor for a text with images or a video."""
+    text = _with_token(prompt, processor, kind, count)
+    bos = getattr(processor.tokenizer, "bos_token", None)
+    if bos and text.startswith(bos):  # added by a chat template
+        media = {**media, "add_special_tokens": False}
+    try:
+        inputs = dict(processor(text=text, return_tensors="pt", **media))
+    except (ValueError, IndexError, StopIteration) as error:  # wrong number of images in the text
+        raise OptionError(
+            f"{type(processor).__name__} cannot join the prompt {text!r:.80} with {count} {kind}{'s'[: count > 1]}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return {name: value for name, value in inputs.items() if name not in ("labels", "video_metadata")}
+
+
+def with_source(model: nn.Module, image: Any, processor: Any, layout: Layout) -> tuple[dict[str, Any], PromptImages]:
+    """Prepare the image of an image encoder: return the inputs, and the image with its patch tokens.
+
+    Args:
+        model: model with an image encoder and a text decoder.
+        image: the image, as for `read_image`.
+        processor: processor or its name; by default the one saved with the model.
+        layout: patch tokens, for unknown encoders.
+
+    Raises:
+        OptionError: not exactly one image.
+        UnsupportedModelError: the arrangement of the encoder's patches is unknown.
+        ModelError: no processor.
+    """
+    images, names = _read(image)
+    if len(images) != 1:
+        raise OptionError(f"Expected one image for {type(model).__name__}, got {len(images)}: pass one at a time.")
+    processor = _processor_of(model, processor)
+    image_processor = getattr(processor, "image_processor", processor)
+    inputs = {"pixel_values": image_processor(images=[Image.fromarray(images[0])], return_tensors="pt")["pixel_values"]}
+    if layout is None:
+        untyped: Any = model
+        encoder = untyped.get_encoder()
+        grid = read_layout(encoder, inputs["pixel_values"].shape[-2:], None)
+        layout = source_tokens(encoder.config, processor, inputs, images[0].shape[:2], grid)
+    parts = (layout,) if isinstance(layout, ImageTokens) else tuple(layout)
+    return inputs, PromptImages(tuple(images), names, parts)
+
+
+def source_words(model: Any, arguments: Mapping[str, Any], tokenizer: Any) -> Words:
+    """Return the tokens of the source; patches are named by row and column, counted from 1."""
+    if "input_ids" in arguments:
+        return words_of(tokenizer, arguments["input_ids"][0].tolist())
+    height, width = arguments["pixel_values"].shape[-2:]
+    layout = read_layout(model.get_encoder(), (height, width), None)
+    prefix = layout.num_prefix_tokens
+    patches = [f" {row},{col}" for row in range(1, layout.rows + 1) for col in range(1, layout.cols + 1)]
+    special = (True,) * prefix + (False,) * len(patches)
+    return Words((*["[image]"] * prefix, *patches), tuple(range(len(special))), special)
+
+
+def _read(image: Any) -> tuple[list[NDArray[np.uint8]], tuple[str, ...]]:
+    """Return the images of a prompt and their names."""
+    images = list(image) if isinstance(image, list | tuple) else [image]
+    if not images:
+        raise OptionError("Expected one or several images, got an empty list: omit image.")
+    return [read_image(image) for image in images], tuple(image_name(image) for image in images)
+
+
+def _processor_of(model: nn.Module, processor: Any) -> Any:
+    if processor is None:
+        processor = library_id(model)
+        if processor is None:
+            raise OptionError(
+                f"Expected a processor for {type(model).__name__}, which was not loaded by name: pass processor=."
+            )
+    return processor if callable(processor) else load_processor(processor)
+
+
+def _with_token(prompt: str, processor: Any, kind: str, count: int) -> str:
+    """Return the prompt with a token per image or video, inserted by the chat template or prepended if missing."""
+    token = getattr(processor, f"{kind}_token", None)
+    if not isinstance(token, str) or token in prompt:
+        return prompt
+    if getattr(processor, "chat_template", None):
+        content = [*({"type": kind} for _ in range(count)), {"type": "text", "text": prompt}]
+        text: str = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        return text
+    return " ".join([*[token] * count, prompt])
+
+
+def _check_parts(parts: Sequence[ImageTokens], images: int, ids: Tensor) -> None:
+    """Raise OptionError unless all parts given by `layout` are within the prompt and its images."""
+    last = max((position for part in parts for position in part.positions), default=-1)
+    if not parts or last >= ids.shape[1] or any(not 0 <= part.image < images for part in parts):
+        raise OptionError(
+            f"Expected ImageTokens of {images} image{'s'[: images > 1]} in a prompt of {ids.shape[1]} tokens, "
+            f"got {len(parts)} with positions up to {last}."
+        )
+
+
+_TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder")
+
+
+def tower_rows(
+    model: nn.Module, inputs: Mapping[str, Any], parts: Sequence[ImageTokens], *, residual: float = 0.5
+) -> tuple[NDArray[np.float32], ...]:
+    """Compute attention rollout through the vision tower, from the image tokens to the tower's patches.
+
+    For tokens merged from several patches, the rows of these patches are averaged.
+
+    Args:
+        model: vision-language model.
+        inputs: a prompt with images.
+        parts: patch tokens of the images.
+        residual: share of the residual connection.
+
+    Returns:
+        For each part, rollout rows [patches, tower patches], both row by row from the top left, without the weight of
+        the tower's class token.
+
+    Raises:
+        UnsupportedModelError: the tower uses window attention, or its inputs do not correspond to the parts.
+    """
+    path = next((path for path, _ in model.named_modules() if path.split(".")[-1] in _TOWERS), None)
+    config: Any = getattr(getattr(model, "config", None), "vision_config", None)
+    if path is None or getattr(config, "fullatt_block_indexes", None) is not None:
+        raise _unsupported_tower(model, "uses window attention" if path else f"has none of the names {_TOWERS}")
+    with record_attention(model, fusions=[("mean", False)], within=path) as trace, torch.no_grad():
+        model(**inputs)
+    matrices = trace.fused()[: _feature_layer(model, len(trace.layers))]
+    packed = inputs["pixel_values"].ndim == 2
+    sizes = {tuple(matrix.shape) for matrix in matrices}
+    if len(sizes) != 1 or len(matrices[0]) != len(parts):
+        raise _unsupported_tower(model, f"has {len(matrices[0])} inputs for {len(parts)} token grids")
+    rollouts = attention_rollout([matrix.cpu().double() for matrix in matrices], residual=residual, num_prefix_tokens=0)
+    return tuple(_rows(rollout, part, packed) for rollout, part in zip(rollouts, parts, strict=True))
+
+
+def _unsupported_tower(model: nn.Module, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"The vision tower of {type(model).__name__} {reason}: omit through_tower.")
+
+
+def _feature_layer(model: nn.Module, layers: int) -> int:
+    """Return the number of tower layers before its features are taken."""
+    feature_layer = getattr(getattr(model, "config", None), "vision_feature_layer", -1)
+    indices = feature_layer if isinstance(feature_layer, list | tuple) else [feature_layer]
+    return max(index if index >= 0 else layers + 1 + index for index in indices) or layers
+
+
+def _rows(rollout: Tensor, part: ImageTokens, packed: bool) -> NDArray[np.float32]:
+    """Return rows of image tokens over patches from a rollout [tower tokens, tower tokens]."""
+    side = math.isqrt(len(rollout) // (part.rows * part.cols))
+    count = side * side * part.rows * part.cols
+    order = torch.arange(len(rollout) - count, len(rollout), device=rollout.device)  # after prefix tokens
+    if packed:  # the patches of each token are consecutive
+        blocks = order.view(part.rows, part.cols, side, side)
+        raster = blocks.transpose(1, 2)
+    else:
+        raster = order.view(part.rows, side, part.cols, side)
+        blocks = raster.transpose(1, 2)
+    rows = rollout[blocks.flatten(2).flatten(0, 1)].mean(dim=1)
+    array: NDArray[np.float32] = rows[:, raster.flatten()].float().cpu().numpy()
+    return array
