@@ -46,7 +46,7 @@ SETS = {
         "torch==2.10",
         "torchvision==0.25",
         "tqdm==4.66.5",
-        "transformers==5.0",
+        "transformers==5.10.2",
     ],
 }
 CORE = [

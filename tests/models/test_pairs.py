@@ -287,18 +287,6 @@ def test_a_template_is_a_mean_of_unit_vectors():
     torch.testing.assert_close(reported, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_text_features_may_be_a_tensor():
-    class Earlier(transformers.CLIPModel):
-        def get_text_features(self, **inputs):
-            return super().get_text_features(**inputs).pooler_output
-
-    earlier = Earlier(pair("clip").config).eval()
-    earlier.load_state_dict(pair("clip").state_dict())
-    entry = Explainer(earlier, outputs=prompts(PROMPTS, processor=Words()), data_config=DATA)
-    pixels = entry.pixels(photo())
-    torch.testing.assert_close(entry.logits(pixels), explainer("clip").logits(pixels))
-
-
 @pytest.mark.parametrize("size", [(40, 56), (400, 56), (7, 900), (64, 64), (9, 9), (301, 299)])
 def test_as_many_patches_as_the_processor_takes(size):
     processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=16)

@@ -23,7 +23,7 @@ from vitflow import Explainer, record_attention
 from vitflow.errors import NoAttentionError, UnsupportedModelError
 from vitflow.explaining.maps import rollout
 from vitflow.methods import TokenLayout
-from vitflow.models.anatomy import logits_of
+from vitflow.models.calls import logits_of
 
 SHRUNK = {"depth": 2, "embed_dim": 96, "num_heads": 4}
 # Model, what differs from its usual size, side of the image, prefix tokens and side of the grid of its maps.
@@ -60,6 +60,7 @@ STAGED = [
     ("test_maxvit", {}, 160, 0, 40),
     ("mobilevit_xxs", {}, 256, 0, 32),
     ("botnet26t_256", {}, 256, 0, 16),
+    ("halonet26t", {}, 256, 0, 16),
     ("iformer_t", {}, 224, 0, 14),
     ("efficientformerv2_s0", {}, 224, 0, 14),
     ("pvt_v2_b0", {}, 224, 0, 56),
@@ -92,7 +93,6 @@ REFUSED = [
     ("crossvit_tiny_240", {}, 240, "two branches of tokens"),
     ("nextvit_small", {}, 224, "runs of neighbours"),
     ("efficientvit_m0", {}, 224, "CascadedGroupAttention"),
-    ("halonet26t", {}, 256, "HaloAttn"),
 ]
 # No attention between tokens at all: what is computed instead.
 OTHERS = [

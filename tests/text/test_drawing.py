@@ -55,7 +55,9 @@ def all_views(words: Words, hidden=None) -> list:
     return [
         ShadedText(words, rows[0], selected=(1,), hidden=hidden, title=words.strings[0], caption=words.strings[1]),
         Sheet(words, rows, [words.strings[0], "b", "c"], rest=[0.1, 0.2, 0.3], hidden=hidden, upwards=True),
-        GraphView(words, [Panel("raw", graph), Panel("flow", graph, graph * (np.arange(tokens) == 1)[:, None])]),
+        GraphView(
+            words, [Panel("raw", graph, 0 * graph), Panel("flow", graph, graph * (np.arange(tokens) == 1)[:, None])]
+        ),
     ]
 
 
@@ -216,7 +218,7 @@ def test_unseen_cells_are_no_zeros():
 
 def test_a_graph_draws_an_edge_for_each_weight_that_counts():
     layer = np.array([[[1.0, 0.0], [0.5, 0.5]]])
-    figure = GraphView(words_of("ab"), [Panel("raw", layer)]).figure()
+    figure = GraphView(words_of("ab"), [Panel("raw", layer, 0 * layer)]).figure()
     [edges] = figure.axes[0].collections[:1]
     assert len(edges.get_segments()) == 3
     widths = sorted(edges.get_linewidths())
@@ -233,9 +235,9 @@ def test_a_graph_leaves_hidden_tokens_out_and_reports_its_strongest_edges():
 
 def test_what_cannot_be_distinguished_is_refused_with_a_remedy():
     with pytest.raises(OptionError, match="at most 40 tokens .* got 1 of 41 tokens .* draw a sheet"):
-        GraphView(words_of(["x"] * 41), [Panel("raw", np.zeros((1, 41, 41)))])
+        GraphView(words_of(["x"] * 41), [Panel("raw", *np.zeros((2, 1, 41, 41)))])
     with pytest.raises(ShapeError, match=r"Expected weights \[layers, 12, 12\]"):
-        GraphView(WORDS, [Panel("raw", np.zeros((2, 3, 3)))])
+        GraphView(WORDS, [Panel("raw", *np.zeros((2, 2, 3, 3)))])
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ def test_titles_and_captions_are_shown_as_text(number):
     view = [
         ShadedText(WORDS, WEIGHTS, **framed),
         Sheet(WORDS, [WEIGHTS], [evil], rest=[0.1], **framed),
-        GraphView(WORDS, [Panel(evil, graph, note=evil)], selected=(1,), **framed),
+        GraphView(WORDS, [Panel(evil, graph, graph, note=evil)], selected=(1,), **framed),
     ][number]
     for text in (view.text(), str(view)):
         assert printable(text, lines=True) == text and r"\x1b]0;owned\x07\x9b31m\u202e\u200b" in text
@@ -319,7 +321,10 @@ def test_no_word_of_a_figure_is_cut_or_lies_on_another(words):
         Sheet(words, graph[0][[0, 1, 0]], rows, rest=[0.1, 0.2, 0.3], **frame),
         Sheet(words, graph[0][[0, 1, 0]], rows, upwards=True),
         GraphView(
-            words, [Panel("raw attention of all heads", graph, note=LONG), Panel("b", graph)], selected=(1,), **frame
+            words,
+            [Panel("raw attention of all heads", graph, graph, note=LONG), Panel("b", graph, graph)],
+            selected=(1,),
+            **frame,
         ),
     ]
     for view in views:

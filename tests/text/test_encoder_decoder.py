@@ -10,6 +10,7 @@ from PIL import Image
 from torch import nn
 
 from tests import references
+from tests.text.test_image_tokens import box_of
 from tests.text.test_reading import wordpiece_tokenizer
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.text import Generation, explain_generation
@@ -256,7 +257,7 @@ def test_weighting_and_discarding_change_the_rows_and_leave_their_sum():
 def test_what_is_no_encoder_with_a_decoder_is_refused_by_name():
     with pytest.raises(OptionError, match="start_layer"):
         written(t5(), SOURCE, start_layer=4)
-    with pytest.raises(OptionError, match="at most 40 new tokens after a beginning of 1, as BartFor.*got 41"):
+    with pytest.raises(OptionError, match="at most 40 new tokens after 1, as BartFor.*got 41"):
         written(bart(), SOURCE, max_new_tokens=41)
     with pytest.raises(OptionError, match="num_beams=1"):
         written(t5(), SOURCE, num_beams=2)
@@ -325,7 +326,7 @@ def test_each_patch_of_the_encoder_lies_where_its_token_sees(crop):
 
     dark = np.zeros((48, 96, 3), np.uint8)
     for number in (0, 5, 10, 15):
-        left, top, right, bottom = part.box(*divmod(number, 4))
+        left, top, right, bottom = box_of(part, *divmod(number, 4))
         lit, (y, x) = dark.copy(), (int((top + bottom) / 2), int((left + right) / 2))
         lit[y - 1 : y + 2, x - 1 : x + 2] = 255
         moved = (tokens(lit) - tokens(dark)).abs().sum(dim=-1)

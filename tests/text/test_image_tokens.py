@@ -60,8 +60,16 @@ def embedded_of(one: Family, images: object, text: str, **options: object) -> tu
     return inputs, kept[0][0]
 
 
+def box_of(part: ImageTokens, row: int, col: int) -> tuple[float, float, float, float]:
+    """The box of a patch, (left, top, right, bottom) in pixels of the image; it may exceed the image."""
+    height, width = part.placement.input_size[0] / part.rows, part.placement.input_size[1] / part.cols
+    top, left = part.placement.to_image(row * height, col * width)
+    bottom, right = part.placement.to_image((row + 1) * height, (col + 1) * width)
+    return left, top, right, bottom
+
+
 def centre_of(part: ImageTokens, row: int, col: int) -> tuple[float, float]:
-    left, top, right, bottom = part.box(row, col)
+    left, top, right, bottom = box_of(part, row, col)
     return (left + right) / 2, (top + bottom) / 2
 
 
@@ -69,7 +77,7 @@ def holding(part: ImageTokens, square: tuple[int, int, int]) -> int | None:
     """The token of the patch that holds a square of the image, (left, top, side), whole."""
     x, y, side = square
     for number, place in enumerate(part.positions):
-        left, top, right, bottom = part.box(*divmod(number, part.cols))
+        left, top, right, bottom = box_of(part, *divmod(number, part.cols))
         if left <= x and x + side <= right and top <= y and y + side <= bottom:
             return place
     return None
@@ -77,7 +85,7 @@ def holding(part: ImageTokens, square: tuple[int, int, int]) -> int | None:
 
 def adjacent(part: ImageTokens, square: tuple[int, int, int]) -> bool:
     """Return True if a square is outside of a part by more than the size of a filter."""
-    (left, top, _, _), (_, _, right, bottom) = part.box(0, 0), part.box(part.rows - 1, part.cols - 1)
+    (left, top, _, _), (_, _, right, bottom) = box_of(part, 0, 0), box_of(part, part.rows - 1, part.cols - 1)
     x, y, side = square
     reach = 3 * max((right - left) / part.cols, (bottom - top) / part.rows)
     return x + side < left - reach or x > right + reach or y + side < top - reach or y > bottom + reach
@@ -163,5 +171,3 @@ def test_parts_are_checked():
         ImageTokens([1, 2, 3, 3], 2, 2)
     with pytest.raises(OptionError, match="Unknown role 'crop'"):
         ImageTokens([1], 1, 1, role="crop")
-    with pytest.raises(OptionError, match="ImageTokens with a placement"):
-        ImageTokens([1], 1, 1).box(0, 0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests import references
 from tests.models.vision_language import NAMES, Family, family
+from tests.text.test_image_tokens import box_of
 from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining.method_table import get_method
@@ -125,7 +126,7 @@ def test_the_weight_of_a_token_lies_where_its_patch_does(name):
     for number in np.random.default_rng(0).choice(len(actual.images.parts), 3):
         part = actual.images.parts[number]
         place = int(np.random.default_rng(number).integers(len(part.positions)))
-        left, top, right, bottom = part.box(*divmod(place, part.cols))
+        left, top, right, bottom = box_of(part, *divmod(place, part.cols))
         values = np.zeros_like(actual.values)
         values[:, part.positions[place]] = 1
         lit = replace(actual, values=values).image("heart")

@@ -387,5 +387,5 @@ def test_a_run_that_was_stopped_has_a_report_too(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(OptionError, match="No folder run in"):
+    with pytest.raises(OptionError, match="No run in"):
         report_run(tmp_path)

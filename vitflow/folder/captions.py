@@ -24,7 +24,6 @@ from vitflow.models.hub import bundled
 from vitflow.models.names import check_name, model_id
 from vitflow.runs.batches import RunProgress, Tally
 from vitflow.runs.columns import Grid, Row, failed_row
-from vitflow.runs.manifest import write_manifest
 from vitflow.runs.store import Run
 from vitflow.text.generating import explain_generation
 from vitflow.text.generation import Generation
@@ -96,19 +95,14 @@ def caption_folder(
             processor = load_processor(bundled(model), **loading) if processor is None else processor
             model, _ = load_language_model(bundled(model), **loading)
     name = model_id(model) if name is None else check_name(name)
-    arguments: dict[str, Any] = {
-        "method": method,
-        "name": name,
-        "max_new_tokens": max_new_tokens,
-        "do_sample": False,
-        **options,
-    }
+    limits = {"max_new_tokens": max_new_tokens}
+    arguments: dict[str, Any] = {"method": method, "name": name, "do_sample": False, **limits, **options}
     common = {
         "model": name,
         "weights_sha256": weights_sha256(model),
         "prompt": prompt,
         "methods": {method: method},
-        "options": {method: {**used, "max_new_tokens": max_new_tokens}},
+        "options": {method: {**used, **limits}},
     }
     common = json.loads(json.dumps(common, default=str))
     fingerprint = {"kind": "captions", "root": listing.root, **common}
@@ -136,15 +130,12 @@ def caption_folder(
                 run.put([(row, grids)])
                 tally.row(row)
 
-    def write(run: Run) -> tuple[Path, None]:
-        return write_manifest(run.folder, ((row, {}) for row in run.rows()), common, where="captions"), None
-
     return run_folder(
         listing,
         fingerprint,
         [_STRIP],
         explain,
-        write,
+        common,
         overwrite=overwrite,
         progress=progress,
         command=command,

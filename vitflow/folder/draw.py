@@ -33,7 +33,7 @@ from vitflow.images.pen import Pen
 from vitflow.images.reading import bands_in_colour, read_image
 from vitflow.runs.batches import in_order
 from vitflow.runs.columns import Maps, Row, by_rank, placement_of
-from vitflow.runs.saved import FILE, SavedRun
+from vitflow.runs.saved import SavedRun
 
 # The settings that a run requires to be drawn, with their types.
 _RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}
@@ -58,26 +58,25 @@ class Drawn:
     error: str | None = None
 
 
-def open_run(folder: str | os.PathLike[str]) -> SavedRun:
+@contextlib.contextmanager
+def open_run(folder: str | os.PathLike[str]) -> Iterator[SavedRun]:
     """Open a folder run, and check the settings required for drawing.
 
     Raises:
         OptionError: there is no folder run, or its record is damaged.
     """
-    run = SavedRun(folder) if Path(folder, FILE).is_file() else None
-    if run is None or run.fingerprint.get("kind") != "folder":
-        raise OptionError(
-            f"No folder run in {os.fspath(folder)!r}. Create one with `vitflow folder IN -o OUT` and pass OUT."
-        )
-    settings = run.fingerprint
-    known = all(isinstance(settings.get(name), kind) for name, kind in _RUN.items())
-    if not known or not all(
-        value is None or isinstance(value, _DRAWING.get(name, (str,))) for name, value in settings["drawing"].items()
-    ):
-        raise OptionError(
-            f"The record of the run in {os.fspath(folder)!r} is damaged: repeat it with vitflow folder --overwrite."
-        )
-    return run
+    with SavedRun(folder) as run:
+        settings = run.fingerprint
+        if settings.get("kind") != "folder":
+            raise OptionError(f"No folder run in {os.fspath(folder)!r}: pass the output folder of one.")
+        if not all(isinstance(settings.get(name), kind) for name, kind in _RUN.items()) or not all(
+            value is None or isinstance(value, _DRAWING.get(name, (str,)))
+            for name, value in settings["drawing"].items()
+        ):
+            raise OptionError(
+                f"The record of the run in {os.fspath(folder)!r} is damaged: repeat it with vitflow folder --overwrite."
+            )
+        yield run
 
 
 def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterator[tuple[Row, Maps]]:
@@ -147,10 +146,8 @@ def draw_run(
         for label in labels:
             check_known("map of this run", label, settings["methods"])
         format = format or settings["format"]
-        if format not in OVERLAY_FORMATS:
-            raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
+        check_known("format", format, OVERLAY_FORMATS)
         options = {**settings["drawing"], **(drawing or {})}
-
         names = saved.names()
 
         def draw(row: Row, maps: Maps) -> Drawn:
@@ -158,10 +155,9 @@ def draw_run(
                 pixels = read_photograph(row, source, settings)
                 placement = placement_of(row["placement"])
                 paths = []
-                ranked = (
-                    [label for label in maps if label.rpartition("-top")[0] in labels] if row.get("ranks") else labels
-                )
-                for label in ranked:
+                for label in maps:
+                    if label not in labels and label.rpartition("-top")[0] not in labels:
+                        continue
                     saliency = Saliency(maps[label], placement, pixels, row["input"], settings["model"], label, {})
                     path = f"{row['stem']}-{in_file_name(label)}.{format}"
                     if os.path.relpath(os.path.realpath(folder / path), root) in names:
@@ -173,10 +169,8 @@ def draw_run(
                 return Drawn(row["input"], tuple(paths))
             except OptionError:
                 raise  # applies to every image
-            except (VitflowError, OSError) as error:
+            except (VitflowError, OSError, KeyError) as error:
                 return Drawn(row["input"], error=printable(str(error)))
-            except KeyError as error:
-                return Drawn(row["input"], error=f"The record of this image has no {error}.")
 
         results, cores = [], os.cpu_count() or 1
         with ThreadPoolExecutor(cores, thread_name_prefix="vitflow-draw") as threads:
@@ -218,10 +212,7 @@ def read_photograph(row: Mapping[str, Any], root: str, settings: Mapping[str, An
     return decoded.image if displayed is None else bands_in_colour(decoded.image, displayed)
 
 
-def report_run(
-    output: str | os.PathLike[str],
-    **options: Any,
-) -> Path:
+def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
     """Write the report of a run, `report.html` and further pages, and return the first page's path.
 
     Args:

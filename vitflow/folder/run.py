@@ -85,22 +85,24 @@ def run_folder(
     fingerprint: Mapping[str, Any],
     endings: Sequence[str],
     explain: Callable[[Run, list[Input], set[str], Tally], None],
-    write: Callable[[Run], tuple[Path, Path | None]],
+    common: Mapping[str, Any],
     *,
     overwrite: bool,
+    manifest: str = "jsonl",
+    report: bool = False,
     progress: Callable[[RunProgress], None] | None,
     command: Sequence[str] | None,
     **settings: Any,
 ) -> FolderSummary:
-    """Explain the inputs that earlier runs have not explained, and write the manifest and run.json.
+    """Explain the inputs that earlier runs have not explained, and write the manifest, run.json and the report.
 
     Args:
         listing: the inputs and the output folder.
         fingerprint: everything that the rows depend on.
         endings: suffixes of an input's stem, one for each of its files.
         explain: adds a row to the run for each input whose key is in the set of missing keys.
-        write: writes the manifest and, if requested, the report, and returns their paths.
-        overwrite, progress, command: as for `explain_folder`.
+        common: columns of the manifest with the same value in every row.
+        overwrite, manifest, report, progress, command: as for `explain_folder`.
         settings: further options, for run.json.
     """
     started, clock, folder = datetime.now(UTC), time.perf_counter(), listing.output
@@ -115,7 +117,12 @@ def run_folder(
             explain(run, inputs, set(missing), tally)
         totals = run.finish()
         with finishing(folder):
-            table, page = write(run)
+            pairs = run.with_maps() if manifest.endswith("+grids") else ((row, {}) for row in run.rows())
+            rows = (each for row, maps in pairs for each in by_rank(row, maps))
+            where = "captions" if fingerprint["kind"] == "captions" else "manifest"
+            labels = list(fingerprint["methods"])
+            table = write_manifest(folder, rows, common, format=manifest, where=where, labels=labels)
+            page = report_run(folder) if report else None
             seconds, now = time.perf_counter() - clock, totals["explained"] - kept
             times = {
                 "started": started.isoformat(timespec="seconds"),
@@ -246,17 +253,18 @@ def explain_folder(
         with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels, channels=channels) as decoders:
             Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
 
-    def write(run: Run) -> tuple[Path, Path | None]:
-        table = _write_manifest(run, manifest, job)
-        return table, report_run(run.folder) if report else None
-
+    fingerprint = _fingerprint(listing.root, job, known)
+    common = {name: fingerprint[name] for name in ("model", "weights_sha256", "options")}
+    common |= {"methods": list(fingerprint["methods"])} | ({"rank": 1} if job.ranks else {})
     return run_folder(
         listing,
-        _fingerprint(listing.root, job, known),
+        fingerprint,
         job.endings,
         explain,
-        write,
+        common,
         overwrite=overwrite,
+        manifest=manifest,
+        report=report,
         progress=progress,
         command=command,
         **selection,
@@ -274,14 +282,3 @@ def _processes(inputs: Sequence[Input], workers: int | None) -> int:
     cores, remote = os.cpu_count() or 2, is_remote(inputs[0].path)  # reading a URL is mostly waiting
     count = workers if workers is not None else 8 if remote else min(8, max(1, cores // 2))
     return min(count, max(8, cores) if remote else cores, len(inputs))
-
-
-def _write_manifest(run: Run, format: str, job: Job) -> Path:
-    known = run.fingerprint
-    labels = list(known["methods"])
-    common = {name: known[name] for name in ("model", "weights_sha256", "options")} | {"methods": labels}
-    if job.ranks:
-        common["rank"] = 1
-    inputs = run.with_maps() if format.endswith("+grids") else ((row, {}) for row in run.rows())
-    rows = (each for row, maps in inputs for each in by_rank(row, maps))
-    return write_manifest(run.folder, rows, common, format=format, labels=labels)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
-from vitflow.errors import OptionError, printable
+from vitflow.errors import OptionError, check_known, printable
 from vitflow.explaining.choices import ChosenMethod, check_methods, has_targets
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
@@ -94,8 +94,7 @@ def make_job(
     Raises:
         OptionError: unknown method, option or format, or a list of targets.
     """
-    if format not in OVERLAY_FORMATS:
-        raise OptionError(f"Expected a format of {', '.join(OVERLAY_FORMATS)}, got {format!r}.")
+    check_known("format", format, OVERLAY_FORMATS)
     contrasting = bool(contrasts_among(target))
     one_class = target is None or isinstance(target, int | str)
     if not (contrasting or one_class):

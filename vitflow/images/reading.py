@@ -170,6 +170,10 @@ def _decoding(source: Any, max_pixels: int, kind: str = "") -> Iterator[None]:
         ) from error
     except PermissionError as error:
         raise ImageError(f"Could not read {name}: {error.strerror}. Check its permissions.") from error
+    except FloatingPointError:
+        raise ImageError(
+            f"Expected finite pixel values in {name}, got NaN or infinity: pass an array without them."
+        ) from None
     except UnidentifiedImageError as error:
         known = ", ".join(_known_formats())
         raise ImageError(
@@ -248,7 +252,7 @@ def _eight_bits(image: Image.Image) -> NDArray[np.uint8]:
         return (values >> 8).astype(np.uint8)
     largest = float(values.max())
     if not np.isfinite(values).all():
-        raise ImageError("Expected finite pixel values, got NaN or infinity: pass an array without them.")
+        raise FloatingPointError
     scales = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
     full = next((scale for scale in scales if largest <= scale), max(2.0**32 - 1, largest))
     return np.clip(np.rint(values.astype(np.float64) * (255.0 / full)), 0, 255).astype(np.uint8)

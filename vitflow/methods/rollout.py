@@ -20,13 +20,7 @@ from vitflow.methods.fusion import (
     layers_of,
 )
 from vitflow.methods.gradients import at_least_float32
-from vitflow.methods.tokens import (
-    Causal,
-    relative_to,
-    self_token,
-    uniform_attention,
-    visible_keys,
-)
+from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention, visible_keys
 
 
 def attention_rollout(

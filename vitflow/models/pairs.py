@@ -71,8 +71,7 @@ class ImageTower(nn.Module):
             (height, width), (rows, cols) = self.patch_size, self._shape(pixels)
             patches = pixels.unflatten(3, (cols, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 3, 5, 1)
             shapes = torch.tensor([[rows, cols]], device=pixels.device).expand(len(pixels), 2)
-            patches = patches.flatten(3).flatten(1, 2)
-            output = self.vision_model(pixel_values=patches, pixel_attention_mask=None, spatial_shapes=shapes)
+            output = self.vision_model(patches.flatten(3).flatten(1, 2), None, shapes)  # without a mask
         else:
             other = self.dynamic and tuple(pixels.shape[-2:]) != self.image_size
             output = self.vision_model(pixels, **({"interpolate_pos_encoding": True} if other else {}))
@@ -173,8 +172,7 @@ def text_encoder(model: Any, processor: Any) -> Callable[[list[str]], Tensor]:
         names = ("input_ids",) if whole else ("input_ids", "attention_mask")
         device = next(model.parameters()).device
         output = model.get_text_features(**{name: read[name].to(device) for name in names if name in read})
-        # A tensor in transformers 4, an output with fields in 5.
-        features: Tensor = output if isinstance(output, Tensor) else output.pooler_output
+        features: Tensor = output.pooler_output
         return features
 
     return embed

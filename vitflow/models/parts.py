@@ -207,9 +207,7 @@ def text_config(model: nn.Module) -> Any:
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the decoder of a transformers model."""
     pretrained: Any = model
-    decoder: nn.Module | None = pretrained.get_decoder()
-    if decoder is None:  # most decoder-only models before transformers 5
-        decoder = pretrained.base_model
+    decoder: nn.Module = pretrained.get_decoder()
     return decoder
 
 

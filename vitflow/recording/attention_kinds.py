@@ -41,10 +41,8 @@ _DIFFERENCE = ("DiffAttention", "DiffParallelScalingBlock", "DiffLlamaAttention"
 # Modules that fold heads into the batch, before windows; and modules with windows before heads.
 _FOLDED_WINDOWS = ("HaloAttn",)
 _WINDOWS_FIRST = ("LocallyGroupedAttn", "RelativePositionalMultiHeadAttention")
-# Modules that compute each head separately, without a head axis.
+# Modules that compute each head separately, without a head axis, and from the output of the previous head.
 _HEAD_BY_HEAD = ("CascadedGroupAttention",)
-# Modules whose windows cannot be traced to the image.
-_UNTRACED = ("HaloAttn", "CascadedGroupAttention")
 # Models that a product of layers does not support.
 _REFUSED = {
     "CrossVit": "two branches of tokens at two scales, which exchange only their class tokens",
@@ -149,11 +147,6 @@ def is_head_by_head(module: nn.Module) -> bool:
 def is_difference(module: nn.Module) -> bool:
     """Return True if a module applies the difference of two attention matrices."""
     return _kind(module) in _DIFFERENCE
-
-
-def is_traced(module: nn.Module) -> bool:
-    """Return True if a module's windows, if any, can be traced to the image."""
-    return _kind(module) not in _UNTRACED
 
 
 def is_packed(module: nn.Module, tensor: Tensor) -> bool:

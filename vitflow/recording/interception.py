@@ -200,6 +200,7 @@ def _einsum(equation: Any, *operands: Any) -> tuple[Tensor, Tensor, list[int]] |
     """
     inputs, _, output = str(equation).replace(" ", "").partition("->")
     names = inputs.split(",")
+    operands = operands[0] if len(operands) == 1 else operands  # given as a list
     if len(operands) != 2 or len(names) != 2 or len(names[0]) < 2 or "." in inputs:
         return None
     *batch, rows, inner = list(names[0])

@@ -6,7 +6,7 @@ Functions that move entries move the index as well.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,10 +20,11 @@ from vitflow.models.anatomy import layout_of_count, read_layout
 from vitflow.models.calls import tensors_in
 from vitflow.models.parts import model_cache, module_paths
 from vitflow.recording.attending import Attention
-from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_traced
+from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_head_by_head
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, hooked, trial
 from vitflow.recording.layers import Arrange, AttentionLayer, stack_of, stream_of
+from vitflow.recording.probing import Call
 
 Size = tuple[int, int]
 
@@ -33,8 +34,9 @@ _MOVING = {
     *("pad", "permute", "repeat", "repeat_interleave", "reshape", "roll", "select", "split", "squeeze", "stack"),
     *("swapaxes", "T", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view"),
 }
-# Functions that may pool the tokens of a query.
-_REDUCING = {"amax", "max", "max_pool2d"}
+# Functions that may pool tokens, and the possible sides of the cells of patches that are pooled or merged.
+_REDUCING = {"amax", "max", "max_pool2d", "mean"}
+_SIDES = (1, 2, 4)
 
 
 def decoder_stacks(layers: Sequence[AttentionLayer], batch: int) -> set[str]:
@@ -63,14 +65,13 @@ def _reads_others(layer: AttentionLayer, batch: int, square: set[int]) -> bool:
 
 
 def find_tokens(
-    model: nn.Module, layers: Sequence[AttentionLayer], pixels: Tensor, layout: TokenLayout | None
+    call: Call, layers: Sequence[AttentionLayer], layout: TokenLayout | None
 ) -> tuple[list[AttentionLayer], str | None]:
     """Find the token positions of each layer.
 
     Args:
-        model: the model.
+        call: the recorded call of the model.
         layers: its recorded attention, in order.
-        pixels: the model input, [batch, channels, height, width].
         layout: the layout of the tokens, if given.
 
     Returns:
@@ -79,7 +80,7 @@ def find_tokens(
     Raises:
         UnsupportedModelError: global attention, and the model's token layout is unknown.
     """
-    batch, size = len(pixels), (pixels.shape[-2], pixels.shape[-1])
+    model, batch, size = call.model, len(call.pixels), (call.pixels.shape[-2], call.pixels.shape[-1])
     counts = {(len(layer.example), *layer.example.shape[-2:]) for layer in layers}
     count, queries, keys = next(iter(counts))
     if len(counts) == 1 and count == batch and queries == keys:
@@ -88,7 +89,7 @@ def find_tokens(
         for layer in layers:
             layer.located = everywhere
         return list(layers), None
-    traced = _trace(model, pixels)
+    traced = _trace(call, size)
     located = [replace(layer, located=_locate(model, layer, batch, size, layout, traced)) for layer in layers]
     following = [*located[1:], None]
     mixing = [
@@ -140,30 +141,26 @@ def _locate(
     if is_class_attention(model.get_submodule(layer.name)):
         first = torch.zeros(1, queries, dtype=torch.long)
         return LayerTokens(of_keys, of_keys, first, torch.arange(keys).unsqueeze(0))
-    if tokens is not None and tokens.key_index is not None and _is_reordered(tokens.key_index):
-        return tokens
-    return None if of_queries is None else LayerTokens(of_queries, of_keys)
+    in_order = LayerTokens(of_queries, of_keys) if of_queries is not None else None
+    if tokens is None or tokens.key_index is None or of_keys.num_prefix_tokens:
+        return in_order
+    # All patches, in another order or with padding.
+    order, raster = tokens.key_index[0], torch.arange(tokens.keys.num_patches, device="cpu")
+    reordered = torch.equal(order[order >= 0].sort().values, raster) and not torch.equal(order, raster)
+    return tokens if reordered else in_order
 
 
-def _is_reordered(index: Tensor) -> bool:
-    """Return True if an index [1, tokens] is a permutation other than the raster order."""
-    raster = torch.arange(index.shape[1], device="cpu")
-    return torch.equal(index[0].sort().values, raster) and not torch.equal(index[0], raster)
-
-
-def _trace(model: nn.Module, pixels: Tensor) -> dict[str, LayerTokens]:
+def _trace(call: Call, size: Size) -> dict[str, LayerTokens]:
     """Trace the tokens of each attention layer for images of this size, by module path.
 
     The model runs once per size, in eval mode and with the random state restored, so that running statistics and the
     caller's random numbers do not change.
     """
-    size = (pixels.shape[-2], pixels.shape[-1])
-    known, key = model_cache(model), (_trace, size)
+    known, key = model_cache(call.model), (_trace, size)
     if key not in known:
-        noise = torch.randn(1, *pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
-        tracer = _Tracer(model, size)
-        with trial(model, pixels.device), hooked(tracer.hooks()), tracer:
-            model(noise.to(pixels))
+        tracer = _Tracer(call.model, size)
+        with trial(call.model, call.pixels.device), hooked(tracer.hooks()), tracer:
+            call(call.noise(1))
         known[key] = tracer.traced
     traced: dict[str, LayerTokens] = known[key]
     return traced
@@ -181,11 +178,9 @@ class _Places:
     index: Tensor
     grid: TokenLayout
 
-    def coarser(self, side: int) -> "_Places | None":
-        """Return the places on the grid whose cells have side × side patches; None if they do not divide the grid."""
-        if side == 0 or self.grid.rows % side or self.grid.cols % side:
-            return None
-        rows, cols, patch = self.grid.rows // side, self.grid.cols // side, self.index - 1
+    def coarser(self, side: int) -> "_Places":
+        """Return the places on the grid whose cells have side × side patches."""
+        rows, cols, patch = -(-self.grid.rows // side), -(-self.grid.cols // side), self.index - 1
         cells = patch // self.grid.cols // side * cols + patch % self.grid.cols // side + 1
         return _Places(torch.where(patch < 0, 0, cells), TokenLayout(0, rows, cols))
 
@@ -215,7 +210,7 @@ class _Tracer(Interception):
     def on_attention(self, attention: Attention) -> None:
         """Keep the tokens of the queries and keys of a module."""
         name, module = self.path[-1]
-        if name in self.traced or not is_traced(module):
+        if name in self.traced or is_head_by_head(module):
             return
         # The arguments of fused attention, or of the product of attention and values or of their transposes.
         first, *_, last = self._operands[:3]
@@ -245,9 +240,14 @@ class _Tracer(Interception):
                 tensor._places = _Places(index, sources[0].grid)  # type: ignore[attr-defined]
         elif name not in _MOVING and results and results[0].is_floating_point():
             shape = results[0].shape
-            places = _reduced(sources[0], shape, func, args[1:], kwargs) if sources and name in _REDUCING else None
-            carried = (_carried(each, shape, name) for each in sources)
-            results[0]._places = places or next(filter(None, carried), None) or self._image(results[0])  # type: ignore[attr-defined]
+            places = next(filter(None, (_carried(each, shape, name) for each in sources)), None)
+            if places is None and sources and name in _REDUCING:
+                maximum, grid = torch.amax if name == "mean" else func, sources[0].grid
+                sides = [side for side in _SIDES if grid.rows % side == grid.cols % side == 0]
+                places = _reduced(sources[0], lambda index: maximum(index, *args[1:], **kwargs), sides)
+            if places is None and (not sources or (len(shape) == 4 and name not in _REDUCING - {"max_pool2d"})):
+                places = self._image(results[0])
+            results[0]._places = places  # type: ignore[attr-defined]
         return output
 
     def _image(self, tensor: Tensor) -> _Places | None:
@@ -285,27 +285,31 @@ def _indices(given: Any) -> Any:
 
 
 def _carried(places: _Places, shape: torch.Size, function: str) -> _Places | None:
-    """Return the places of a function's result: those of an operand, if at most the channel axis differs."""
+    """Return the places of a function's result: those of an operand, if at most the channel axis differs.
+
+    The channels of an operand may be those of several tokens, which are merged.
+    """
     index = places.index
     channels = [axis for axis in range(index.ndim) if len(shape) != index.ndim or shape[axis] != index.shape[axis]]
     if function == "linear":
         channels = channels or [index.ndim - 1]
     if not channels:
         return places
-    first = index.narrow(channels[0], 0, 1)
-    if len(channels) > 1 or not (index.stride(channels[0]) == 0 or (index == first).all()):
+    if len(channels) > 1:
         return None
-    return _Places(first.expand(shape), places.grid)
+    if index.stride(channels[0]) == 0:
+        return _Places(index.narrow(channels[0], 0, 1).expand(shape), places.grid)
+    sides = _SIDES if function == "linear" else (1,)
+    merged = _reduced(places, partial(torch.amax, dim=channels[0], keepdim=True), sides)
+    return merged and replace(merged, index=merged.index.expand(shape))
 
 
-def _reduced(places: _Places, shape: torch.Size, func: Any, args: Any, kwargs: Any) -> _Places | None:
-    """Return the places of a maximum over channels, or over the patches of each cell of a coarser grid."""
-    for side in (1, round((places.index.numel() / shape.numel()) ** 0.5)):
+def _reduced(places: _Places, maximum: Callable[[Tensor], Any], sides: Sequence[int]) -> _Places | None:
+    """Return the places of a maximum over channels, or over the patches of cells of side × side patches."""
+    for side in sides:
         coarse = places.coarser(side)
-        if coarse is None:
-            return None
         negative = torch.where(coarse.index > 0, -coarse.index, -torch.inf)
-        high, low = (next(tensors_in(func(index, *args, **kwargs))) for index in (coarse.index, negative))
+        high, low = (next(tensors_in(maximum(index))) for index in (coarse.index, negative))
         if torch.equal(high, torch.where(high > 0, -low, 0)):
             return _Places(high, coarse.grid)
     return None

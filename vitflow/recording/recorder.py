@@ -32,7 +32,7 @@ from vitflow.recording.isolation import (
     uncompiled,
 )
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
-from vitflow.recording.layers import AttentionLayer, FusionKey, stack_of
+from vitflow.recording.layers import FusionKey, stack_of
 from vitflow.recording.listening import Listening
 from vitflow.recording.patch_places import block_layouts, misplaced
 from vitflow.recording.probing import Call
@@ -279,47 +279,41 @@ class record_attention:
         trace.logits, trace.names = logits, self._listening.recorded
         if self._reads:
             trace.refusal = refusal_of_text(self._model)
-        if trace.pixels is None:
+        if trace.call is None:
             return
-        size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
-        layout = self._locate_tokens(trace.pixels, size)
+        size = (trace.call.pixels.shape[-2], trace.call.pixels.shape[-1])
+        layout = self._locate_tokens(trace.call, size)
         for path, features in trace.features.items():
             if path not in trace.feature_layouts:
                 located = feature_layout(self._model, size, features, layout)
                 trace.feature_layouts[path] = None if located and self._is_misplaced(path, located[0]) else located
 
-    def _locate_tokens(self, pixels: Tensor, size: tuple[int, int]) -> TokenLayout | None:
+    def _locate_tokens(self, call: Call, size: tuple[int, int]) -> TokenLayout | None:
         """Find token positions and readouts; return the layout if it is known."""
-        trace = self.trace
+        trace, batch = self.trace, len(call.pixels)
         layers, refusal = trace.layers, refusal_of(self._model, trace.layers) if trace.layers else None
+        layouts: list[TokenLayout] = []
         if layers and refusal is None:
-            above = decoder_stacks(layers, len(pixels))
+            above = decoder_stacks(layers, batch)
             layers = [layer for layer in layers if stack_of(layer.name) not in above]
             trace.names = [name for name in trace.names if stack_of(name) not in above]
-            layers, refusal = find_tokens(self._model, layers, pixels, self._layout)
-            refusal = refusal or self._unseen(layers)
+            layers, refusal = find_tokens(call, layers, self._layout)
+        if layers and refusal is None:
+            layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
+            if not self._within:
+                refusal = unseen_mixing(call, layouts, self._listening.recorded) or misplaced(
+                    call, block_layouts(self._model, layers, trace.names)
+                )
         if not layers or refusal is not None:
-            layout = self._layout_without_attention(size)
-            trace.set_layers(layers, layout, refusal)
+            layout, trace.refusal = self._layout_without_attention(size), refusal
+            trace.locate(layers, layout)
             return layout
-        layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        layout = max(layouts, key=lambda layout: layout.num_patches)
-        trace.set_layers(layers, layout)
-        top = layers[-1].tokens.queries
-        closed = closed_readouts(self._model, top, self._listening.pooling)
-        pooled = self._listening.pooling if closed[0].name == ATTENTION_POOLING else None
-        given = None if self._readout is None else _normalized(self._readout, len(pixels), top).to(layers[-1].example)
-        trace.set_readouts(closed, pooled, given)
+        layout, top = max(layouts, key=lambda layout: layout.num_patches), layers[-1].tokens.queries
+        given = None if self._readout is None else _normalized(self._readout, batch, top).to(layers[-1].example)
+        trace.locate(layers, layout, top, given)
+        trace.closed = closed_readouts(self._model, top, self._listening.pooling)
+        trace.pooled = self._listening.pooling if trace.closed[0].name == ATTENTION_POOLING else None
         return layout
-
-    def _unseen(self, layers: list[AttentionLayer]) -> str | None:
-        """Return why a product of these layers would be incomplete, or None."""
-        if self._within or self.trace.call is None:
-            return None
-        call, names = self.trace.call, self._listening.recorded
-        layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        refusal = unseen_mixing(call, layouts, names)
-        return refusal or misplaced(call, block_layouts(self._model, layers, self.trace.names))
 
     def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""

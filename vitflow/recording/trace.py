@@ -71,13 +71,15 @@ class Trace(RecordedLayers):
         """Reset the trace for a new forward pass on this model input."""
         Trace.__init__(self, model=self.model, pixels=pixels, read=read, call=call)
 
-    def set_readouts(self, closed: Sequence[ClosedReadout], pooled: Tensor | None, given: Tensor | None) -> None:
-        """Set the closed-form readouts, the attention of a pooling head, and the readout given by the caller."""
-        self.closed, self.pooled, self._given, self._top = closed, pooled, given, self.layers[-1].tokens.queries
-
-    def set_layers(self, layers: list[AttentionLayer], layout: TokenLayout | None, refusal: str | None = None) -> None:
-        """Set the layers and the token layout, or the reason for a refusal."""
-        self.layers, self._layout, self.refusal = layers, layout, refusal
+    def locate(
+        self,
+        layers: list[AttentionLayer],
+        layout: TokenLayout | None,
+        top: TokenLayout | None = None,
+        given: Tensor | None = None,
+    ) -> None:
+        """Set the layers with their positions, the layouts of all tokens and of the top layer, and a given readout."""
+        self.layers, self._layout, self._top, self._given = layers, layout, top, given
 
     @property
     def layout(self) -> TokenLayout:

@@ -65,7 +65,7 @@ class SavedRun:
         self.folder = Path(folder)
         self.path = self.folder / FILE
         if not is_file(self.path) or is_link(self.path) or not self.path.stat().st_size:
-            raise OptionError(f"There is no run in {str(self.folder)!r}.")
+            raise OptionError(f"No run in {str(self.folder)!r}: pass the output folder of a run.")
         with self._reading():
             self._db = self._open("ro")
             try:

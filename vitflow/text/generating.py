@@ -185,19 +185,16 @@ def _arguments(inputs: Any, tokenizer: Any, model: nn.Module, generate: Mapping[
     if isinstance(inputs, Tensor):
         inputs = {"pixel_values" if inputs.ndim == 4 else "input_ids": inputs}
     arguments = {**(inputs if isinstance(inputs, Mapping) else {}), **generate}
-    source = arguments.get("input_ids")
-    if source is None and languages.has_encoder(model):
-        source = arguments.get("pixel_values")
-    elif not isinstance(source, Tensor) or source.ndim != 2 or source.is_floating_point():
-        source = None
-    if not isinstance(source, Tensor):
+    sees = languages.has_encoder(model) and "input_ids" not in arguments
+    source = arguments.get("pixel_values" if sees else "input_ids")
+    if not isinstance(source, Tensor) or source.is_floating_point() != sees or (source.ndim != 2 and not sees):
         raise OptionError(
             "Expected a text, or tokenizer output with return_tensors='pt' (input_ids [1, tokens] and "
             f"attention_mask), got {type(inputs).__name__}."
         )
     if len(source) != 1:
         raise OptionError(f"Expected one prompt, got {len(source)}: call it once for each.")
-    if "input_ids" in arguments:
+    if not sees:
         arguments = _unpadded(model, arguments)
     if languages.generation_setting(model, generate, "stop_strings") is not None and "tokenizer" not in arguments:
         arguments["tokenizer"] = languages.tokenizer_of(model, tokenizer)
@@ -231,20 +228,16 @@ def _is_like(value: Any, ids: Tensor) -> bool:
 
 def _check_length(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise OptionError if the requested tokens exceed the model's positions."""
-    start, what = arguments.get("decoder_input_ids"), "a beginning"
-    if not languages.has_encoder(model):
-        start, what = arguments["input_ids"], "a prompt"
+    start = arguments.get("decoder_input_ids" if languages.has_encoder(model) else "input_ids")
     tokens = start.shape[1] if isinstance(start, Tensor) else 1
     limit = languages.positions_of(model)
     steps, length = (languages.generation_setting(model, arguments, name) for name in ("max_new_tokens", "max_length"))
     steps = length - tokens if steps is None and isinstance(length, int) else steps
-    if limit is None or not isinstance(steps, int) or tokens + steps - 1 <= limit:
-        return
-    most = limit - tokens + 1  # the last generated token is not an input
-    raise OptionError(
-        f"Expected {f'at most {most} new tokens after' if most > 0 else 'a shorter text than'} {what} of "
-        f"{tokens}, as {type(model).__name__} has positions for {limit}, got {steps}: lower max_new_tokens."
-    )
+    if limit is not None and isinstance(steps, int) and tokens + steps - 1 > limit:  # the last one is not an input
+        raise OptionError(
+            f"Expected at most {max(limit - tokens + 1, 0)} new tokens after {tokens}, as {type(model).__name__} has "
+            f"positions for {limit}, got {steps}: lower max_new_tokens, or shorten the prompt."
+        )
 
 
 _DEFAULT_STEPS = 20  # max_new_tokens of transformers, for the display of progress

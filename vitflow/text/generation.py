@@ -138,7 +138,7 @@ class Generation:
             layer: last layer to include, 1 is the first, −1 the last; by default the layer of the method.
 
         Raises:
-            OptionError: unknown word, image or part, or an option that requires an argument of `explain_generation`.
+            OptionError: unknown word, image or part, or no image in the prompt.
         """
         if self.images is None:
             raise OptionError("Expected an image in the prompt, got none: pass image= to explain_generation.")
@@ -276,12 +276,7 @@ class Generation:
             caption=caption(self.method, self.options, self.model),
         )
 
-    def page(
-        self,
-        *,
-        special: bool = True,
-        stop_words: Iterable[str] = (),
-    ) -> Page:
+    def page(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Page:
         """Return an interactive HTML page: click a generated word for its attribution by layer and its map on each
         image of the prompt; click a word of the prompt for the generated words attributed to it.
 
@@ -298,7 +293,6 @@ class Generation:
             TextRow(label.text, (m + i,), m + i, full[i].T, at=m + i - 1, self_share=self_share[i])
             for i, label in enumerate(labels_of(words)[m:])
         ]
-        parts = () if self.images is None else self.images.parts
         images: list[dict[str, Any]] = []
         first = 0
         if self.images is not None:
@@ -308,23 +302,27 @@ class Generation:
             words,
             rows,
             first=first,
-            method=self.method,
+            caption=caption(self.method, self.options, ""),
             options=self.options,
             model=self.model,
             special=special,
             stop_words=stop_words,
             written=m,
-            patches={position for part in parts for position in part.positions},
+            patches=self._patches,
             images=images,
         )
 
     def _shown(self, words: Words, special: bool, stop_words: Iterable[str]) -> tuple[Words, dict[int, str]]:
         """Return the words of a view, and the hidden positions with the reason; image patches are hidden."""
-        parts = () if self.images is None else self.images.parts
-        patches = {position: "image patches" for part in parts for position in part.positions}
-        hidden = hide(words, special=not special, stop_words=stop_words) | patches
-        plain = tuple(special and position not in patches for position, special in enumerate(words.special))
+        hidden = hide(words, special=not special, stop_words=stop_words)
+        hidden |= dict.fromkeys(self._patches, "image patches")
+        plain = tuple(special and position not in self._patches for position, special in enumerate(words.special))
         return replace(words, special=plain), hidden
+
+    @property
+    def _patches(self) -> set[int]:
+        """Positions of the image patches in the prompt."""
+        return set() if self.images is None else {place for part in self.images.parts for place in part.positions}
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the sheet as .png, .pdf or .svg; options as for `sheet`."""

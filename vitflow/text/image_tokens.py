@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, check_known
+from vitflow.errors import ShapeError, UnsupportedModelError, check_known
 from vitflow.images.geometry import Placement, Size
 from vitflow.methods.tokens import TokenLayout
 
@@ -36,9 +36,8 @@ class ImageTokens:
         ShapeError: not rows × cols distinct positions.
         OptionError: unknown role.
 
-    >>> part = ImageTokens(range(3, 9), rows=2, cols=3, placement=Placement((20, 30), (20, 30), (0, 0), (20, 30)))
-    >>> part.box(1, 2)
-    (20.0, 10.0, 30.0, 20.0)
+    >>> ImageTokens(range(3, 9), rows=2, cols=3).positions
+    (3, 4, 5, 6, 7, 8)
     """
 
     positions: Sequence[int]
@@ -57,19 +56,6 @@ class ImageTokens:
                 f"Expected {self.rows} × {self.cols} distinct patch positions, got {len(self.positions)}, {count} of "
                 "them distinct."
             )
-
-    def box(self, row: int, col: int) -> tuple[float, float, float, float]:
-        """Return the box of a patch, (left, top, right, bottom) in pixels of the image; it may exceed the image.
-
-        Raises:
-            OptionError: the placement is None.
-        """
-        if self.placement is None:
-            raise OptionError("box() requires ImageTokens with a placement.")
-        height, width = self.placement.input_size[0] / self.rows, self.placement.input_size[1] / self.cols
-        top, left = self.placement.to_image(row * height, col * width)
-        bottom, right = self.placement.to_image((row + 1) * height, (col + 1) * width)
-        return left, top, right, bottom
 
 
 def image_token(config: Any, kind: Kind = "image") -> int | None:
@@ -316,35 +302,26 @@ def _qwen(processed: Processed) -> Iterator[Part]:
 
 def _idefics3(processed: Processed) -> Iterator[Part]:
     """Yield tiles row by row, then the squashed image."""
-    side = math.isqrt(processed.processor.image_seq_len)
-    tile = int(_setting(processed.image_processor.max_image_size, "longest_edge") or processed.pixels[0])
     _, rows, cols = processed.image_processor.get_number_of_image_patches(*processed.size, {})
-    if processed.tokens == processed.count * side * side:
-        rows = cols = 0  # processed without splitting
-    yield from _tiles(processed.size, rows, cols, tile, side)
-    yield Part(side, side, _squashed(processed.size, (tile, tile)))
+    yield from _tiles(processed, rows, cols, processed.processor.image_seq_len, "whole")
 
 
 def _internvl(processed: Processed) -> Iterator[Part]:
     """Yield tiles row by row, then a thumbnail; or the whole image as a single tile."""
-    side, images = math.isqrt(processed.processor.image_seq_length), processed.image_processor
-    tile = processed.pixels[0]
+    images = processed.image_processor
     canvas = sys.modules[type(images).__module__].get_optimal_tiled_canvas
     cols, rows = canvas(processed.size, processed.pixels, images.min_patches, images.max_patches)
-    whole = _squashed(processed.size, (tile, tile))
-    if rows * cols == 1 or processed.tokens == processed.count * side * side:
-        yield Part(side, side, whole)
-        return
-    yield from _tiles(processed.size, rows, cols, tile, side)
-    yield Part(side, side, whole, "thumbnail")
+    yield from _tiles(processed, rows, cols, processed.processor.image_seq_length, "thumbnail")
 
 
-def _tiles(size: Size, rows: int, cols: int, tile: int, side: int) -> Iterator[Part]:
-    """Yield the tiles of an image resized to rows × cols tiles."""
-    for row in range(rows):
-        for col in range(cols):
-            placement = Placement(size, (rows * tile, cols * tile), (row * tile, col * tile), (tile, tile))
-            yield Part(side, side, placement, "tile")
+def _tiles(processed: Processed, rows: int, cols: int, tokens: int, role: Role) -> Iterator[Part]:
+    """Yield the tiles of an image resized to rows × cols of them, if it was split, and the squashed image."""
+    side, tile, size = math.isqrt(tokens), processed.pixels[0], processed.size
+    split = rows * cols > 1 and processed.tokens != processed.count * tokens
+    for row, col in np.ndindex(rows, cols) if split else ():
+        placement = Placement(size, (rows * tile, cols * tile), (row * tile, col * tile), (tile, tile))
+        yield Part(side, side, placement, "tile")
+    yield Part(side, side, _squashed(size, (tile, tile)), role if split else "whole")
 
 
 def _gemma(processed: Processed) -> Iterator[Part]:

@@ -16,7 +16,6 @@ from vitflow.errors import ModelError, OptionError, UnsupportedModelError, Vitfl
 from vitflow.files import is_file, is_folder
 from vitflow.models.calls import reads_cache, refuse_static
 from vitflow.models.hub import quiet_hub, quietly
-from vitflow.models.names import class_count
 from vitflow.models.parts import decoder_of, library_id, text_config, word_embedding
 from vitflow.recording.probing import is_causal
 
@@ -40,29 +39,15 @@ def load_language_model(name: str | Path, *, trust_remote_code: bool = False) ->
     """
     transformers = _transformers()
     with hub_for(name), quietly(transformers.utils.logging):
-        model = _load_model(transformers, name, trust_remote_code)
+        with _loading(name, trust_remote_code) as trust:
+            config = transformers.AutoConfig.from_pretrained(name, **trust)
+            architecture = (config.architectures or [""])[0]
+            auto_map = getattr(config, "auto_map", {}).items()
+            loader = next((auto for auto, path in auto_map if str(path).endswith(f".{architecture}")), "AutoModel")
+            kind = getattr(transformers, architecture, getattr(transformers, loader, transformers.AutoModel))
+            model: nn.Module = kind.from_pretrained(name, **trust)
+            model.eval()
         return model, _load_part("tokenizer", name, trust_remote_code)
-
-
-def _load_model(transformers: Any, name: str | Path, trust_remote_code: bool) -> nn.Module:
-    try:
-        # Always passed: otherwise transformers asks on stdin, and a piped "y" would run the code.
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        architecture = (config.architectures or [""])[0]
-        auto_map = getattr(config, "auto_map", {}).items()
-        loader = next((auto for auto, path in auto_map if str(path).endswith(f".{architecture}")), "AutoModel")
-        kind = getattr(transformers, architecture, getattr(transformers, loader, transformers.AutoModel))
-        model: nn.Module = kind.from_pretrained(name, trust_remote_code=trust_remote_code)
-        model.eval()
-    except pickle.UnpicklingError as error:
-        raise ModelError(
-            f"The weights of {str(name)!r} are damaged, or a pickle that could run code when loaded. Save them as "
-            "safetensors: model.save_pretrained(FOLDER)."
-        ) from error
-    except Exception as error:  # transformers raises many kinds of errors for invalid folders
-        _refuse_remote_code(name, error)
-        raise _no_model(name, error) from error
-    return model
 
 
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -77,21 +62,43 @@ def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _load_part(part: str, name: str | Path, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer, the processor or the image processor saved with a model."""
     kind = getattr(_transformers(), _PARTS[part])
-    no_tokenizer = is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES)
-    with hub_for(name):
-        try:
-            if part == "tokenizer" and no_tokenizer:  # transformers would create one with an empty vocabulary
-                raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")
-            return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except Exception as error:  # of many kinds, as above
-            _refuse_remote_code(name, error)
-            if isinstance(error, OSError) and offline_hint(name):
-                raise _no_model(name, error) from error
+    with hub_for(name), _loading(name, trust_remote_code, part) as trust:
+        if part == "tokenizer" and is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES):
+            raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")  # transformers would create an empty vocabulary
+        return kind.from_pretrained(name, **trust)
+
+
+@contextmanager
+def _loading(name: str | Path, trust_remote_code: bool, part: str = "") -> Iterator[dict[str, bool]]:
+    """Translate the errors of transformers about a model or a part of it; yield the argument for its custom code.
+
+    It is always passed: otherwise transformers asks on stdin, and a piped "y" would run the code.
+    """
+    try:
+        yield {"trust_remote_code": trust_remote_code}
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"The weights of {str(name)!r} are damaged, or a pickle that could run code when loaded. Save them as "
+            "safetensors: model.save_pretrained(FOLDER)."
+        ) from error
+    except Exception as error:  # transformers raises many kinds of errors for invalid folders
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{printable(name)} requires custom Python code, which would run on this machine with all your rights. "
+                "Review it, and pass --trust-remote-code (trust_remote_code=True) if you trust it."
+            ) from error
+        hint = offline_hint(name) if isinstance(error, OSError) else None
+        reason = hint or " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+        if part and not hint:
             raise ModelError(
                 f"Expected a {part} saved with the model {str(name)!r}, got none: save it there with save_pretrained, "
-                f"or pass {part.split()[-1]}= in Python. ({_reason(name, error)})"
+                f"or pass {part.split()[-1]}= in Python. ({reason})"
             ) from error
+        raise ModelError(
+            f"Expected a hub id or a transformers folder as the model, got {str(name)!r}: {reason}"
+        ) from error
 
 
 def tokenizer_of(model: nn.Module, tokenizer: Any = None, *, required: bool = True) -> Any:
@@ -115,27 +122,6 @@ def tokenizer_of(model: nn.Module, tokenizer: Any = None, *, required: bool = Tr
 
 def _transformers() -> Any:
     return load_extra("transformers", "Reading texts", "transformers", ModelError)
-
-
-def _refuse_remote_code(name: str | Path, error: Exception) -> None:
-    """Raise ModelError if transformers refused to run custom code."""
-    if "trust_remote_code" in str(error):
-        raise ModelError(
-            f"{printable(name)} requires custom Python code, which would run on this machine with all your rights. "
-            "Review it, and pass --trust-remote-code (trust_remote_code=True) if you trust it."
-        ) from error
-
-
-def _no_model(name: str | Path, error: Exception) -> ModelError:
-    return ModelError(
-        f"Expected a hub id or a transformers folder as the model, got {str(name)!r}: {_reason(name, error)}"
-    )
-
-
-def _reason(name: str | Path, error: Exception) -> str:
-    """Return why a model was not loaded, on one line: `offline_hint`, or the message of transformers."""
-    hint = offline_hint(name) if isinstance(error, OSError) else None
-    return hint or " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
 
 
 def offline_hint(name: str | Path) -> str | None:
@@ -190,11 +176,6 @@ def predicts_words(model: nn.Module) -> bool:
         return model.get_output_embeddings() is not None  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
         return False
-
-
-def has_head(model: nn.Module) -> bool:
-    """Return True if a model predicts tokens or classes, not features."""
-    return predicts_words(model) or bool(class_count(model))
 
 
 def has_encoder(model: nn.Module) -> bool:

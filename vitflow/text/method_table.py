@@ -19,58 +19,40 @@ _OF_ENCODERS = {"value_weighted": "output", "causal": "raw"}
 #: Default method, without and with images; the maps of gae match the named objects best.
 PLAIN, IMAGE_DEFAULT = "rollout", "gae"
 
+
+def _as_for_images(name: str, defaults: Mapping[str, Any], **paper: Any) -> Method:
+    """Return a method for texts that is described as the one for images; `paper` is its preset."""
+    function = f"vitflow.text.methods:{name}"
+    return replace(get_method(name), function=function, defaults=defaults, presets={"paper": paper}, refined="never")
+
+
 # None: the default depends on the kind of model, see `for_kind`.
+_FUSED = {"head_fusion": "mean", "discard_ratio": 0.0, "residual": 0.5}
+_OF_KIND = {"value_weighted": None, "causal": None}
 _ROWS = (
-    replace(
-        get_method("rollout"),
-        function="vitflow.text.methods:rollout",
-        defaults={
-            "head_fusion": "mean",
-            "discard_ratio": 0.0,
-            "residual": 0.5,
-            "start_layer": 1,
-            "value_weighted": None,
-            "causal": None,
-        },
-        presets={"paper": {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False, "causal": "raw"}},
-        refined="never",
+    _as_for_images(
+        "rollout",
+        {**_FUSED, "start_layer": 1, **_OF_KIND},
+        head_fusion="mean",
+        discard_ratio=0.0,
+        value_weighted=False,
+        causal="raw",
     ),
-    replace(
-        get_method("attention"),
-        function="vitflow.text.methods:attention",
-        defaults={"head_fusion": "mean", "layer": -1, "discard_ratio": 0.0, "value_weighted": False},
-        presets={"paper": {}},
-        refined="never",
+    _as_for_images("attention", {"head_fusion": "mean", "layer": -1, "discard_ratio": 0.0, "value_weighted": False}),
+    _as_for_images(
+        "flow",
+        {"layers": 4, "below": "rollout", **_FUSED, **_OF_KIND},
+        layers="all",
+        below="none",
+        discard_ratio=0.0,
+        value_weighted=False,
+        causal="raw",
     ),
-    replace(
-        get_method("flow"),
-        function="vitflow.text.methods:flow",
-        defaults={
-            "layers": 4,
-            "below": "rollout",
-            "head_fusion": "mean",
-            "discard_ratio": 0.0,
-            "residual": 0.5,
-            "value_weighted": None,
-            "causal": None,
-        },
-        presets={
-            "paper": {
-                "layers": "all",
-                "below": "none",
-                "discard_ratio": 0.0,
-                "value_weighted": False,
-                "causal": "raw",
-            }
-        },
-        refined="never",
-    ),
-    replace(
-        get_method("gae"),
-        function="vitflow.text.methods:gae",
-        defaults={"head_fusion": "mean", "start_layer": 1, "value_weighted": None},
-        presets={"paper": {"head_fusion": "mean", "value_weighted": False}},
-        refined="never",
+    _as_for_images(
+        "gae",
+        {"head_fusion": "mean", "start_layer": 1, "value_weighted": None},
+        head_fusion="mean",
+        value_weighted=False,
     ),
     Method(
         "logit_lens",

@@ -19,10 +19,11 @@ from vitflow.methods.fusion import HeadFusion, add_residual, check_fraction, che
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import gradient_weighted_attention
 from vitflow.methods.tokens import Causal, check_causal, relative_to, self_token, uniform_attention
+from vitflow.models.names import class_count
 from vitflow.models.parts import decoder_of
 from vitflow.progress import tracking
 from vitflow.recording.trace import Trace
-from vitflow.text.languages import has_head, predicts_words, refuse_not_causal
+from vitflow.text.languages import predicts_words, refuse_not_causal
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.rows import ReadText
 
@@ -220,15 +221,15 @@ def _relevant_layers(
 def _score(trace: Trace, position: int, target: int | None) -> Tensor:
     """Return the logit of a token at a position of the text, or of a class of the whole text."""
     logits = trace.logits
-    if logits is None or logits.ndim not in (2, 3) or not has_head(trace.model):
+    words = predicts_words(trace.model)
+    if logits is None or logits.ndim not in (2, 3) or not (words or class_count(trace.model)):
         raise OptionError(
             f"Class-specific methods require a model that predicts words or classes, and {type(trace.model).__name__} "
             "ends in features: load it with its head, or use a method such as rollout."
         )
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
     if target is not None:
-        kind = "token id" if predicts_words(trace.model) else "class index"
-        whole_number(f"the target, a {kind},", target, 0, len(scores) - 1)
+        whole_number(f"the target, a {'token id' if words else 'class index'},", target, 0, len(scores) - 1)
     return scores.max() if target is None else scores[target]
 
 

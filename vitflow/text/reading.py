@@ -31,7 +31,7 @@ from vitflow.text.rows import RowsRead, array_of, read_rows
 from vitflow.text.sheet import MOST_TOKENS, GraphView, Panel, Sheet
 from vitflow.text.text_page import TextRow, page_of
 from vitflow.text.view import ShadedText
-from vitflow.text.words import Words, hide, labels_of, text_of, words_in, words_of
+from vitflow.text.words import Words, hide, text_of, words_in, words_of
 from vitflow.viewer.pages import Page
 
 # Attention matrices of longer texts are not kept, to save memory.
@@ -161,10 +161,8 @@ class Reading:
             self.rows,
             first=first,
             model=self.model,
-            method=self.method,
+            caption=self._caption(""),
             options=self.options,
-            target=self.target,
-            probability=self.probability,
             graph=graph,
             **hiding,
         )
@@ -187,8 +185,11 @@ class Reading:
             "selected": self.selected,
             "hidden": hide(self.tokens, special=not special, stop_words=stop_words),
             "title": f"Attribution of “{self._word}”",
-            "caption": caption(self.method, self.options, self.model, target=self.target, probability=self.probability),
+            "caption": self._caption(self.model),
         }
+
+    def _caption(self, model: str) -> str:
+        return caption(self.method, self.options, model, target=self.target, probability=self.probability)
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write the shaded text as .png, .pdf or .svg; options as for `shaded`."""
@@ -320,20 +321,21 @@ def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tens
 
 def _rows_of_words(words: Words, selected: tuple[int, ...], result: RowsRead, causal: bool) -> tuple[TextRow, ...]:
     """Return the row of the selected word, which is the first, at its place among the rows of all other tokens."""
-    labels, weights = labels_of(words), array_of(result.rows)
+    weights = array_of(result.rows)
     shares = None if result.self_share is None else array_of(result.self_share)
-
-    def row_of(number: int, name: str, positions: tuple[int, ...]) -> TextRow:
-        seen = max(positions) + 1 if causal else words.length
-        return TextRow(
-            name, positions, seen, weights[:, number], self_share=None if shares is None else shares[:, number]
+    spans = [selected, *((position,) for position in range(weights.shape[1] - 1))]  # of none, or all
+    rows = [
+        TextRow(
+            name=text_of(words[span[0] : span[-1] + 1]).strip(),
+            positions=span,
+            seen=span[-1] + 1 if causal else words.length,
+            weights=weights[:, number],
+            self_share=None if shares is None else shares[:, number],
         )
-
-    name = "".join(" " * (labels[i].space and i > selected[0]) + labels[i].text for i in selected)
-    every = enumerate(labels[: len(weights[0]) - 1])  # none, or all
-    rows = [row_of(i + 1, label.text, (i,)) for i, label in every if i not in selected]
-    rows.insert(selected[0] if rows else 0, row_of(0, name, selected))
-    return tuple(rows)
+        for number, span in enumerate(spans)
+        if number == 0 or span[0] not in selected
+    ]
+    return tuple(sorted(rows, key=lambda row: row.positions))
 
 
 def _selected(words: Words, token: str | int | None, tokenizer: Any, causal: bool) -> tuple[int, ...]:

@@ -173,13 +173,13 @@ class Panel:
     Attributes:
         title: title, such as "attention rollout".
         matrices: edge weights [layers, tokens, tokens], from token i after layer l to token j after layer l − 1.
-        paths: highlighted edges, of the same shape; None to highlight none.
+        paths: highlighted edges, of the same shape.
         note: line below the graph.
     """
 
     title: str
     matrices: Any
-    paths: Any = None
+    paths: Any
     note: str = ""
 
 
@@ -199,8 +199,9 @@ class GraphView(View):
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, Figure 1.
 
     >>> words = Words(("a", " key"), (0, 1), (False, False))
-    >>> GraphView(words, [Panel("raw attention", [[[1.0, 0.0], [0.4, 0.6]]])], selected=(1,)).panels[0].matrices.shape
-    (1, 2, 2)
+    >>> attention = np.array([[[1.0, 0.0], [0.4, 0.6]]])
+    >>> GraphView(words, [Panel("raw attention", attention, 0 * attention)], selected=(1,)).strongest()
+    ['  raw attention: a 40 %']
     """
 
     words: Words
@@ -212,7 +213,7 @@ class GraphView(View):
             Panel(
                 printable(panel.title),
                 np.nan_to_num(check_weights(panel.matrices, shape)),
-                None if panel.paths is None else np.nan_to_num(check_weights(panel.paths, shape)),
+                np.nan_to_num(check_weights(panel.paths, shape)),
                 printable(panel.note),
             )
             for panel in self.panels
@@ -277,9 +278,8 @@ class GraphView(View):
         """Draw one graph, the input at the left and the top layer at the right."""
         layers, columns = len(panel.matrices), self._columns
         chosen = np.ix_(range(layers), columns, columns)
-        _draw_edges(axes, panel.matrices[chosen], (0.35, 0.35, 0.35), panel.paths is not None)
-        if panel.paths is not None:
-            _draw_edges(axes, panel.paths[chosen], POSITIVE, False)
+        _draw_edges(axes, panel.matrices[chosen], (0.35, 0.35, 0.35), 0.18)
+        _draw_edges(axes, panel.paths[chosen], POSITIVE, 0.9)
         xs, ys = np.meshgrid(np.arange(layers + 1), np.arange(len(columns)))
         axes.scatter(xs, ys, s=4, color=INK, linewidths=0, zorder=4)
         selected = [column for column, position in enumerate(columns) if position in self.selected]
@@ -291,7 +291,7 @@ class GraphView(View):
         axes.set_xticks(every, [str(layer) if layer else "in" for layer in every], **plain(SMALL) | {"color": GREY})
 
 
-def _draw_edges(axes: Axes, matrices: NDArray[np.float64], color: tuple[float, ...], faint: bool) -> None:
+def _draw_edges(axes: Axes, matrices: NDArray[np.float64], color: tuple[float, ...], opacity: float) -> None:
     """Draw edges; width and darkness are the square of the weight divided by the largest weight of the layer."""
     largest = matrices.max(axis=(1, 2), keepdims=True)
     shares = (matrices / np.where(largest > 0, largest, 1.0)) ** 2
@@ -300,5 +300,5 @@ def _draw_edges(axes: Axes, matrices: NDArray[np.float64], color: tuple[float, .
     order = np.argsort(strength, kind="stable")  # draws the strongest on top
     layer, above, below, strength = layer[order], above[order], below[order], strength[order]
     lines = np.stack([np.stack([layer + 1, above], 1), np.stack([layer, below], 1)], 1)
-    colors = np.concatenate([np.tile(color, (len(lines), 1)), (strength * (0.18 if faint else 0.9))[:, None]], 1)
+    colors = np.concatenate([np.tile(color, (len(lines), 1)), (strength * opacity)[:, None]], 1)
     axes.add_collection(LineCollection(list(lines), linewidths=0.2 + 1.8 * strength, colors=colors, zorder=2))

@@ -13,7 +13,6 @@ from vitflow.errors import printable
 from vitflow.images.figures import figure_bytes
 from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.fusion import check_layer
-from vitflow.text.methods import caption
 from vitflow.text.view import View
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
 from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half
@@ -47,12 +46,10 @@ def page_of(
     *,
     first: int,
     model: str,
-    method: str,
+    caption: str,
     options: Mapping[str, Any],
     special: bool,
     stop_words: Iterable[str],
-    target: str | None = None,
-    probability: float | None = None,
     written: int | None = None,
     graph: View | None = None,
     patches: Collection[int] = (),
@@ -65,9 +62,9 @@ def page_of(
         rows: attributions of the words that can be selected.
         first: index of the row shown first.
         model: model id; for a path, its last component is displayed.
-        method, options: a method for texts and its options.
+        caption: method, its options and its target.
+        options: options of the method.
         special, stop_words: as for the views; without stop words, the page offers to hide English ones.
-        target, probability: target of a class-specific method and its probability, for the caption.
         written: position of the first generated token; None if the text was read.
         graph: figure shown below the table.
         patches: positions of image patches.
@@ -83,7 +80,7 @@ def page_of(
                 "positions": row.positions,
                 "seen": row.seen,
                 "at": row.at,
-                "self_share": _rounded(row.self_share),
+                "self_share": None if row.self_share is None else np.round(row.self_share.astype(float), 6).tolist(),
             }
             for row in rows
         ],
@@ -104,7 +101,7 @@ def page_of(
         *("attention", "text"),
         title="Attribution of each word",
         model=PurePath(model.replace("\\", "/")).name or model,
-        method=caption(method, options, "", target=target, probability=probability),
+        method=caption,
         written=written is not None,
         graph=None if graph is None else _graph_record(graph),
         images=len(images),
@@ -127,10 +124,6 @@ def _token_records(words: Words, stop_words: Iterable[str], patches: Collection[
         kind = "patch" if position in patches else kinds.get(reasons.get(position, ""), plain)
         records.append({"text": printable(label.text), "space": label.space, "newline": label.newline, "kind": kind})
     return records
-
-
-def _rounded(self_share: NDArray[Any] | None) -> list[float | None] | None:
-    return None if self_share is None else [None if np.isnan(share) else round(float(share), 6) for share in self_share]
 
 
 def _graph_record(view: View) -> dict[str, Any]:

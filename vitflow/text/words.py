@@ -89,17 +89,15 @@ class Words:
 
     def _word_at(self, start: int, word: str) -> tuple[int, ...]:
         """Return the tokens from `start` on that make up exactly the word, or an empty tuple."""
-        joined = ""
-        for end in range(start, self.length):
-            joined += self.strings[end]
-            if joined.strip() == word and word:
-                continued = end + 1 < self.length and not self.special[end + 1] and self.strings[end + 1][:1].isalnum()
-                inside = start > 0 and self.strings[start][:1].isalnum() and self.strings[start - 1][-1:].isalnum()
-                inside = inside and not self.special[start - 1]
-                return () if word.isalnum() and (continued or inside) else tuple(range(start, end + 1))
-            if len(joined.strip()) >= len(word):
-                break
-        return ()
+        stop = start + 1
+        while stop < self.length and len("".join(self.strings[start:stop]).strip()) < len(word):
+            stop += 1
+        if not word or "".join(self.strings[start:stop]).strip() != word:
+            return ()
+        continued = stop < self.length and not self.special[stop] and self.strings[stop][:1].isalnum()
+        inside = start > 0 and self.strings[start][:1].isalnum() and self.strings[start - 1][-1:].isalnum()
+        inside = inside and not self.special[start - 1]
+        return () if word.isalnum() and (continued or inside) else tuple(range(start, stop))
 
 
 @dataclass(frozen=True, slots=True)
