@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.demo.ground import check, develop, paint_ground
-from vitflow.demo.objects import choose_count, paint, place_objects
+from vitflow.demo.painting import check, choose_count, develop, paint, paint_ground, place_objects
 
 CLASS_NAMES: tuple[str, ...] = (
     "red heart",

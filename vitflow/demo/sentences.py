@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.demo.drawing import CLASS_NAMES
-from vitflow.demo.ground import check
-from vitflow.demo.objects import choose_count, paint, place_objects
+from vitflow.demo.painting import check, choose_count, paint, place_objects
 from vitflow.errors import OptionError
 
 COLOURS: tuple[str, ...] = tuple(name.split()[0] for name in CLASS_NAMES)
