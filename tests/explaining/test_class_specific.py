@@ -161,7 +161,7 @@ def test_every_method_works_on_every_readout(readout):
 
 def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
     kept, passes = explainer(), {"forward": 0, "backward": 0}
-    kept.explain(IMAGES[0], method="rollout")  # which observes the model's head, once
+    kept.explain_batch(IMAGES[:1], methods=["rollout", "gradcam"])  # which observes the model, once
     kept.model.register_forward_hook(lambda *_: passes.update(forward=passes["forward"] + 1))
     differentiate = torch.autograd.grad
 

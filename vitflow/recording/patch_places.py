@@ -1,4 +1,4 @@
-"""Check that the tokens of a model are the patches of its layout."""
+"""Check that the tokens of a model are the patches of their layout."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
