@@ -269,7 +269,7 @@ def test_what_a_model_cannot_read_is_reported(wordpieces):
     )
     longformer = transformers.LongformerForMaskedLM(config).eval()
     for weighting in (False, "output"):
-        with pytest.raises(UnsupportedModelError, match="No attention between tokens was seen in a forward pass of Longformer"):
+        with pytest.raises(UnsupportedModelError, match="No attention between tokens was seen in .* Longformer"):
             explain_text(TEXT, model=longformer, tokenizer=wordpieces, value_weighted=weighting)
         assert not torch.overrides._get_current_function_mode_stack()  # what watched it watches no other model
 
