@@ -86,7 +86,7 @@ def without_options(app, what, name, obj, options, signature, returned):
     """Write **options for the options of methods, which would hide what a function takes beside them."""
     from sphinx.util.inspect import stringify_signature
 
-    from vitflow.explaining.options import METHOD_OPTIONS
+    from vitflow.registry.options import METHOD_OPTIONS
 
     taken = getattr(obj, "__signature__", None)
     if what not in ("function", "method") or taken is None or "preset" not in taken.parameters:
@@ -100,7 +100,7 @@ def without_options(app, what, name, obj, options, signature, returned):
 
 def options_of_methods() -> str:
     """A section for each method and a table of all options, from the table that the command line is made from."""
-    from vitflow.explaining.options import METHOD_OPTIONS
+    from vitflow.registry.options import METHOD_OPTIONS
 
     texts = ["## Methods\n"]
     for method in vitflow.list_methods():

@@ -21,8 +21,8 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 import vitflow
+from vitflow.analysis.strips import draw_words
 from vitflow.demo import draw_images, draw_scene, load_demo_model, sample_images
-from vitflow.explaining.strips import draw_words
 from vitflow.images.figures import figure_bytes
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 import vitflow
-from vitflow.explaining.comparison import spearman
+from vitflow.analysis.comparison import spearman
 
 _LEXICON = """
 key cabinet author book window friend report engine river teacher garden farmer song letter road doctor

@@ -1,4 +1,4 @@
-"""Generate `vitflow/explaining/option_types.py` from the option table: `python -m tests.option_types [--write]`.
+"""Generate `vitflow/registry/option_types.py` from the option table: `python -m tests.option_types [--write]`.
 
 Without `--write`, exits with 1 if the file differs from the table. Type checkers and IDEs read the options of methods
 from that file, so that they flag a misspelt option.
@@ -12,10 +12,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from vitflow.explaining.options import OPTIONS, Option, options_of
+from vitflow.registry.options import OPTIONS, Option, options_of
 from vitflow.text.method_table import TEXT_METHODS
 
-FILE = Path(__file__).parents[1] / "vitflow/explaining/option_types.py"
+FILE = Path(__file__).parents[1] / "vitflow/registry/option_types.py"
 
 _HEAD = '''"""Types of the options of methods, for type checkers.
 

@@ -29,7 +29,7 @@ from tests.text.test_reading import wordpiece_tokenizer
 from vitflow.cli import cli
 from vitflow.demo import sample_images
 from vitflow.errors import VitflowWarning
-from vitflow.explaining.method_table import get_method
+from vitflow.registry.method_table import get_method
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

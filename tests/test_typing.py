@@ -6,7 +6,7 @@ import pytest
 
 ACCEPTED = """
 import vitflow
-from vitflow.explaining.method_table import Method
+from vitflow.registry.method_table import Method
 
 vitflow.explain("cat.jpg", model="demo", method="rollout", head_fusion="max", discard_ratio=0.9, patch=(3, 7))
 mine: Method = vitflow.register_method("mine", lambda trace: trace)

@@ -3,20 +3,19 @@ from . import evaluation as evaluation
 from . import folder as folder
 from . import methods as methods
 from . import text as text
+from .analysis.clips import Clip as Clip
+from .analysis.clips import explain_clip as explain_clip
+from .analysis.comparison import Comparison as Comparison
+from .analysis.comparison import compare as compare
+from .analysis.exploring import explore as explore
+from .analysis.features import feature_maps as feature_maps
+from .analysis.layer_maps import layer_maps as layer_maps
 from .errors import VitflowError as VitflowError
 from .errors import VitflowWarning as VitflowWarning
 from .evaluation.run import evaluate as evaluate
-from .explaining.clips import Clip as Clip
-from .explaining.clips import explain_clip as explain_clip
-from .explaining.comparison import Comparison as Comparison
-from .explaining.comparison import compare as compare
 from .explaining.explainer import Explainer as Explainer
 from .explaining.explainer import explain as explain
-from .explaining.exploring import explore as explore
-from .explaining.features import feature_maps as feature_maps
 from .explaining.image_model import similarity_to as similarity_to
-from .explaining.layer_maps import layer_maps as layer_maps
-from .explaining.method_table import register_method as register_method
 from .explaining.regions import boxes as boxes
 from .explaining.regions import masks as masks
 from .explaining.saliency import Saliency as Saliency
@@ -29,6 +28,7 @@ from .models.outputs import Outputs as Outputs
 from .models.pairs import prompts as prompts
 from .recording.recorder import record_attention as record_attention
 from .recording.trace import Trace as Trace
+from .registry.method_table import register_method as register_method
 from .text.method_table import list_methods as list_methods
 
 __version__: str

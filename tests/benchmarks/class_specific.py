@@ -16,8 +16,8 @@ import numpy as np
 
 from vitflow import Explainer
 from vitflow.demo import DemoImage, draw_images, load_demo_model
-from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.methods.refinement import AFFINITIES
+from vitflow.registry.method_table import get_method, list_methods
 
 BATCH = 10
 FIRST_SEED = 500_000  # far from the images of other tests, and below those that the model was trained on

@@ -31,7 +31,7 @@ import vitflow
 from vitflow.evaluation import evaluate
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.statistics import estimate_means
-from vitflow.explaining.method_table import get_method
+from vitflow.registry.method_table import get_method
 
 METHODS = ("rollout", "attention", "flow", "gradient_rollout", "gae")
 #: What can be asked: the options that candidates are measured against, and the candidates.

@@ -23,7 +23,7 @@ import vitflow
 from vitflow.demo import CLASS_NAMES, draw_image
 from vitflow.demo.model import demo_metadata
 from vitflow.evaluation.measures.localisation import roc_auc
-from vitflow.explaining.method_table import get_method
+from vitflow.registry.method_table import get_method
 
 TOWERS = ("class token", "average", "registers", "transformers")
 FITTED, FIRST_SEED = 150, 810_000  # no image of these seeds was used for anything else

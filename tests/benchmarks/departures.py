@@ -18,9 +18,9 @@ import torch
 
 import vitflow
 from vitflow.explaining.captions import departures
-from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.files import find_images
 from vitflow.methods.similarity import spearman
+from vitflow.registry.method_table import get_method, list_methods
 
 # Occlusion and sampling ask many times; what they leave of their publications is told in words.
 _IMPROVED: dict[str, dict[str, Any]] = {"attention": {"value_weighted": "output", "refine": 1}}

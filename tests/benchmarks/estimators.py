@@ -46,12 +46,12 @@ from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_image
 from vitflow.evaluation import evaluate
 from vitflow.evaluation.results import Evaluation
 from vitflow.explaining.maps import Maps
-from vitflow.explaining.method_table import get_method, register_method
 from vitflow.explaining.refining import affinity_of, make_maps
 from vitflow.explaining.sampling import geometric_mean, sample
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.refinement import Affinity, refine
 from vitflow.methods.sampling import mean_differences, regress
+from vitflow.registry.method_table import get_method, register_method
 
 SAMPLED = {"keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
 RECORDED = {"value_weighted": "output", "head_fusion": "signed_mean", "refine": 1, "affinity": "both"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import vitflow
 from vitflow.evaluation import evaluate
-from vitflow.explaining.method_table import list_methods
+from vitflow.registry.method_table import list_methods
 
 
 def main() -> None:

@@ -28,11 +28,11 @@ import torch
 
 from vitflow import Explainer
 from vitflow.explaining.applying import recorded_for
-from vitflow.explaining.choices import choose_methods
 from vitflow.explaining.refining import make_maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.rollout import rollout_step
 from vitflow.recording.recorder import record_attention
+from vitflow.registry.choices import choose_methods
 
 # glibc gives memory back as soon as it is free: else the peak depends on what was kept from before.
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": "0"}

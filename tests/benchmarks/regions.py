@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from vitflow import Explainer, load_model
 from vitflow.demo import draw_image
 from vitflow.evaluation.measures.localisation import roc_auc
-from vitflow.explaining.method_table import get_method
+from vitflow.registry.method_table import get_method
 
 # Each as published, and with its defaults, which weight values and spread maps among similar patches.
 METHODS = [(name, preset) for name in ("gae", "gradient_rollout", "rollout") for preset in ("paper", "default")]

@@ -12,8 +12,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import vitflow
 from vitflow.cli import cli
-from vitflow.explaining.method_table import get_method, list_methods
-from vitflow.explaining.options import METHOD_OPTIONS, OPTIONS
+from vitflow.registry.method_table import get_method, list_methods
+from vitflow.registry.options import METHOD_OPTIONS, OPTIONS
 from vitflow.text.method_table import TEXT_METHODS
 
 # Commands that can be told of more than a file or two.

@@ -13,8 +13,8 @@ from vitflow.demo import draw_image
 from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.tables import Tables
-from vitflow.explaining.method_table import METHODS
 from vitflow.images import DPI
+from vitflow.registry.method_table import METHODS
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 METHOD = "</style><script>alert(2)</script>"

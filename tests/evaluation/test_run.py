@@ -30,7 +30,7 @@ from vitflow.evaluation import (
     run,
 )
 from vitflow.evaluation.datasets import Dataset
-from vitflow.explaining.method_table import METHODS
+from vitflow.registry.method_table import METHODS
 from vitflow.runs.saved import SavedRun
 
 QUICK = ["rollout", "gae"]

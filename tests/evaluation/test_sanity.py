@@ -25,8 +25,8 @@ from vitflow.evaluation.measures.sanity import (
     shift_stability,
     stage_names,
 )
-from vitflow.explaining import method_table
 from vitflow.methods.cells import sum_cells
+from vitflow.registry import method_table
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.25,) * 3, "crop_pct": 0.8}
 IMAGE = np.random.default_rng(0).integers(0, 256, (45, 61, 3), dtype=np.uint8)

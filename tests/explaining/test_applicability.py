@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from vitflow import record_attention
+from vitflow.analysis import applicability as support
+from vitflow.analysis.applicability import Support, list_models, matching, support_of
 from vitflow.errors import ModelError, UnsupportedModelError
-from vitflow.explaining import applicability as support
-from vitflow.explaining.applicability import Support, list_models, matching, support_of
 
 CLASS_TOKEN, MEAN, UNPOOLED = (
     "class token",

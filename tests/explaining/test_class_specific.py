@@ -12,8 +12,8 @@ from tests.benchmarks.class_specific import localise
 from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, load_demo_model
 from vitflow.errors import ModelError, OptionError
-from vitflow.explaining.method_table import Method, get_method, list_methods, register_method
 from vitflow.methods.cells import centre_prior, random_map
+from vitflow.registry.method_table import Method, get_method, list_methods, register_method
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 IMAGES = list(np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8))
@@ -273,7 +273,7 @@ def test_the_papers_definition_is_one_option_away():
 
 
 def test_a_method_is_given_gradients_and_features(monkeypatch):
-    monkeypatch.setattr("vitflow.explaining.method_table.METHODS", {})  # undone after the test
+    monkeypatch.setattr("vitflow.registry.method_table.METHODS", {})  # undone after the test
 
     def gradient_times_feature(trace, *, layer):
         path = trace.block_norms[layer - 1]

@@ -11,9 +11,9 @@ from PIL import Image
 
 from tests.benchmarks.clips import drawn_clip, separates
 from vitflow import Explainer, explain_clip
+from vitflow.analysis.clips import frame_shares
 from vitflow.cli import cli
 from vitflow.errors import ImageError, OptionError, ShapeError
-from vitflow.explaining.clips import frame_shares
 from vitflow.images.videos import read_video
 
 

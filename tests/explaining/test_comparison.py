@@ -22,14 +22,14 @@ from torch import nn
 import vitflow
 from tests.typed import typed_here
 from vitflow import Comparison, Explainer
+from vitflow.analysis.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman, top_overlap
 from vitflow.demo import sample_images
 from vitflow.errors import ImageError, NoAttentionError, OptionError, ShapeError, VitflowWarning
-from vitflow.explaining import method_table
-from vitflow.explaining.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman, top_overlap
-from vitflow.explaining.options import REFINING
 from vitflow.images import figures, overlay
 from vitflow.images.pen import Pen, panel_size
 from vitflow.images.typesetting import readable
+from vitflow.registry import method_table
+from vitflow.registry.options import REFINING
 
 CUSTOM = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}

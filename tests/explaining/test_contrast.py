@@ -12,10 +12,10 @@ from vitflow import Contrast, Explainer, compare
 from vitflow.cli import cli
 from vitflow.demo import draw_image, sample_images
 from vitflow.errors import OptionError
-from vitflow.explaining.method_table import list_methods
 from vitflow.explaining.saliency import contrasted
 from vitflow.folder.work import explained_row, make_job
 from vitflow.images.reading import write_image
+from vitflow.registry.method_table import list_methods
 
 IMAGE = draw_image(0)
 FIRST, SECOND = IMAGE.labels[:2]

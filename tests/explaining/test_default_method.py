@@ -8,10 +8,10 @@ import vitflow
 from vitflow import prompts, similarity_to
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
-from vitflow.explaining.choices import choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast
 from vitflow.folder.batch_explainer import BatchExplainer
+from vitflow.registry.choices import choose_methods
 
 IMAGE = sample_images()[0]
 

@@ -7,11 +7,11 @@ from matplotlib.text import Text
 
 import vitflow
 from vitflow import Explainer
+from vitflow.analysis.strips import Strip, draw_comparison
 from vitflow.demo import sample_images
 from vitflow.explaining.captions import changed_options, departures, departures_from_paper
-from vitflow.explaining.method_table import BUILT_IN, Method, get_method
-from vitflow.explaining.strips import Strip, draw_comparison
 from vitflow.images.pen import Pen
+from vitflow.registry.method_table import BUILT_IN, Method, get_method
 from vitflow.text.method_table import TEXT_METHODS, for_kind
 from vitflow.text.methods import caption
 

@@ -13,9 +13,9 @@ import vitflow
 from tests import literal_vit
 from tests.models.test_libraries import FAMILIES, NORMALISATION, built
 from vitflow import Explainer
+from vitflow.analysis.features import _coloured
 from vitflow.cli import cli
 from vitflow.errors import OptionError, OutsideGridError, OutsideImageError, ShapeError, UnsupportedModelError
-from vitflow.explaining.features import _coloured
 from vitflow.images.pen import Pen
 from vitflow.methods import similarity as mathematics
 from vitflow.methods.rollout import attention_rollout

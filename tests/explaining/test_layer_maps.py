@@ -28,7 +28,7 @@ def explainer() -> Explainer:
 @pytest.mark.parametrize("method", ["rollout", "gae"])
 def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_head(explainer, method):
     actual = vitflow.layer_maps(IMAGE, model=explainer, method=method, layer=2, target=3)
-    assert isinstance(actual, vitflow.explaining.layer_maps.LayerMaps) and actual.layer == 2
+    assert isinstance(actual, vitflow.analysis.layer_maps.LayerMaps) and actual.layer == 2
     assert [len(maps) for maps in (actual.single, actual.accumulated, actual.heads)] == [3, 3, 3]
     expected = [explainer.explain(IMAGE, method="attention", layer=layer) for layer in (1, 2, 3)]
     expected += [explainer.explain(IMAGE, method=method, target=3, start_layer=start) for start in (3, 2, 1)]

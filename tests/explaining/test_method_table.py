@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from vitflow.errors import OptionError
-from vitflow.explaining import method_table
-from vitflow.explaining.choices import check_methods
-from vitflow.explaining.method_table import register_method
+from vitflow.registry import method_table
+from vitflow.registry.choices import check_methods
+from vitflow.registry.method_table import register_method
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_a_method_is_called_what_its_author_calls_it():
 
 def test_methods_are_chosen_and_checked_without_torch():
     code = (
-        "import sys\nfrom vitflow.explaining.choices import choose_methods\n"
+        "import sys\nfrom vitflow.registry.choices import choose_methods\n"
         "[one] = choose_methods([('rollout', {'residual': 0.3})], {'head_fusion': 'min'})\n"
         "print(one.name, one.options['residual'], one.options['head_fusion'], {'torch', 'numpy'} & {*sys.modules})"
     )

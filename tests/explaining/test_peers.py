@@ -16,9 +16,9 @@ from tests.recording.test_recorder import generators, state_of
 from vitflow.cli import cli
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError, UnsupportedModelError
-from vitflow.explaining.method_table import get_method
 from vitflow.explaining.peers import external_method
 from vitflow.methods.cells import sum_cells
+from vitflow.registry.method_table import get_method
 
 captum = pytest.importorskip("captum.attr")
 cams = pytest.importorskip("pytorch_grad_cam")

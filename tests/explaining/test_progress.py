@@ -17,8 +17,8 @@ from vitflow.cli import cli
 from vitflow.cli.output import images_bar, reporting, resumable
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
-from vitflow.explaining.method_table import is_slow, list_methods
 from vitflow.progress import tracking, watched
+from vitflow.registry.method_table import is_slow, list_methods
 from vitflow.runs.batches import RunProgress
 
 

@@ -9,9 +9,9 @@ from tests import references
 from vitflow import Explainer, explain_folder, register_method
 from vitflow.demo import draw_images, sample_images
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
-from vitflow.explaining import method_table
 from vitflow.explaining.sampling import FLOOR, geometric_mean
 from vitflow.recording.recorder import record_attention
+from vitflow.registry import method_table
 
 IMAGES = sample_images()[:2]
 KINDS = ("attention", "keys", "both")

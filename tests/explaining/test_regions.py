@@ -13,10 +13,10 @@ from torch import nn
 
 import vitflow
 from vitflow import Explainer
+from vitflow.analysis.strips import Strip, columns_of
 from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError, OutsideImageError, ShapeError, UnsupportedModelError
 from vitflow.explaining.regions import _input_shares, _weights, iou
-from vitflow.explaining.strips import Strip, columns_of
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.images.geometry import place
 from vitflow.images.pen import Pen

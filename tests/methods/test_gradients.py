@@ -12,13 +12,13 @@ from tests import literal_vit
 from vitflow import record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining import maps
-from vitflow.explaining.method_table import get_method
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import cells
 from vitflow.methods.gradients import grad_cam, input_gradient
 from vitflow.methods.rollout import attention_rollout, gradient_weighted_attention, relevance
 from vitflow.models.blocks import block_norm
 from vitflow.recording.trace import Trace
+from vitflow.registry.method_table import get_method
 
 BATCH, TARGETS = 3, [4, 0, 2]
 

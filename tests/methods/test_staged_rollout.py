@@ -10,10 +10,10 @@ from tests import references
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError, ShapeError
 from vitflow.explaining import maps
-from vitflow.explaining.method_table import get_method
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import TokenLayout
 from vitflow.methods.staged_rollout import LayerTokens, carry, staged_rollout
+from vitflow.registry.method_table import get_method
 
 SIDE = 64  # of the image; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage
 

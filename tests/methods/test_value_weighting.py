@@ -16,10 +16,10 @@ from tests import literal_vit, references
 from vitflow import Explainer, Trace, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.explaining import maps
-from vitflow.explaining.method_table import get_method
 from vitflow.images.upsampling import upsample
 from vitflow.methods.fusion import fuse_heads, normalize_rows
 from vitflow.methods.gradients import Values, check_value_weighting, fuse_weighted, join_values
+from vitflow.registry.method_table import get_method
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)

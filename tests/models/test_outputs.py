@@ -14,9 +14,9 @@ from tests import literal_vit
 from vitflow import Contrast, Explainer, compare, explain_folder, explore
 from vitflow.errors import ModelError, OptionError
 from vitflow.evaluation import evaluate
-from vitflow.explaining.method_table import list_methods
 from vitflow.images.reading import write_image
 from vitflow.models.outputs import Outputs, activate, log_odds
+from vitflow.registry.method_table import list_methods
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 OPTIONS = {"masks": 8, "occlusion_batch": 16}

@@ -16,11 +16,11 @@ from vitflow import Contrast, Explainer, compare, evaluate, explain_folder, expl
 from vitflow.cli import cli
 from vitflow.demo import draw_image
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
-from vitflow.explaining.method_table import get_method, list_methods
 from vitflow.images.geometry import place
 from vitflow.images.reading import write_image
 from vitflow.models.pairs import pair_of, prompt_outputs
 from vitflow.recording.recorder import record_attention
+from vitflow.registry.method_table import get_method, list_methods
 
 OPTIONS = {"masks": 8, "occlusion_batch": 16}
 

@@ -11,11 +11,11 @@ from tests import references
 from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError
 from vitflow.explaining.applying import recorded_for
-from vitflow.explaining.choices import choose_methods
 from vitflow.explaining.maps import rollout
-from vitflow.explaining.method_table import get_method
 from vitflow.methods.staged_rollout import staged_rollout
 from vitflow.recording.recorder import record_attention
+from vitflow.registry.choices import choose_methods
+from vitflow.registry.method_table import get_method
 
 PAPER = get_method("rollout").complete({"preset": "paper"})
 

@@ -18,10 +18,10 @@ from tests.models.vision_language import NAMES, Family, family
 from tests.text.test_image_tokens import box_of
 from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
-from vitflow.explaining.method_table import get_method
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import merge_maps, upsample
 from vitflow.models.parts import decoder_path
+from vitflow.registry.method_table import get_method
 from vitflow.text import Generation, ImageTokens, Words, explain_generation
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.prompts import tower_rows

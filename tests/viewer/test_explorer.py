@@ -22,10 +22,10 @@ from vitflow.cli import cli
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import departures
-from vitflow.explaining.method_table import get_method
 from vitflow.images.overlay import color_table, scale_range
 from vitflow.methods.fusion import raw_attention
 from vitflow.methods.refinement import Affinity, balance, refine
+from vitflow.registry.method_table import get_method
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&.png"
 CLASS = "</script><script>alert(2)</script>"

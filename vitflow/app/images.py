@@ -9,19 +9,19 @@ from typing import Any
 
 import gradio as gr
 
+from vitflow.analysis.clips import FRAMES, explain_clip
+from vitflow.analysis.comparison import compare
 from vitflow.app.actions import Models, class_field, connect, drawn, image_field, path_of, result_fields, shared
 from vitflow.demo import sample_images
 from vitflow.errors import ImageError, OptionError
 from vitflow.explaining.captions import Code, python_call
-from vitflow.explaining.clips import FRAMES, explain_clip
-from vitflow.explaining.comparison import compare
-from vitflow.explaining.method_table import get_method, list_methods
-from vitflow.explaining.options import METHOD_OPTIONS, Option, default_in_words
 from vitflow.explaining.targets import Contrast, is_several, top_count
 from vitflow.images import BACKGROUNDS, FITS, INTERPOLATIONS, VIDEO_FORMATS
 from vitflow.images.figures import image_bounds
 from vitflow.images.videos import read_video
 from vitflow.models.videos import StackedFrames
+from vitflow.registry.method_table import get_method, list_methods
+from vitflow.registry.options import METHOD_OPTIONS, Option, default_in_words
 
 # The default method, and the method for a clicked patch if the selected one does not support patches.
 _METHOD, _OF_PATCHES = "gae", "rollout"

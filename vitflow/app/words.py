@@ -6,10 +6,10 @@ from typing import Any
 
 import gradio as gr
 
+from vitflow.analysis.strips import draw_words
 from vitflow.app.actions import Models, connect, drawn, image_field, path_of, result_fields
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.captions import python_call
-from vitflow.explaining.strips import draw_words
 from vitflow.text.generating import explain_generation
 from vitflow.text.languages import default_prompt
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS

@@ -10,11 +10,11 @@ import rich_click as click
 
 from vitflow.cli.output import say
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.method_table import Method, list_methods
-from vitflow.explaining.options import OPTIONS, Option, Scope, default_in_words, options_of
 from vitflow.files import is_remote
 from vitflow.images import FIGURE_FORMATS, FITS
 from vitflow.models import DTYPES
+from vitflow.registry.method_table import Method, list_methods
+from vitflow.registry.options import OPTIONS, Option, Scope, default_in_words, options_of
 from vitflow.text.method_table import TEXT_METHODS
 
 _Command = Callable[..., None]

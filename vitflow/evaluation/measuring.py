@@ -16,11 +16,11 @@ from vitflow.evaluation.measures.localisation import localise, score_object
 from vitflow.evaluation.measures.references import coverage, rank_correlation
 from vitflow.evaluation.metrics import METRICS, has_intervals, twin_of
 from vitflow.evaluation.targets import Grid, TargetRegion, maps_by_class
-from vitflow.explaining.choices import ChosenMethod
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
 from vitflow.methods.similarity import is_constant
+from vitflow.registry.choices import ChosenMethod
+from vitflow.registry.method_table import BASELINES
 
 # Values of `Curves` that are stored: the metrics of faithfulness, and two curves.
 _CURVES = [*(name for name, metric in METRICS.items() if metric.group == "faithfulness"), "deletion", "insertion"]

@@ -15,7 +15,6 @@ from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
 from vitflow.evaluation.metrics import GROUPS, Metric, is_twin
 from vitflow.evaluation.statistics import CONFIDENCE
 from vitflow.evaluation.tables import LAYER_TITLES, TableRow, Tables
-from vitflow.explaining.method_table import get_method, is_slow, split_label
 from vitflow.images.charts import (
     AXIS,
     BAR,
@@ -30,6 +29,7 @@ from vitflow.images.charts import (
 )
 from vitflow.images.figures import figure_bytes
 from vitflow.images.typesetting import BODY, GREY, INK, wrap
+from vitflow.registry.method_table import get_method, is_slow, split_label
 from vitflow.viewer.pages import write_html
 
 # Lengths in inches; browsers may draw labels a little wider than matplotlib, so they need the padding.

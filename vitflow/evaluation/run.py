@@ -19,14 +19,14 @@ from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.evaluation.targets import Grid, choose_target, draw_grids, make_grids, random_order
-from vitflow.explaining.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.method_table import BASELINES, Method, is_slow, list_methods
-from vitflow.explaining.option_types import MethodOptions
-from vitflow.explaining.options import takes_method_options
 from vitflow.folder.work import explainer_for
 from vitflow.images.reading import ImageSource
 from vitflow.progress import watched
+from vitflow.registry.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
+from vitflow.registry.method_table import BASELINES, Method, is_slow, list_methods
+from vitflow.registry.option_types import MethodOptions
+from vitflow.registry.options import takes_method_options
 from vitflow.runs.batches import Batches, RunProgress, Tally
 from vitflow.runs.columns import failed_row
 from vitflow.runs.fingerprints import run_fingerprint, without_probe

@@ -15,18 +15,18 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from vitflow.analysis.comparison import Comparison
+from vitflow.analysis.strips import columns_of
 from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, union
 from vitflow.evaluation.datasets import Sample
 from vitflow.evaluation.measures.localisation import CELLS, score_cell
 from vitflow.evaluation.measures.sanity import as_it_is
-from vitflow.explaining.choices import ChosenMethod
-from vitflow.explaining.comparison import Comparison
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import columns_of
 from vitflow.explaining.targets import class_index
 from vitflow.methods.cells import cell_edges
+from vitflow.registry.choices import ChosenMethod
 
 _WORDNET_ID = re.compile(r"n\d{8}")
 _IMAGENET_CLASSES = 1000

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, ShapeError
-from vitflow.explaining.choices import Chosen, ChosenMethod
-from vitflow.explaining.method_table import ROLLOUT, Method
 from vitflow.explaining.refining import make_maps
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import TargetedTrace
@@ -19,6 +17,8 @@ from vitflow.explaining.targets import Score
 from vitflow.models.blocks import block_norm, block_paths, layer_output
 from vitflow.models.facts import ModelFacts
 from vitflow.models.outputs import Outputs
+from vitflow.registry.choices import Chosen, ChosenMethod
+from vitflow.registry.method_table import ROLLOUT, Method
 
 # Probability below which a map of a class gets a note.
 _IMPROBABLE = 0.0005

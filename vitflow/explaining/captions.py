@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.explaining.method_table import Method, get_method
-from vitflow.explaining.options import REFINING, option_in_words
 from vitflow.explaining.targets import Contrast, Score
+from vitflow.registry.method_table import Method, get_method
+from vitflow.registry.options import REFINING, option_in_words
 
 # Split-half Spearman correlation below which maps differ between seeds.
 _LOW_RELIABILITY = 0.2

@@ -20,11 +20,8 @@ from vitflow.explaining.applying import (
     recorded_for,
     starts_at_readout,
 )
-from vitflow.explaining.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out
 from vitflow.explaining.image_model import ImageModel
 from vitflow.explaining.inputs import ImageInput, PlacedImage, name_of, several
-from vitflow.explaining.option_types import MethodOptions
-from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.explaining.targets import (
@@ -42,6 +39,9 @@ from vitflow.models.outputs import Outputs
 from vitflow.models.parts import refuse_deformable
 from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.trace import Trace
+from vitflow.registry.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out
+from vitflow.registry.option_types import MethodOptions
+from vitflow.registry.options import takes_method_options
 
 _NOT_BLANK = "blank=True requires a score of a class, prompt or function. Omit blank."
 

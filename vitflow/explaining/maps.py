@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
-from vitflow.explaining.options import OPTIONS
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import cells, gradients
 from vitflow.methods import rollout as rollouts
@@ -25,6 +24,7 @@ from vitflow.models.pooling import ATTENTION_POOLING, pool_queries
 from vitflow.progress import tracking
 from vitflow.recording.probing import output_from_tokens
 from vitflow.recording.trace import Trace
+from vitflow.registry.options import OPTIONS
 
 Patch = Sequence[int]
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, load_extra, unknown_name
 from vitflow.explaining.maps import Maps
-from vitflow.explaining.method_table import Method
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.cells import cell_owners, sum_cells
 from vitflow.models.anatomy import forward_options
 from vitflow.models.blocks import block_norm
 from vitflow.models.outputs import Outputs
 from vitflow.recording.isolation import evaluating
+from vitflow.registry.method_table import Method
 
 # Classes of captum that require another class or text; base classes, and classes that require several inputs.
 _NOT_CAPTUM = ("Neuron", "LLM", "VLLM", "Remote", "NoiseTunnel", "LimeBase", "Interpretable")

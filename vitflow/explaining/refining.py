@@ -9,11 +9,11 @@ import torch
 
 from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
 from vitflow.explaining.maps import Maps
-from vitflow.explaining.method_table import Method
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.refinement import AFFINITIES, Affinity, AffinityName, co_attention, key_affinity, refine
 from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.trace import Trace
+from vitflow.registry.method_table import Method
 
 _LEFT_OUT = "left out"
 _UNIFORM = "the model treats all patches as nearly equal"

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, SameClassError
 from vitflow.explaining import captions
-from vitflow.explaining.method_table import Method, get_method
 from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
 from vitflow.images.geometry import Placement
 from vitflow.images.pen import Mark, Pen, takes_drawing_options
 from vitflow.images.reading import image_name, write_image
 from vitflow.images.upsampling import upsample
+from vitflow.registry.method_table import Method, get_method
 
 if TYPE_CHECKING:  # matplotlib is loaded only to draw a figure
     from matplotlib.figure import Figure

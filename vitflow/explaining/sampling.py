@@ -10,8 +10,6 @@ from torch import Tensor
 
 from vitflow.errors import UnsupportedModelError, check_known, whole_number
 from vitflow.explaining.maps import Maps
-from vitflow.explaining.method_table import get_method
-from vitflow.explaining.options import OPTIONS
 from vitflow.explaining.refining import affinity_of, make_maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.cells import cell_owners
@@ -22,6 +20,8 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.progress import tracking
 from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
+from vitflow.registry.method_table import get_method
+from vitflow.registry.options import OPTIONS
 
 #: Maximum number of masks with masks="auto", and the number of masks after which it compares maps.
 MOST_MASKS, MASKS_PER_STEP = 256, 32

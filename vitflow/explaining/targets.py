@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitflow.errors import OptionError
-from vitflow.explaining.choices import Chosen
 from vitflow.models.names import wordnet_of
 from vitflow.models.outputs import Outputs
+from vitflow.registry.choices import Chosen
 
 # An error about an unknown class lists the names of at most this many classes.
 _LISTED_CLASSES = 20

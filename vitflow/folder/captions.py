@@ -10,9 +10,8 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from vitflow.analysis.strips import draw_words
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, whole_number
-from vitflow.explaining.option_types import TextOptions
-from vitflow.explaining.strips import draw_words
 from vitflow.files import write_inside
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.plan import Input, list_inputs
@@ -22,6 +21,7 @@ from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.models.hub import bundled
 from vitflow.models.names import check_name, model_id
+from vitflow.registry.option_types import TextOptions
 from vitflow.runs.batches import RunProgress, Tally
 from vitflow.runs.columns import Grid, Row, failed_row
 from vitflow.runs.store import Run

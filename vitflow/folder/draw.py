@@ -23,7 +23,6 @@ from vitflow.errors import (
     whole_number,
 )
 from vitflow.explaining.captions import departures
-from vitflow.explaining.method_table import get_method
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import in_file_name, is_remote, write_inside
 from vitflow.folder.decoders import decode_file
@@ -31,6 +30,7 @@ from vitflow.folder.work import encode_overlay
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.images.pen import Pen
 from vitflow.images.reading import bands_in_colour, read_image
+from vitflow.registry.method_table import get_method
 from vitflow.runs.batches import in_order
 from vitflow.runs.columns import Maps, Row, by_rank, placement_of
 from vitflow.runs.saved import SavedRun

@@ -14,10 +14,7 @@ import numpy as np
 from torch import nn
 
 from vitflow.errors import OptionError, whole_number
-from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.option_types import MethodOptions
-from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.files import is_remote
 from vitflow.folder.decoders import DecoderPool
@@ -28,6 +25,9 @@ from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
 from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.images.overlay import blend
 from vitflow.images.reading import MAX_PIXELS
+from vitflow.registry.choices import MethodChoice
+from vitflow.registry.option_types import MethodOptions
+from vitflow.registry.options import takes_method_options
 from vitflow.runs.batches import RunProgress, Tally
 from vitflow.runs.columns import by_rank
 from vitflow.runs.fingerprints import run_fingerprint

@@ -17,7 +17,6 @@ from PIL import Image
 from torch import nn
 
 from vitflow.errors import OptionError, check_known, printable
-from vitflow.explaining.choices import ChosenMethod, check_methods, has_targets
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import (
@@ -33,6 +32,7 @@ from vitflow.explaining.targets import (
 from vitflow.files import in_file_name
 from vitflow.folder.decoders import Decoded
 from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
+from vitflow.registry.choices import ChosenMethod, check_methods, has_targets
 from vitflow.runs.batches import WAITING_BYTES, Batches
 from vitflow.runs.columns import Row, failed_row, rank_label
 

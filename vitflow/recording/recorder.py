@@ -34,11 +34,10 @@ from vitflow.recording.isolation import (
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import FusionKey, stack_of
 from vitflow.recording.listening import Listening
-from vitflow.recording.patch_places import block_layouts, misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
-from vitflow.recording.unseen import unseen_mixing
+from vitflow.recording.unseen import block_layouts, misplaced, unseen_mixing
 
 
 class record_attention:

@@ -18,9 +18,9 @@ from vitflow.models.calls import logits_of
 from vitflow.models.parts import module_paths, output_cache, unwrap
 from vitflow.models.pooling import ALL_TOKENS, closed_readouts
 from vitflow.recording.isolation import Hook, evaluating, hooked
-from vitflow.recording.patch_places import misplaced
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Read
+from vitflow.recording.unseen import misplaced
 
 
 def run_on_patches(

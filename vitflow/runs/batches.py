@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from vitflow.errors import stops_all
-from vitflow.explaining.choices import MethodChoice
 from vitflow.explaining.explainer import Explainer
+from vitflow.registry.choices import MethodChoice
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vitflow.errors import OptionError
-from vitflow.explaining.choices import Chosen
 from vitflow.recording.probing import same_model
+from vitflow.registry.choices import Chosen
 
 #: What to do about a folder that contains another run.
 REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."

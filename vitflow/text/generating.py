@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from vitflow.analysis.clips import ClipSource
 from vitflow.errors import OptionError, UnsupportedModelError, check_known
-from vitflow.explaining.clips import ClipSource
-from vitflow.explaining.method_table import Method
 from vitflow.models.calls import reads_text
 from vitflow.models.hub import bundled
 from vitflow.models.names import check_name, model_id, model_note
@@ -21,6 +20,7 @@ from vitflow.models.parts import decoder_path, unwrap
 from vitflow.progress import tracking
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import Hook, device_of, evaluating
+from vitflow.registry.method_table import Method
 from vitflow.text import languages
 from vitflow.text.generation import Generation
 from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor

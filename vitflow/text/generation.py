@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitflow.analysis.clips import Clip, joint_shares
 from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import method_record
-from vitflow.explaining.clips import Clip, joint_shares
-from vitflow.explaining.method_table import Method
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.images.geometry import Placement
 from vitflow.methods.fusion import check_layer
+from vitflow.registry.method_table import Method
 from vitflow.text.images import PromptImages
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.methods import caption

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from vitflow.errors import check_known
-from vitflow.explaining.method_table import Method, get_method
-from vitflow.explaining.method_table import list_methods as image_methods
+from vitflow.registry.method_table import Method, get_method
+from vitflow.registry.method_table import list_methods as image_methods
 
 # In decoders, unweighted attention relative to the receptive field ranks the retrieved token first more often (97 %,
 # with value weighting 62 %); in BERT, plain rollout puts two thirds of the weight on special tokens.

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from vitflow.analysis.clips import FRAMES, ClipSource, frames_of
 from vitflow.errors import OptionError, UnsupportedModelError
-from vitflow.explaining.clips import FRAMES, ClipSource, frames_of
 from vitflow.images.reading import image_name, read_image
 from vitflow.images.videos import seconds_of
 from vitflow.methods.rollout import attention_rollout

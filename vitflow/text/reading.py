@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import method_record
-from vitflow.explaining.option_types import TextOptions
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.rollout import attention_rollout
@@ -24,6 +23,7 @@ from vitflow.models.outputs import activate
 from vitflow.models.parts import unwrap
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
+from vitflow.registry.option_types import TextOptions
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import caption, check_options

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError, ValueNormsError
-from vitflow.explaining.method_table import Method
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import relevance
@@ -21,6 +20,7 @@ from vitflow.recording.isolation import device_of, evaluating, refuse_inference_
 from vitflow.recording.probing import is_causal
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
+from vitflow.registry.method_table import Method
 from vitflow.text.languages import not_causal, reading
 
 

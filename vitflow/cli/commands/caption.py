@@ -81,7 +81,7 @@ def caption(image: Path, **given: Any) -> None:
     output = output_file([image], given["output"], "caption", FIGURE_FORMATS)
     check_images([image], filter(None, [given["html"]]))
     is_video = image.suffix.lower() in VIDEO_FORMATS
-    from vitflow.explaining.strips import draw_clip_words, draw_words
+    from vitflow.analysis.strips import draw_clip_words, draw_words
     from vitflow.images.figures import save_figure
     from vitflow.text.generating import explain_generation
     from vitflow.text.languages import called

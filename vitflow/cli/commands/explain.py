@@ -22,9 +22,9 @@ from vitflow.cli.output import (
     writing,
 )
 from vitflow.errors import ImageError, OptionError, printable
-from vitflow.explaining.choices import choose_methods
 from vitflow.files import in_file_name
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, VIDEO_FORMATS, WRITE_OPTIONS
+from vitflow.registry.choices import choose_methods
 
 
 @click.command(short_help="Draw one method's saliency map over images.", panel="Images")
@@ -105,7 +105,7 @@ def _maps(
 ) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
     """Return the maps of an image, one for each class; their record, and the function that draws them."""
     if _is_video(image):
-        from vitflow.explaining.clips import explain_clip
+        from vitflow.analysis.clips import explain_clip
 
         [target] = shared.targets_of(given)
         settings = {"method": given["method"], "target": target, "frames": given["frames"]}
@@ -115,7 +115,7 @@ def _maps(
     if not _is_strip(given):
         [saliency] = explainer.explain_batch([image], blank=given["blank"], **arguments)
         return [saliency], saliency.to_dict(), saliency.figure if given["figure"] else saliency.save
-    from vitflow.explaining.comparison import compare
+    from vitflow.analysis.comparison import compare
 
     strip = compare(image, model=explainer, **arguments)
     [record] = strip.records()

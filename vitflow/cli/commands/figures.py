@@ -10,9 +10,9 @@ from click.types import convert_type
 from vitflow.cli import options as shared
 from vitflow.cli.output import output_file, save_result, say, say_notes
 from vitflow.errors import OptionError
-from vitflow.explaining.choices import check_methods, choose_methods, default_method
-from vitflow.explaining.method_table import DEFAULT_METHODS, get_method, split_label
-from vitflow.explaining.options import OPTIONS
+from vitflow.registry.choices import check_methods, choose_methods, default_method
+from vitflow.registry.method_table import DEFAULT_METHODS, get_method, split_label
+from vitflow.registry.options import OPTIONS
 
 
 class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -71,7 +71,7 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
     output = output_file(images, given["output"], "compare")
     methods = given["methods"] or None
     check_methods(methods or DEFAULT_METHODS, options)  # before torch is loaded
-    from vitflow.explaining.comparison import compare
+    from vitflow.analysis.comparison import compare
 
     explainer = shared.make_explainer(given)
     comparison = compare(images, model=explainer, methods=methods, targets=shared.targets_of(given), **options)
@@ -99,7 +99,7 @@ def layers(image: Path, **given: Any) -> None:
     choose_methods([method, "attention"], options)  # before torch is loaded
     output = output_file([image], given["output"], "layers")
     explainer = shared.make_explainer(given)
-    from vitflow.explaining.layer_maps import layer_maps
+    from vitflow.analysis.layer_maps import layer_maps
 
     maps = layer_maps(image, model=explainer, method=given["method"], layer=layer, target=given["target"], **options)
     if given["method"] is None:
@@ -136,7 +136,7 @@ def features(images: tuple[Path, ...], **given: Any) -> None:
     """
     output = output_file(images, given["output"], "features")
     explainer = shared.make_explainer(given)
-    from vitflow.explaining.features import feature_maps
+    from vitflow.analysis.features import feature_maps
 
     components = feature_maps(list(images), model=explainer, layer=given["of_layer"], foreground=given["foreground"])
     save_result(

@@ -15,9 +15,9 @@ from click.core import ParameterSource
 from vitflow.cli import options as shared
 from vitflow.cli.output import images_bar, resumable, say, say_model_note
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.choices import choose_methods
 from vitflow.files import is_link, is_there
 from vitflow.images import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
+from vitflow.registry.choices import choose_methods
 from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)

@@ -15,8 +15,8 @@ import rich_click as click
 from vitflow.cli import options as shared
 from vitflow.cli.output import say, say_record, writing
 from vitflow.errors import check_known, printable
-from vitflow.explaining.method_table import Method
-from vitflow.explaining.options import OPTIONS, default_in_words
+from vitflow.registry.method_table import Method
+from vitflow.registry.options import OPTIONS, default_in_words
 from vitflow.text.method_table import list_methods
 
 # Extras for developing vitflow.
@@ -112,7 +112,7 @@ def models(pattern: str, as_json: bool, untrained: bool) -> None:
     """
     from tqdm import tqdm
 
-    from vitflow.explaining.applicability import list_models, matching
+    from vitflow.analysis.applicability import list_models, matching
 
     names = matching(pattern, untrained=untrained)
     if not as_json:
@@ -141,8 +141,8 @@ def _line(width: int, *columns: Any) -> str:
 @click.option("-o", "--output", type=shared.NEW_FOLDER, default=Path("vitflow-demo"), help="Folder for the overlays.")
 def demo(output: Path) -> None:
     """Explain the bundled images with the bundled model: overlays, and a strip of the first three by four methods."""
+    from vitflow.analysis.comparison import compare
     from vitflow.demo import load_demo_model, sample_images
-    from vitflow.explaining.comparison import compare
     from vitflow.explaining.explainer import Explainer
 
     explainer, images = Explainer(load_demo_model()), sample_images()

@@ -9,7 +9,7 @@ from vitflow.app import serve
 from vitflow.cli import options as shared
 from vitflow.cli.output import output_file, say, say_model_note, writing
 from vitflow.errors import printable
-from vitflow.explaining.choices import choose_methods
+from vitflow.registry.choices import choose_methods
 
 
 @click.command(panel="Images")
@@ -45,7 +45,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
     output = output_file(images, given["output"], "explore", (".html",))
     methods = list(given["methods"]) or None
     choose_methods(methods or ["rollout"], {})  # before torch is loaded
-    from vitflow.explaining.exploring import explore
+    from vitflow.analysis.exploring import explore
 
     explainer = shared.make_explainer(given)
     page = explore(

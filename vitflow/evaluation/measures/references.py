@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, check_known
 from vitflow.explaining.applying import recorded_for
-from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
@@ -26,6 +25,7 @@ from vitflow.methods.sampling import NORMAL_95, Posterior, regress
 from vitflow.methods.similarity import spearman
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.trace import Trace
+from vitflow.registry.choices import MethodChoice, choose_methods
 
 LAYER_METHODS = ("attention", "rollout", "flow")
 REFERENCES = ("occlusion", "input_gradient")

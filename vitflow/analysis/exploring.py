@@ -16,10 +16,8 @@ from vitflow.errors import (
     printable,
 )
 from vitflow.explaining.captions import departures, ends, python_call
-from vitflow.explaining.choices import MethodChoice, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
-from vitflow.explaining.method_table import get_method
 from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.similarity import layer_features
@@ -27,6 +25,8 @@ from vitflow.explaining.targets import Score, Targets
 from vitflow.methods.refinement import AffinityName
 from vitflow.models.blocks import layer_output
 from vitflow.recording.trace import Trace
+from vitflow.registry.choices import MethodChoice, choose_methods
+from vitflow.registry.method_table import get_method
 from vitflow.viewer.explorer import FUSED, ExploredImage, ExplorerPage, ModelCall, make_explorer
 
 #: Methods that the browser does not compute.

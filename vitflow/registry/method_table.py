@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from vitflow.errors import OptionError, check_known, unknown_name
-from vitflow.explaining.options import REFINING
+from vitflow.registry.options import REFINING
 
 # Stage at which a method's map is refined.
 Refined = Literal["after", "positive", "within", "never"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vitflow.errors import OptionError
-from vitflow.explaining.method_table import METHODS, Method, get_method
-from vitflow.explaining.options import OPTIONS, check_refining
+from vitflow.registry.method_table import METHODS, Method, get_method
+from vitflow.registry.options import OPTIONS, check_refining
 
 # Arguments that other functions or other libraries have, and the name of the right one.
 _MISNAMED = {

@@ -16,7 +16,6 @@ from torch import Tensor
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining import captions
 from vitflow.explaining.applying import probabilities_of
-from vitflow.explaining.choices import ChosenMethod, choose_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
@@ -28,6 +27,7 @@ from vitflow.images.reading import ImageSource, image_name, read_image
 from vitflow.images.videos import read_video, write_video
 from vitflow.methods.similarity import spearman
 from vitflow.models.videos import StackedFrames
+from vitflow.registry.choices import ChosenMethod, choose_methods
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,22 +12,22 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from vitflow.analysis.strips import Strip, columns_of, draw_comparison
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import changed_options
-from vitflow.explaining.choices import MethodChoice, check_methods
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import ImageInput, at_least_one, name_of
-from vitflow.explaining.method_table import DEFAULT_METHODS, get_method
-from vitflow.explaining.option_types import MethodOptions
-from vitflow.explaining.options import takes_method_options
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import Strip, columns_of, draw_comparison
 from vitflow.explaining.targets import Contrast, Targets, contrasts_among, is_per_image
 from vitflow.images import figures
 from vitflow.images.figures import FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.typesetting import decimal
 from vitflow.methods.similarity import Values, spearman, top_overlap
+from vitflow.registry.choices import MethodChoice, check_methods
+from vitflow.registry.method_table import DEFAULT_METHODS, get_method
+from vitflow.registry.option_types import MethodOptions
+from vitflow.registry.options import takes_method_options
 
 
 def mean_of_defined(values: Iterable[float | None]) -> float | None:

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from scipy.ndimage import binary_erosion, distance_transform_edt
 from torch import nn
 
+from vitflow.analysis.strips import in_rows
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import model_in_words
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
 from vitflow.explaining.similarity import layer_features
-from vitflow.explaining.strips import in_rows
 from vitflow.images import DPI, Interpolation, figures, overlay
 from vitflow.images.figures import Cell, Column, FigureResult, written
 from vitflow.images.geometry import Placement

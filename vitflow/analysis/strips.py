@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 import numpy as np
 from matplotlib.figure import Figure
 
+from vitflow.analysis.clips import Clip
 from vitflow.explaining import captions
-from vitflow.explaining.clips import Clip
-from vitflow.explaining.method_table import BASELINES
 from vitflow.explaining.saliency import Saliency
 from vitflow.images import figures, overlay
 from vitflow.images.figures import Band, Block, Cell, Column
 from vitflow.images.pen import Limits, Pen
 from vitflow.images.reading import image_name
 from vitflow.images.typesetting import readable
+from vitflow.registry.method_table import BASELINES
 
 _Item = TypeVar("_Item")
 # Maps of each image.

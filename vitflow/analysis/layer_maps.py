@@ -9,21 +9,21 @@ from typing import Any, Unpack
 from matplotlib.figure import Figure
 from torch import nn
 
+from vitflow.analysis.strips import SHARES, Strip, in_rows
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import class_lines, departures, method_in_words, model_in_words
-from vitflow.explaining.choices import choose_methods, default_method, has_targets
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import ImageInput
-from vitflow.explaining.method_table import get_method, list_methods
-from vitflow.explaining.option_types import LayerMapOptions
-from vitflow.explaining.options import OPTIONS, takes_method_options
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.strips import SHARES, Strip, in_rows
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.images.figures import Band, Cell, Column, FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.reading import image_name
 from vitflow.methods.fusion import check_layer
+from vitflow.registry.choices import choose_methods, default_method, has_targets
+from vitflow.registry.method_table import get_method, list_methods
+from vitflow.registry.option_types import LayerMapOptions
+from vitflow.registry.options import OPTIONS, takes_method_options
 
 _MOST_COLUMNS = 6
 

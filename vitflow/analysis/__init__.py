@@ -1,0 +1,1 @@
+"""Results made of several maps: comparisons, layers, features, clips, and data of the explorer."""
