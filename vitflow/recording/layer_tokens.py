@@ -92,8 +92,13 @@ def find_tokens(
     traced = _trace(call, size)
     located = [replace(layer, located=_locate(model, layer, batch, size, layout, traced)) for layer in layers]
     following = [*located[1:], None]
+    within = [_is_within_patches(layer, then, batch) for layer, then in zip(located, following, strict=True)]
+    # Layers of a stage are kept together: a window may have as many tokens as the next stage merges to a patch.
+    grids = {layer.located.keys for layer, inside in zip(located, within, strict=True) if layer.located and not inside}
     mixing = [
-        layer for layer, then in zip(located, following, strict=True) if not _is_within_patches(layer, then, batch)
+        layer
+        for layer, inside in zip(located, within, strict=True)
+        if not inside or (layer.located is not None and layer.located.keys in grids)
     ]
     unknown = next((layer for layer in mixing if layer.located is None), None)
     if unknown is None:
