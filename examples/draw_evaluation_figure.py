@@ -12,7 +12,7 @@ from pathlib import Path
 
 import vitflow
 from vitflow.evaluation import Evaluation, evaluate
-from vitflow.evaluation.metrics import is_twin, twin_of
+from vitflow.evaluation.metrics import blurred_label, is_blurred
 from vitflow.evaluation.report import draw_bars
 from vitflow.evaluation.tables import Table
 from vitflow.images.figures import save_figure
@@ -30,7 +30,7 @@ def table(actual: Evaluation) -> str:
     metrics = {metric.name: metric for metric in actual.metrics}
     head = ("method", *(f"{metrics[name].title} {metrics[name].arrow}" for name in REPORTED))
     rows = zip(*map(actual.table, REPORTED), strict=True)
-    cells = [(row[0].method, *(str(one.estimate) for one in row)) for row in rows if not is_twin(row[0].method)]
+    cells = [(row[0].method, *(str(one.estimate) for one in row)) for row in rows if not is_blurred(row[0].method)]
     return Table(head, cells).to_markdown()
 
 
@@ -45,7 +45,7 @@ def blur_table(actual: Evaluation) -> str:
 
 
 def _change(actual: Evaluation, metric: str, method: str) -> str:
-    change = actual.difference(metric, twin_of(method), method).estimate
+    change = actual.difference(metric, blurred_label(method), method).estimate
     return f"{change.mean:+.3f} [{change.low:+.3f}, {change.high:+.3f}]".replace("-", "−")
 
 

@@ -350,7 +350,7 @@ def measured(run: str, given: argparse.Namespace, methods: list[str]) -> Evaluat
         methods=methods,
         metrics=["roc_auc", "deletion_auc", "energy", *separating],
         points=6,
-        blurred_twin=False,
+        blurred_control=False,
         output=given.output / run,
         progress=lambda state: print(f"\r{run}: {state.done} of {state.total}", end="", file=sys.stderr),
     )

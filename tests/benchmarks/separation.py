@@ -96,7 +96,7 @@ def measured(kind: str, data: str, model: object, methods: list, output: Path) -
         methods=methods,
         metrics=MEASURES[kind],
         points=6,
-        blurred_twin=False,
+        blurred_control=False,
         output=output,
         progress=lambda state: print(f"\r{output.name}: {state.done} of {state.total}", end="", file=sys.stderr),
     )

@@ -52,7 +52,7 @@ def test_data_is_required():
 
 
 def test_json_is_one_object():
-    result = invoke("demo:2", *SHORT, "--metric", "gap", "--json", "--no-blurred-twin")
+    result = invoke("demo:2", *SHORT, "--metric", "gap", "--json", "--no-blurred-control")
     record = json.loads(result.stdout)
     assert (record["images"], record["methods"]) == (2, ["gae", "random", "centre"])
     assert set(record["metrics"]) == {
@@ -63,7 +63,7 @@ def test_json_is_one_object():
 def test_methods_have_options_of_their_and_in_common():
     result = invoke(
         *("demo:2", "--metric", "energy", "--method", "rollout", "--method", "rollout:preset=paper,start_layer=2"),
-        *("--residual", "0.3", "--json", "--no-blurred-twin"),
+        *("--residual", "0.3", "--json", "--no-blurred-control"),
     )
     record = json.loads(result.stdout)
     assert record["methods"][:2] == ["rollout", "rollout:preset=paper,start_layer=2"]

@@ -128,7 +128,7 @@ def result() -> Evaluation:
     attention, flow = [[0.1, -0.2], [0.3, NAN], [0.8, 0.0]], [[NAN, NAN], [NAN, 0.5], [NAN, NAN]]
     known = {"status": "measured", "groups": ["correlation"], "target_source": "label", "values": {}}
     rows = [known | {"correlation": [[a, a, f]] * 2} for a, f in zip(attention, flow, strict=True)]
-    settings = {"groups": ["correlation"], "blurred_twin": False}
+    settings = {"groups": ["correlation"], "blurred_control": False}
     return Evaluation("data", "a model", (), (), tuple(rows), settings=settings)
 
 

@@ -64,7 +64,7 @@ def constant_method():
 
 
 def test_the_values_are_those_of_the_parts(explainer):
-    actual = evaluate("demo:2", model=explainer, methods=QUICK, sanity_images=2, blurred_twin=False)
+    actual = evaluate("demo:2", model=explainer, methods=QUICK, sanity_images=2, blurred_control=False)
     assert actual.methods == ("rollout", "gae", "random", "centre")
     assert [metric.name for metric in actual.metrics] == [
         name for name, one in METRICS.items() if one.group not in ("grid", "intervals")
@@ -88,7 +88,7 @@ def test_the_values_are_those_of_the_parts(explainer):
 
 
 def test_tables_and_differences_follow_from_the_values(explainer):
-    actual = evaluate("demo:5", model=explainer, methods=QUICK, metrics=["roc_auc", "energy"], blurred_twin=False)
+    actual = evaluate("demo:5", model=explainer, methods=QUICK, metrics=["roc_auc", "energy"], blurred_control=False)
     assert [metric.name for metric in actual.metrics] == ["energy", "roc_auc"]
     values = actual.values["roc_auc"]
     for row, column in zip(actual.table("roc_auc"), values.T, strict=True):
@@ -102,7 +102,7 @@ def test_tables_and_differences_follow_from_the_values(explainer):
         actual.table("gap")
 
 
-def test_each_method_has_a_blurred_twin_next_to_it(explainer):
+def test_each_method_has_a_blurred_control_next_to_it(explainer):
     actual = evaluate("demo:2", model=explainer, methods=QUICK, metrics=["roc_auc", "deletion_auc", "flip_stability"])
     assert actual.methods == ("rollout", "rollout (blurred)", "gae", "gae (blurred)", "random", "centre")
     largest = draw_image(1).labels[int(draw_image(1).masks.sum(axis=(1, 2)).argmax())]
@@ -121,8 +121,8 @@ def test_each_method_has_a_blurred_twin_next_to_it(explainer):
     pairs = {(one.first, one.second) for one in actual.differences("roc_auc")}
     assert ("gae", "gae (blurred)") in pairs and ("rollout", "gae") in pairs
     assert not {("rollout", "gae (blurred)"), ("rollout (blurred)", "gae"), ("gae (blurred)", "random")} & pairs
-    assert any("blurred twin" in note for note in actual.notes)
-    assert actual.settings["blurred_twin"] is True
+    assert any("blurred control" in note for note in actual.notes)
+    assert actual.settings["blurred_control"] is True
 
 
 def test_class_specific_methods_find_the_requested_object_and_baselines_do_not(explainer):
@@ -148,7 +148,7 @@ def test_the_batch_changes_no_value_and_the_seed_only_the_interval(explainer):
 
 def test_options_reach_the_methods_and_name_them(explainer):
     choices = ["rollout", ("rollout", {"preset": "paper"}), ("random", {"random_seed": 3})]
-    entry = {"methods": choices, "metrics": ["roc_auc"], "blurred_twin": False}
+    entry = {"methods": choices, "metrics": ["roc_auc"], "blurred_control": False}
     actual = evaluate("demo:2", model=explainer, start_layer=2, **entry)
     assert actual.methods == ("rollout", "rollout:preset=paper", "random:random_seed=3", "centre")
     assert [actual.is_baseline(method) for method in actual.methods] == [False, False, True, True]
@@ -232,7 +232,7 @@ def test_a_model_without_classes_has_no_answer_to_follow(folder):
 
 def test_constant_maps_are_counted_and_reported(explainer, constant_method):
     methods = [constant_method, "gae"]
-    actual = evaluate("demo:3", model=explainer, methods=methods, sanity_images=1, blurred_twin=False)
+    actual = evaluate("demo:3", model=explainer, methods=methods, sanity_images=1, blurred_control=False)
     for name in ("deletion_auc", "gap", "negative_perturbation"):
         estimate = actual.table(name)[0].estimate
         assert (estimate.mean, estimate.undefined) == (None, 3)
@@ -488,7 +488,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, explainer) -> tuple[Evaluation, Path]:
     place = tmp_path_factory.mktemp("saved") / "out"
-    entry = {"methods": QUICK, "sanity_images": 2, "blurred_twin": False}
+    entry = {"methods": QUICK, "sanity_images": 2, "blurred_control": False}
     return evaluate("demo:4", model=explainer, output=place, **entry), place
 
 

@@ -14,7 +14,7 @@ from vitflow.evaluation.measures import sanity
 from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise, score_object
 from vitflow.evaluation.measures.references import coverage, rank_correlation
-from vitflow.evaluation.metrics import METRICS, has_intervals, twin_of
+from vitflow.evaluation.metrics import METRICS, blurred_label, has_intervals
 from vitflow.evaluation.targets import Grid, TargetRegion, maps_by_class
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
@@ -54,7 +54,7 @@ class Protocol:
         seed: seed of the random weights and of the draw of images.
         sanity_images: number of images for the costly groups.
         unchecked: labels of the methods without sanity checks.
-        blurred_twin: also measure each map blurred, as a control, except for baselines and in sanity checks.
+        blurred_control: also measure each map blurred, as a control, except for baselines and in sanity checks.
     """
 
     methods: tuple[ChosenMethod, ...]
@@ -64,11 +64,11 @@ class Protocol:
     seed: int = 0
     sanity_images: int = 24
     unchecked: tuple[str, ...] = ()
-    blurred_twin: bool = False
+    blurred_control: bool = False
 
-    def has_twin(self, method: ChosenMethod) -> bool:
+    def has_blurred(self, method: ChosenMethod) -> bool:
         """Return True if the method's maps are also measured blurred."""
-        return self.blurred_twin and method.name not in BASELINES
+        return self.blurred_control and method.name not in BASELINES
 
 
 # Values by label of a map, then by name.
@@ -100,7 +100,7 @@ class Case:
 
 
 def with_maps(cases: Sequence[Case]) -> list[Case]:
-    """Return the cases of one run with their maps, computed as a batch, each map followed by its blurred twin."""
+    """Return the cases of one run with their maps, computed as a batch, each map followed by its blurred control."""
     explainer, protocol = cases[0].explainer, cases[0].protocol
     maps: dict[str, dict[str, Saliency]] = {case.name: {} for case in cases}
     for has_target in (True, False):
@@ -112,8 +112,8 @@ def with_maps(cases: Sequence[Case]) -> list[Case]:
         pairs = [(case, method) for case in batch for method in protocol.methods]
         for (case, method), saliency in zip(pairs, flat, strict=True):
             maps[case.name][method.label] = saliency
-            if protocol.has_twin(method):
-                maps[case.name][twin_of(method.label)] = blurred(saliency)
+            if protocol.has_blurred(method):
+                maps[case.name][blurred_label(method.label)] = blurred(saliency)
     return [replace(case, maps=maps[case.name]) for case in cases]
 
 

@@ -280,11 +280,11 @@ def has_intervals(options: Mapping[str, Any]) -> bool:
 _SUFFIX = " (blurred)"
 
 
-def twin_of(label: str) -> str:
-    """Return the label of a method's blurred twin."""
+def blurred_label(label: str) -> str:
+    """Return the label of a method's blurred control."""
     return f"{label}{_SUFFIX}"
 
 
-def is_twin(label: str) -> bool:
-    """Return True if the label is that of a blurred twin."""
+def is_blurred(label: str) -> bool:
+    """Return True if the label is that of a blurred control."""
     return label.endswith(_SUFFIX)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from vitflow.errors import printable
 from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
-from vitflow.evaluation.metrics import GROUPS, Metric, is_twin
+from vitflow.evaluation.metrics import GROUPS, Metric, is_blurred
 from vitflow.evaluation.statistics import CONFIDENCE
 from vitflow.evaluation.tables import LAYER_TITLES, TableRow, Tables
 from vitflow.images.charts import (
@@ -76,7 +76,7 @@ def _draw_panel(axes: Axes, metric: Metric, rows: Sequence[TableRow]) -> None:
     means, lows, highs = (  # None becomes NaN
         np.array([getattr(row.estimate, name) for row in rows], dtype=np.float64) for name in ("mean", "low", "high")
     )
-    colors = [BASELINE if row.baseline or is_twin(row.method) else BAR for row in rows]
+    colors = [BASELINE if row.baseline or is_blurred(row.method) else BAR for row in rows]
     positions = np.arange(len(rows))
     axes.barh(positions, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
     axes.hlines(positions, lows, highs, color=INK, linewidth=0.9, zorder=3)
@@ -128,7 +128,7 @@ def _lines(evaluation: Tables, x: Sequence[float], lines: Mapping[str, Sequence[
     return [
         Series(method, x, line, baseline=evaluation.is_baseline(method))
         for method, line in lines.items()
-        if not (is_twin(method) or all(value is None for value in line))
+        if not (is_blurred(method) or all(value is None for value in line))
     ]
 
 

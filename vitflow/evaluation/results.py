@@ -21,8 +21,8 @@ from vitflow.runs.columns import kinds_in
 _IMAGE = tuple(kinds_in("results"))
 _ESTIMATE = tuple(field.name for field in fields(Estimate))
 
-_TWIN_NOTE = (
-    "Each method is followed by its blurred twin, the same map after a Gaussian blur of one patch. Blur improves "
+_BLUR_NOTE = (
+    "Each method is followed by its blurred control, the same map after a Gaussian blur of one patch. Blur improves "
     "localisation, because objects are larger than a patch, and worsens deletion. A method that improves both does "
     "more than blur."
 )
@@ -170,8 +170,8 @@ def _notes(tables: Tables) -> list[str]:
     ]
     if "replace_by" in settings:
         notes.append(f"{_REPLACED[settings['replace_by']]} Curves have {settings['points']} points.")
-    if settings["blurred_twin"]:
-        notes.append(_TWIN_NOTE)
+    if settings["blurred_control"]:
+        notes.append(_BLUR_NOTE)
     if "grid" in settings["groups"]:
         grids = [tuple(image["grid"]) for image in images if image["grid"]]
         made = f"{_count(len(grids), 'target')} in {_count(len(set(grids)), 'grid')}" if grids else "no grid"

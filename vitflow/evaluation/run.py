@@ -60,7 +60,7 @@ def evaluate(
     limit: int | None = None,
     replace_by: str | None = None,
     points: int = 11,
-    blurred_twin: bool = True,
+    blurred_control: bool = True,
     sanity_images: int = SANITY_IMAGES,
     batch_size: int | None = None,
     resamples: int = RESAMPLES,
@@ -88,7 +88,7 @@ def evaluate(
         replace_by: replacement of removed patches: "drop" (drop their tokens from the sequence), "blank" or "blur"; by
             default "drop" if the model supports it, else "blank".
         points: number of points of the deletion and insertion curves, both ends included.
-        blurred_twin: also measure each map blurred, as a control for the effect of smoothness.
+        blurred_control: also measure each map blurred, as a control for the effect of smoothness.
         sanity_images: number of randomly drawn images for sanity, intervals and rank correlation, which take many
             forward passes.
         batch_size: images per forward pass; by default 8 on a CPU and 64 on a GPU, halved when memory runs out.
@@ -132,7 +132,7 @@ def evaluate(
         seed=seed,
         sanity_images=sanity_images,
         unchecked=tuple(slow),
-        blurred_twin=blurred_twin and bool({"localisation", "faithfulness"} & set(groups)),
+        blurred_control=blurred_control and bool({"localisation", "faithfulness"} & set(groups)),
     )
     settings = _settings(dataset, explainer, protocol)
     grids = make_grids(dataset.samples, explainer, seed) if "grid" in groups else {}
@@ -223,7 +223,7 @@ def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol) -> dic
     measured: dict[str, Any] = {
         "groups": list(protocol.groups),
         "seed": protocol.seed,
-        "blurred_twin": protocol.blurred_twin,
+        "blurred_control": protocol.blurred_control,
     }
     if any(GROUPS[group].costly for group in protocol.groups):
         measured["sanity_images"] = protocol.sanity_images

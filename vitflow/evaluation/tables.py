@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
-from vitflow.evaluation.metrics import METRICS, Metric, has_intervals, is_twin, twin_of
+from vitflow.evaluation.metrics import METRICS, Metric, blurred_label, has_intervals, is_blurred
 from vitflow.evaluation.statistics import (
     RESAMPLES,
     Difference,
@@ -189,16 +189,16 @@ class Tables:
 
     @property
     def main_methods(self) -> list[str]:
-        """Methods without baselines and blurred twins."""
-        return [name for name in self.methods if not (self.is_baseline(name) or is_twin(name))]
+        """Methods without baselines and blurred controls."""
+        return [name for name in self.methods if not (self.is_baseline(name) or is_blurred(name))]
 
     def is_measured(self, method: str, metric: Metric) -> bool:
-        """Return True if the metric was measured for the method; blurred twins have no sanity checks or grids."""
+        """Return True if the metric was measured for the method; blurred controls have no sanity checks or grids."""
         if metric.group == "intervals":
             return has_intervals(self.settings.get("options", {}).get(method, {}))
         if metric.group == "sanity" and method in self.settings.get("unchecked", ()):
             return False
-        return not (is_twin(method) and metric.group in ("sanity", "grid"))
+        return not (is_blurred(method) and metric.group in ("sanity", "grid"))
 
     @property
     def departures(self) -> dict[str, str | None]:
@@ -240,7 +240,7 @@ class Tables:
         return tables
 
     def differences(self, metric: str) -> list[Difference]:
-        """Return the paired differences of all methods, and of each method and its blurred twin.
+        """Return the paired differences of all methods, and of each method and its blurred control.
 
         Raises:
             OptionError: the metric was not measured.
@@ -249,7 +249,7 @@ class Tables:
         return list(self._differences[metric].values())
 
     def difference(self, metric: str, first: str, second: str) -> Difference | None:
-        """Return first minus second; None for a method and itself, or another method's blurred twin."""
+        """Return first minus second; None for a method and itself, or another method's blurred control."""
         check_known("metric of this evaluation", metric, self.values)
         pair = self._differences[metric].get((first, second))
         reverse = self._differences[metric].get((second, first))
@@ -260,7 +260,7 @@ class Tables:
         pairs = [
             (i, j)
             for (i, first), (j, second) in combinations(enumerate(self.methods), 2)
-            if second == twin_of(first) or not (is_twin(first) or is_twin(second))
+            if second == blurred_label(first) or not (is_blurred(first) or is_blurred(second))
         ]
         differences = {}
         for metric in self.metrics:
@@ -279,7 +279,7 @@ class Tables:
         return {"resamples": self.settings.get("resamples", RESAMPLES), "seed": self.settings.get("seed", 0)}
 
     def ranking(self, metric: str) -> list[tuple[str, float]]:
-        """Return methods and their means, best first, without baselines and blurred twins."""
+        """Return methods and their means, best first, without baselines and blurred controls."""
         main, rows = self.main_methods, self.table(metric)
         known = [(row.method, mean) for row in rows if row.method in main and (mean := row.estimate.mean) is not None]
         return sorted(known, key=lambda pair: pair[1], reverse=METRICS[metric].better == "higher")

@@ -77,7 +77,7 @@ class _MethodOrAll(MethodWithOptions):
     help="Points of the deletion and insertion curves.",
 )
 @click.option(
-    "--blurred-twin/--no-blurred-twin",
+    "--blurred-control/--no-blurred-control",
     panel="Measurement",
     default=True,
     help="Also measure a blurred copy of each map: the control for smoothness.",
@@ -145,7 +145,7 @@ def _run(data: str, given: dict[str, Any]) -> Any:
             raise OptionError("--method all cannot be combined with other methods.")
         methods = "all"
     same = (
-        *("output", "images", "limit", "replace_by", "points", "blurred_twin", "sanity_images", "batch_size"),
+        *("output", "images", "limit", "replace_by", "points", "blurred_control", "sanity_images", "batch_size"),
         *("resamples", "seed"),
     )
     with resumable(kept=given["output"] is not None), images_bar() as progress:
