@@ -33,22 +33,22 @@ test-processors: install
 # The core tests with the oldest dependencies that pyproject.toml allows, then with some in between, each in an environment
 # that is removed afterwards.
 test-lowest:
-	$(PYTHON) -m tests.lower_bounds $(PYTEST_ARGS)
+	$(PYTHON) -m tools.lower_bounds $(PYTEST_ARGS)
 
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.option_types
-	$(BIN)/python -m tests.language
+	$(BIN)/python -m tools.option_types
+	$(BIN)/python -m tools.language
 
 # The source distribution and the wheel, checked, and tried without network in an empty environment of each Python.
 PYTHONS ?= $(PYTHON)
 
 dist: install
 	$(BIN)/python -m pip install --quiet --editable ".[dist]"
-	$(BIN)/python -m tests.package $(foreach python,$(PYTHONS),--python $(python))
+	$(BIN)/python -m tools.package $(foreach python,$(PYTHONS),--python $(python))
 
 # The site of the documentation, without network: docs/_build/html/index.html. A warning is an error.
 docs: install

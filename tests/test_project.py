@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests import placeholders
+from tools import placeholders
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

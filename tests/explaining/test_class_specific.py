@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.class_specific import localise
 from tests import literal_vit
-from tests.benchmarks.class_specific import localise
 from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, load_demo_model
 from vitflow.errors import ModelError, OptionError

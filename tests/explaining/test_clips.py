@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
-from tests.benchmarks.clips import drawn_clip, separates
+from benchmarks.clips import drawn_clip, separates
 from vitflow import Explainer, explain_clip
 from vitflow.analysis.clips import frame_shares
 from vitflow.cli import cli

@@ -160,7 +160,7 @@ def test_a_patch_of_the_top_layer_is_explained_refined(demo):
 
 
 def test_what_moves_along_attention_is_refined_once_by_default_and_raw_attention_is_not():
-    """As the rules in tests/benchmarks/defaults.py and separation.py found it for these; for no other was asked."""
+    """As the rules in benchmarks/defaults.py and separation.py found it for these; for no other was asked."""
     steps = {name: method_table.get_method(name).complete({}).get("refine", 0) for name in ALL}
     attentive = {"rollout", "flow", "gradient_rollout", "gae", "sampling", "consensus"}
     assert steps == {name: int(name in attentive) for name in steps}

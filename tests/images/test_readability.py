@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.benchmarks.overlay import PAIRED, WAYS, judge, share_of_map, to_lab
+from benchmarks.overlay import PAIRED, WAYS, judge, share_of_map, to_lab
 from vitflow.explaining.saliency import Saliency
 from vitflow.images.geometry import place
 

@@ -1,6 +1,6 @@
 """Types of the options of methods, for type checkers.
 
-Generated from the option table by `python -m tests.option_types --write`.
+Generated from the option table by `python -m tools.option_types --write`.
 """
 
 from collections.abc import Mapping, Sequence

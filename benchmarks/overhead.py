@@ -1,9 +1,9 @@
 """Time of recording: the plain fused forward pass, and the forward pass with rollout, in one run.
 
-    python -m tests.benchmarks.overhead [--models …] [--batch-sizes 1 8] [--repeats 15] [--preset paper|default]
-    python -m tests.benchmarks.overhead --refinement [--models …] [--batch-sizes 8]
-    python -m tests.benchmarks.overhead --sampling 128 256 [--models …] [--repeats 3]
-    python -m tests.benchmarks.overhead --python [--repeats 100]
+    python -m benchmarks.overhead [--models …] [--batch-sizes 1 8] [--repeats 15] [--preset paper|default]
+    python -m benchmarks.overhead --refinement [--models …] [--batch-sizes 8]
+    python -m benchmarks.overhead --sampling 128 256 [--models …] [--repeats 3]
+    python -m benchmarks.overhead --python [--repeats 100]
 
 The two are timed in turn, round by round, so that a noisy machine meets both alike; the table shows the ratio of the
 fastest rounds and the median of the rounds' own ratios, the last also in processor time: with OMP_NUM_THREADS=1 that
@@ -183,7 +183,7 @@ def memory(field: str) -> float:
 
 def peak_mib(name: str, batch: int, what: str) -> float:
     """Peak memory in MiB of five forward passes in a fresh process, beyond what it held before them."""
-    command = [sys.executable, "-m", "tests.benchmarks.overhead", "--memory-of", what, "--models", name]
+    command = [sys.executable, "-m", "benchmarks.overhead", "--memory-of", what, "--models", name]
     command += ["--batch-sizes", str(batch)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | GIVING_BACK)
     return float(done.stdout)

@@ -1,6 +1,6 @@
 """Measure if the map of a prompt is on the object that it names, on newly drawn images of two or three objects.
 
-    python -m tests.benchmarks.prompts [--images 500] [--model demo-text] [--methods gae sampling …]
+    python -m benchmarks.prompts [--images 500] [--model demo-text] [--methods gae sampling …]
 
 Each thing of an image is asked for by its phrase ("a red heart"). Beside it stand the phrases of the image's other
 things; the map is either of the prompt's number alone, or of it less the mean of the others' (the default). Told are,

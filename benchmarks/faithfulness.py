@@ -1,7 +1,7 @@
 """Deletion by dropping tokens beside hiding patches: how much faster, and whether they rank methods alike.
 
-    python -m tests.benchmarks.faithfulness [--model ID --checkpoint FILE --images FOLDER] [--count N] [--methods …]
-    python -m tests.benchmarks.faithfulness --parts --methods rollout gae gradcam --count 20 [--model … --images …]
+    python -m benchmarks.faithfulness [--model ID --checkpoint FILE --images FOLDER] [--count N] [--methods …]
+    python -m benchmarks.faithfulness --parts --methods rollout gae gradcam --count 20 [--model … --images …]
 
 First the time of the curves of every method's map of one image, at equal points, for each way to take patches away,
 in turn, so that a busy machine slows all of them. Then means over images of the area between the curves (least − most

@@ -1,4 +1,4 @@
-"""Check names, docstrings and messages against the language rules: `python -m tests.language [PATH ...]`.
+"""Check names, docstrings and messages against the language rules: `python -m tools.language [PATH ...]`.
 
 Reports identifiers that contain a discouraged word, docstrings that begin with What, Whether, How or Where, and, in the
 package, messages with a discouraged word. Exits with 1 if there are any. CONTRIBUTING.md explains the rules.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("vitflow", "tests", "examples")
+CHECKED = ("vitflow", "tests", "benchmarks", "tools", "examples")
 
 #: Discouraged words, and what to write instead.
 WORDS = {

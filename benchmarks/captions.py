@@ -1,6 +1,6 @@
 """Measure if the map of a generated word is on the object that it names, and compare default methods for captions.
 
-    python -m tests.benchmarks.captions [--choosing 200] [--telling 500]
+    python -m benchmarks.captions [--choosing 200] [--telling 500]
 
 The bundled captioner writes one sentence about each drawn scene. Of each caption that is right in every word, each
 colour and each shape belongs to one thing, whose pixels are known. A map of such a word is asked for its maximum over

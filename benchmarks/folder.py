@@ -1,7 +1,7 @@
 """Throughput of a folder run and of the bare model, and memory by number of images.
 
-    python -m tests.benchmarks.folder [--images 500] [--models …] [--skip-memory] [--fuzz 3000] [--large 10000]
-    python -m tests.benchmarks.folder --brief
+    python -m benchmarks.folder [--images 500] [--models …] [--skip-memory] [--fuzz 3000] [--large 10000]
+    python -m benchmarks.folder --brief
 
 Bare: forward passes over random input in batches, nothing else. Ours: decode, preprocess, rollout, overlay at the
 original size, encode as JPEG, write, manifest. The images are drawn here: JPEGs of about 500 × 375 pixels with the
@@ -36,7 +36,7 @@ import timm
 import torch
 from PIL import Image
 
-from tests.benchmarks.overhead import memory
+from benchmarks.overhead import memory
 from tests.folder.test_run import write_mutations
 from vitflow import Explainer, explain_folder
 from vitflow.explaining import applying as answers
@@ -180,11 +180,10 @@ def torch_seconds() -> float:
 
 def ours(model: torch.nn.Module, source: Path, limit: int, options: dict[str, Any]) -> list[float]:
     methods = [("rollout", options)]
-    with tempfile.TemporaryDirectory() as output:
-        with measured(limit) as actual:
-            summary = explain_folder(
-                source, Path(output) / "out", model=model, methods=methods, batch_size=BATCH, limit=limit
-            )
+    with tempfile.TemporaryDirectory() as output, measured(limit) as actual:
+        summary = explain_folder(
+            source, Path(output) / "out", model=model, methods=methods, batch_size=BATCH, limit=limit
+        )
     assert summary.explained == limit, summary
     return actual
 
@@ -218,7 +217,7 @@ def compare_rates(source: Path, counts: dict[str, int], rounds: int) -> None:
 
 def peak_mib(source: Path, limit: int) -> tuple[float, str]:
     """Peak resident memory of a fresh process that runs the demo model over a folder, and the counts."""
-    command = [sys.executable, "-m", "tests.benchmarks.folder", "--memory-of", str(source), "--images", str(limit)]
+    command = [sys.executable, "-m", "benchmarks.folder", "--memory-of", str(source), "--images", str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, counts = done.stdout.split(maxsplit=1)
     return float(peak), counts.strip()

@@ -1,6 +1,6 @@
 """Measure how many masks `masks="auto"` uses, and how close its maps are to those of 512 other masks.
 
-python -m tests.benchmarks.masks --checkpoint FILE --images FOLDER [--count 10]
+python -m benchmarks.masks --checkpoint FILE --images FOLDER [--count 10]
 """
 
 import argparse
@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import spearmanr
 
 import vitflow
-from tests.benchmarks.defaults import CHECKPOINT
+from benchmarks.defaults import CHECKPOINT
 from vitflow.demo import draw_image
 
 REFERENCE = {"masks": 512, "random_seed": 1}

@@ -1,7 +1,7 @@
 """Time of plain `generate` and of `explain_generation`, in one run.
 
-    python -m tests.benchmarks.generation [--what paper rollout weighted] [--prompt 512] [--new 64] [--repeats 3]
-    python -m tests.benchmarks.generation --captioner
+    python -m benchmarks.generation [--what paper rollout weighted] [--prompt 512] [--new 64] [--repeats 3]
+    python -m benchmarks.generation --captioner
 
 A GPT-2-sized model with random weights writes after a prompt. With --captioner it is a LLaVA whose decoder has that
 size, behind a tower of ViT-B's size with 196 patches; what its processor does is a part of both times. The two take
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.benchmarks.overhead import memory
+from benchmarks.overhead import memory
 from vitflow.demo import DEMO_CAPTION, draw_scene
 from vitflow.text import explain_generation
 from vitflow.text.languages import load_processor
@@ -106,7 +106,7 @@ def seconds(function: partial[None]) -> tuple[float, float]:
 
 def peak_mib(name: str) -> float:
     """Peak memory in MiB of one generation in a fresh process, beyond what it held before."""
-    command = [sys.executable, "-m", "tests.benchmarks.generation", *sys.argv[1:], "--memory-of", name]
+    command = [sys.executable, "-m", "benchmarks.generation", *sys.argv[1:], "--memory-of", name]
     # Freed memory goes back at once, so that what is counted is what was held.
     held = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **held})

@@ -1,6 +1,6 @@
 """Run the core tests with old versions of the dependencies: `make test-lowest`.
 
-    python -m tests.lower_bounds [--keep] [--set oldest|middle] [pytest's arguments]
+    python -m tools.lower_bounds [--keep] [--set oldest|middle] [pytest's arguments]
 
 Two sets, one after the other: exactly the lower bounds that pyproject.toml gives for users, and one from between them
 and today. Each gets an environment of its own in .venv-lowest (about 7 GB), with the tools of the test extra beside it,

@@ -1,4 +1,4 @@
-"""Size and speed of the explorer's page: python -m tests.benchmarks.explorer [--skip-large]
+"""Size and speed of the explorer's page: python -m benchmarks.explorer [--skip-large]
 
 Prints for each model the page's size, what it had no room for, and how long a click takes in the browser: from the
 click to the map on the photograph, the median and the longest of nine. Random weights attend more evenly than trained
@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, sync_playwright
 from vitflow import Explainer, explore
 from vitflow.demo import sample_images
 
-SHARED = Path(os.environ.get("VITFLOW_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data"
+SHARED = Path(os.environ.get("VITFLOW_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "data"
 CHECKPOINT = SHARED / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
 # As many patches as 37 × 37: with the class token 1,370 tokens.
 LARGE = 592

@@ -1,6 +1,6 @@
 """Localisation of every method with default and published options, against boxes or masks.
 
-    python -m tests.benchmarks.localisation --model ID --checkpoint FILE --boxes DATA [--methods NAME[:paper] …]
+    python -m benchmarks.localisation --model ID --checkpoint FILE --boxes DATA [--methods NAME[:paper] …]
 
 DATA is whatever `vitflow evaluate` takes, which does the same with `--metric localisation --method NAME:preset=paper`;
 here every method with a published definition of its own is measured both ways. Prints means and standard errors as a

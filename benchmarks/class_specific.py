@@ -1,6 +1,6 @@
 """Measure class-specific methods on newly drawn images with exact masks.
 
-    python -m tests.benchmarks.class_specific [--images 500] [--occlusion] [--refine 0 | --affinity keys]
+    python -m benchmarks.class_specific [--images 500] [--occlusion] [--refine 0 | --affinity keys]
 
 Every image has two objects or three, of different classes; each method explains two of them. The table shows, with
 standard errors over images: the share of the map's energy (its mass above its minimum, or above 0 where that lies

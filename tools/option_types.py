@@ -1,4 +1,4 @@
-"""Generate `vitflow/registry/option_types.py` from the option table: `python -m tests.option_types [--write]`.
+"""Generate `vitflow/registry/option_types.py` from the option table: `python -m tools.option_types [--write]`.
 
 Without `--write`, exits with 1 if the file differs from the table. Type checkers and IDEs read the options of methods
 from that file, so that they flag a misspelt option.
@@ -19,7 +19,7 @@ FILE = Path(__file__).parents[1] / "vitflow/registry/option_types.py"
 
 _HEAD = '''"""Types of the options of methods, for type checkers.
 
-Generated from the option table by `python -m tests.option_types --write`.
+Generated from the option table by `python -m tools.option_types --write`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ def main() -> int:
     if "--write" in sys.argv[1:]:
         FILE.write_text(source, encoding="utf-8")
     elif not FILE.exists() or FILE.read_text(encoding="utf-8") != source:
-        print(f"{FILE.name} differs from the option table: run python -m tests.option_types --write")
+        print(f"{FILE.name} differs from the option table: run python -m tools.option_types --write")
         return 1
     return 0
 

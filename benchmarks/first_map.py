@@ -1,6 +1,6 @@
 """Time of the first map: `vitflow explain` and a script that runs the same model on the same image.
 
-    python -m tests.benchmarks.first_map [--image FILE --model ID --checkpoint FILE --rounds 5]
+    python -m benchmarks.first_map [--image FILE --model ID --checkpoint FILE --rounds 5]
 
 Each round starts both as processes of their own, in turn. The script imports torch and timm, makes the model, prepares
 the image and runs it; `vitflow explain` also makes the map and writes the overlay. Prints the wall and the processor

@@ -1,6 +1,6 @@
 """Time of exact attention flow: all sinks, a forward pass of the same size, and other solvers.
 
-    python -m tests.benchmarks.flow [--default] [--rounds 5] [--networkx-tokens 197] [--scipy-tokens 577]
+    python -m benchmarks.flow [--default] [--rounds 5] [--networkx-tokens 197] [--scipy-tokens 577]
 
 Flow and forward pass are timed in turn, round by round, and the fastest rounds are compared, so that a noisy machine
 meets both alike. The other solvers solve one pair of source and sink of the same graph (building the graph is not
@@ -38,7 +38,7 @@ from vitflow.demo import load_demo_model, sample_images
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.flow.layers import graph_of, layer_capacities, parse_window
 
-SHARED = Path(os.environ.get("VITFLOW_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data"
+SHARED = Path(os.environ.get("VITFLOW_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "data"
 TINY = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 # The model of the same size, for each number of tokens.
 FORWARDS = {
@@ -252,7 +252,7 @@ def main() -> None:
             models[name] = model, torch.randn(1, *model.pretrained_cfg["input_size"])
         print(row(case, *models[name], given.rounds, limits), flush=True)
     layers = 4 if given.default else 12
-    command = [sys.executable, "-m", "tests.benchmarks.flow", "--peak", str(layers)]
+    command = [sys.executable, "-m", "benchmarks.flow", "--peak", str(layers)]
     peak = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     print(f"peak memory of a process that solves {layers} × 1370: {float(peak):.2f} GiB, torch and input included")
 

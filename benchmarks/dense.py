@@ -1,6 +1,6 @@
 """Does the map of a region of a dense prediction lie on the object in that region?
 
-    python -m tests.benchmarks.dense [--images 200] [--towers "class token" average registers transformers]
+    python -m benchmarks.dense [--images 200] [--towers "class token" average registers transformers]
 
 A head made in closed form (ridge regression) on the patch tokens of the demo model's weights predicts the class of each
 patch of drawn images, or the background. Each object of an image with several objects has a question: the mean logit of

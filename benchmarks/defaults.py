@@ -1,6 +1,6 @@
 """Which refinement the methods have by default: chosen on half of the images by a rule, told for the other half.
 
-    python -m tests.benchmarks.defaults --checkpoint FILE --boxes DATA -o FOLDER [--methods …] [--drawn demo:100:2000]
+    python -m benchmarks.defaults --checkpoint FILE --boxes DATA -o FOLDER [--methods …] [--drawn demo:100:2000]
 
 The rule, written down before anything was measured by it:
 

@@ -1,6 +1,6 @@
 """Time of reading the maps of a run, and of drawing some of them.
 
-    python -m tests.benchmarks.grids [--grids 10000] [--draw 100]
+    python -m benchmarks.grids [--grids 10000] [--draw 100]
 
 The run is made up: random maps of 14 × 14 patches for JPEGs of about 500 × 375 pixels, of which as many are there as
 are drawn. Drawing is held against its parts, one after the other: reading the rows and the grids, and for the same
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.benchmarks.folder import draw_photographs
+from benchmarks.folder import draw_photographs
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.files import write_inside

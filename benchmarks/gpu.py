@@ -1,6 +1,6 @@
 """All that is worth knowing of vitflow on a GPU, in one command.
 
-    python -m tests.benchmarks.gpu [--device cuda] [--models …] [--batch-sizes 1 32] [--images 2000]
+    python -m benchmarks.gpu [--device cuda] [--models …] [--batch-sizes 1 32] [--images 2000]
 
 One after the other: the forward pass with rollout beside the fused forward pass in float32 and bfloat16, with its
 memory; seconds an image of each method; how far the maps lie from those of the processor (the largest difference as a
@@ -22,8 +22,8 @@ import numpy as np
 import timm
 import torch
 
-from tests.benchmarks.folder import draw_photographs
-from tests.benchmarks.overhead import MODELS, WORK, prepare
+from benchmarks.folder import draw_photographs
+from benchmarks.overhead import MODELS, WORK, prepare
 from vitflow import Explainer, explain_folder
 
 METHODS = ("rollout", "flow", "gae", "gradient_rollout", "gradcam", "sampling", "consensus", "occlusion")

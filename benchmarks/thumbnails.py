@@ -1,4 +1,4 @@
-"""Distance of high and low values on thumbnails: python -m tests.benchmarks.thumbnails PHOTOS --checkpoint FILE.
+"""Distance of high and low values on thumbnails: python -m benchmarks.thumbnails PHOTOS --checkpoint FILE.
 
 **The rule for choosing**, written before the first measurement, except for the last decision. Every overlay of the
 photographs, by GAE and rollout, is shrunk to 96 × 96 pixels. Its *distance* is the one in CIELAB between the mean
@@ -9,7 +9,7 @@ the one with the largest distance on the worst tenth of the photographs. Every s
 others are reported next to it.
 
 Ways within 2 of the largest are tied. A tie was first to be decided by the larger chroma at the highest values. That
-was changed after the numbers were seen, to the map's share by `tests.benchmarks.overlay`, which had its rule already:
+was changed after the numbers were seen, to the map's share by `benchmarks.overlay`, which had its rule already:
 by chroma inferno, or half of the photograph's colour, would have been taken. The ways with three quarters of the
 brightness were added after a first sheet, on which the others with more opacity kept too little of the contrast.
 """
@@ -21,7 +21,7 @@ import cv2
 import numpy as np
 
 import vitflow
-from tests.benchmarks.overlay import SIGHT, to_lab
+from benchmarks.overlay import SIGHT, to_lab
 from vitflow.files import find_images
 from vitflow.images import overlay
 from vitflow.images.upsampling import upsample

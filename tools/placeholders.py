@@ -1,7 +1,7 @@
-"""List the placeholders of the project, or fill them in: `python -m tests.placeholders [--owner … --author … …]`.
+"""List the placeholders of the project, or fill them in: `python -m tools.placeholders [--owner … --author … …]`.
 
-    python -m tests.placeholders
-    python -m tests.placeholders --owner example-lab --author "Ada Lovelace" --email ada@example.org \\
+    python -m tools.placeholders
+    python -m tools.placeholders --owner example-lab --author "Ada Lovelace" --email ada@example.org \\
         --orcid 0000-0002-1825-0097 --affiliation "Example University"
 
 The first form prints each line that holds a placeholder, and exits with 1 if there is one: a release stops there. The

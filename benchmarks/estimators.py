@@ -1,7 +1,7 @@
 """Which estimator sampling and consensus use, and with how many masks.
 
-    python -m tests.benchmarks.estimators --checkpoint FILE --boxes DATA --third FILE -o FOLDER [--of sampling]
-    python -m tests.benchmarks.estimators --train FILE --minutes 20
+    python -m benchmarks.estimators --checkpoint FILE --boxes DATA --third FILE -o FOLDER [--of sampling]
+    python -m benchmarks.estimators --train FILE --minutes 20
 
 The second command trains the third model: a vision transformer of torchvision (64 pixels, 8 × 8 patches, softmax) on
 drawn images with one to three objects, so that the predicted class is one of several.
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import vitflow
-from tests.benchmarks.defaults import CHECKPOINT, choosing, data_parser
+from benchmarks.defaults import CHECKPOINT, choosing, data_parser
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_image
 from vitflow.evaluation import evaluate
 from vitflow.evaluation.results import Evaluation

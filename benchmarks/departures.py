@@ -1,6 +1,6 @@
 """Similarity of each method's default map and its published definition.
 
-    python -m tests.benchmarks.departures PHOTOS --model ID --checkpoint FILE [--limit 20]
+    python -m benchmarks.departures PHOTOS --model ID --checkpoint FILE [--limit 20]
 
 Prints, as a Markdown table, how each default departs from the publication, and the median over the photographs of
 Spearman's rank correlation of both maps, with the lowest and the highest. Raw attention has a line for its improved

@@ -1,8 +1,8 @@
 """Do the shares of frames find the frames that show an object?
 
-    python -m tests.benchmarks.clips [--clips 200] [--figure clip.png]
-    python -m tests.benchmarks.clips --train FILE --minutes 25
-    python -m tests.benchmarks.clips --video FILE [--clips 200] [--method gae] [--figure clip.png]
+    python -m benchmarks.clips [--clips 200] [--figure clip.png]
+    python -m benchmarks.clips --train FILE --minutes 25
+    python -m benchmarks.clips --video FILE [--clips 200] [--method gae] [--figure clip.png]
 
 Each drawn clip has eight frames of one scene. The named object is only in frames a to b, other objects are in all of
 them. A clip counts as right if every frame with the object has a larger share than every other frame. The same clips

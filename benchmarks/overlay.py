@@ -1,6 +1,6 @@
 """Share of an overlay's colours that comes from the map, on photographs, before and now.
 
-    python -m tests.benchmarks.overlay PHOTOS --model ID --checkpoint FILE [--count N] [--methods …] [--sheet FILE]
+    python -m benchmarks.overlay PHOTOS --model ID --checkpoint FILE [--count N] [--methods …] [--sheet FILE]
 
 **The map's share.** An overlay gives a colour to a photograph's pixel and a map's value. For one image let every
 pixel p that the model saw lend its own colour and every pixel q, independently, its value: c(p, q) is the colour of

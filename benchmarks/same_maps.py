@@ -1,6 +1,6 @@
 """Digests of maps: run this in two versions of vitflow, and compare the output to see if maps are equal, bit for bit.
 
-    python -m tests.benchmarks.same_maps [--model ID --checkpoint FILE --images FOLDER]
+    python -m benchmarks.same_maps [--model ID --checkpoint FILE --images FOLDER]
 
 Prints one SHA-256 for each method with its defaults and with its published definition, over the maps of the demo
 model's sample images, or of the given model and folder. It uses public names alone, so that the file can be run

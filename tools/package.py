@@ -1,6 +1,6 @@
 """Build the package and try it as somebody who installs it would: `make dist`.
 
-    python -m tests.package [-o dist] [--python python3.11 --python python3.13]
+    python -m tools.package [-o dist] [--python python3.11 --python python3.13]
 
 Builds the source distribution, and of that the wheel; checks both with twine and the wheel's size; installs the wheel
 into an empty environment of each Python, and there, outside this clone and without network, runs `vitflow doctor`, the

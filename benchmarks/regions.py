@@ -1,7 +1,7 @@
 """Does the map of one region of a dense prediction have its largest mean in that region?
 
-    python -m tests.benchmarks.regions [--model demo] [--checkpoint FILE] [--photographs FOLDER] [--images 15]
-    python -m tests.benchmarks.regions --cost [--model vit_small_patch16_224 --untrained]
+    python -m benchmarks.regions [--model demo] [--checkpoint FILE] [--photographs FOLDER] [--images 15]
+    python -m benchmarks.regions --cost [--model vit_small_patch16_224 --untrained]
 
 The model's classification head is applied to its patch tokens. Each image has four questions: the mean logit of the
 most probable class over one quarter of the patches. Per method and per readout ("gradient" follows from the question,

@@ -1,7 +1,7 @@
 """Which options the class-specific methods have by default, where a map must tell objects apart, too.
 
-    python -m tests.benchmarks.separation --checkpoint FILE --boxes DATA -o FOLDER [--methods gae sampling …]
-    python -m tests.benchmarks.separation --checkpoint FILE --boxes DATA -o FOLDER --as-they-are [--drawn demo:200]
+    python -m benchmarks.separation --checkpoint FILE --boxes DATA -o FOLDER [--methods gae sampling …]
+    python -m benchmarks.separation --checkpoint FILE --boxes DATA -o FOLDER --as-they-are [--drawn demo:200]
 
 The second measures methods by their defaults alone, and tells all images and both halves, with 95 % intervals.
 
@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 
 import vitflow
-from tests.benchmarks.defaults import CHECKPOINT, choosing, data_parser, label
+from benchmarks.defaults import CHECKPOINT, choosing, data_parser, label
 from vitflow.evaluation import evaluate
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.statistics import estimate_means
