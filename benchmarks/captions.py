@@ -5,14 +5,12 @@
 The bundled captioner writes one sentence about each drawn scene. Of each caption that is right in every word, each
 colour and each shape belongs to one thing, whose pixels are known. A map of such a word is asked for its maximum over
 the pixels (is it on the thing?) and for the share of its mass there, as `vitflow.evaluation` measures both. The words
-of a scene are averaged, then the scenes; intervals are 95 % by bootstrap over scenes. The neutral prompt of the
-relative maps is the prompt itself: its row is the one before anything is written.
+of a scene are averaged, then the scenes; intervals are 95 % by bootstrap over scenes.
 
 The rule for the default, written down before anything was measured:
 
 1. The scenes of 200 seeds are chosen on, those of 500 others tell. Neither was trained on, nor looked at before.
-2. The score of a map is its pointing plus its energy. Candidates are all maps but the relative ones, as these need a
-   second prompt that somebody must word.
+2. The score of a map is its pointing plus its energy. Candidates are all maps.
 3. The candidate with the highest score on the choosing scenes is the best. Of those whose score is within 0.02 of it,
    the cheapest is chosen: without the tower before with it, and then in the order of the table. A map that takes a
    backward pass for each word (GAE) is chosen only if it is more than 0.1 above all others.
@@ -69,13 +67,8 @@ ROWS: dict[str, tuple[str, dict]] = {
     **{f"GAE{w}": ("gae", one) for w, one in WEIGHTED},
 }
 TODAY = "rollout, receptive field"
-#: How each row is shown: on the tokens, carried on through the tower, relative to the neutral prompt, and both.
-WAYS = {
-    "": (),
-    "tower": ("tower",),
-    "relative": ("neutral",),
-    "both": ("neutral", "tower"),
-}
+#: How each row is shown: on the tokens, and through the tower.
+WAYS = ("", "tower")
 CONTROLS = ("random", "centre")
 LABELS = [(row, way) for way in WAYS for row in ROWS] + [(row, "") for row in CONTROLS]
 
@@ -111,20 +104,17 @@ def rows_of(
                 rows, _ = method.load()(ReadText(trace, visible, readout[numbers], mine, hidden), **options)
             whole = np.zeros((n, m + n - 1, len(rows)), np.float32)
             whole[numbers] = array_of(rows.permute(1, 2, 0))
-            neutral = tuple(whole[0, list(part.positions)] for part in actual.images.parts)
             made[key] = replace(
                 actual,
                 values=whole[:, :m],
                 among_generated=np.pad(whole[:, m:], ((0, 0), (0, 1), (0, 0))),
                 method=name,
                 options=options,
-                images=replace(actual.images, neutral=neutral),
             )
         one = made[key]
         if "mean of layers" in label:
             means = {part: getattr(one, part).mean(axis=-1, keepdims=True) for part in ("values", "among_generated")}
-            neutral = tuple(part.mean(axis=-1, keepdims=True) for part in one.images.neutral)
-            one = replace(one, **means, images=replace(one.images, neutral=neutral))
+            one = replace(one, **means)
         yield label, one
 
 
@@ -169,10 +159,9 @@ def scene_values(
     for label, one in rows_of(model, actual, given, requested):
         less = "less earlier" in label
         for index, (places, mask) in enumerate(regions):
-            for way, kept in WAYS.items():
+            for way in WAYS:
                 shown = without_earlier(one, places) if less else one
-                left_out = {name: None for name in ("tower", "neutral") if name not in kept}
-                shown = replace(shown, images=replace(shown.images, **left_out))
+                shown = shown if way else replace(shown, images=replace(shown.images, tower=None))
                 measure(index, (label, way), shown.image(places), mask)
     for index, (places, mask) in enumerate(regions):
         plain = replace(actual, images=replace(actual.images, tower=None)).image(places)
@@ -205,7 +194,7 @@ def score(values: np.ndarray, label: tuple[str, str]) -> np.ndarray:
 
 def choose(choosing: np.ndarray, telling: np.ndarray) -> None:
     """Apply the rule, and print what it finds."""
-    candidates = [(row, way) for way in ("", "tower") for row in ROWS]
+    candidates = [(row, way) for way in WAYS for row in ROWS]
     scores = {label: float(score(choosing, label).mean()) for label in candidates}
     plain = [label for label in candidates if not label[0].startswith("GAE")]
     best = max(plain, key=scores.__getitem__)
@@ -229,7 +218,7 @@ def table(values: np.ndarray) -> None:
     """Pointing and energy of each row, in each way."""
     for number, name in enumerate(("pointing", "energy")):
         estimates = dict(zip(LABELS, estimate_means(values[:, :, number]), strict=True))
-        print(f"| {name} | on the tokens | through the tower | relative | relative, through the tower |")
+        print(f"| {name} | on the tokens | through the tower |")
         print("|---" * (len(WAYS) + 1) + "|")
         for row in (*ROWS, *CONTROLS):
             cells = (reported(estimates[row, way]) if (row, way) in estimates else "" for way in WAYS)

@@ -59,12 +59,11 @@ def test_the_answer_is_reported_with_a_strip_of_its_words(run, tmp_path):
 
 
 def test_the_page_shows_the_image_and_the_maps_of_the_strip(run, tmp_path, captioner):
-    done = run("--html", "words.html", "--neutral", "the square", "--json")
+    done = run("--html", "words.html", "--json")
     assert done.exit_code == 0 and "written: words.html" in done.stderr, done.output
     page = (tmp_path / "words.html").read_text()
     assert page.count('class="stage"') == 1 and '"name": "photo.png"' in page
     reported = json.loads(done.stdout)
-    assert reported["words"][0]["options"]["relative"]
     assert reported["words"][0]["model"] == captioner.name  # a folder by its name, whatever it lies in
     assert str(captioner.parent) not in page
     over = run("--html", "photo.png")
@@ -72,12 +71,12 @@ def test_the_page_shows_the_image_and_the_maps_of_the_strip(run, tmp_path, capti
 
 
 def test_json_holds_the_map_of_each_word(run, tmp_path):
-    done = run("--json", "--method", "attention", "--neutral", "the square", "--through-tower", "-o", "maps/")
+    done = run("--json", "--method", "attention", "--through-tower", "-o", "maps/")
     assert done.exit_code == 0, done.output
     reported = json.loads(done.stdout)
     assert reported["answer"] == "a red heart left of heart ." and reported["left_out"] == ["a", "of", "."]
     assert [one["word"] for one in reported["words"]] == ["red", "heart", "left", "heart (2)"]
-    assert np.shape(reported["words"][0]["map"]) == (6, 6) and reported["words"][0]["options"]["relative"]
+    assert np.shape(reported["words"][0]["map"]) == (6, 6) and reported["words"][0]["options"]["through_tower"]
     assert (tmp_path / reported["output"]).is_file()
 
 

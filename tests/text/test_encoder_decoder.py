@@ -344,15 +344,14 @@ def test_a_beginning_in_words_and_images_of_any_size():
 
 
 def test_what_an_encoder_cannot_be_shown_is_reported():
-    with pytest.raises(OptionError, match="omit video, neutral"):
+    with pytest.raises(OptionError, match="omit video"):
         written(seeing(), None, processor=prepares(), video=[photograph()])
     with pytest.raises(OptionError, match="Expected one image for VisionEncoderDecoderModel, got 2"):
         adjacent([photograph(), photograph()])
     with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
         adjacent([])
-    for options in ({"neutral": "the"}, {"through_tower": True}):
-        with pytest.raises(OptionError, match="reads one image without a prompt.*omit video, neutral"):
-            adjacent(**options)
+    with pytest.raises(OptionError, match="reads one image without a prompt"):
+        adjacent(through_tower=True)
     with pytest.raises(OptionError, match="the prompt is one text, got Tensor"):
         adjacent(inputs=torch.zeros(1, 3, 32, 32))
     with pytest.raises(OptionError, match="Expected one prompt, got 2"):

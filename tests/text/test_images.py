@@ -231,20 +231,6 @@ def test_maps_laid_together_hold_what_falls_into_each_cell():
     np.testing.assert_allclose(actual, canvas.reshape(10, 6, 14, 6).sum(axis=(1, 3)), rtol=1e-6)
 
 
-def test_relative_is_the_quotient_with_the_row_of_a_neutral_prompt():
-    one, actual = family("llava"), written(method="attention", neutral="user <image> the square")
-    saliency = actual.image("heart")
-    inputs = one.processor(images=photograph(), text="user <image> the square", return_tensors="pt")
-    with record_attention(one.model, within=decoder_path(one.model)) as trace, torch.no_grad():
-        one.model(**inputs)
-    neutral = trace.attentions[-1][0].mean(dim=0)[-1, 1:37].numpy()
-    quotient = actual.values[2, 1:37, -1] / neutral
-    np.testing.assert_allclose(saliency.grid.flatten(), quotient / quotient.sum(), rtol=1e-4)
-    raw = written(method="attention").image("heart")
-    assert saliency.options["relative"] and "relative" not in raw.options
-    assert saliency.facts["on_image"] == pytest.approx(raw.facts["on_image"])
-
-
 @pytest.mark.parametrize("method", ["rollout", "logit_lens"])
 def test_the_map_of_a_word_is_described_by_the_method_for_texts(method):
     """Also after pickling; the published attention of a decoder is masked, which is no departure."""
@@ -387,7 +373,7 @@ def test_what_is_no_image_is_reported():
         written("qwen2_vl", [])
     with pytest.raises(OptionError, match="With images or a video, the prompt is one text, got list"):
         explain_generation(one.model, ["what", "is"], image=photograph(), processor=one.processor)
-    with pytest.raises(OptionError, match="neutral, through_tower and layout require image"):
+    with pytest.raises(OptionError, match="through_tower and layout require image"):
         explain_generation(one.model, "what", processor=one.processor, through_tower=True)
     with pytest.raises(OptionError, match="Expected a processor for images and text for LlavaFor.*LlavaImageProc"):
         alone = family("llava").processor.image_processor

@@ -42,7 +42,6 @@ def explain_generation(
     processor: Any = None,
     method: str | None = None,
     layout: Layout = None,
-    neutral: Any = None,
     through_tower: bool = False,
     blank: bool = False,
     name: str | None = None,
@@ -66,7 +65,6 @@ def explain_generation(
         method: "rollout", "attention", "flow", "gae" or "logit_lens". By default "rollout"; with images or a video
             "gae", whose maps match the named objects best and which requires a backward pass per token.
         layout: positions of the patch tokens in the prompt, for unknown model families.
-        neutral: another prompt for the same images, such as "Describe the image.", required by `image(relative=True)`.
         through_tower: record the vision tower, too, to propagate maps to its patches; not for a video.
         blank: also compute the probability of each token with the image replaced by its mean colour; not for models
             with an image encoder and cross-attention.
@@ -118,10 +116,10 @@ def explain_generation(
         raise OptionError(f"With images or a video, the prompt is one text, got {type(inputs).__name__}.")
     images = None
     if image is not None and encoded and getattr(model, "main_input_name", "") == "pixel_values":
-        if video is not None or neutral is not None or through_tower:
+        if video is not None or through_tower:
             raise OptionError(
                 f"{type(model).__name__} reads one image without a prompt, and maps always propagate through its "
-                "encoder: omit video, neutral and through_tower."
+                "encoder: omit video and through_tower."
             )
         if isinstance(inputs, str) and inputs:
             tokenizer = languages.tokenizer_of(model, tokenizer)
@@ -130,8 +128,8 @@ def explain_generation(
     elif image is not None:
         inputs, processor, images = with_images(model, inputs, image, processor, layout)
         tokenizer = processor.tokenizer if tokenizer is None else tokenizer
-    elif neutral is not None or through_tower or layout is not None:
-        raise OptionError("neutral, through_tower and layout require image.")
+    elif through_tower or layout is not None:
+        raise OptionError("through_tower and layout require image.")
     if blank and (images is None or encoded):
         raise OptionError("blank requires an image in the prompt of a vision-language model.")
     tokenizer = languages.tokenizer_of(model, tokenizer, required=isinstance(inputs, str))
@@ -146,13 +144,6 @@ def explain_generation(
         prompt = source_words(model, arguments, tokenizer) + prompt
     else:
         read = _rows_of(model, arguments, ids[:-1], list(enumerate(ids[start:], start - 1)), definition, used)
-    if images is not None and neutral is not None:
-        neutral_inputs, _, neutral_images = with_images(model, neutral, image, processor, layout)
-        neutral_arguments = _arguments(neutral_inputs, tokenizer, model, {})
-        neutral_ids = neutral_arguments["input_ids"][0].tolist()
-        last = [(len(neutral_ids) - 1, None)]
-        row = array_of(_rows_of(model, neutral_arguments, neutral_ids, last, definition, used).rows[:, 0].T)
-        images = replace(images, neutral=tuple(row[list(part.positions)] for part in neutral_images.parts))
     if images is not None and through_tower:
         with evaluating(model), languages.reading(model):
             prepared = {name: arguments[name] for name in inputs}

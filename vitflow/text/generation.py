@@ -122,8 +122,7 @@ class Generation:
     ) -> Saliency:
         """Compute the saliency map of a generated word over an image of the prompt.
 
-        It is divided by the row of the neutral prompt (Zhang et al., ICLR 2025) if `explain_generation` got one
-        (`neutral`), and propagated to the patches of the vision tower if that was recorded (`through_tower`).
+        It is propagated to the patches of the vision tower if that was recorded (`through_tower`).
 
         `facts["on_image"]` is the share of the word's row on the image; `facts["on_first_patch"]` and
         `facts["on_edges"]` are the shares of the map on the first patch and on the border patches, common attention
@@ -144,7 +143,7 @@ class Generation:
             raise OptionError("Expected an image in the prompt, got none: pass image= to explain_generation.")
         indices, parts = self._indices_of(word), self.images.chosen(image, role)
         row, total, top = self._row_of(indices, layer)
-        grid, placement, facts = self.images.map_of(row, total, parts, top)
+        grid, placement, facts = self.images.map_of(row, total, parts)
         if self.probabilities is not None:  # of a word, the product over its tokens
             products = self.probabilities[indices].astype(np.float64).prod(axis=0)
             with_image, blank = (round(float(product), 6) for product in products)
@@ -176,7 +175,8 @@ class Generation:
             raise OptionError(f"Expected a video in the prompt, got {got}: {remedy}.")
         indices = self._indices_of(word)
         row, total, top = self._row_of(indices, layer)
-        grids, share = images.grids(row, range(len(images.parts)), top)
+        grids = images.grids(row, range(len(images.parts)))
+        share = sum(float(grid.sum()) for grid in grids)
         facts = {"on_video": share / total if total else 0.0, "layer": top + 1}
         frames = tuple(
             replace(
@@ -213,7 +213,6 @@ class Generation:
     ) -> WordSaliency:
         """Return the map of a word on an image of the prompt."""
         assert self.images is not None
-        flags = {"relative": self.images.neutral is not None, "through_tower": self.images.tower is not None}
         return WordSaliency(
             grid=grid,
             placement=placement,
@@ -221,7 +220,7 @@ class Generation:
             source=self.images.sources[image],
             model=self.model,
             method=self.method,
-            options={**self.options, **{name: True for name, value in flags.items() if value}},
+            options={**self.options, **({} if self.images.tower is None else {"through_tower": True})},
             class_specific=TEXT_METHODS[self.method].class_specific,
             score=Score(text_of(self.generated_tokens[indices[0] : indices[-1] + 1]).strip()),
             facts={**facts, **({"model_note": self.model_note} if self.model_note else {})},

@@ -7,13 +7,11 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import merge_maps
-from vitflow.methods.tokens import relative_to
 from vitflow.text.image_tokens import ImageTokens
 from vitflow.viewer.pages import pack_half, thumbnail
 
@@ -28,8 +26,6 @@ class PromptImages:
         images: images, uint8 RGB [height, width, 3]; for a video, the first frame of each position along time.
         sources: file name or description of each image.
         parts: patch tokens of each part, in the order of the prompt; an image may have several parts, such as tiles.
-        neutral: for each part, the row at the end of the neutral prompt over its patches, float32 [patches, layers];
-            None without a neutral prompt.
         tower: for each part, the rollout through the vision tower, float32 [patches, tower patches]; None if the tower
             was not recorded.
         video: file name or description of the video; None for images.
@@ -39,7 +35,6 @@ class PromptImages:
     images: tuple[NDArray[np.uint8], ...]
     sources: tuple[str, ...]
     parts: tuple[ImageTokens, ...]
-    neutral: tuple[NDArray[np.float32], ...] | None = None
     tower: tuple[NDArray[np.float32], ...] | None = None
     video: str | None = None
     span: int = 1
@@ -72,35 +67,29 @@ class PromptImages:
             raise OptionError(unknown_name("role", role, roles))
         return [index for index in indices if role in (None, self.parts[index].role)]
 
-    def grids(self, row: NDArray[Any], indices: Sequence[int], layer: int) -> tuple[list[NDArray[np.float64]], float]:
-        """Return the weights of parts as grids, divided by the row of the neutral prompt if any, and their raw sum.
+    def grids(self, row: NDArray[Any], indices: Sequence[int]) -> list[NDArray[np.float64]]:
+        """Return the weights of parts as grids.
 
         Args:
             row: weights of the tokens of the prompt, [tokens].
             indices: indices of the parts.
-            layer: layer index of the row.
         """
-        weights = [np.asarray(row, np.float64)[list(self.parts[index].positions)] for index in indices]
-        total = float(sum(part.sum() for part in weights))
-        if self.neutral is not None:
-            neutral = np.concatenate([self.neutral[index][:, layer] for index in indices])
-            quotients = relative_to(torch.from_numpy(np.concatenate(weights)), torch.from_numpy(neutral)).numpy()
-            weights = np.split(quotients, np.cumsum([len(part) for part in weights])[:-1])
-        shapes = [(self.parts[index].rows, self.parts[index].cols) for index in indices]
-        return [part.reshape(shape) for part, shape in zip(weights, shapes, strict=True)], total
+        parts = [self.parts[index] for index in indices]
+        return [np.asarray(row, np.float64)[list(part.positions)].reshape(part.rows, part.cols) for part in parts]
 
     def map_of(
-        self, row: NDArray[Any], total: float, indices: Sequence[int], layer: int
+        self, row: NDArray[Any], total: float, indices: Sequence[int]
     ) -> tuple[NDArray[np.float32], Placement, dict[str, Any]]:
         """Return the map of a row on parts of an image, combined by area, its placement, and facts about it.
 
         If the vision tower was recorded, the map is propagated to its patches.
 
         Args:
-            row, indices, layer: as for `grids`.
+            row, indices: as for `grids`.
             total: sum of the row including earlier generated tokens.
         """
-        grids, share = self.grids(row, indices, layer)
+        grids = self.grids(row, indices)
+        share = sum(float(grid.sum()) for grid in grids)
         first, (grid, placement) = float(grids[0].flat[0]), self._combined(grids, indices)
         on_grid = float(grid.sum())
         facts = {
@@ -134,7 +123,7 @@ class PromptImages:
             indices, maps = self.chosen(index, None), []
             for row, layer in np.ndindex(totals.shape):
                 total = float(totals[row, layer])
-                grid, placement, facts = self.map_of(rows[row, :, layer], total, indices, layer)
+                grid, placement, facts = self.map_of(rows[row, :, layer], total, indices)
                 on_grid = float(grid.sum())
                 maps.append(grid * (facts["on_image"] / on_grid if on_grid else 0.0))
             encoded = base64.b64encode(thumbnail(image, _PAGE_SIZE)).decode()

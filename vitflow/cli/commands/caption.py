@@ -48,9 +48,6 @@ from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 )
 @shared.text_method_options
 @click.option(
-    "--neutral", panel="Method", metavar="PROMPT", help="Divide each map by the map of this uninformative prompt."
-)
-@click.option(
     "--through-tower", panel="Method", is_flag=True, help="Propagate the maps to the patches of the vision tower."
 )
 @click.option(
@@ -95,7 +92,6 @@ def caption(image: Path, **given: Any) -> None:
         method=given["method"],
         name=given["name"] or called(given["model"]),
         trust_remote_code=given["trust_remote_code"],
-        neutral=given["neutral"],
         through_tower=given["through_tower"],
         blank=given["blank"],
         max_new_tokens=given["generate"],
