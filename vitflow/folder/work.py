@@ -212,8 +212,9 @@ def explained_row(maps: SaliencyMaps, job: Job) -> Row:
     """Return the columns of an image that its maps determine: status, score, facts, and the placement of its maps."""
     first = next(iter(maps.values()))
     facts = {label: dict(saliency.facts) for label, saliency in maps.items()}
-    by_rank = [maps.get(rank_label(job.methods[-1].label, rank)) for rank in range(1, job.ranks + 1)]
-    ranks = [_score_columns(saliency) for saliency in by_rank if saliency is not None]
+    # Maps of methods without classes exist for the first target only.
+    by_rank = [[maps.get(rank_label(method.label, rank)) for method in job.methods] for rank in range(1, job.ranks + 1)]
+    ranks = [_score_columns(next(filter(None, of_rank))) for of_rank in by_rank if any(of_rank)]
     return {
         "status": "explained",
         "width": first.image.shape[1],
