@@ -25,10 +25,10 @@ from vitflow.files import write_inside
 from vitflow.folder.decoders import Decoded, decode_file
 from vitflow.folder.draw import draw_run, read_grids
 from vitflow.folder.plan import Input
+from vitflow.folder.saved import FILE
+from vitflow.folder.store import Run
 from vitflow.folder.work import Job, encode_overlay, explained_row, make_job
 from vitflow.images.geometry import place
-from vitflow.runs.saved import FILE
-from vitflow.runs.store import Run
 
 
 def make_run(source: Path, output: Path, count: int, drawn: int) -> None:

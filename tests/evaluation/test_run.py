@@ -30,8 +30,8 @@ from vitflow.evaluation import (
     run,
 )
 from vitflow.evaluation.datasets import Dataset
+from vitflow.folder.saved import SavedRun
 from vitflow.registry.method_table import METHODS
-from vitflow.runs.saved import SavedRun
 
 QUICK = ["rollout", "gae"]
 

@@ -22,6 +22,7 @@ from vitflow.evaluation.datasets import Dataset, open_dataset
 from vitflow.evaluation.measuring import Protocol
 from vitflow.evaluation.run import _settings, choose
 from vitflow.folder.draw import read_grids
+from vitflow.folder.fingerprints import fingerprint_difference
 from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job
 from vitflow.images.preprocessing import InputSpec
@@ -29,7 +30,6 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.recording import probing
 from vitflow.registry.method_table import list_methods
 from vitflow.registry.options import METHOD_OPTIONS
-from vitflow.runs.fingerprints import fingerprint_difference
 
 CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 

@@ -17,9 +17,9 @@ from vitflow.cli import cli
 from vitflow.cli.output import images_bar, reporting, resumable
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
+from vitflow.folder.batches import RunProgress
 from vitflow.progress import tracking, watched
 from vitflow.registry.method_table import is_slow, list_methods
-from vitflow.runs.batches import RunProgress
 
 
 def test_the_share_grows_steadily_over_several_computations():

@@ -13,7 +13,7 @@ from vitflow import Contrast, Explainer
 from vitflow.errors import OptionError, ShapeError
 from vitflow.folder import BatchExplainer
 from vitflow.folder.batch_explainer import map_of
-from vitflow.runs.columns import pack_half
+from vitflow.folder.columns import pack_half
 
 BAD = image_bytes(3)[:400]
 

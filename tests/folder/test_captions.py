@@ -15,8 +15,8 @@ from vitflow.demo import draw_scene
 from vitflow.errors import OptionError
 from vitflow.folder import caption_folder, read_grids
 from vitflow.folder.captions import load_language_model, load_processor
+from vitflow.folder.columns import placement_of
 from vitflow.models.hub import bundled
-from vitflow.runs.columns import placement_of
 from vitflow.text import explain_generation
 
 SEEDS = (500_001, 500_003)

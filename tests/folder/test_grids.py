@@ -17,7 +17,7 @@ from vitflow.cli import cli
 from vitflow.errors import OptionError
 from vitflow.folder.batch_explainer import map_of
 from vitflow.folder.draw import draw_run, read_grids, report_run
-from vitflow.runs.saved import FILE
+from vitflow.folder.saved import FILE
 
 
 def actual(out: Path) -> dict[str, dict[str, np.ndarray]]:

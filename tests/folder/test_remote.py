@@ -22,7 +22,7 @@ from vitflow.errors import ImageError, OptionError
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import draw_run, read_grids, report_run
 from vitflow.folder.plan import _changed, list_inputs
-from vitflow.runs.saved import FILE
+from vitflow.folder.saved import FILE
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -29,13 +29,13 @@ from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
 from vitflow.folder import pipeline
+from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.draw import draw_run, report_run
 from vitflow.folder.plan import Input, list_inputs
+from vitflow.folder.saved import SavedRun
 from vitflow.folder.work import compute_maps, draw_files, make_job
 from vitflow.models.checkpoints import weights_sha256
-from vitflow.runs.batches import Batches
-from vitflow.runs.saved import SavedRun
 
 
 def image_bytes(seed: int, format: str = "JPEG", size=(48, 40)) -> bytes:

@@ -18,10 +18,10 @@ from tests.folder.test_run import fill, image_bytes, run, stored, tiny_model, tr
 from tests.typed import forked
 from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
+from vitflow.folder import saved, store
 from vitflow.folder.draw import draw_run, read_grids, report_run
-from vitflow.runs import saved, store
-from vitflow.runs.saved import FILE, SavedRun, is_inside
-from vitflow.runs.store import Run
+from vitflow.folder.saved import FILE, SavedRun, is_inside
+from vitflow.folder.store import Run
 
 FINGERPRINT = {"kind": "folder", "methods": {"rollout": "rollout"}}
 ODD = os.fsdecode(b"caf\xe9\nnew.jpg")

@@ -14,8 +14,8 @@ from vitflow.evaluation.report import draw_bars, draw_charts, verdict, write_pag
 from vitflow.evaluation.statistics import Estimate
 from vitflow.evaluation.tables import Table, Tables
 from vitflow.files import write_atomically
+from vitflow.folder.columns import kinds_in
 from vitflow.images.figures import bundle, html_table, save_figure
-from vitflow.runs.columns import kinds_in
 
 # Table columns of an image and of an estimate.
 _IMAGE = tuple(kinds_in("results"))

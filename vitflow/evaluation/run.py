@@ -20,6 +20,10 @@ from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.evaluation.targets import Grid, choose_target, draw_grids, make_grids, random_order
 from vitflow.explaining.explainer import Explainer
+from vitflow.folder.batches import Batches, RunProgress, Tally
+from vitflow.folder.columns import failed_row
+from vitflow.folder.fingerprints import run_fingerprint, without_probe
+from vitflow.folder.store import Run, finishing, versions
 from vitflow.folder.work import explainer_for
 from vitflow.images.reading import ImageSource
 from vitflow.progress import watched
@@ -27,10 +31,6 @@ from vitflow.registry.choices import ChosenMethod, MethodChoice, check_methods, 
 from vitflow.registry.method_table import BASELINES, Method, is_slow, list_methods
 from vitflow.registry.option_types import MethodOptions
 from vitflow.registry.options import takes_method_options
-from vitflow.runs.batches import Batches, RunProgress, Tally
-from vitflow.runs.columns import failed_row
-from vitflow.runs.fingerprints import run_fingerprint, without_probe
-from vitflow.runs.store import Run, finishing, versions
 
 #: Default number of images for the costly groups.
 SANITY_IMAGES = 24

@@ -26,9 +26,9 @@ from vitflow.evaluation.statistics import (
     paired_differences,
 )
 from vitflow.explaining.captions import departures_from_paper
+from vitflow.folder.columns import plain_cell
 from vitflow.images.typesetting import decimal
 from vitflow.registry.method_table import BASELINES, METHODS, split_label
-from vitflow.runs.columns import plain_cell
 
 # Display names in the tables of rank correlation.
 LAYER_TITLES = {

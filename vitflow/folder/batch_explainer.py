@@ -12,14 +12,14 @@ from torch import nn
 from vitflow.errors import OptionError, ShapeError, printable, whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
+from vitflow.folder.batches import Batches
+from vitflow.folder.columns import Grid, Row, grid_columns, kinds_in, pack_half, placement_of, unpack_half
 from vitflow.folder.decoders import Decoded, decode_file, failed
 from vitflow.folder.work import auto_batch, check_target, compute_maps, make_job, parts
 from vitflow.images.geometry import Placement
 from vitflow.images.reading import MAX_PIXELS, read_channels
 from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
-from vitflow.runs.batches import Batches
-from vitflow.runs.columns import Grid, Row, grid_columns, kinds_in, pack_half, placement_of, unpack_half
 
 # Missing values by kind, so that the type of a column does not depend on the batch.
 _NOTHING: dict[str, Any] = {"text": "", "json": "", "bytes": b"", "whole": -1, "number": float("nan")}

@@ -13,18 +13,18 @@ from torch import nn
 from vitflow.analysis.strips import draw_words
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, whole_number
 from vitflow.files import write_inside
+from vitflow.folder.batches import RunProgress, Tally
+from vitflow.folder.columns import Grid, Row, failed_row
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.run import FolderSummary, run_folder
+from vitflow.folder.store import Run
 from vitflow.images.figures import figure_bytes
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.models.checkpoints import weights_sha256
 from vitflow.models.hub import bundled
 from vitflow.models.names import check_name, model_id
 from vitflow.registry.option_types import TextOptions
-from vitflow.runs.batches import RunProgress, Tally
-from vitflow.runs.columns import Grid, Row, failed_row
-from vitflow.runs.store import Run
 from vitflow.text.generating import explain_generation
 from vitflow.text.generation import Generation
 from vitflow.text.languages import called, default_prompt, hub_for, load_language_model, load_processor

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ImageError, OptionError, load_extra, printable
 from vitflow.files import is_remote
+from vitflow.folder.columns import Row, failed_row
 from vitflow.images.reading import MAX_PIXELS, read_channels
-from vitflow.runs.columns import Row, failed_row
 
 #: Timeout for decoding an image, in seconds.
 TIMEOUT = 60.0

@@ -25,15 +25,15 @@ from vitflow.errors import (
 from vitflow.explaining.captions import departures
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import in_file_name, is_remote, write_inside
+from vitflow.folder.batches import in_order
+from vitflow.folder.columns import Maps, Row, by_rank, placement_of
 from vitflow.folder.decoders import decode_file
+from vitflow.folder.saved import SavedRun
 from vitflow.folder.work import encode_overlay
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.images.pen import Pen
 from vitflow.images.reading import bands_in_colour, read_image
 from vitflow.registry.method_table import get_method
-from vitflow.runs.batches import in_order
-from vitflow.runs.columns import Maps, Row, by_rank, placement_of
-from vitflow.runs.saved import SavedRun
 
 # The settings that a run requires to be drawn, with their types.
 _RUN = {"root": str, "model": str, "format": str, "fit": str, "methods": dict, "options": dict, "drawing": dict}

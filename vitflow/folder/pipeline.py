@@ -15,15 +15,15 @@ from torch import nn
 
 from vitflow.explaining.explainer import Explainer
 from vitflow.files import write_inside
+from vitflow.folder.batches import WAITING_BYTES, Batches, Tally, in_order
+from vitflow.folder.columns import Maps, Row, failed_row
 from vitflow.folder.decoders import Decoded, DecoderPool
 from vitflow.folder.plan import Input
+from vitflow.folder.store import Run
 from vitflow.folder.work import Job, SaliencyMaps, compute_maps, draw_files, parts
 from vitflow.progress import watched
 from vitflow.recording.isolation import has_foreign_hooks
 from vitflow.registry.method_table import is_slow
-from vitflow.runs.batches import WAITING_BYTES, Batches, Tally, in_order
-from vitflow.runs.columns import Maps, Row, failed_row
-from vitflow.runs.store import Run
 
 R = TypeVar("R")
 _Explained = list[tuple[Row, SaliencyMaps]]

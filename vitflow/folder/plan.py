@@ -14,8 +14,8 @@ from typing import Any
 
 from vitflow.errors import ImageError, OptionError, printable, whole_number
 from vitflow.files import is_folder, is_image_name, is_remote, natural_order, remove_inside
+from vitflow.folder.columns import Row
 from vitflow.folder.decoders import file_system
-from vitflow.runs.columns import Row
 
 # Maximal length of a file name on common file systems, in bytes.
 _LONGEST_NAME = 255

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitflow.errors import OptionError, VitflowError, check_known, load_extra, whole_number
+from vitflow.folder.columns import Maps, Row, failed_row
 from vitflow.folder.decoders import Child, WorkerCrashed, decode_file
 from vitflow.folder.plan import Input
 from vitflow.images import ENGINES
-from vitflow.runs.columns import Maps, Row, failed_row
 
 if TYPE_CHECKING:
+    from vitflow.folder.batches import Batches, Tally
+    from vitflow.folder.store import Run
     from vitflow.folder.work import Job
-    from vitflow.runs.batches import Batches, Tally
-    from vitflow.runs.store import Run
 
 # Rows arrive block by block; Ray schedules this many blocks without noticeable cost.
 _MOST_BLOCKS = 10_000
@@ -115,9 +115,9 @@ def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Ro
 
 @cache
 def _loaded(request_file: Path) -> "tuple[Request, Batches]":
+    from vitflow.folder.batches import Batches
+    from vitflow.folder.fingerprints import fingerprint_difference
     from vitflow.folder.work import explainer_for
-    from vitflow.runs.batches import Batches
-    from vitflow.runs.fingerprints import fingerprint_difference
 
     request: Request = pickle.loads(request_file.read_bytes())
     explainer = explainer_for(request.model)

@@ -17,23 +17,23 @@ from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.files import is_remote
+from vitflow.folder.batches import RunProgress, Tally
+from vitflow.folder.columns import by_rank
 from vitflow.folder.decoders import DecoderPool
 from vitflow.folder.draw import SHOWN, report_run, show_run
+from vitflow.folder.fingerprints import run_fingerprint
+from vitflow.folder.manifest import check_manifest, write_manifest
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, Listing, clear_outputs, is_done, list_inputs
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
+from vitflow.folder.saved import SavedRun
+from vitflow.folder.store import Run, finishing
 from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.images.overlay import blend
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
 from vitflow.registry.options import takes_method_options
-from vitflow.runs.batches import RunProgress, Tally
-from vitflow.runs.columns import by_rank
-from vitflow.runs.fingerprints import run_fingerprint
-from vitflow.runs.manifest import check_manifest, write_manifest
-from vitflow.runs.saved import SavedRun
-from vitflow.runs.store import Run, finishing
 
 
 @dataclass(frozen=True, slots=True, repr=False)

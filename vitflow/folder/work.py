@@ -30,11 +30,11 @@ from vitflow.explaining.targets import (
     top_count,
 )
 from vitflow.files import in_file_name
+from vitflow.folder.batches import WAITING_BYTES, Batches
+from vitflow.folder.columns import Row, failed_row, rank_label
 from vitflow.folder.decoders import Decoded
 from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
 from vitflow.registry.choices import ChosenMethod, check_methods, has_targets
-from vitflow.runs.batches import WAITING_BYTES, Batches
-from vitflow.runs.columns import Row, failed_row, rank_label
 
 #: The maps of an image by label.
 SaliencyMaps = Mapping[str, Saliency]

@@ -130,7 +130,7 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
         given["method_names"] = [method.name for method in chosen]
         _check_sources(sources)
         run = _maps(given)
-    from vitflow.runs.saved import SavedRun
+    from vitflow.folder.saved import SavedRun
 
     with resumable(kept=True), images_bar() as progress:
         summary = run(

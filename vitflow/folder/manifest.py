@@ -14,8 +14,8 @@ from typing import IO, Any
 
 from vitflow.errors import check_known, load_extra
 from vitflow.files import remove_inside, write_atomically
+from vitflow.folder.columns import Maps, Row, grid_columns, kinds_in, pack_half, plain_cell, shown_name
 from vitflow.images import MANIFEST_FORMATS
-from vitflow.runs.columns import Maps, Row, grid_columns, kinds_in, pack_half, plain_cell, shown_name
 
 # Rows per Parquet row group.
 _GROUP = 10_000

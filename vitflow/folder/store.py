@@ -18,9 +18,9 @@ from typing import Any
 
 from vitflow.errors import OptionError, VitflowError
 from vitflow.files import is_file, is_link, is_there, remove_leftovers, write_inside
-from vitflow.runs.columns import Maps, Row, pack_half, shown_name
-from vitflow.runs.fingerprints import check_same_run, without_probe
-from vitflow.runs.saved import APPLICATION, CONDITION_COLUMNS, FILE, SCHEMA, VERSION, SavedRun
+from vitflow.folder.columns import Maps, Row, pack_half, shown_name
+from vitflow.folder.fingerprints import check_same_run, without_probe
+from vitflow.folder.saved import APPLICATION, CONDITION_COLUMNS, FILE, SCHEMA, VERSION, SavedRun
 
 _INSERT = (
     f"INSERT INTO rows (name, position, status, {', '.join(CONDITION_COLUMNS)}, record) "

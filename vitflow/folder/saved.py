@@ -18,8 +18,8 @@ from typing import Any, Self, TypeVar
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import is_file, is_link, is_there
-from vitflow.runs.columns import COLUMNS, Grid, Maps, Row, kinds_in, unpack_half
-from vitflow.runs.fingerprints import REMEDY
+from vitflow.folder.columns import COLUMNS, Grid, Maps, Row, kinds_in, unpack_half
+from vitflow.folder.fingerprints import REMEDY
 
 T = TypeVar("T")
 
