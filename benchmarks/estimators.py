@@ -192,7 +192,7 @@ def register(of: str, entry: dict, masks: int) -> str:
         defaults={"of": of, "masks": masks, "entry": tuple(entry.items()), **RECORDED},
         needs=NEEDS,
         class_specific=True,
-        refined="within",
+        refine_stage="inside",
     )
     return name
 

@@ -34,7 +34,7 @@ def test_a_method_of_the_table_is_taken_with_what_is_changed_of_it():
     assert mine.presets == rollout.presets and mine.needs == {"attention"}
     with pytest.raises(OptionError, match="There is already a method 'mine'"):
         register_method(mine)
-    assert register_method(replace(mine, refined="never"), replace=True).refined == "never"
+    assert register_method(replace(mine, refine_stage="none"), replace=True).refine_stage == "none"
     assert register_method(name="other", function="module:function").name == "other"
 
 

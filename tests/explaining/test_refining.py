@@ -16,7 +16,7 @@ from vitflow.registry import method_table
 IMAGES = sample_images()[:2]
 KINDS = ("attention", "keys", "both")
 ALL = [method.name for method in method_table.list_methods()]
-METHODS = [method.name for method in method_table.list_methods() if method.refined == "after"]
+METHODS = [method.name for method in method_table.list_methods() if method.refine_stage == "after"]
 
 
 @pytest.fixture(scope="module")

@@ -173,8 +173,10 @@ def departure(image: dict, requested: dict) -> str:
     method = get_method(requested["map"])
     if requested["map"] not in ("rollout", "attention"):
         [options, *_] = [entry["options"] for entry in image["maps"] if entry["method"] == requested["map"]]
-        options = {**options, **({"refine": requested["refine"]} if method.refined != "within" else {})}
-        return departures(method, options | ({"affinity": requested["affinity"]} if method.refined != "within" else {}))
+        options = {**options, **({"refine": requested["refine"]} if method.refine_stage != "inside" else {})}
+        return departures(
+            method, options | ({"affinity": requested["affinity"]} if method.refine_stage != "inside" else {})
+        )
     named = ("discard_ratio", "residual", "refine", "affinity")
     given = {name: requested[name] for name in named if method.accepts(name)}
     if requested["map"] == "rollout" or not requested["head"]:

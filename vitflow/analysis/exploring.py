@@ -217,7 +217,7 @@ class _Explorer:
                 names = [name for name in names if not get_method(str(name)).class_specific]
         plain = [
             each.with_options(refine=0)
-            if each.method.refined in ("after", "positive") and explored.affinities
+            if each.method.refine_stage in ("after", "after_clamping") and explored.affinities
             else each
             for each in choose_methods(names, {})
         ]
@@ -244,6 +244,6 @@ def _map(saliency: Saliency) -> dict[str, Any]:
         "departures": departures(get_method(saliency.method), saliency.options),
         "shape": list(saliency.grid.shape),
         "values": [float(value) for value in saliency.grid.ravel()],
-        "refined": get_method(saliency.method).refined,
+        "refine_stage": get_method(saliency.method).refine_stage,
         "facts": {name: value for name, value in saliency.facts.items() if isinstance(value, str | int | float)},
     }

@@ -41,12 +41,14 @@ class Maps:
         facts: facts per image for captions, such as the saturated share of a flow.
         pixels: maps at the size of the model input, [batch, height, width], which are drawn instead; or None.
         significant: mask of the patches whose value is above 0 at 95 %, bool [batch, rows, cols]; or None.
+        refined: False for each image whose map was not refined although that is the default; None: see the options.
     """
 
     grids: Tensor
     facts: list[dict[str, Any]] = field(default_factory=list)
     pixels: Tensor | None = None
     significant: Tensor | None = None
+    refined: list[bool] | None = None
 
 
 def over_taps(function: Callable[..., Maps]) -> Callable[..., Maps]:

@@ -60,7 +60,7 @@ def external_method(name: str) -> Method:
         defaults={"peer_options": {}, **({"layer": -1} if takes_layer else {})},
         needs=frozenset({"predict"}),
         class_specific=True,
-        refined="never",
+        refine_stage="none",
         title=f"{_spaced(wanted)} ({extra})",
         paper=f"{extra}, {wanted}",
     )

@@ -15,7 +15,6 @@ from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.trace import Trace
 from vitflow.registry.method_table import Method
 
-_LEFT_OUT = "left out"
 _UNIFORM = "the model treats all patches as nearly equal"
 
 
@@ -35,16 +34,17 @@ def make_maps(method: Method, options: Mapping[str, Any], trace: TargetedTrace) 
         UnsupportedModelError: refinement was requested and does not apply.
     """
     steps, affinity = options.get("refine", 0), options.get("affinity", "attention")
-    if steps and trace.refinement_requested and method.refined == "within":
+    if steps and trace.refinement_requested and method.refine_stage == "inside":
         affinity_of(trace, affinity, (trace.layout.rows, trace.layout.cols))
     result = method.load()(trace, **method.function_options(options))
     maps = result if isinstance(result, Maps) else Maps(result)
     batch = 0 if trace.pixels is None else len(trace.pixels)
-    if steps and method.refined in ("after", "positive") and maps.grids.ndim == 3 and len(maps.grids) == batch:
-        maps = _refined(maps, trace, steps, affinity, least=0.0 if method.refined == "positive" else None)
-    facts = maps.facts or [{}] * batch
-    left = [str(fact.get("refinement", "")).startswith(_LEFT_OUT) for fact in facts]
-    return maps, [{**options, "refine": 0} if out else dict(options) for out in left]
+    per_image = maps.grids.ndim == 3 and len(maps.grids) == batch
+    if steps and per_image and method.refine_stage in ("after", "after_clamping"):
+        least = 0.0 if method.refine_stage == "after_clamping" else None
+        maps = _refined(maps, trace, steps, affinity, least=least)
+    refined = [True] * batch if maps.refined is None else maps.refined
+    return maps, [dict(options) if each else {**options, "refine": 0} for each in refined]
 
 
 def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *, least: float | None) -> Maps:
@@ -56,9 +56,10 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
     except UnsupportedModelError as error:
         if requested:
             raise
-        return replace(maps, facts=[fact | {"refinement": f"{_LEFT_OUT}: {error}"} for fact in facts])
-    uniform = affinity.nearly_uniform
-    if requested and uniform.any():
+        left_out = [fact | {"refinement": f"left out: {error}"} for fact in facts]
+        return replace(maps, facts=left_out, refined=[False] * len(facts))
+    uniform: list[bool] = affinity.nearly_uniform.tolist()
+    if requested and any(uniform):
         warnings.warn(
             f"T{_UNIFORM[1:]}, so that a refined map is nearly constant: use refine=0.",
             VitflowWarning,
@@ -66,10 +67,10 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
         )
     grids = refine(maps.grids if least is None else maps.grids.clamp_min(least), affinity, steps)
     if not requested:
-        grids = torch.where(uniform.to(grids.device).view(-1, 1, 1), maps.grids.detach(), grids)
-    text = _UNIFORM if requested else f"{_LEFT_OUT}: {_UNIFORM}"
-    notes = [{"refinement": text} if is_uniform else {} for is_uniform in uniform.tolist()]
-    return replace(maps, grids=grids, facts=[fact | note for fact, note in zip(facts, notes, strict=True)])
+        grids = torch.where(torch.tensor(uniform).to(grids.device).view(-1, 1, 1), maps.grids.detach(), grids)
+    note = {"refinement": _UNIFORM if requested else f"left out: {_UNIFORM}"}
+    facts = [fact | note if is_uniform else fact for fact, is_uniform in zip(facts, uniform, strict=True)]
+    return replace(maps, grids=grids, facts=facts, refined=[requested or not each for each in uniform])
 
 
 def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affinity:

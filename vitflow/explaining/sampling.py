@@ -190,7 +190,7 @@ def consensus(trace: TargetedTrace, **options: Any) -> Maps:
         maps, _ = make_maps(method, method.complete(accepted), trace)
         grids.append(maps.grids)
         facts = [known | further for known, further in zip(facts, maps.facts or [{}] * len(facts), strict=True)]
-    return Maps(geometric_mean(grids, list(PARTS.values())), facts, significant=maps.significant)
+    return Maps(geometric_mean(grids, list(PARTS.values())), facts, significant=maps.significant, refined=maps.refined)
 
 
 def geometric_mean(grids: list[Tensor], weights: list[int]) -> Tensor:

@@ -13,7 +13,7 @@ from vitflow.errors import OptionError, check_known, unknown_name
 from vitflow.registry.options import REFINING
 
 # Stage at which a method's map is refined.
-Refined = Literal["after", "positive", "within", "never"]
+RefineStage = Literal["after", "after_clamping", "inside", "none"]
 _NEEDS = frozenset({"attention", "heads", "gradients", "features", "tokens", "predict"})
 
 
@@ -25,7 +25,7 @@ class Method:
         name: its name in calls.
         function: `(trace, **options) -> maps`, or its location as "module:name"; `trace` is a `Trace` with `targets`
             and `predict`, and the maps are [batch, rows, cols], or `Maps` with facts. Refinement options are not passed
-            (see `refined`).
+            (see `refine_stage`).
         summary: one line for `vitflow methods`.
         defaults: options and their defaults; `refine` and `affinity` are added automatically.
         needs: what must be recorded: "attention" (fused per head_fusion and value_weighted), "heads" (every head),
@@ -35,9 +35,9 @@ class Method:
         paper: source.
         presets: named sets of options for `preset`; "paper" is the published definition.
         implies: option values that select a preset, {(option, value): preset}.
-        refined: when the map is refined: "after": by the common step after the function; "positive": the same, with
-            negative values clamped to 0; "within": by the function itself; "never": no refinement options (`refine`,
-            `affinity`). "positive" and "within" functions receive the refinement options.
+        refine_stage: when the map is refined: "after": by the common step after the function; "after_clamping": the
+            same, with negative values clamped to 0; "inside": by the function itself; "none": no refinement options
+            (`refine`, `affinity`). Functions of "after_clamping" and "inside" receive the refinement options.
         question: the question that its map answers.
         title: name in figures and pages; by default `name`.
 
@@ -54,7 +54,7 @@ class Method:
     paper: str = ""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     implies: Mapping[tuple[str, Any], str] = field(default_factory=dict)
-    refined: Refined = "after"
+    refine_stage: RefineStage = "after"
     question: str = ""
     title: str = ""
 
@@ -63,7 +63,7 @@ class Method:
         object.__setattr__(self, "title", self.title or self.name)
         for need in self.needs - _NEEDS:
             raise OptionError(unknown_name("need", need, _NEEDS))
-        if self.refined != "never":
+        if self.refine_stage != "none":
             refining = {name: self.defaults.get(name, value) for name, value in REFINING.items()}
             presets = {name: {"refine": 0, **options} for name, options in self.presets.items()}
             object.__setattr__(self, "defaults", {**self.defaults, **refining})
@@ -89,7 +89,7 @@ class Method:
 
     def function_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that its function receives, without those of the common refinement step."""
-        receives = self.refined in ("positive", "within")
+        receives = self.refine_stage in ("after_clamping", "inside")
         return {name: value for name, value in options.items() if receives or name not in REFINING}
 
     def accepts(self, name: str) -> bool:
@@ -341,7 +341,7 @@ register_method(
     defaults={**_MASKS, "refine": 1, "affinity": "both"},
     needs={"predict"},
     class_specific=True,
-    refined="positive",
+    refine_stage="after_clamping",
     paper="after Petsiuk et al., RISE, BMVC 2018, and Englebert et al., TIS, ICCV-W 2023",
 )
 register_method(
@@ -353,7 +353,7 @@ register_method(
     defaults={"head_fusion": "signed_mean", "value_weighted": "output", **_MASKS, "refine": 1, "affinity": "both"},
     needs={"heads", "gradients", "predict"},
     class_specific=True,
-    refined="within",
+    refine_stage="inside",
 )
 register_method(
     "similarity",
@@ -363,7 +363,7 @@ register_method(
     question="Which patches have features similar to this patch or box?",
     defaults={"layer": -1, "patch": None, "box": None},
     needs={"tokens"},
-    refined="never",
+    refine_stage="none",
     paper="as in Caron et al., DINO, ICCV 2021, and Amir et al., ECCV-W 2022",
 )
 register_method(
@@ -373,7 +373,7 @@ register_method(
     summary="Baseline: random numbers.",
     question="What does a map without information look like?",
     defaults={"random_seed": 0},
-    refined="never",
+    refine_stage="none",
 )
 register_method(
     "centre",
@@ -382,7 +382,7 @@ register_method(
     summary="Baseline: a Gaussian at the centre of the image.",
     question="What does a map that always highlights the centre look like?",
     defaults={"sigma": 0.25},
-    refined="never",
+    refine_stage="none",
 )
 
 #: Built-in methods.

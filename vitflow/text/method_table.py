@@ -23,7 +23,9 @@ PLAIN, IMAGE_DEFAULT = "rollout", "gae"
 def _as_for_images(name: str, defaults: Mapping[str, Any], **paper: Any) -> Method:
     """Return a method for texts that is described as the one for images; `paper` is its preset."""
     function = f"vitflow.text.methods:{name}"
-    return replace(get_method(name), function=function, defaults=defaults, presets={"paper": paper}, refined="never")
+    return replace(
+        get_method(name), function=function, defaults=defaults, presets={"paper": paper}, refine_stage="none"
+    )
 
 
 # None: the default depends on the kind of model, see `for_kind`.
@@ -63,7 +65,7 @@ _ROWS = (
         defaults={"layer": -1},
         needs=frozenset({"features"}),
         class_specific=True,
-        refined="never",
+        refine_stage="none",
         paper="nostalgebraist, 2020; on images Li et al., ICCV 2025",
     ),
 )

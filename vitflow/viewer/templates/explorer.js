@@ -101,11 +101,11 @@ async function affinitiesOf(image) {
 }
 
 // What is refined as it is, and what without its negative values.
-const SPREAD = ["after", "positive"];
+const SPREAD = ["after", "after_clamping"];
 
 // Whether the map is refined by the browser.
 function refines(image) {
-  const kind = mapsOf(image, state.map)[0]?.refined;
+  const kind = mapsOf(image, state.map)[0]?.refine_stage;
   const names = state.affinity === "both" ? ["attention", "keys"] : [state.affinity];
   return state.refine > 0 && state.map !== "similarity" && image.grid && names.every((name) => image.affinities[name]) && (isLive() || SPREAD.includes(kind));
 }
@@ -140,7 +140,7 @@ async function computeFor(image, side, patch) {
   if (state.map === "similarity") return { shape: grid, values: await similar(side), layers: null };
   if (!isLive()) {
     const maps = mapsOf(image, state.map), own = maps.find(({ label }) => label === state.class) ?? maps[0];
-    return { shape: own.shape, values: await refined(image, Float64Array.from(own.values, (value) => (own.refined === "positive" && refines(image) ? Math.max(value, 0) : value))), layers: null, own, ends: own.ends };
+    return { shape: own.shape, values: await refined(image, Float64Array.from(own.values, (value) => (own.refine_stage === "after_clamping" && refines(image) ? Math.max(value, 0) : value))), layers: null, own, ends: own.ends };
   }
   const readout = readoutOf(image, patch), patches = (row) => refined(image, row.slice(image.prefix));
   if (state.map === "attention" && state.head !== "") {
@@ -304,9 +304,9 @@ function whyNot(name) {
   if (name === "head_fusion" && fusedSets.length < 2) return "The page had room for this one fusion only.";
   if (name === "head" && !image.heads) return "The page had no room for single heads.";
   if (name === "refine" || name === "affinity") {
-    const kind = mapsOf(image, state.map)[0]?.refined;
+    const kind = mapsOf(image, state.map)[0]?.refine_stage;
     if (!Object.keys(image.affinities).length) return image.refused.refine ?? image.refused.live;
-    if (!isLive() && kind === "within") return "Consensus refines the maps that it is made of.";
+    if (!isLive() && kind === "inside") return "Consensus refines the maps that it is made of.";
     if (!isLive() && !SPREAD.includes(kind)) return "This map is not refined.";
     if (image.uniform && name === "refine" && state.affinity === "attention") return null;
   }
@@ -458,7 +458,7 @@ function currentCall() {
   } : found);
   if (!isLive()) {
     const { own } = panels[side].map, options = Object.fromEntries(Object.entries(own.options).filter(([, value]) => value !== null));
-    return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(SPREAD.includes(own.refined) && refines(image) ? refining : {}) });
+    return both(state.map, { ...(own.specific ? { class: own.class_index } : {}), ...options, ...(SPREAD.includes(own.refine_stage) && refines(image) ? refining : {}) });
   }
   const fused = { discard_ratio: state.discard_ratio, ...refining };
   if (state.map === "attention") {
