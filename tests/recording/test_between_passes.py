@@ -166,6 +166,45 @@ def test_the_cache_is_emptied_when_modules_change():
         model_cache(model)["key"] = "value"
 
 
+def merged(model):
+    model.fc1.weight.data += 0.1 * torch.ones(3, 1) @ torch.ones(1, 2)  # as peft merges an adapter
+
+
+def step(model):
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+WEIGHT_CHANGES = {
+    "load_state_dict": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+    "optimiser step": step,
+    "merged adapter": merged,
+    "exchanged data": lambda model: setattr(model.fc1.weight, "data", model.fc1.weight.detach() + 1),
+    "buffer": lambda model: model.scale.fill_(2),
+    "index that is an attribute": lambda model: model.order.copy_(torch.tensor([1, 0])),
+    "half precision": lambda model: model.half(),
+}
+
+
+@pytest.mark.parametrize("change", WEIGHT_CHANGES.values(), ids=WEIGHT_CHANGES.keys())
+def test_the_cache_is_emptied_when_weights_change(change):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.order = nn.Linear(2, 3), torch.tensor([0, 1])
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, features):
+            return self.fc1(features[:, self.order]) * self.scale
+
+    model = Model()
+    model_cache(model)["key"] = "value"
+    model(torch.ones(1, 2)).sum().backward()
+    assert model_cache(model) == {"key": "value"}
+    change(model)
+    assert model_cache(model) == {}
+
+
 @pytest.mark.parametrize(
     "name",
     [

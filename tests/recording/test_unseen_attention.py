@@ -479,6 +479,26 @@ def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
     assert run(model, pixels).refusal is None
 
 
+@pytest.mark.parametrize(("change", "width"), [("load_state_dict", 48), ("through .data", 144)])  # 144 fits a grid, too
+def test_mixing_that_new_weights_switch_on_is_refused(change, width):
+    class Gated(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block, self.gate = block, nn.Parameter(torch.zeros(1))
+
+        def forward(self, tokens, **_):
+            return self.block(tokens) + self.gate * tokens.cumsum(dim=1)
+
+    model, pixels = build(embed_dim=width), torch.randn(2, 3, 32, 32)
+    model.blocks[1] = Gated(model.blocks[1])
+    assert run(model, pixels).refusal is None
+    if change == "load_state_dict":
+        model.load_state_dict(model.state_dict() | {"blocks.1.gate": torch.ones(1)})
+    else:
+        model.blocks[1].gate.data += 1
+    assert "mixes its tokens" in run(model, pixels).refusal
+
+
 def test_methods_that_need_no_attention_explain_what_is_refused():
     model = with_custom(by_hand)
     explainer = Explainer(model)

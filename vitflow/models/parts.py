@@ -1,13 +1,14 @@
-"""The modules of a model: wrappers, parts of language models, refusals, and a cache valid while they are the same."""
+"""The modules of a model: wrappers, parts of language models, refusals, and a cache for modules and weights."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from vitflow.errors import UnsupportedModelError
 
@@ -17,6 +18,8 @@ CLASSIFIERS = ("classifier", "cls_classifier")
 _RECORDABLE = ("sdpa", "eager")
 # Types of settings whose values are compared.
 _PLAIN = (bool, int, float, str, NoneType)
+# The number of entries of a weight that are compared, at least; and the size up to which other tensors are compared.
+_ENTRIES, _SMALL = 8, 1024
 # Modules are kept by weak references, so that the cache does not keep a model alive.
 _caches: WeakKeyDictionary[nn.Module, tuple[list[Any], dict[Any, Any]]] = WeakKeyDictionary()
 
@@ -94,8 +97,12 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def model_cache(model: nn.Module) -> dict[Any, Any]:
-    """Return the cache of a model; a new one if a module or setting was replaced, wrapped, compiled or removed."""
-    marks = _marks(model)
+    """Return the cache of a model; a new one if a weight, module or setting was changed, wrapped or removed.
+
+    This takes about a millisecond; `Call.cache` is the cache during one forward pass.
+    """
+    modules = modules_of(model)
+    marks = [*_marks(modules), *_weight_marks(modules)]
     known, cache = _caches.get(model, (None, {}))
     if known != marks:
         cache = {}
@@ -113,9 +120,8 @@ def output_cache(model: nn.Module, outputs: Callable[..., Any]) -> dict[Any, Any
     return values
 
 
-def _marks(model: nn.Module) -> list[Any]:
+def _marks(modules: Sequence[nn.Module]) -> list[Any]:
     """Return marks that change if a module is replaced, compiled, added or removed, or gets a method or setting."""
-    modules = modules_of(model)
     names = [tuple(module._modules) for module in modules]
     forwards = [("forward" in vars(module), _is_compiled(module)) for module in modules]
     settings = [
@@ -123,6 +129,31 @@ def _marks(model: nn.Module) -> list[Any]:
         for module in modules
     ]
     return [*map(ref, modules), *map(type, modules), *names, *forwards, *settings]
+
+
+def _weight_marks(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return marks that change with the weights: address and version of each tensor, and a few of its entries.
+
+    Writes through `.data` change only the entries. Small tensors that are plain attributes are included without their
+    address, as a forward pass may store them anew.
+    """
+    groups = (group for module in modules for group in (module._parameters, module._buffers))
+    weights = list({id(tensor): tensor for group in groups for tensor in group.values() if tensor is not None}.values())
+    versions = [(id(each), 0 if each.is_inference() else each._version) for each in weights]
+    attributes = (value for module in modules for value in vars(module).values() if type(value) is Tensor)
+    entries: dict[Any, list[Tensor]] = {}
+    addresses: list[int] = []
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        for tensor in (*weights, *(value for value in attributes if value.numel() <= _SMALL)):
+            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+            if plain and not tensor.is_meta and not tensor.is_quantized and not is_lazy(tensor):
+                step = max(1, tensor.numel() // _ENTRIES)
+                entries.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().flatten()[::step])
+                addresses.append(tensor.data_ptr() if len(addresses) < len(weights) else 0)
+            else:
+                addresses.append(0)
+        sums = [torch.cat(each).cpu().view(torch.uint8).numpy().tobytes() for each in entries.values()]
+    return [addresses, versions, list(entries), sums]
 
 
 def _captured(function: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout
 from vitflow.models.calls import tensors_in
-from vitflow.models.parts import model_cache, module_paths
+from vitflow.models.parts import module_paths
 from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_head_by_head
 from vitflow.recording.interception import Interception
@@ -161,7 +161,7 @@ def _trace(call: Call, size: Size) -> dict[str, LayerTokens]:
     The model runs once per size, in eval mode and with the random state restored, so that running statistics and the
     caller's random numbers do not change.
     """
-    known, key = model_cache(call.model), (_trace, size)
+    known, key = call.cache, (_trace, size)
     if key not in known:
         tracer = _Tracer(call.model, size)
         with trial(call.model, call.pixels.device), hooked(tracer.hooks()), tracer:

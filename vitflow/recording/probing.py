@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -196,14 +196,24 @@ def _changes(before: Tensor, after: Tensor, position: int) -> bool:
     return bool(((before - after)[:, :position].abs() > least).any())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """A model call that can be repeated on other pixels."""
+    """A model call that can be repeated on other pixels.
+
+    Attributes:
+        model, args, kwargs: the called model and its arguments.
+        pixels: the model input among these.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     pixels: Tensor
+
+    @cached_property
+    def cache(self) -> dict[Any, Any]:
+        """Results of experiments with the model and its weights as they are now; see `model_cache`."""
+        return model_cache(self.model)
 
     def __call__(self, other: Tensor) -> Any:
         """Return the model's output for other pixels; further inputs are those of the first image."""

@@ -21,7 +21,7 @@ from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import feature_layout, read_layout
 from vitflow.models.blocks import block_paths
 from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static
-from vitflow.models.parts import check_recordable, model_cache, runs_compiled, unwrap, word_embedding
+from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
 from vitflow.models.pooling import ATTENTION_POOLING, closed_readouts
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.isolation import (
@@ -38,9 +38,6 @@ from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
 from vitflow.recording.unseen import block_layouts, misplaced, unseen_mixing
-
-# Key of whether a model changes its input, in its cache.
-_CHANGES_INPUT = "changes its input"
 
 
 class record_attention:
@@ -145,7 +142,6 @@ class record_attention:
             self.trace, self._ran, self._is_open = Trace(model=self._model), False, True
             self._listening.open(self.trace)
             stack.callback(self._close)
-            self._copied: Tensor | None = None  # the copy of the input that the model gets
             self._watched: dict[str, nn.Module] = {}
             self._hooks: list[Hook] = []  # of the watched modules
             stack.callback(self._unhook)
@@ -271,9 +267,7 @@ class record_attention:
             pixels = pixels.clone() if pixels.is_inference() else pixels.detach()
             pixels.requires_grad_()
         trace.begin(pixels, self._outputs, call)
-        # The model may change its input in place, which its first recorded pass shows.
-        copied = pixels.clone() if model_cache(self._model).get(_CHANGES_INPUT, True) else pixels
-        self._copied = copied if copied is not pixels and not copied.is_inference() else None
+        copied = pixels.clone()  # the model may change it in place
         return (
             tuple(copied if value is given else value for value in args),
             {name: copied if value is given else value for name, value in kwargs.items()},
@@ -282,9 +276,6 @@ class record_attention:
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace
         trace.logits, trace.names = logits, self._listening.recorded
-        if self._copied is not None:
-            model_cache(self._model)[_CHANGES_INPUT] = self._copied._version > 0
-            self._copied = None
         if self._reads:
             trace.refusal = refusal_of_text(self._model)
         if trace.call is None:

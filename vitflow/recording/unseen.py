@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count
 from vitflow.models.calls import tensors_in
-from vitflow.models.parts import model_cache, module_paths, runs_compiled
+from vitflow.models.parts import module_paths, runs_compiled
 from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import may_attend, other_attention
 from vitflow.recording.heads import block_paths_of
@@ -53,7 +53,8 @@ _MOST_PATCHES, _MOST_DEVIATIONS = 0.6, 2.0
 def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> str | None:
     """Return why a product of layers would be incomplete, or None.
 
-    The model runs at most three times; the result is cached while its modules and recorded layers are the same.
+    The model runs at most three times; the result is cached while its weights, modules and recorded layers are
+    unchanged.
 
     Args:
         call: the recorded call of the model.
@@ -61,7 +62,7 @@ def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[st
         names: paths of the recorded layers.
     """
     model = call.model
-    known, key = model_cache(model), (unseen_mixing, *names)
+    known, key = call.cache, (unseen_mixing, *names)
     if key not in known and not call.pixels.is_meta:
         known[key] = _find(call, layouts, names)
     path: str | None = known.get(key)
@@ -210,7 +211,10 @@ class _Probe(Interception):
         if not isinstance(given, Tensor) or not given.is_floating_point() or len(given.shape) < 3 or len(given) != 2:
             return None
         if given.ndim == 3:
-            return given if self._fits(given.shape[1]) and not self._fits(given.shape[2]) else None
+            count, width = given.shape[1:]
+            # A width such as 1024 also fits a grid.
+            known = count in self._counts and width not in self._counts
+            return given if known or (self._fits(count) and not self._fits(width)) else None
         if given.ndim != 4:
             return None
         axis = grid_axis(given.shape, self._size)
@@ -334,7 +338,7 @@ def misplaced(call: Call, places: Mapping[str, TokenLayout]) -> str | None:
         call: call of the unwrapped model.
         places: layout of the tokens at the input of blocks, by path.
     """
-    known, key = model_cache(call.model), (misplaced, tuple(places.items()), tuple(call.pixels.shape[1:]))
+    known, key = call.cache, (misplaced, tuple(places.items()), tuple(call.pixels.shape[1:]))
     if key not in known:
         known[key] = None if call.pixels.is_meta else _misplaced_patch(call, places)
     if known[key] is None:
