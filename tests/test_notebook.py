@@ -4,9 +4,11 @@ import base64
 import io
 import re
 
+import nbformat
 import numpy as np
 import pytest
 import timm
+from nbclient import NotebookClient
 from PIL import Image
 
 import vitflow
@@ -88,3 +90,26 @@ def test_an_evaluation_shows_its_tables_and_bars(explainer):
     assert size is not None
     assert bundle["text/html"].count("<table>") == 1 and "<th>rollout</th>" in bundle["text/html"]
     assert METRICS["deletion_auc"].title in bundle["text/html"]
+
+
+def test_a_figure_as_the_last_expression_of_a_cell_is_displayed():
+    """With and without pyplot, whose display leaves out figures without axes; and with another title."""
+    setup = (
+        'import vitflow\nfrom vitflow.demo import sample_images\nexplainer = vitflow.Explainer("demo")\n'
+        'saliency = explainer.explain(sample_images()[0], method="gae")\n'
+        "sheet = vitflow.layer_maps(sample_images()[0], model=explainer)\n"
+        "from vitflow.text.view import ShadedText\nfrom vitflow.text.words import Words\n"
+        'text = ShadedText(Words(("the", " key"), (0, 1), (False,) * 2), [0.6, 0.4])'
+    )
+    strip = 'vitflow.compare(sample_images()[0], model=explainer, methods=["rollout", "gae"])'
+    cells = [f"{each}.figure()" for each in ("saliency", strip, "sheet", "text")]
+    relabelled = 'figure = saliency.figure()\nfigure.axes[0].set_title("mine")\nfigure.axes[0].set_position'
+    relabelled += "((0.3, 0.3, 0.4, 0.4))\nfigure"
+    cells += ["import matplotlib.pyplot as plt\nplt.figure();", *cells, relabelled]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (setup, *cells)])
+    NotebookClient(notebook, timeout=300).execute()
+    for cell in [cell for cell in notebook.cells[1:] if not cell.source.startswith("import")]:
+        [output] = [output for output in cell.outputs if output.output_type == "execute_result"]
+        with Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))) as image:
+            colours = np.asarray(image.convert("RGB")).reshape(-1, 3)
+        assert len(np.unique(colours, axis=0)) > 50, cell.source

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from matplotlib.offsetbox import OffsetImage
+from matplotlib.image import AxesImage
 from matplotlib.text import Text
 from PIL import Image
 
@@ -45,7 +45,7 @@ def test_a_figure_says_what_it_shows(explainer, tmp_path):
         saliency = saliency or explainer.explain(image, method=method)
         actual = words(saliency, tmp_path)
         joined = " ".join(actual)
-        assert actual[0] == {"gae": "GAE", "rollout": "Attention rollout"}[method]
+        assert {"gae": "GAE", "rollout": "Attention rollout"}[method] in actual
         assert f"{saliency.label}, {saliency.probability:.1%}" in actual
         assert image.name in joined and saliency.model in joined and "98th percentile" in joined
         assert ("the same for every class" in joined) == (method == "rollout")
@@ -60,7 +60,7 @@ def test_a_figure_says_what_it_shows(explainer, tmp_path):
 def test_the_colours_of_the_bar_are_those_of_the_overlay(signed, background, limits):
     grid = np.random.default_rng(0).random((6, 6)) - 0.4 * signed
     figure = map_of(grid).figure(background=background, **limits)
-    photo, bar = (image.get_data() for image in figure.findobj(OffsetImage))
+    photo, bar = (np.asarray(image.get_array()) for image in figure.findobj(AxesImage))
     known = np.unique(bar.reshape(-1, 3), axis=0).astype(int)
     # The bar has a colour for each pixel of its length: no colour of the overlay lies far from all of these.
     for color in np.unique(photo.reshape(-1, 3), axis=0).astype(int):
@@ -99,7 +99,7 @@ def test_the_caption_says_what_the_lines_are(tmp_path):
 
 def test_a_constant_map_and_one_of_a_model_without_classes_have_figures(tmp_path):
     actual = words(map_of(np.full((4, 4), 0.25)), tmp_path)
-    assert actual[0] == "Attention rollout" and "0.25" in actual
+    assert {"Attention rollout", "0.25"} <= set(actual)
     assert sum(text.startswith("0.25") for text in actual) == 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
-from matplotlib.offsetbox import OffsetImage
+from matplotlib.image import AxesImage
 from matplotlib.text import Text
 from PIL import Image
 
@@ -57,7 +57,7 @@ def boxes(figure):
 def places(figure):
     """The boxes of the images, in pixels from the lower left."""
     figure.draw_without_rendering()
-    return [image.get_window_extent() for image in figure.findobj(OffsetImage)]
+    return [image.get_window_extent() for image in figure.findobj(AxesImage)]
 
 
 @pytest.mark.parametrize("suffix", FIGURE_FORMATS)

@@ -1,6 +1,9 @@
 """Figures for papers and screens, made with matplotlib: strips of images in columns, and how figures become files.
 
-pyplot is not used, so no window opens and no global state of the caller changes.
+Each image of a strip is the axes of matplotlib, whose title and x label are its header and its caption, so that a
+caller can replace them. Positions are whole pixels, so that images are not resampled, and follow from the measured
+texts: constrained layout would do neither. pyplot is not used, so no window opens and no global state of the caller
+changes.
 """
 
 import base64
@@ -16,34 +19,23 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.offsetbox import HPacker, OffsetImage, VPacker
+from matplotlib.lines import Line2D
+from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, unknown_name
 from vitflow.files import write_atomically
 from vitflow.images import DPI, FIGURE_FORMATS, overlay
 from vitflow.images.pen import REACH, Bar, Limits, Pen
-from vitflow.images.typesetting import (
-    BODY,
-    GREY,
-    SMALL,
-    TITLE,
-    image_box,
-    measure,
-    page,
-    readable,
-    space,
-    words,
-    wrap,
-)
+from vitflow.images.typesetting import BODY, GREY, RULE, SMALL, TITLE, QuietFigure, measure, plain, readable, wrap
 
 #: Pixels per inch of figures in a notebook, so that a strip is as wide as the page.
 NOTEBOOK_DPI = 100
 
-# Lengths in inches.
-_MARGIN, _COLUMN_GAP = 0.08, 0.07
+# Lengths in inches: around a figure, between columns, and between rows.
+_MARGIN, _COLUMN_GAP, _GAP = 0.08, 0.07, 0.05
 _NARROWEST = 1.15  # a column's least width, so that its words fit
 _BAR_LABEL = 1.5  # the most that a label of a colour bar takes
 
@@ -102,28 +94,146 @@ def draw_bands(
 
     >>> grey = np.full((60, 80, 3), 128, dtype=np.uint8)
     >>> figure = draw_bands([([Column("Image"), Column("Rollout")], [[[Cell(grey)], [Cell(grey, ("cat",))]]])])
-    >>> [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
-    ['Image', 'Rollout', 'cat']
+    >>> [(axes.get_title(), axes.get_xlabel()) for axes in figure.axes]
+    [('Image', ''), ('Rollout', 'cat')]
     """
     images = [cell.image for _, blocks in bands for block in blocks for cells in block for cell in cells]
     width = max(_NARROWEST, *(image.shape[1] / dpi for image in images))
-    most = max(len(columns) for columns, _ in bands)
-    full = most * (width + _COLUMN_GAP) - _COLUMN_GAP
-    boxes: list[Artist] = []
+    page = _Page(max(len(columns) for columns, _ in bands), width, dpi)
     for columns, blocks in bands:
-        boxes += _heads(columns, width)
+        titles = page.groups(columns)
         for number, block in enumerate(blocks):
             rows = max(len(cells) for cells in block)
             if number and rows > 1:
-                boxes.append(space(full, line=True))
-            boxes += [
-                _row([_under(cells[row], width, dpi) if row < len(cells) else [] for cells in block], width)
-                for row in range(rows)
-            ]
-    if bars:
-        boxes.append(_bars(bars, dpi))
-    foot = words(*note.splitlines(), size=SMALL, width=full, lines=10, color=GREY)
-    return page([*boxes, *foot], dpi, _MARGIN)
+                page.rule(0, len(columns))
+            for row in range(rows):
+                page.row([cells[row] if row < len(cells) else None for cells in block], titles)
+                titles = []
+    page.bars(bars)
+    return page.finished(note)
+
+
+def _lines(paragraphs: Iterable[str], width: float, size: float, lines: int = 2, weight: str = "normal") -> str:
+    """Wrap each paragraph to at most `lines` lines of a width in inches."""
+    return "\n".join(line for text in paragraphs for line in wrap(text, width, size, lines, weight))
+
+
+def _height(text: str, size: float) -> float:
+    """Return the height of lines of text in inches."""
+    return (text.count("\n") + 1) * size / 56 if text else 0.0
+
+
+class _Page:
+    """A figure that is filled from top to bottom; lengths are in inches from its upper left corner.
+
+    Args:
+        columns: number of columns.
+        width: width of a column.
+        dpi: pixels per inch.
+    """
+
+    def __init__(self, columns: int, width: float, dpi: int) -> None:
+        self._width, self._full, self._dpi = width, columns * (width + _COLUMN_GAP) - _COLUMN_GAP, dpi
+        self._figure = QuietFigure(dpi=dpi, facecolor="white", layout="none")
+        self._top, self._placed = _MARGIN, list[tuple[Axes, float, float, NDArray[np.uint8]]]()
+        self._downwards = Affine2D().scale(1, -1)
+        self._to_page = self._downwards + self._figure.dpi_scale_trans
+
+    def groups(self, columns: Sequence[Column]) -> list[tuple[str, str]]:
+        """Write the common titles of adjacent columns; return the wrapped title and subtitle of each column."""
+        first = 0
+        for name, members in groupby(column.group for column in columns):
+            count = len(list(members))
+            if name:
+                left, span = self._left(first), count * (self._width + _COLUMN_GAP) - _COLUMN_GAP
+                self._write(_lines([name], span, SMALL, 1), left + span / 2, SMALL, ha="center")
+                self.rule(first, count, down=_height(name, SMALL))
+            first += count
+        self._top += _GAP + _height("x", SMALL) if any(column.group for column in columns) else 0.0
+        return [
+            (_lines([one.title], self._width, TITLE, weight="bold"), _lines([one.subtitle], self._width, SMALL, 4))
+            for one in columns
+        ]
+
+    def rule(self, first: int, count: int, down: float = 0.0) -> None:
+        """Draw a thin line over some columns."""
+        left, y = self._left(first), self._top + down
+        x = [left, left + count * (self._width + _COLUMN_GAP) - _COLUMN_GAP]
+        self._figure.add_artist(Line2D(x, [y, y], color=RULE, linewidth=0.5, transform=self._to_page))
+        self._top += _GAP * (not down)
+
+    def row(self, cells: Sequence[Cell | None], titles: Sequence[tuple[str, str]]) -> None:
+        """Draw a row of images, with their titles if there are any, and with their captions."""
+        above = max((_height(title, TITLE) for title, _ in titles), default=0.0)
+        below = max((_height(subtitle, SMALL) for _, subtitle in titles), default=0.0)
+        self._top += above + below + (0.04 if above or below else 0.0)
+        heights = []
+        for index, cell in enumerate(cells):
+            if cell is None:
+                continue
+            space = self._width - cell.image.shape[1] / self._dpi
+            axes = self._axes(cell.image, self._left(index) + space / 2, self._top)
+            if titles:
+                title, subtitle = titles[index]
+                axes.set_title(title, y=1.0, pad=72 * (above + below) + 2, va="top", **plain(TITLE), weight="bold")
+                _annotate(axes, subtitle, (0.5, 1.0), (0, 72 * below + 2), va="top")
+            caption, details = (
+                _lines(lines, self._width, size) for lines, size in ((cell.caption, BODY), (cell.details, SMALL))
+            )
+            axes.set_xlabel(caption, labelpad=2, **plain(BODY))
+            _annotate(axes, details, (0.5, 0.0), (0, -2 - 72 * _height(caption, BODY)), va="top")
+            heights.append(cell.image.shape[0] / self._dpi + _height(caption, BODY) + _height(details, SMALL))
+        self._top += max(heights) + _GAP
+
+    def bars(self, bars: Sequence[Bar]) -> None:
+        """Draw colour bars below each other, each between its labels."""
+        labels = [[_lines(label.splitlines(), _BAR_LABEL, SMALL, 1) for label in bar.labels] for bar in bars]
+        room = max((measure(line, SMALL) for low, _ in labels for line in low.splitlines()), default=0.0)
+        for bar, (low, high) in zip(bars, labels, strict=True):
+            height = max(_height(low, SMALL), _height(high, SMALL))
+            down = (height - bar.image.shape[0] / self._dpi) / 2
+            axes = self._axes(bar.image, _MARGIN + room + 0.06, self._top + down)
+            _annotate(axes, low, (0.0, 0.5), (-4, 0), ha="right", va="center")
+            _annotate(axes, high, (1.0, 0.5), (4, 0), ha="left", va="center")
+            self._top += height + 0.02
+        self._top += _GAP / 2 if bars else 0.0
+
+    def finished(self, note: str) -> Figure:
+        """Write the note, and return the figure as large as its content requires."""
+        text = _lines(note.splitlines(), self._full, SMALL, 10)
+        self._write(text, _MARGIN, SMALL)
+        height = np.ceil((self._top + _height(text, SMALL) + _MARGIN) * self._dpi)
+        width = np.ceil((self._full + 2 * _MARGIN) * self._dpi)
+        self._figure.set_size_inches(width / self._dpi, height / self._dpi)
+        self._downwards.translate(0, height / self._dpi)
+        for axes, left, top, image in self._placed:
+            x, y = round(left * self._dpi), round(top * self._dpi)
+            rows, cols = image.shape[:2]
+            axes.set_position((x / width, 1 - (y + rows) / height, cols / width, rows / height))
+        return self._figure
+
+    def _left(self, column: int) -> float:
+        return _MARGIN + column * (self._width + _COLUMN_GAP)
+
+    def _axes(self, image: NDArray[np.uint8], left: float, top: float) -> Axes:
+        """Add the axes of an image without ticks and frame."""
+        axes: Axes = self._figure.add_axes((0, 0, 1, 1))
+        axes.imshow(image, interpolation="nearest", origin="upper", aspect="auto")
+        axes.set(xticks=[], yticks=[], facecolor="none")
+        axes.spines[:].set_visible(False)
+        self._placed.append((axes, left, top, image))
+        return axes
+
+    def _write(self, text: str, x: float, size: float, **style: Any) -> None:
+        style |= {"va": "top", "linespacing": 1.1, "transform": self._to_page}
+        self._figure.text(x, self._top, text, **plain(size) | {"color": GREY}, **style)
+
+
+def _annotate(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
+    """Write small grey text at an offset in points from a place of axes."""
+    style = {"ha": "center", "linespacing": 1.1, **plain(SMALL), "color": GREY, **style}
+    if text:
+        axes.annotate(text, at, offset, "axes fraction", "offset points", annotation_clip=False, **style)
 
 
 def bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str]) -> Bar:
@@ -155,65 +265,6 @@ def limits_in_words(pen: Pen, limits: Limits) -> str:
             + "; 0 is transparent."
         )
     return f"The {lower:g}nd and the {upper:g}th percentile of the patches are {low} and {high} {unit}".rstrip() + "."
-
-
-def image_bounds(figure: Figure) -> tuple[float, float, float, float]:
-    """Return (left, top, right, bottom) of the first image of a figure, in pixels of the figure."""
-    figure.draw_without_rendering()
-    box, height = figure.findobj(OffsetImage)[0].get_window_extent(), figure.bbox.height
-    return box.x0, height - box.y1, box.x1, height - box.y0
-
-
-def _row(cells: Sequence[Sequence[Artist]], width: float | Sequence[float], align: Any = "top") -> HPacker:
-    """Lay out columns of the given width(s) in inches side by side, each with its boxes from top to bottom."""
-    widths = [width] * len(cells) if isinstance(width, float) else width
-    columns: list[Artist] = [
-        VPacker(children=[space(each), *boxes], align="center", sep=1)
-        for boxes, each in zip(cells, widths, strict=True)
-    ]
-    return HPacker(children=columns, align=align, sep=72 * _COLUMN_GAP)
-
-
-def _heads(columns: Sequence[Column], width: float) -> list[Artist]:
-    """Return the column headings as one box: groups, titles and subtitles; none if all are empty."""
-    groups = [(name, len(list(members))) for name, members in groupby(column.group for column in columns)]
-    spans = [count * (width + _COLUMN_GAP) - _COLUMN_GAP for _, count in groups]
-    over = [
-        [*words(name, size=SMALL, width=span, lines=1, color=GREY), space(span, line=True)] if name else []
-        for (name, _), span in zip(groups, spans, strict=True)
-    ]
-    style: dict[str, Any] = {"width": width, "align": "center"}
-    titles = [words(column.title, size=TITLE, weight="bold", **style) for column in columns]
-    below = [words(column.subtitle, size=SMALL, lines=4, color=GREY, **style) for column in columns]
-    rows: list[tuple[Any, Any, str]] = [(over, spans, "bottom"), (titles, width, "top"), (below, width, "top")]
-    boxes: list[Artist] = [_row(cells, widths, align) for cells, widths, align in rows if any(cells)]
-    return [VPacker(children=boxes, sep=1)] if boxes else []
-
-
-def _under(cell: Cell, width: float, dpi: int) -> list[Artist]:
-    """Return an image with its lines of text as one box."""
-    style: dict[str, Any] = {"width": width, "align": "center"}
-    details = words(*cell.details, size=SMALL, color=GREY, **style)
-    return [image_box(cell.image, dpi), *words(*cell.caption, size=BODY, **style), *details]
-
-
-def _bars(bars: Sequence[Bar], dpi: int) -> VPacker:
-    """Colour bars below each other, each between its labels."""
-    labels = [
-        [words(*label.splitlines(), size=SMALL, width=_BAR_LABEL, lines=1, color=GREY) for label in bar.labels]
-        for bar in bars
-    ]
-    left = [line for bar in bars for text in bar.labels[0].splitlines() for line in wrap(text, _BAR_LABEL, SMALL, 1)]
-    room = max(measure(line, SMALL) for line in left)
-    rows: list[Artist] = [
-        HPacker(
-            children=[VPacker(children=[space(room), *low], align="right"), image_box(bar.image, dpi), *high],
-            align="center",
-            sep=4,
-        )
-        for bar, (low, high) in zip(bars, labels, strict=True)
-    ]
-    return VPacker(children=rows, sep=1, align="left")
 
 
 def check_format(path: str | os.PathLike[str], formats: Sequence[str] = FIGURE_FORMATS) -> str:

@@ -1,5 +1,6 @@
-"""Boxes of text and images, laid out by matplotlib; text is never parsed as a formula."""
+"""Boxes of text, laid out by matplotlib; text is never parsed as a formula."""
 
+import io
 import math
 import textwrap
 import warnings
@@ -8,15 +9,11 @@ from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
-import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import RendererAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, fontManager
-from matplotlib.lines import Line2D
-from matplotlib.offsetbox import AnchoredOffsetbox, DrawingArea, OffsetImage, TextArea, VPacker
-from matplotlib.transforms import Bbox
-from numpy.typing import NDArray
+from matplotlib.offsetbox import AnchoredOffsetbox, TextArea, VPacker
 
 from vitflow.errors import printable
 
@@ -38,12 +35,18 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class QuietFigure(Figure):
-    """A figure that draws characters which no font has as boxes, without a warning for each."""
+    """A figure that draws characters which no font has as boxes, without a warning, and that Jupyter displays."""
 
     def draw(self, renderer: Any) -> None:
         """Draw it, as matplotlib does for a screen or a file."""
         with without_glyph_warnings():
             super().draw(renderer)
+
+    def _repr_png_(self) -> bytes:
+        """Return the figure for notebooks that have not loaded matplotlib's own display."""
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=self.dpi)
+        return file.getvalue()
 
 
 @contextmanager
@@ -70,34 +73,13 @@ def words(
     return [TextArea("\n".join(broken), textprops=textprops, multilinebaseline=True)] if broken else []
 
 
-class _Image(OffsetImage):
-    """An image that begins at a whole pixel, so that it is not resampled."""
-
-    def get_window_extent(self, renderer: Any = None) -> Bbox:
-        """Return its box in pixels of the page."""
-        box = super().get_window_extent(renderer)
-        return box.translated(round(box.x0) - box.x0, round(box.y0) - box.y0)
-
-
-def image_box(image: NDArray[np.uint8], dpi: int) -> OffsetImage:
-    """Return the box of an image, uint8 RGB [height, width, 3], which keeps its pixels at this resolution."""
-    # A width that is too large by rounding would be drawn with one more pixel.
-    return _Image(image, zoom=72 / dpi * (1 - 1e-9), interpolation="nearest", origin="upper")
-
-
-def space(width: float, *, line: bool = False) -> DrawingArea:
-    """Return an empty box of a width in inches, or a thin line across it."""
-    area = DrawingArea(72 * width, 0.5 * line)
-    if line:
-        area.add_artist(Line2D([0, 72 * width], [0, 0], color=RULE, linewidth=0.5, solid_capstyle="butt"))
-    return area
-
-
 def page(boxes: Sequence[Artist], dpi: int, margin: float = MARGIN) -> Figure:
     """Return a figure of boxes below each other, as large as they need and a margin in inches."""
     figure = QuietFigure(dpi=dpi, facecolor="white")
     box = VPacker(children=[*boxes], pad=72 * margin, sep=_GAP, align="left")
     place: dict[str, Any] = {"pad": 0, "borderpad": 0, "frameon": False, "bbox_to_anchor": figure.bbox}
+    axes = figure.add_axes((0, 0, 1, 1))  # without axes, Jupyter would not display the figure
+    axes.set_axis_off()
     figure.add_artist(AnchoredOffsetbox("upper left", child=box, **place))
     with without_glyph_warnings():
         size = box.get_bbox(RendererAgg(1, 1, dpi))  # type: ignore[no-untyped-call]
