@@ -1,5 +1,4 @@
 from .batch_explainer import BatchExplainer as BatchExplainer
-from .captions import caption_folder as caption_folder
 from .draw import draw_run as draw_run
 from .draw import read_grids as read_grids
 from .draw import report_run as report_run

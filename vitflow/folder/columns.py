@@ -33,7 +33,7 @@ class Column(NamedTuple):
     """The type of a column, and the tables that contain it.
 
     The kind "json" is a list or a dict; `values` are the types of the dict's values. Rows are "folder" (all rows of a
-    folder run); tables are the "manifest" of maps or of "captions", a "record", the columns of an SQL "condition", the
+    folder run); tables are the "manifest", a "record", the columns of an SQL "condition", the
     "score" of each target of an image, and the "results" of an evaluation.
     """
 
@@ -46,23 +46,20 @@ _SCORE = "manifest record condition score"
 
 #: The columns of all rows, in table order.
 COLUMNS = {
-    "input": Column("text", "folder manifest captions condition results"),
+    "input": Column("text", "folder manifest condition results"),
     "target_source": Column("text", "results"),
     "stem": Column("text", "folder"),
-    "status": Column("text", "manifest captions record"),
-    "error": Column("text", "manifest captions record"),
-    "message": Column("text", "manifest captions record"),
-    "size": Column("whole", "folder manifest captions condition"),
-    "mtime_ns": Column("whole", "folder manifest captions"),
-    "sha256": Column("text", "folder manifest captions"),
-    "width": Column("whole", "manifest captions record condition"),
-    "height": Column("whole", "manifest captions record condition"),
+    "status": Column("text", "manifest record"),
+    "error": Column("text", "manifest record"),
+    "message": Column("text", "manifest record"),
+    "size": Column("whole", "folder manifest condition"),
+    "mtime_ns": Column("whole", "folder manifest"),
+    "sha256": Column("text", "folder manifest"),
+    "width": Column("whole", "manifest record condition"),
+    "height": Column("whole", "manifest record condition"),
     "class_index": Column("whole", f"{_SCORE} results"),
     "class_name": Column("text", f"{_SCORE} results"),
     "probability": Column("number", f"{_SCORE} results"),
-    "caption": Column("text", "captions"),
-    "words": Column("json", "captions"),
-    "left_out": Column("json", "captions"),
     "target": Column("text", _SCORE),
     "value": Column("number", _SCORE),
     "predicted_index": Column("whole", f"{_SCORE} results"),
@@ -71,11 +68,11 @@ COLUMNS = {
     "weights_sha256": Column("text", "manifest"),
     "methods": Column("json", "manifest"),
     "options": Column("json", "manifest"),
-    "outputs": Column("json", "manifest captions", (str,)),
+    "outputs": Column("json", "manifest", (str,)),
     "written": Column("json", values=(int,)),
     "facts": Column("json", "manifest record", (dict,)),
     "placement": Column("json", "record", (list, str)),
-    "seconds": Column("number", "manifest captions condition"),
+    "seconds": Column("number", "manifest condition"),
     "region_share": Column("number", "results"),
 }
 

@@ -80,10 +80,10 @@ def open_run(folder: str | os.PathLike[str]) -> Iterator[SavedRun]:
 
 
 def read_grids(run: str | os.PathLike[str], where: str | None = None) -> Iterator[tuple[Row, Maps]]:
-    """Read the maps of a run: (row, maps by method or word) for each explained image, in the order of the inputs.
+    """Read the maps of a run: (row, maps by label) for each explained image, in the order of the inputs.
 
     Args:
-        run: the output folder of `explain_folder` or `caption_folder`.
+        run: the output folder of `explain_folder`.
         where: SQL condition that selects images, such as "probability < 0.5".
 
     Raises:

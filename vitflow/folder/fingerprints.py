@@ -10,7 +10,7 @@ from vitflow.registry.choices import Chosen
 
 #: What to do about a folder that contains another run.
 REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
-_KINDS = {"evaluation": "an evaluation", "folder": "a folder run", "captions": "a run of captions"}
+_KINDS = {"evaluation": "an evaluation", "folder": "a folder run"}
 # Messages for differences whose values (hashes) mean nothing to a reader.
 _MESSAGES = {
     "weights_sha256": "the model has other weights",

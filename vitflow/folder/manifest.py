@@ -34,7 +34,6 @@ def write_manifest(
     common: Mapping[str, Any],
     *,
     format: str = "jsonl",
-    where: str = "manifest",
     labels: Sequence[str] = (),
 ) -> Path:
     """Write the manifest of a run atomically, remove the one in another format, and return its path.
@@ -42,12 +41,11 @@ def write_manifest(
     Args:
         folder: the folder of the run.
         rows: rows of the run in the order of its inputs, with their maps for "parquet+grids".
-        common: values that are the same in every row. Those without a column of the table become whole numbers.
+        common: values that are the same in every row. Those without a column of the manifest become whole numbers.
         format: one of `MANIFEST_FORMATS`.
-        where: the table of COLUMNS.
         labels: the maps of a row, for "parquet+grids".
     """
-    kinds = {**kinds_in(where)}
+    kinds = {**kinds_in("manifest")}
     kinds |= {name: "whole" for name in common if name not in kinds}
     suffix, _, grids = format.partition("+")
     if grids:

@@ -119,9 +119,7 @@ def run_folder(
         with finishing(folder):
             pairs = run.with_maps() if manifest.endswith("+grids") else ((row, {}) for row in run.rows())
             rows = (each for row, maps in pairs for each in by_rank(row, maps))
-            where = "captions" if fingerprint["kind"] == "captions" else "manifest"
-            labels = list(fingerprint["methods"])
-            table = write_manifest(folder, rows, common, format=manifest, where=where, labels=labels)
+            table = write_manifest(folder, rows, common, format=manifest, labels=list(fingerprint["methods"]))
             page = report_run(folder) if report else None
             seconds, now = time.perf_counter() - clock, totals["explained"] - kept
             times = {

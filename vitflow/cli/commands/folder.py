@@ -3,14 +3,11 @@
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import rich_click as click
-from click import get_current_context
-from click.core import ParameterSource
 
 from vitflow.cli import options as shared
 from vitflow.cli.output import images_bar, resumable, say, say_model_note
@@ -18,11 +15,6 @@ from vitflow.errors import OptionError, printable
 from vitflow.files import is_link, is_there
 from vitflow.images import ENGINES, MANIFEST_FORMATS, OVERLAY_FORMATS
 from vitflow.registry.choices import choose_methods
-from vitflow.text.method_table import IMAGE_DEFAULT, text_method
-
-_GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-# Options that caption runs accept, in addition to the options of the method.
-_OF_CAPTIONS = "sources output caption model name prompts method_names recursive glob limit resume max_pixels"
 
 
 @click.command(short_help="Explain every image of folders; resumable.", panel="Many images")
@@ -35,7 +27,7 @@ _OF_CAPTIONS = "sources output caption model name prompts method_names recursive
     panel="Method",
     multiple=True,
     metavar="NAME",
-    help="Method; repeatable.  [default: gae with --class, --against, --prompt, --like or --caption; else rollout]",
+    help="Method; repeatable.  [default: gae with --class, --against, --prompt or --like; else rollout]",
 )
 @shared.class_option(
     metavar="NAME|INDEX|top3",
@@ -43,13 +35,6 @@ _OF_CAPTIONS = "sources output caption model name prompts method_names recursive
     "detections.  [default: the predicted class]",
 )
 @shared.against_option
-@click.option(
-    "--caption",
-    panel="Text",
-    is_flag=True,
-    help="Caption each image with a vision-language model (--model), or answer --prompt: words in the manifest, one "
-    "strip of maps per image.",
-)
 @click.option("--recursive", "-r", panel="Images", is_flag=True, help="Include subfolders.")
 @click.option(
     "--glob",
@@ -123,13 +108,10 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
     """
     options = shared.method_values(given)
     named = given["method_names"]
-    if given.pop("caption"):
-        chosen, run = [], _captions(sources, given, options)
-    else:
-        chosen = choose_methods(named or None, options, has_target=shared.has_target(given))  # before torch is loaded
-        given["method_names"] = [method.name for method in chosen]
-        _check_sources(sources)
-        run = _maps(given)
+    chosen = choose_methods(named or None, options, has_target=shared.has_target(given))  # before torch is loaded
+    given["method_names"] = [method.name for method in chosen]
+    _check_sources(sources)
+    run = _maps(given)
     from vitflow.folder.saved import SavedRun
 
     with resumable(kept=True), images_bar() as progress:
@@ -143,11 +125,10 @@ def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
             **shared.given_options(given, ["max_pixels"]),
             **options,
         )
-    if chosen:
-        if not named:
-            shared.say_default(chosen[0].name)
-        with SavedRun(given["output"]) as saved:
-            say_model_note(saved.fingerprint["model"], saved.fingerprint.get("note", ""))
+    if not named:
+        shared.say_default(chosen[0].name)
+    with SavedRun(given["output"]) as saved:
+        say_model_note(saved.fingerprint["model"], saved.fingerprint.get("note", ""))
     _report(summary)
 
 
@@ -164,29 +145,6 @@ def _report(summary: Any) -> None:
     say(line)
     if summary.failed:
         sys.exit(1)
-
-
-def _captions(sources: tuple[Path | str, ...], given: dict[str, Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function that captions images, without the arguments of every run; OptionError for other options."""
-    context = get_current_context()
-    params = [param for param in context.command.params if context.get_parameter_source(param.name or "") in _GIVEN]
-    if other := [param.opts[0] for param in params if param.name not in {*_OF_CAPTIONS.split(), *options}]:
-        raise OptionError(f"{', '.join(other)} cannot be used with --caption.")
-    if given["model"] is None:
-        raise OptionError("--caption requires --model, a vision-language model such as demo-caption.")
-    if len(given["method_names"]) > 1 or len(given["prompts"]) > 1:
-        raise OptionError("--caption requires at most one --method and one --prompt.")
-    named = context.get_parameter_source("method_names") in _GIVEN
-    method, prompt = given["method_names"][0] if named else IMAGE_DEFAULT, next(iter(given["prompts"]), None)
-    text_method(method, options)
-    _check_sources(sources)
-    with suppress(ImportError):  # the loader reports the missing package
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    from vitflow.folder.captions import caption_folder
-
-    return partial(caption_folder, model=given["model"], name=given["name"], prompt=prompt, method=method)
 
 
 def _check_sources(sources: tuple[Path | str, ...]) -> None:
