@@ -85,7 +85,7 @@ def test_a_folder_run_shows_its_first_images_and_what_failed(explainer, folder, 
 
 def test_an_evaluation_shows_its_tables_and_bars(explainer):
     images = [np.asarray(Image.open(path).convert("RGB")) for path in sample_images()[:2]]
-    actual = vitflow.evaluate(images, model=explainer, methods=["rollout"], metrics=["deletion_auc"], resamples=50)
+    actual = vitflow.evaluate(images, model=explainer, methods=["rollout"], metrics=["deletion_auc"])
     bundle, size = shown(actual)
     assert size is not None
     assert bundle["text/html"].count("<table>") == 1 and "<th>rollout</th>" in bundle["text/html"]

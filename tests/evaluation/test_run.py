@@ -133,17 +133,11 @@ def test_class_specific_methods_find_the_requested_object_and_baselines_do_not(e
     assert actual.accumulated_mean_iou()["gae"] > actual.accumulated_mean_iou()["random"]
 
 
-def test_the_batch_changes_no_value_and_the_seed_only_the_interval(explainer):
+def test_the_batch_changes_no_value(explainer):
     quick = {"model": explainer, "methods": QUICK, "metrics": ["localisation", "faithfulness"]}
     first, again = evaluate("demo:3", **quick), evaluate("demo:3", batch_size=1, **quick)
     for metric in first.metrics:
         assert first.values[metric.name] == pytest.approx(again.values[metric.name], abs=2e-3), metric.name
-    dataset = open_dataset("demo:12")
-    first, other = (
-        evaluate(dataset, model=explainer, methods=["centre"], metrics=["energy"], seed=seed) for seed in (0, 5)
-    )
-    assert (other.values["energy"] == first.values["energy"]).all()
-    assert other.table("energy")[0].estimate.low != first.table("energy")[0].estimate.low
 
 
 def test_options_reach_the_methods_and_name_them(explainer):

@@ -24,7 +24,7 @@ def measured(count: int = 40, **means: dict[str, float]) -> Tables:
         for _ in range(count)
     )
     metrics = tuple(METRICS[name] for name in means)
-    return Tables("data", "model", methods, metrics, rows, settings={"resamples": 200})
+    return Tables("data", "model", methods, metrics, rows)
 
 
 def test_each_question_has_its_best_map_and_haste_its():
@@ -46,6 +46,20 @@ def test_what_nothing_separates_is_reported():
         "On your 40 images: GAE for what the prediction depends on; "
         "no clear difference between GAE and Gradient rollout."
     )
+
+
+def test_on_few_images_nothing_is_clear():
+    values = {
+        "roc_auc": {"gae": 0.92, "rollout": 0.7, "random": 0.5},
+        "gap": {"gae": 0.3, "rollout": 0.5, "random": 0.0},
+    }
+    assert verdict(measured(9, **values)) == (
+        "On your 9 images: fewer than 10 images show no clear difference, and the best means are those of GAE for "
+        "where the object is, Attention rollout for what the prediction depends on."
+    )
+    actual = measured(20, **values)
+    actual.values["gap"][8:] = np.nan  # measured on eight of them
+    assert verdict(actual).startswith("On your 20 images: GAE for where the object is; fewer than 10 images show")
 
 
 def test_lower_may_be_better_and_options_are_named():

@@ -174,7 +174,7 @@ def test_every_option_of_a_folder_run_changes_its_fingerprint(tmp_path):
             run_folder(source, tmp_path / "out", **(value if name == "options" else {name: value}))
 
 
-FREE_OF_EVALUATIONS = {"output", "images", "limit", "batch_size", "resamples", "overwrite", "progress"}
+FREE_OF_EVALUATIONS = {"output", "images", "limit", "batch_size", "overwrite", "progress"}
 
 
 def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeypatch):

@@ -93,7 +93,7 @@ def test_every_kind_of_run_takes_it(requested, tmp_path):
     assert min(wide.get_figwidth(), plain.get_figwidth()) > 5  # both images side by side
     assert "image 1" in explore(photo(), model=entry, methods=["gae"]).html
     assert explain_folder(tmp_path / "in", tmp_path / "out", model=entry, methods=["gae"], target=1).explained == 1
-    options = {"methods": ["gae"], "points": 3, "resamples": 10, "sanity_images": 0}
+    options = {"methods": ["gae"], "points": 3, "sanity_images": 0}
     assert not evaluate(tmp_path / "in", model=entry, metrics=["faithfulness"], **options).failures
 
 

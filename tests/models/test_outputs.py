@@ -103,9 +103,7 @@ def test_every_kind_of_run_takes_it(requested, image, tmp_path):
     assert summary.explained == 1
     again = explain_folder(tmp_path / "in", tmp_path / "out", model=requested, methods=["gae"], target="sky")
     assert again.kept == 1
-    actual = evaluate(
-        tmp_path / "in", model=requested, methods=["gae"], metrics=["deletion_auc"], points=3, resamples=10
-    )
+    actual = evaluate(tmp_path / "in", model=requested, methods=["gae"], metrics=["deletion_auc"], points=3)
     assert not actual.failures
 
 
@@ -169,7 +167,7 @@ def test_other_answers_are_another_run(dense, image, tmp_path, what):
 def test_an_evaluation_of_other_answers_is_another_run(dense, image, tmp_path):
     write_image(tmp_path / "in" / "one.png", image)
     (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
-    options = {"methods": ["gae"], "metrics": ["deletion_auc"], "points": 3, "resamples": 10}
+    options = {"methods": ["gae"], "metrics": ["deletion_auc"], "points": 3}
     entry = Outputs(corner, tuple(LABELS), 3, **BASE)
     run = partial(evaluate, tmp_path / "in", output=tmp_path / "out", **options)
     run(model=Explainer(dense, outputs=entry, data_config=DATA))

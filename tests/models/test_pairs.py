@@ -249,7 +249,7 @@ def test_every_kind_of_run_takes_prompts(requested, tmp_path):
     for kept in (0, 2):
         summary = explain_folder(tmp_path / "in", tmp_path / "out", model=requested, methods=["gae"], target="a dog")
         assert (summary.explained, summary.kept) == (2, kept)
-    options = {"methods": ["gae"], "points": 3, "resamples": 10, "sanity_images": 0}
+    options = {"methods": ["gae"], "points": 3, "sanity_images": 0}
     actual = evaluate(tmp_path / "in", model=requested, metrics=["faithfulness"], **options)
     assert not actual.failures
 

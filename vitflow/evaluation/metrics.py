@@ -22,6 +22,8 @@ class Metric:
         description: one sentence.
         limitations: what the metric does not show.
         better: "higher" or "lower".
+        limits: smallest and largest possible value.
+        share: True if an image is a hit or a miss, at the ends of the range.
     """
 
     group: str
@@ -30,6 +32,8 @@ class Metric:
     description: str
     limitations: str
     better: str = "higher"
+    limits: tuple[float, float] = (0.0, 1.0)
+    share: bool = False
 
     @property
     def arrow(self) -> str:
@@ -246,7 +250,20 @@ _ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 
-METRICS: dict[str, Metric] = {row[0]: Metric(group, *row) for group, rows in _ROWS.items() for row in rows}
+_SHARES = {"pointing_game", "grid_wins", "separation_wins"}
+# Ranges of the metrics that are not between 0 and 1.
+_LIMITS = {
+    "gap": (-1.0, 1.0),
+    "shift_stability": (-1.0, 1.0),
+    "flip_stability": (-1.0, 1.0),
+    "class_sensitivity": (0.0, 2.0),
+}
+
+METRICS: dict[str, Metric] = {
+    row[0]: Metric(group, *row, limits=_LIMITS.get(row[0], (0.0, 1.0)), share=row[0] in _SHARES)
+    for group, rows in _ROWS.items()
+    for row in rows
+}
 
 
 def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], list[str]]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from vitflow.errors import printable
 from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
 from vitflow.evaluation.metrics import GROUPS, Metric, is_blurred
-from vitflow.evaluation.statistics import CONFIDENCE
+from vitflow.evaluation.statistics import CONFIDENCE, MIN_CLEAR
 from vitflow.evaluation.tables import LAYER_TITLES, TableRow, Tables
 from vitflow.images.charts import (
     AXIS,
@@ -46,7 +46,7 @@ _QUESTIONS = {
 
 
 def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
-    """Draw a panel per metric: the mean of each measured method with its bootstrap interval.
+    """Draw a panel per metric: the mean of each measured method with its interval.
 
     Baselines and controls are grey. A thin line marks the random map's mean in every panel.
 
@@ -162,11 +162,12 @@ def draw_charts(evaluation: Tables) -> dict[str, Figure]:
 def verdict(evaluation: Tables) -> str:
     """Return a sentence with the best method for each question, the best fast method, and ties.
 
-    Only measured metrics count; the sentence is empty if none of them answers a question.
+    Only measured metrics count; the sentence is empty if none of them answers a question. On fewer than ten images no
+    method is called better than another.
 
     >>> from vitflow.evaluation import evaluate
-    >>> verdict(evaluate("demo:8", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
-    'On your 8 images: GAE for where the object is.'
+    >>> verdict(evaluate("demo:12", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
+    'On your 12 images: GAE for where the object is.'
     """
     measured = {
         question: [name for name in names if name in evaluation.values] for question, names in _QUESTIONS.items()
@@ -174,10 +175,16 @@ def verdict(evaluation: Tables) -> str:
     questions = {question: names[0] for question, names in measured.items() if names}
     winners: dict[str, list[str]] = {}
     unclear: list[str] = []
+    best_of_few: dict[str, list[str]] = {}
+    clear: list[str] = []
     for question, metric in questions.items():
         if not (ranking := evaluation.ranking(metric)):
             continue
         best = ranking[0][0]
+        if evaluation.count(metric) < MIN_CLEAR:
+            best_of_few.setdefault(best, []).append(question)
+            continue
+        clear.append(metric)
         if evaluation.state(metric, best, "random") not in ("better", "worse"):
             unclear.append(question)
         else:
@@ -185,25 +192,31 @@ def verdict(evaluation: Tables) -> str:
     parts = [f"{_title(method)} for {_listed(names)}" for method, names in winners.items()]
     named = list(winners)
     if named and not unclear and any(_is_slow(name) for name in named):
-        ranking = evaluation.ranking(next(iter(questions.values())))
+        ranking = evaluation.ranking(clear[0])
         fast = next((name for name, _ in ranking if not _is_slow(name)), None)
         if fast is not None and fast not in named:
             parts.append(f"{_title(fast)} if speed matters")
             named.append(fast)
     if unclear:
         parts.append(f"no map is clearly better than a random one for {_listed(unclear)}")
-    if not parts:
-        return ""
-    sentences = [", ".join(parts)]
+    sentences = [", ".join(parts)] if parts else []
     for index, method in enumerate(named):
         ties = [
             _title(other)
             for other in evaluation.main_methods
             if other not in named[: index + 1]
-            and not {"better", "worse"} & {evaluation.state(metric, method, other) for metric in questions.values()}
+            and not {"better", "worse"} & {evaluation.state(metric, method, other) for metric in clear}
         ]
         if ties:
             sentences.append(f"no clear difference between {_title(method)} and {_listed(ties)}")
+    if best_of_few:
+        best_means = (f"{_title(method)} for {_listed(names)}" for method, names in best_of_few.items())
+        sentences.append(
+            f"fewer than {MIN_CLEAR} images show no clear difference, and the best means are those of "
+            f"{', '.join(best_means)}"
+        )
+    if not sentences:
+        return ""
     count = len(evaluation.images)
     return f"On your {count} image{'' if count == 1 else 's'}: {'; '.join(sentences)}."
 

@@ -17,7 +17,6 @@ from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, can_drop_toke
 from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
 from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals
 from vitflow.evaluation.results import Evaluation
-from vitflow.evaluation.statistics import RESAMPLES
 from vitflow.evaluation.targets import Grid, choose_target, draw_grids, make_grids, random_order
 from vitflow.explaining.explainer import Explainer
 from vitflow.folder.batches import Batches, RunProgress, Tally
@@ -63,7 +62,6 @@ def evaluate(
     blurred_control: bool = True,
     sanity_images: int = SANITY_IMAGES,
     batch_size: int | None = None,
-    resamples: int = RESAMPLES,
     seed: int = 0,
     overwrite: bool = False,
     progress: Callable[[RunProgress], None] | None = None,
@@ -92,8 +90,7 @@ def evaluate(
         sanity_images: number of randomly drawn images for sanity, intervals and rank correlation, which take many
             forward passes.
         batch_size: images per forward pass; by default 8 on a CPU and 64 on a GPU, halved when memory runs out.
-        resamples: bootstrap resamples of each interval.
-        seed: seed of the resamples, the random weights and the draw of images.
+        seed: seed of the random weights and the draw of images.
         overwrite: discard the rows of an earlier run in the output folder.
         progress: called after each progress of the run.
         options: options for every method that accepts them.
@@ -151,7 +148,7 @@ def evaluate(
         methods=tuple(measured[0]["values"]),
         metrics=tuple(metric for metric in shown if metric.group in groups),
         rows=tuple(rows),
-        settings=without_probe(settings) | {"resamples": resamples, "versions": versions()},
+        settings=without_probe(settings) | {"versions": versions()},
         kind=dataset.kind,
         skipped=tuple(notes),
     )

@@ -17,7 +17,6 @@ from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
 from vitflow.evaluation.metrics import METRICS, Metric, blurred_label, has_intervals, is_blurred
 from vitflow.evaluation.statistics import (
-    RESAMPLES,
     Difference,
     Estimate,
     defined_means,
@@ -230,7 +229,7 @@ class Tables:
     def _tables(self) -> dict[str, list[TableRow]]:
         tables = {}
         for metric in self.metrics:
-            estimates = estimate_means(self.measured_values(metric), **self._resampling)
+            estimates = estimate_means(self.measured_values(metric), limits=metric.limits, share=metric.share)
             rows = []
             for method, estimate in zip(self.methods, estimates, strict=True):
                 measured = self.is_measured(method, metric)
@@ -265,7 +264,8 @@ class Tables:
         differences = {}
         for metric in self.metrics:
             values = self.measured_values(metric)
-            estimated = paired_differences(list(self.methods), values, pairs, **self._resampling)
+            bounds: Any = {"limits": metric.limits, "share": metric.share}
+            estimated = paired_differences(list(self.methods), values, pairs, **bounds)
             differences[metric.name] = {(pair.first, pair.second): pair for pair in estimated}
         return differences
 
@@ -274,9 +274,9 @@ class Tables:
         measured = np.array([metric.group in image["groups"] for image in self.images], dtype=np.bool_)
         return self.values[metric.name][measured]
 
-    @property
-    def _resampling(self) -> dict[str, int]:
-        return {"resamples": self.settings.get("resamples", RESAMPLES), "seed": self.settings.get("seed", 0)}
+    def count(self, metric: str) -> int:
+        """Return the number of images with a value of the metric for any method."""
+        return max(row.estimate.count for row in self.table(metric))
 
     def ranking(self, metric: str) -> list[tuple[str, float]]:
         """Return methods and their means, best first, without baselines and blurred controls."""

@@ -92,14 +92,6 @@ class _MethodOrAll(MethodWithOptions):
 )
 @shared.batch_size_option
 @click.option(
-    "--resamples",
-    panel="Measurement",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=2000,
-    help="Resamples of each bootstrap interval.",
-)
-@click.option(
     "--seed",
     panel="Measurement",
     type=click.IntRange(min=0),
@@ -146,7 +138,7 @@ def _run(data: str, given: dict[str, Any]) -> Any:
         methods = "all"
     same = (
         *("output", "images", "limit", "replace_by", "points", "blurred_control", "sanity_images", "batch_size"),
-        *("resamples", "seed"),
+        "seed",
     )
     with resumable(kept=given["output"] is not None), images_bar() as progress:
         return evaluate(
