@@ -40,7 +40,10 @@ def test_the_output_is_the_mean_of_the_logits_and_shares_are_its_parts(explainer
     clip = explain_clip(frames, model=explainer, target=label)
     with torch.no_grad():
         logits = [float(explainer.logits(explainer.pixels(frame))[0, label]) for frame in frames]
-    assert clip.score.value == pytest.approx(1 / (1 + np.exp(-np.mean(logits))), rel=1e-4)
+    best = int(np.argmax(logits))  # the softmax of the mean would be below each of these
+    assert clip.best == best and clip.score.value == pytest.approx(1 / (1 + np.exp(-logits[best])), rel=1e-4)
+    assert clip.score == clip.frames[best].score and clip.to_dict()["best_frame"] == best + 1
+    assert f"{clip.score.display} in frame {best + 1}" in clip.figure().get_suptitle()
     above = [logit - min(logits) for logit in logits]
     np.testing.assert_allclose(clip.shares, [each / sum(above) for each in above], atol=1e-4)
     assert separates(clip.shares, shown)

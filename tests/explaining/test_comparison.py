@@ -305,10 +305,10 @@ def test_a_map_lies_in_the_strip_where_it_lies_on_the_image(fit, size):
     explaining = Explainer(custom_model(), data_config=DATA, fit=fit)
     saliency = explaining.explain(cv2.GaussianBlur(photo(*size), (0, 0), 5), method="rollout")
     limits = overlay.scale_range(saliency.grid)
-    pen = Pen(1.5, mark_unseen=False)
+    pen = Pen(1.5, unseen="off")
     small = pen.overlay(saliency.grid, saliency.placement, saliency.image, limits)
     assert small.shape[:2] == panel_size(size)
-    full = saliency.overlay(mark_unseen=False)
+    full = saliency.overlay(unseen="off")
     expected = cv2.resize(full, small.shape[1::-1], interpolation=cv2.INTER_AREA if size[0] > 100 else cv2.INTER_CUBIC)
     difference = np.abs(small.astype(float) - expected).mean(axis=-1)
     assert difference.mean() < 2.0

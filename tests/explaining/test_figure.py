@@ -1,17 +1,19 @@
 """Figures of one map: its words, its colours, and the patch that was asked about."""
 
+import contextlib
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
 from PIL import Image
 
 from vitflow import Comparison, Contrast, Explainer
-from vitflow.cli import main
+from vitflow.cli import cli, main
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.saliency import Saliency
@@ -167,6 +169,66 @@ def test_the_command_writes_figures(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main()
     assert "ends in .png, .jpg" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def cropped() -> Saliency:
+    """A signed map of a photograph of which the model saw the middle, with a query patch."""
+    image = np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8)
+    grid = np.random.default_rng(1).standard_normal((6, 6)).astype(np.float32)
+    placement = place((90, 140), (48, 48), crop_pct=0.7)
+    return Saliency(grid, placement, image, "noise.png", "own", "rollout", {"patch": (1, 2)})
+
+
+@pytest.mark.parametrize("options", [{}, {"contours": True, "alpha": 0.4}, {"fade": False}, {"crop_to_seen": True}])
+def test_a_heatmap_alone_over_any_ground_is_the_overlay_of_that_ground(cropped, options):
+    alone = cropped.overlay(background="none", **options).astype(float)
+    for level in (0, 90, 255):
+        ground = replace(cropped, image=np.full_like(cropped.image, level)).overlay(background="photo", **options)
+        opacity = alone[..., 3:] / 255
+        np.testing.assert_allclose(
+            opacity * alone[..., :3] + (1 - opacity) * level, ground, atol=3
+        )  # lines are rounded twice
+
+
+def test_the_unseen_part_can_be_left_without_a_line_or_left_out(cropped, tmp_path):
+    left, top, right, bottom = cropped.placement.seen_box
+    plain = cropped.overlay(unseen="off")
+    unseen = np.isnan(cropped.heatmap)
+    np.testing.assert_array_equal(plain[unseen], cropped.image[unseen])
+    assert (cropped.overlay()[~unseen] != plain[~unseen]).any()
+    np.testing.assert_array_equal(cropped.overlay(crop_to_seen=True), plain[top:bottom, left:right])
+    for options in ({"unseen": "off"}, {"crop_to_seen": True}):
+        assert "saw" not in " ".join(words(cropped, tmp_path, **options))
+        figures = [cropped.figure(**options), Comparison(((cropped,),)).figure(width=3.5, **options)]
+        shapes = {axes.images[0].get_array().shape for figure in figures for axes in figure.axes[:-1]}
+        assert shapes == ({(700, 700, 3)} if "crop_to_seen" in options else {(450, 700, 3)})
+    assert "saw" in " ".join(words(cropped, tmp_path))
+    whole = map_of(np.eye(4))
+    np.testing.assert_array_equal(whole.overlay(crop_to_seen=True), whole.overlay())
+
+
+def test_the_command_saves_the_heatmap_alone_and_crops(explainer, tmp_path):
+    image = sample_images()[1]
+    saliency = explainer.explain(image)
+    lines = (
+        ["--background", "none", "-o", "a.png"],
+        ["-o", "a.npy"],
+        ["--crop-to-seen", "--unseen", "off", "-o", "b.png"],
+    )
+    with contextlib.chdir(tmp_path):
+        done = [CliRunner().invoke(cli, ["explain", str(image), "--model", "demo", *line]) for line in lines]
+        refused = CliRunner().invoke(
+            cli, ["explain", str(image), "--model", "demo", "--background", "none", "-o", "a.jpg"]
+        )
+    assert (
+        [each.exit_code for each in done] == [0, 0, 0] and "transparency" in refused.stderr and refused.exit_code == 2
+    )
+    np.testing.assert_array_equal(Image.open(tmp_path / "a.png"), saliency.overlay(background="none"))
+    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), saliency.heatmap)
+    np.testing.assert_array_equal(Image.open(tmp_path / "b.png"), saliency.overlay(crop_to_seen=True))
+    with pytest.raises(OptionError, match="unscaled"):
+        saliency.save(tmp_path / "c.npy", alpha=1)
 
 
 def test_another_file_type_is_refused():

@@ -49,12 +49,13 @@ class Clip:
     Attributes:
         frames: the map of each frame. With an image model, its score is the score of this frame alone; with a video
             model or a vision–language model, there is one for each position along time, drawn on its first frame.
-        score: score of the explained output, with an image model from the mean of the frames' logits.
+        score: score of the explained output; with an image model that of the frame with the highest one, `best`.
         shares: share of each frame, [frames]: with an image model in the explained output, see `frame_shares`; else in
             the map, see `joint_shares`.
         source: name of the clip.
         span: number of frames that each map covers.
         joint: whether the model sees all frames together.
+        best: index of the frame with the highest score; 0 if the model sees all frames together.
         controls: results of the controls, one sentence each.
 
     >>> from vitflow.demo import draw_image
@@ -69,6 +70,7 @@ class Clip:
     source: str
     span: int = 1
     joint: bool = False
+    best: int = 0
     controls: tuple[str, ...] = ()
 
     @cached_property
@@ -114,6 +116,7 @@ class Clip:
         first = self.frames[0]
         lines = [line for line in captions.class_lines(self.score) if line]
         title = f"{first.definition.title}: {', '.join(lines)}" if lines else first.definition.title
+        title += "" if self.joint else f" in frame {self.best + 1}"
         shown = {number: images[number] for number in self.key_frames}
         return written(draw_clip(shown, self.shares, title=title, notes=list(self.notes()), span=self.span), path)
 
@@ -168,12 +171,13 @@ class Clip:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything except the arrays, for JSON."""
-        record = replace(self.frames[0], score=self.score, source=self.source).to_dict()
+        record = replace(self.frames[self.best], score=self.score, source=self.source).to_dict()
         return {
             **record,
             "seconds": round(sum(frame.seconds for frame in self.frames), 4),
             "frames": self.span * len(self.frames),
             "frame_scores": [frame.score.value for frame in self.frames],
+            "best_frame": None if self.joint else self.best + 1,
             "frame_shares": [round(float(share), 4) for share in self.shares],
             "frames_per_share": self.span,
             "controls": list(self.controls),
@@ -271,8 +275,9 @@ def explain_clip(
     [index] = resolve_targets(target, probabilities, explainer.facts.outputs.names)
     assert index is not None
     explained = explainer.explain_batch(images, methods=[chosen], targets=np.full(len(images), int(index)), names=names)
-    score = Score.of(probabilities[0], int(index), explainer.outputs)
-    return Clip(tuple(explained), score, frame_shares(logits[:, int(index)].numpy()), source)
+    best = max(range(len(explained)), key=lambda frame: explained[frame].score.value or 0.0)
+    shares = frame_shares(logits[:, int(index)].numpy())
+    return Clip(tuple(explained), explained[best].score, shares, source, best=best)
 
 
 def _explain_joint(

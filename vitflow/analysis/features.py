@@ -63,7 +63,7 @@ def _coloured(image: ImageFeatures, colours: NDArray[np.float32], pen: Pen) -> N
         for values in (*np.moveaxis(colours, 2, 0), image.shown)
     )
     plain = np.where(np.isnan(covered), covered, 0)
-    drawn = overlay.blend(photograph, plain, **pen.blending, mark_unseen=False)
+    drawn = overlay.blend(photograph, plain, **pen.blending | {"mark_unseen": False})
     alpha = pen.blending["alpha"]
     mixed = alpha * 255 * np.stack([red, green, blue], axis=-1) + (1 - alpha) * photograph
     coloured = covered > 0.5

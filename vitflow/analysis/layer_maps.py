@@ -81,8 +81,9 @@ class LayerMaps(FigureResult):
         strip = Strip(pen)
         cells = [[(column, strip.cell(each)) for column, each in section] for section in self._sections()]
         whole = self.accumulated[-1]
-        photograph = Cell(pen.photograph(whole.image), tuple(class_lines(whole.score)), (image_name(whole.source),))
-        cells[0].insert(0, (Column("Image"), photograph))
+        photograph = pen.photograph(whole.image, whole.placement)
+        named = Cell(photograph, tuple(class_lines(whole.score)), (image_name(whole.source),))
+        cells[0].insert(0, (Column("Image"), named))
         bands: list[Band] = [
             ([column for column, _ in row], [[[cell] for _, cell in row]])
             for section in cells

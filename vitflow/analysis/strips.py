@@ -90,9 +90,11 @@ class Strip:
         maps = [[self.cell(each, ends) for each in column] for column, ends in zip(columns, limits, strict=True)]
         if first.reference is None:
             about_region = first.facts.keys() & set(_MARKS)
-            marked = [self.pen.photograph(each.image, each.marked if about_region else None) for each in named]
+            marked = [
+                self.pen.photograph(each.image, each.placement, each.marked if about_region else None) for each in named
+            ]
             return [[Cell(image, label, name) for image, label in zip(marked, labels, strict=True)], *maps]
-        photographs = [Cell(self.pen.photograph(each.image), (), name) for each in named]
+        photographs = [Cell(self.pen.photograph(each.image, each.placement), (), name) for each in named]
         compared = [each.reference for each in named if each.reference is not None]
         references = [Cell(self.pen.photograph(image), label) for image, label in zip(compared, labels, strict=True)]
         return [photographs, references, *maps]
@@ -116,7 +118,7 @@ class Strip:
         limits += f" Printed below each map: {'its limits' if self._prints_limits else SHARES}."
         if pen.soft:
             limits += " Values beyond the limits approach the last colour."
-        if not all(image[0].placement.sees_everything for image in images):
+        if pen.marks_unseen and not all(image[0].placement.sees_everything for image in images):
             limits += " The line marks the region the model saw."
         lines = [limits + "".join(f" {note}" for fact, note in _MARKS.items() if fact in images[0][0].facts), pen.note]
         if any(overlay.has_two_sides(*ends) for _, ends in self._drawn):

@@ -133,7 +133,10 @@ class Saliency:
                 for a map with negative values, 0 is transparent and the colours diverge from it.
             robust: use percentiles for that range, so that a single artefact patch does not determine it; values
                 beyond them approach the last colour.
-            drawing: cmap, alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
+            background: image under the colours; "none" gives RGBA [height, width, 4] with the colours alone.
+            unseen: "line" along the border of the part that the model saw, or "off".
+            crop_to_seen: draw only that part.
+            drawing: cmap, alpha, fade and contours as for `vitflow.images.overlay.blend`.
         """
         pen = Pen(None, **drawing)
         marked = self.marked if self.region is not None or "detection" in self.facts else None
@@ -167,8 +170,7 @@ class Saliency:
         Args:
             path: also write the figure here: .png, .pdf or .svg.
             width: width of the image, in inches.
-            drawing: vmin, vmax, robust and interpolation as for `overlay`; dpi, pixels per inch of the image; cmap,
-                alpha, fade, background, contours and mark_unseen as for `vitflow.images.overlay.blend`.
+            drawing: as for `overlay`; and dpi, pixels per inch of the image.
 
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.
@@ -184,10 +186,10 @@ class Saliency:
             heads.insert(0, Column("Compared with"))
             cells.insert(0, [Cell(pen.photograph(self.reference))])
         bar = bar_with_values(self.drawn, pen, limits, captions.ends(self.score, self.class_specific))
-        notes = filter(None, (limits_in_words(pen, limits), pen.note, *self._notes()))
+        notes = filter(None, (limits_in_words(pen, limits), pen.note, *self._notes(pen)))
         return written(draw_bands([(heads, [cells])], bars=[bar], note="\n".join(notes), dpi=pen.dpi), path)
 
-    def _notes(self) -> Iterator[str]:
+    def _notes(self, pen: Pen) -> Iterator[str]:
         """Yield the notes below the figure."""
         if self.target is not None and not self.class_specific:
             yield "The map is the same for every class."
@@ -206,22 +208,27 @@ class Saliency:
             yield "The frame marks the query patch."
         elif self.significant is not None:
             yield "The outline marks patches that raise the score, significant at 95 %."
-        if not self.placement.sees_everything:
+        if pen.marks_unseen and not self.placement.sees_everything:
             yield "The line marks the region that the model saw."
         yield f"{image_name(self.source)} · {captions.model_in_words(self.model, self.model_note)}"
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the overlay (.png, .jpg, .webp; options as for `overlay`) or the map itself (.npz); return the path.
+        """Write the overlay (.png, .jpg, .webp; options as for `overlay`) or the map (.npz, .npy); return the path.
 
-        The `.npz` contains `grid` and `heatmap` (unscaled) and `metadata`, a JSON string with everything else. Files
-        are written atomically.
+        The `.npz` contains `grid` and `heatmap` (unscaled) and `metadata`, a JSON string with everything else; the
+        `.npy` only `heatmap`. Files are written atomically.
         """
         path = Path(path)
-        if path.suffix.lower() != ".npz":
+        suffix = path.suffix.lower()
+        if suffix not in (".npz", ".npy"):
             write_image(path, self.overlay(**options))
             return path
         if options:
-            raise OptionError(f"Drawing options cannot be used with .npz, which is unscaled; got {', '.join(options)}.")
+            raise OptionError(f"{suffix} is unscaled and has no drawing options; got {', '.join(options)}.")
+        if suffix == ".npy":
+            with write_atomically(path) as file:
+                np.save(file, self.heatmap)
+            return path
         metadata = np.array(json.dumps(self.to_dict(), ensure_ascii=False))
         with write_atomically(path) as file:
             np.savez_compressed(file, grid=self.grid, heatmap=self.heatmap, metadata=metadata)

@@ -29,7 +29,7 @@ from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
 from vitflow.folder.saved import SavedRun
 from vitflow.folder.store import Run, finishing
 from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
-from vitflow.images.overlay import blend
+from vitflow.images.pen import Pen
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
@@ -230,8 +230,10 @@ def explain_folder(
         overlays=overlays,
         has_target=has_target,
     )
-    drawn = {name: value for name, value in job.drawing.items() if name != "interpolation"}
-    blend(np.zeros((1, 2, 3), np.uint8), np.array([[0.0, 1.0]]), **drawn)  # raises for invalid options
+    pen = Pen(None, **job.drawing)
+    pen.limits(np.zeros(2)), pen.bar()  # raise for invalid options
+    if pen.transparent and format == "jpg":
+        raise OptionError("JPEG has no transparency: use format png or webp, or another background than none.")
     # Report errors of the sources before loading a model.
     selection: dict[str, Any] = {"recursive": recursive, "glob": glob, "limit": limit}
     listing = list_inputs(source, output, **selection)

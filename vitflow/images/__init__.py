@@ -13,9 +13,13 @@ INTERPOLATIONS: tuple[Interpolation, ...] = get_args(Interpolation)
 #: Pixels per inch of the images in a figure, in every format; text and lines are vectors in PDF and SVG.
 DPI = 200
 
-#: Image under the colours of a map: unchanged, darkened grey, or darkened with half its saturation.
-Background = Literal["photo", "grey", "dim"]
+#: Image under the colours of a map: unchanged, darkened grey, darkened with half its saturation, or transparent.
+Background = Literal["photo", "grey", "dim", "none"]
 BACKGROUNDS: tuple[Background, ...] = get_args(Background)
+
+#: How the border of the part that the model saw is drawn.
+Unseen = Literal["line", "off"]
+UNSEEN: tuple[Unseen, ...] = get_args(Unseen)
 
 #: Arguments of Pillow's `save` by file suffix.
 WRITE_OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,14 +1,13 @@
 """Overlay of a heatmap on its image: scale, colour, blend; images are RGB."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, check_known, unknown_name
-from vitflow.images import BACKGROUNDS, Background
 from vitflow.images.geometry import strips
 
 #: Lower and upper percentile of the robust colour limits, as in seaborn.
@@ -27,8 +26,11 @@ DIVERGING = "bwr"
 #: Share of the range after which colours grow slower, so that values beyond a soft limit still differ.
 KNEE = 0.8
 
+#: Image under the colours.
+Ground = Literal["photo", "grey", "dim"]
+
 #: Brightness and saturation of the image that a background keeps.
-KEPT: dict[Background, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.75, 0.0), "dim": (0.75, 0.5)}
+KEPT: dict[Ground, tuple[float, float]] = {"photo": (1.0, 1.0), "grey": (0.75, 0.0), "dim": (0.75, 0.5)}
 
 #: Weights of red, green and blue in the luminance of ITU-R 601-2, as in Pillow's convert("L").
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -119,7 +121,7 @@ def blend(
     vmax: float | None = None,
     robust: bool = True,
     soft: bool | None = None,
-    background: Background = "grey",
+    background: Ground = "grey",
     contours: bool | Sequence[float] = False,
     mark_unseen: bool = True,
 ) -> NDArray[np.uint8]:
@@ -159,7 +161,7 @@ def blend(
         )
     if not 0.0 <= alpha <= 1.0:
         raise OptionError(f"Expected 0 <= alpha <= 1, got {alpha}.")
-    check_known("background", background, BACKGROUNDS)
+    check_known("background", background, list(KEPT))
     low, high = scale_range(heatmap, vmin=vmin, vmax=vmax, robust=robust)
     soft = is_soft(vmin, vmax, robust) if soft is None else soft
     two_sides = has_two_sides(low, high)
@@ -191,7 +193,7 @@ def is_soft(vmin: float | None, vmax: float | None, robust: bool) -> bool:
     return robust and vmin is None and vmax is None
 
 
-def _kept(background: Background, alpha: float) -> tuple[np.float32, np.float32]:
+def _kept(background: Ground, alpha: float) -> tuple[np.float32, np.float32]:
     """Return the weights of a pixel's value and of its brightness in its background."""
     strength = min(2 * alpha, 1.0)
     brightness, color = KEPT[background]

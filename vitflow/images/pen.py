@@ -9,8 +9,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError
-from vitflow.images import DPI, Interpolation, overlay
+from vitflow.errors import OptionError, check_known
+from vitflow.images import BACKGROUNDS, DPI, UNSEEN, Background, Interpolation, Unseen, overlay
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import upsample
 
@@ -41,7 +41,10 @@ class Pen:
         dpi: pixels per inch.
         vmin, vmax, robust: limits of the colours, as in `overlay.scale_range`.
         interpolation: upsampling of patches: "smooth", "linear", or "nearest" to see the patches.
-        blending: other options of `overlay.blend`: cmap, alpha, fade, background, contours and mark_unseen.
+        background: image under the colours, as in `overlay.blend`; "none": transparent, which gives RGBA.
+        unseen: "line" along the border of the part that the model saw, or "off".
+        crop_to_seen: draw only that part.
+        blending: other options of `overlay.blend`: cmap, alpha, fade and contours.
     """
 
     def __init__(
@@ -53,12 +56,21 @@ class Pen:
         vmax: float | None = None,
         robust: bool = True,
         interpolation: Interpolation = "smooth",
+        background: Background = "grey",
+        unseen: Unseen = "line",
+        crop_to_seen: bool = False,
         **blending: Any,
     ) -> None:
         if width is None and dpi != DPI:
             raise OptionError("dpi cannot be used for an overlay, which has the pixels of its image: draw a figure.")
-        self.width, self.dpi, self.interpolation, self.blending = width, dpi, interpolation, blending
+        check_known("background", background, BACKGROUNDS)
+        check_known("unseen", unseen, UNSEEN)
+        self.width, self.dpi, self.interpolation = width, dpi, interpolation
         self.vmin, self.vmax, self.robust = vmin, vmax, robust
+        self.marks_unseen, self.crop_to_seen = unseen == "line" and not crop_to_seen, crop_to_seen
+        self.transparent = background == "none"
+        ground = "photo" if self.transparent else background
+        self.blending = {"background": ground, "mark_unseen": self.marks_unseen, **blending}
 
     @property
     def soft(self) -> bool:
@@ -79,16 +91,13 @@ class Pen:
         """Return the values of the first and the last colour, for one map or for several with a common scale."""
         return overlay.scale_range(values, vmin=self.vmin, vmax=self.vmax, robust=self.robust)
 
-    def photograph(self, image: NDArray[np.uint8], marked: Mark | None = None) -> NDArray[np.uint8]:
-        """Resize the image to its size in the figure, and mark a box or region; without a width return the image."""
-        if self.width is None:
-            return image
-        height, width = panel_size((image.shape[0], image.shape[1]), width=self.width, dpi=self.dpi)
-        smaller = height <= image.shape[0]
-        resized = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if smaller else cv2.INTER_CUBIC)
-        drawn = np.asarray(resized, dtype=np.uint8)
+    def photograph(
+        self, image: NDArray[np.uint8], placement: Placement | None = None, marked: Mark | None = None
+    ) -> NDArray[np.uint8]:
+        """Resize an image to its size in the figure, mark a box or region, and crop it to what the model saw."""
+        drawn = self._resized(image, placement)
         _mark(drawn, image, marked)
-        return drawn
+        return self._cropped(drawn, placement)
 
     def overlay(
         self,
@@ -98,14 +107,54 @@ class Pen:
         limits: Limits,
         marked: Mark | None = None,
     ) -> NDArray[np.uint8]:
-        """Draw a map over its image at the size in the figure, with an optional box or region."""
-        photograph = self.photograph(image)
+        """Draw a map over its image at the size in the figure, with an optional box or region.
+
+        Returns:
+            uint8 RGB [height, width, 3]; without background RGBA [height, width, 4].
+        """
+        photograph = self._resized(image, placement)
         # The placement's coordinates are continuous, so that it fits the image in any size.
-        placement = replace(placement, image_size=photograph.shape[:2])
-        heatmap = upsample(grid, placement, interpolation=self.interpolation)
-        drawn = overlay.blend(photograph, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
-        _mark(drawn, image, marked)
-        return drawn
+        resized = replace(placement, image_size=photograph.shape[:2])
+        heatmap = upsample(grid, resized, interpolation=self.interpolation)
+
+        def drawn_over(ground: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            drawn = overlay.blend(ground, heatmap, vmin=limits[0], vmax=limits[1], soft=self.soft, **self.blending)
+            _mark(drawn, image, marked)
+            return self._cropped(drawn, placement)
+
+        if not self.transparent:
+            return drawn_over(photograph)
+        # A colour c of opacity a is a·c over black, and a·c + 255 (1 − a) over white.
+        black, white = (drawn_over(np.full_like(photograph, level)).astype(np.float32) for level in (0, 255))
+        opacity = 255 - (white - black).max(axis=2, keepdims=True)
+        colours = np.rint(255 * black / np.maximum(opacity, 1)).clip(0, 255)
+        return np.concatenate([colours, opacity], axis=2).astype(np.uint8)
+
+    def _resized(self, image: NDArray[np.uint8], placement: Placement | None) -> NDArray[np.uint8]:
+        """Return a copy of an image such that it, or its part to show, has the width of the figure."""
+        if self.width is None:
+            return image.copy()
+        high, wide = image.shape[:2]
+        left, top, right, bottom = self._shown(placement) or (0, 0, wide, high)
+        height, width = panel_size((bottom - top, right - left), width=self.width, dpi=self.dpi)
+        size = (max(round(width * wide / (right - left)), 1), max(round(height * high / (bottom - top)), 1))
+        interpolation = cv2.INTER_AREA if size[1] <= high else cv2.INTER_CUBIC
+        return np.asarray(cv2.resize(image, size, interpolation=interpolation), dtype=np.uint8)
+
+    def _shown(self, placement: Placement | None) -> tuple[int, int, int, int] | None:
+        """Return the pixels of the image to crop to, if it is cropped and the model saw any."""
+        if not self.crop_to_seen or placement is None:
+            return None
+        left, top, right, bottom = placement.seen_box
+        return (left, top, right, bottom) if right > left and bottom > top else None
+
+    def _cropped(self, drawn: NDArray[np.uint8], placement: Placement | None) -> NDArray[np.uint8]:
+        shown = self._shown(placement)
+        if shown is None or placement is None:
+            return drawn
+        down, across = (new / old for new, old in zip(drawn.shape, placement.image_size, strict=False))
+        left, top, right, bottom = (round(edge * by) for edge, by in zip(shown, (across, down) * 2, strict=True))
+        return np.ascontiguousarray(drawn[top : max(bottom, top + 1), left : max(right, left + 1)])
 
     def ramp(self, low: float, high: float, limits: Limits) -> NDArray[np.uint8]:
         """Return the colours from low to high over mid-grey, [height, width, 3]."""
@@ -156,8 +205,8 @@ def takes_drawing_options(function: _Function) -> _Function:
     """Add the drawing options of `**drawing` to the signature of a function."""
     signature = inspect.signature(function)
     *named, _ = signature.parameters.values()
-    parameters = [*inspect.signature(Pen).parameters.values(), *inspect.signature(overlay.blend).parameters.values()]
-    left_out = {*signature.parameters, "width", "blending", "image", "heatmap", "soft"}
+    parameters = [one for of in (overlay.blend, Pen) for one in inspect.signature(of).parameters.values()]
+    left_out = {*signature.parameters, "width", "blending", "image", "heatmap", "soft", "mark_unseen"}
     left_out |= set() if "width" in signature.parameters else {"dpi"}  # an overlay has the pixels of its image
     more = {one.name: one.replace(kind=one.KEYWORD_ONLY) for one in parameters if one.name not in left_out}
     function.__signature__ = signature.replace(parameters=[*named, *more.values()])  # type: ignore[attr-defined]

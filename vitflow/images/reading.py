@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from vitflow.errors import ImageError, ShapeError, VitflowError, load_extra
+from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError, load_extra
 from vitflow.files import is_file, is_folder, is_there, write_atomically
 from vitflow.images import WRITE_OPTIONS
 
@@ -108,7 +108,7 @@ def check_mask_size(mask_size: tuple[int, ...], size: tuple[int, ...]) -> None:
 
 
 def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
-    """Write an RGB or grey image, uint8 [height, width, 3] or [height, width]; the suffix determines the format.
+    """Write an RGB, RGBA or grey image, uint8 [height, width, 3 or 4] or [height, width], in the format of the suffix.
 
     The file is written atomically, and folders are created as needed. JPEG and WebP have quality 95.
 
@@ -123,10 +123,12 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
             f"Cannot write an image as {image_name(path)!r}: expected a name that ends in "
             f"{', '.join(sorted(WRITE_OPTIONS))}, got {target.suffix or 'no suffix'!r}."
         )
-    if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)) or not array.size:
+    if array.dtype != np.uint8 or not (array.ndim == 2 or array.shape[2:] in ((3,), (4,))) or not array.size:
         raise ShapeError(
             f"Expected an image as uint8 [height, width, 3] or [height, width], got {array.dtype} {array.shape}."
         )
+    if array.shape[2:] == (4,) and options["format"] == "JPEG":
+        raise OptionError("JPEG has no transparency: write a .png or .webp, or use another background than none.")
     try:
         with write_atomically(target) as file:
             Image.fromarray(array).save(file, **options)

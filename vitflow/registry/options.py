@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from vitflow.errors import OptionError, check_known, whole_number
-from vitflow.images import BACKGROUNDS, INTERPOLATIONS
+from vitflow.images import BACKGROUNDS, INTERPOLATIONS, UNSEEN
 
 #: method: options of single methods; refinement: of the step shared by all methods except baselines; text: only of
 #: methods for texts; drawing: of overlays and figures.
@@ -311,11 +311,20 @@ OPTIONS: dict[str, Option] = {
         Option(
             "background",
             "choice",
-            "Image under the colours: unchanged, darkened grey, or dimmed with half its saturation.",
+            "Image under the colours: unchanged, darkened grey, dimmed, or none (transparent).",
             BACKGROUNDS,
             scope="drawing",
             default_help="grey",
         ),
+        Option(
+            "unseen",
+            "choice",
+            "Border of the part of the image that the model saw: a line, or none.",
+            UNSEEN,
+            scope="drawing",
+            default_help="line",
+        ),
+        Option("crop_to_seen", bool, "Draw only the part of the image that the model saw.", scope="drawing"),
         Option(
             "contours",
             bool,

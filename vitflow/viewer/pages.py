@@ -26,7 +26,6 @@ from PIL import Image
 
 from vitflow.errors import printable
 from vitflow.files import write_atomically
-from vitflow.images import Background
 from vitflow.images.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, SEQUENTIAL, color_table
 from vitflow.images.typesetting import decimal
 
@@ -170,14 +169,14 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
     return file.getvalue()
 
 
-def drawing_of(background: Background = "grey", *, soft: bool = True, contours: bool = False) -> dict[str, Any]:
+def drawing_of(background: str = "grey", *, soft: bool = True, contours: bool = False) -> dict[str, Any]:
     """Return the drawing constants that a page's script shares with `vitflow.images.overlay`."""
     knee = KNEE if soft else 1.0
     return {
         "knee": knee,
         "kept": KEPT,
         "luminance": LUMINANCE,
-        "background": background,
+        "background": background if background in KEPT else "grey",  # a page draws over the photograph
         "contours": contours,
         "shares": CONTOURS,
     }

@@ -61,7 +61,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     named = given["method"]
     # before torch is loaded
     given["method"] = choose_methods(named and [named], options, has_target=shared.has_target(given))[0].name
-    suffixes = FIGURE_FORMATS if given["figure"] or _is_strip(given) else tuple(WRITE_OPTIONS)
+    suffixes = FIGURE_FORMATS if given["figure"] or _is_strip(given) else (*WRITE_OPTIONS, ".npy")
     if any(map(_is_video, images)):
         if len(images) > 1 or _is_strip(given) or given["against"] or given["save_map"] or given["blank"]:
             raise OptionError(
@@ -110,7 +110,7 @@ def _maps(
         [target] = shared.targets_of(given)
         settings = {"method": given["method"], "target": target, "frames": given["frames"]}
         clip = explain_clip(image, model=explainer, controls=given["controls"], **settings, **options)
-        return [replace(clip.frames[0], score=clip.score)], clip.to_dict(), clip.save
+        return [replace(clip.frames[clip.best], score=clip.score)], clip.to_dict(), clip.save
     arguments = {"methods": [given["method"]], "targets": shared.targets_of(given), **options}
     if not _is_strip(given):
         [saliency] = explainer.explain_batch([image], blank=given["blank"], **arguments)
@@ -128,7 +128,7 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
     try:
         saliencies, record, draw = _maps(explainer, image, options, given)
         with writing(output):
-            draw(output, **shared.drawing_values(given))
+            draw(output, **({} if output.suffix.lower() == ".npy" else shared.drawing_values(given)))
         for saliency, entry in zip(saliencies, record.get("maps", [record]), strict=True):
             if given["save_map"]:
                 indices = saliency.score.sides or (saliency.score.index,)
