@@ -26,7 +26,6 @@ SETS = {
     "oldest": sorted({line.replace(">=", "==") for line in USERS}),
     "middle": [
         "click==8.1.7",
-        "fsspec==2024.6",
         "jinja2==3.1.4",
         "lazy-loader==0.4",
         "matplotlib==3.9",

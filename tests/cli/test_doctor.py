@@ -43,7 +43,7 @@ def test_an_extra_that_is_not_there_is_reported_with_the_line_that_installs_it(r
     monkeypatch.setattr(info, "version", without_tifffile)
     actual = reported()
     assert actual["extra tiff"] == "not installed (pip install 'vitflow[tiff]')"
-    assert actual["extra remote"] == "fsspec 1.0"
+    assert actual["extra parquet"] == "pyarrow 1.0"
 
 
 def test_a_model_that_does_not_run_is_reported_and_the_exit_code_is_1(reported, monkeypatch):

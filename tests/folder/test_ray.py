@@ -14,16 +14,17 @@ from tests.conftest import ROOT
 from tests.folder.small_models import broken, deadly, drive, plain, tiny_model
 from tests.folder.test_batch_explainer import BAD as DAMAGED
 from tests.folder.test_batch_explainer import is_the_map_of
-from tests.folder.test_run import count_rows, fill, run
+from tests.folder.test_run import count_rows, fill, image_bytes, run
 from tests.typed import forked
 from vitflow import Explainer
 from vitflow.cli import cli
 from vitflow.cli.options import make_explainer
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, VitflowError
 from vitflow.folder.batch_explainer import map_of
-from vitflow.folder.draw import draw_run, read_grids
+from vitflow.folder.draw import draw_run, read_grids, report_run
 from vitflow.folder.plan import list_inputs
 from vitflow.folder.ray_engine import Request, Worker, explain_inputs
+from vitflow.folder.saved import SavedRun
 from vitflow.folder.work import make_job
 
 
@@ -52,7 +53,7 @@ def requested_for(source, out, model=plain, change=(), **options):
     """The inputs of a run, and what its actors are told."""
     job = make_job(["rollout"], options, overlays=False)
     requested = Request(model, plain().fingerprint() | dict(change), job, 4, 10**6)
-    return list_inputs([source], out).plan(job.endings), cloudpickle().dumps(requested)
+    return list_inputs([source], out, urls=True).plan(job.endings), cloudpickle().dumps(requested)
 
 
 def explained(source, out, **options):
@@ -119,6 +120,72 @@ def test_a_run_on_ray_has_the_rows_and_maps_of_a_local_run(ray_cluster, tmp_path
     assert same_maps(actual, run(source, tmp_path / "local", overlays=False))
     with pytest.raises(OptionError, match="outside the grid"):  # reported by a worker, for all images
         run(source, tmp_path / "stopped", **ON_RAY, patch=(0, 9))
+
+
+ODD_NAMES = ["a b.jpg", "50%25.jpg", "what?.jpg", "a#b.jpg", "below/é.jpg"]
+
+
+def odd_folder(place) -> None:
+    """Images with names that a URL quotes, a damaged one, and files that are no inputs."""
+    (place / "below").mkdir(parents=True)
+    for number, name in enumerate(ODD_NAMES):
+        (place / name).write_bytes(image_bytes(number))
+    (place / "bad.jpg").write_bytes(DAMAGED)
+    for name in (".hidden.jpg", "notes.txt"):
+        (place / name).write_bytes(b"no image")
+
+
+def test_a_folder_at_a_url_has_the_rows_and_maps_of_a_local_one(ray_cluster, tmp_path):
+    odd_folder(tmp_path / "in")
+    url, options = f"file://{tmp_path / 'in'}", {"recursive": True}
+    actual = run(url, tmp_path / "ray", **ON_RAY, **options)
+    local = run(tmp_path / "in", tmp_path / "local", overlays=False, **options)
+    assert actual.explained == 5 and same_maps(actual, local) and stored_facts(actual) == stored_facts(local)
+    (tmp_path / "in/a b.jpg").write_bytes(image_bytes(50))
+    (tmp_path / "in/new.jpg").write_bytes(image_bytes(51))
+    again = run(url + "/", tmp_path / "ray", **ON_RAY, **options)
+    assert (again.total, again.explained, again.kept) == (7, 6, 4)
+    assert "copy or mount" in draw_run(again.output, tmp_path / "drawn", limit=1)[0].error
+    drawn = draw_run(again.output, tmp_path / "drawn", images=tmp_path / "in")
+    assert [each.error for each in drawn] == [None] * 6
+    assert report_run(again.output).is_file()
+
+
+def stored_facts(summary) -> list[dict]:
+    """The rows of a run without values that depend on the batch, and without messages, which name the source."""
+    left_out = {"seconds", "value", "probability", "message"}
+    with SavedRun(summary.output) as saved:
+        return [{name: value for name, value in row.items() if name not in left_out} for row in saved.rows()]
+
+
+def test_files_at_a_url_that_vanish_or_are_too_large_are_rows(tmp_path, monkeypatch):
+    source = fill(tmp_path / "in", 3)
+    monkeypatch.setattr("vitflow.folder.ray_engine._LARGEST", (source / "0.jpg").stat().st_size + 50)
+    (source / "1.jpg").write_bytes(image_bytes(1) + bytes(1000))
+    inputs, requested = requested_for(f"file://{source}", tmp_path / "out")
+    (source / "2.jpg").unlink()
+    (tmp_path / "asked").write_bytes(requested)
+    rows = [row for row, _ in explain_inputs(tmp_path / "asked", inputs)]
+    assert [row["error"] for row in rows[1:]] == ["ImageError", "FileNotFoundError"]
+    assert rows[0]["status"] == "explained" and rows[2]["stem"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("source", "engine", "words"),
+    [
+        ("s3://bucket/in", "local", ["aws s3 sync s3://bucket/in", "mount", "--engine ray"]),
+        ("nosuch://x", "ray", ["Cannot open 'nosuch://x'"]),
+        ("file:///nowhere/in", "ray", ["Could not list 'file:///nowhere/in'"]),
+        (["file:///a", "file:///b"], "ray", ["only source"]),
+    ],
+)
+def test_urls_that_cannot_be_read_are_refused(tmp_path, source, engine, words):
+    pytest.importorskip("ray")
+    with pytest.raises(VitflowError) as error:
+        run(source, tmp_path / "out", engine=engine, workers=None)
+    assert all(word in str(error.value) for word in words)
+    with pytest.raises(OptionError, match="local output"):
+        run(tmp_path, "s3://bucket/out")
 
 
 @pytest.mark.slow  # nearly a minute

@@ -1,6 +1,5 @@
 """Explain batches of images from Ray Data, Daft, datasets, or a loop."""
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.batches import Batches
 from vitflow.folder.columns import Grid, Row, grid_columns, kinds_in, pack_half, placement_of, unpack_half
-from vitflow.folder.decoders import Decoded, decode_file, failed
+from vitflow.folder.decoders import Decoded, decode_bytes, decode_file, failed
 from vitflow.folder.work import auto_batch, check_target, compute_maps, make_job, parts
 from vitflow.images.geometry import Placement
 from vitflow.images.reading import MAX_PIXELS, read_channels
@@ -177,14 +176,12 @@ def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS, channels: 
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, str | Path):
         return decode_file(str(image), max_pixels, channels)
-    facts: Row = {}
     if isinstance(image, bytes | bytearray | memoryview):
-        image = bytes(image)
-        facts = {"size": len(image), "sha256": hashlib.sha256(image).hexdigest()}
+        return decode_bytes(bytes(image), name, max_pixels, channels)
     try:
-        return Decoded(read_channels(image, channels, max_pixels=max_pixels), facts)
+        return Decoded(read_channels(image, channels, max_pixels=max_pixels), {})
     except Exception as error:
-        return failed(error, name, facts)
+        return failed(error, name, {})
 
 
 def _column_of(records: Sequence[Row], name: str, kind: str) -> np.ndarray[Any, Any]:

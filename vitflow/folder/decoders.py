@@ -26,15 +26,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from vitflow.errors import ImageError, OptionError, load_extra, printable
-from vitflow.files import is_remote
+from vitflow.errors import ImageError, printable
 from vitflow.folder.columns import Row, failed_row
 from vitflow.images.reading import MAX_PIXELS, read_channels
 
 #: Timeout for decoding an image, in seconds.
 TIMEOUT = 60.0
-#: Largest file that is read from a URL, in bytes: four times the largest photographs of cameras.
-LARGEST = 2**28
 
 # Files up to this size in bytes are read once, for the hash and the pixels; larger ones are streamed twice.
 _AT_ONCE = 2**28
@@ -75,10 +72,10 @@ class Decoded:
 
 
 def decode_file(path: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
-    """Read one file or URL; a failure becomes a failed row, never an exception.
+    """Read one file; a failure becomes a failed row, never an exception.
 
     Args:
-        path: the file or URL.
+        path: the file.
         max_pixels: images with more pixels are refused.
         channels: number of channels of the model; 3 and 1: read RGB.
 
@@ -88,10 +85,6 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> D
     facts: Row = {}
     content = None
     try:
-        if is_remote(path):
-            content = read_url(path)
-            facts = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            return Decoded(read_channels(path, channels, max_pixels=max_pixels, content=content), facts)
         status = os.stat(path)  # noqa: PTH116 - a name that may not be text
         facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
         if stat.S_ISDIR(status.st_mode):
@@ -107,38 +100,13 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> D
         return failed(error, path, facts)
 
 
-def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it.
-
-    Raises:
-        OptionError: fsspec or its backend for this URL is not installed, or the URL is malformed.
-    """
-    fsspec = load_extra("fsspec", f"A path such as {printable(url)!r}", "remote")
+def decode_bytes(content: bytes, name: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
+    """Read the content of a file; a failure becomes a failed row. `name` is for its message."""
+    facts: Row = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     try:
-        result: tuple[Any, str] = fsspec.core.url_to_fs(url)
-    except Exception as error:  # stores raise errors of many types
-        raise OptionError(
-            f"Cannot reach {printable(url)!r}: {printable(str(error)) or type(error).__name__}"
-        ) from error
-    return result
-
-
-def read_url(url: str) -> bytes:
-    """Return the content of a file at a URL.
-
-    Raises:
-        ImageError: it exceeds the size limit, which does not rely on the length reported by the store.
-    """
-    system, path = file_system(url)
-    # Stream: otherwise fsspec requests the length first, and then ranges.
-    web: dict[str, Any] = {"block_size": 0, "size": 1} if "http" in system.protocol else {}
-    content = bytearray()
-    with system.open(path, "rb", **web) as file:
-        while piece := file.read(2**20):  # a stream may return less than is left
-            content += piece
-            if len(content) > LARGEST:
-                raise ImageError(f"Expected a file of at most {LARGEST // 2**20} MiB, got more: {printable(url)!r}.")
-    return bytes(content)
+        return Decoded(read_channels(name, channels, max_pixels=max_pixels, content=content), facts)
+    except Exception as error:  # no file content may stop the run
+        return failed(error, name, facts)
 
 
 def failed(error: Exception, name: str, facts: Row) -> Decoded:
@@ -263,7 +231,7 @@ class DecoderPool:
         self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="vitflow-decode")
 
     def submit(self, path: str) -> "Future[Decoded]":
-        """Read a file or URL; failures are in the future's result, not raised."""
+        """Read a file; failures are in the future's result, not raised."""
         return self._threads.submit(self._decode, path)
 
     def _decode(self, path: str) -> Decoded:

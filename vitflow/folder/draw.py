@@ -126,20 +126,16 @@ def draw_run(
         limit: maximal number of images, at least 1.
         format: "jpg", "png" or "webp"; by default that of the run.
         drawing: options of `Saliency.overlay`, which override those of the run.
-        images: folder or URL of the images; by default the folder that the run read. A URL in the record of a run is
-            not trusted: it must be given here.
+        images: local folder of the images; by default the folder that the run read.
         progress: called for each image when it is done.
 
     Raises:
-        OptionError: the folder has no run, its record is damaged, an option is invalid, or the images are at a URL that
-            was not given.
+        OptionError: the folder has no run, its record is damaged, or an option is invalid.
     """
     if limit is not None:
         limit = min(whole_number("limit", limit, 1), sys.maxsize)
     with open_run(run) as saved:
         settings, folder = saved.fingerprint, Path(output)
-        if images is None and is_remote(settings["root"]):
-            raise OptionError(untrusted_url_message(settings["root"]))
         source = settings["root"] if images is None else os.fspath(images)
         root = os.path.realpath(source)
         labels = list(settings["methods"]) if methods is None else list(methods)
@@ -181,25 +177,22 @@ def draw_run(
         return results
 
 
-def untrusted_url_message(url: str) -> str:
-    """Return the error message for a URL that only the record of a run names."""
-    return (
-        f"The record of this run says that its images are at {printable(url)!r}, but URLs in a record are not fetched: "
-        "pass vitflow draw --images URL (images=…) if you trust it."
-    )
-
-
 def read_photograph(row: Mapping[str, Any], root: str, settings: Mapping[str, Any]) -> NDArray[np.uint8]:
     """Read an explained image, uint8 RGB [height, width, 3], and check that it has not changed.
 
     Args:
         row: the row of the image.
-        root: the folder or URL that the run read.
+        root: the folder that the run read.
         settings: the fingerprint of the run, with the number of channels and which of them are displayed.
 
     Raises:
         VitflowError: it cannot be read, or has changed.
     """
+    if is_remote(root):
+        raise ImageError(
+            f"The images of this run are at {printable(root)!r}: copy or mount them, and pass their folder with "
+            "vitflow draw --images (images=…)."
+        )
     displayed = settings.get("channels")  # of models with other inputs than RGB
     channels = 3 if displayed is None else settings["input"]["channels"]
     decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", row["width"] * row["height"], channels)
@@ -230,8 +223,6 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
         states = {row["input"]: row["status"] for row in saved.rows()}
 
         def photograph(row: Mapping[str, Any]) -> bytes:
-            if is_remote(run["root"]):
-                raise ImageError(untrusted_url_message(run["root"]))
             return thumbnail(read_photograph(row, run["root"], run))
 
         def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -8,19 +8,16 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from vitflow.errors import ImageError, OptionError, printable, whole_number
+from vitflow.errors import ImageError, OptionError, load_extra, printable, whole_number
 from vitflow.files import is_folder, is_image_name, is_remote, natural_order, remove_inside
 from vitflow.folder.columns import Row
-from vitflow.folder.decoders import file_system
 
 # Maximal length of a file name on common file systems, in bytes.
 _LONGEST_NAME = 255
-# The names of a file's modification time in stores.
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +29,7 @@ class Input:
             (Python's surrogateescape).
         path: the path or URL from which it is read.
         stem: the outputs' path relative to the output folder, without "-method.suffix"; always valid UTF-8.
-        listed: (size, modification time in nanoseconds) as listed by a store, each None if not listed; None for local
-            files.
+        listed: (size, modification time in nanoseconds) as listed by a store; None for local files.
     """
 
     key: str
@@ -103,6 +99,7 @@ def list_inputs(
     recursive: bool = False,
     glob: str | None = None,
     limit: int | None = None,
+    urls: bool = False,
 ) -> Listing:
     """Find the inputs of a run in natural order.
 
@@ -110,15 +107,16 @@ def list_inputs(
     A folder `x.jpg` or a broken link with the name of an image is an input, too, and its row will have an error.
 
     Args:
-        sources: a folder, a file, a pattern with * (if no file has that exact name), or several of them; or one folder
-            at a URL.
+        sources: a folder, a file, a pattern with * (if no file has that exact name), or several of them; with `urls`,
+            also one folder at a URL.
         output: the output folder.
         recursive: include subfolders.
         glob: select the files whose name, or path relative to the source, matches this pattern, with any suffix.
         limit: maximal number of inputs.
+        urls: a URL may be a source.
 
     Raises:
-        OptionError: no sources, the output folder is a source or a URL, or the limit is invalid.
+        OptionError: no sources, a URL without `urls`, the output folder is a source or a URL, or the limit is invalid.
         ImageError: a source does not exist, or no source has an image.
     """
     if is_remote(output):
@@ -130,8 +128,13 @@ def list_inputs(
         whole_number("limit", limit, 1)
     output = Path(output)
     items = [sources] if isinstance(sources, str | os.PathLike) else sources
-    given = [os.fspath(source).removeprefix("file://") for source in items]
-    if any(map(is_remote, given)):
+    given = [os.fspath(source) for source in items]
+    if url := next(filter(is_remote, given), None):
+        if not urls:
+            raise OptionError(
+                f"A local run reads local files, not {printable(url)!r}: copy them first (such as aws s3 sync {url} "
+                "images/), mount them, or use --engine ray (engine='ray')."
+            )
         return _list_url(given, output, recursive, glob, limit)
     paths = [match for source in given for match in _expand(source)]
     if not paths:
@@ -166,19 +169,16 @@ def _in_order(keys: Iterable[str], sources: Sequence[str], recursive: bool, glob
 def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str | None, limit: int | None) -> Listing:
     if len(sources) > 1:
         raise OptionError(f"Expected a URL as the only source, got {len(sources)}: {', '.join(map(repr, sources))}.")
-    url = sources[0].rstrip("/")
-    system, root = file_system(url)
+    url, mark, options = sources[0].partition("?")
+    url, options = url.rstrip("/"), mark + options
+    filesystem, root = open_url(url + options)
     try:
-        details = system.find(root, maxdepth=None if recursive else 1, detail=True)
+        from pyarrow.fs import FileSelector
+
+        files = [info for info in filesystem.get_file_info(FileSelector(root, recursive=recursive)) if info.is_file]
     except Exception as error:  # stores raise errors of many types
-        reason = printable(str(error)) or type(error).__name__
-        raise ImageError(f"Could not list {printable(url)!r}: {reason}.") from error
-    base = f"{root.rstrip('/')}/"
-    listed = {
-        name.removeprefix(base): (facts.get("size"), _changed(facts))
-        for name, facts in details.items()
-        if name.startswith(base)
-    }
+        raise ImageError(f"Could not list {printable(url)!r}: {printable(str(error))}.") from error
+    listed = {info.path[len(root.rstrip("/")) + 1 :]: (info.size, info.mtime_ns) for info in files}
     selected = [
         key
         for key in listed
@@ -186,14 +186,22 @@ def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str |
         and _is_selected(key.rpartition("/")[2], key, glob, folder=False)
     ]
     keys = _in_order(selected, sources, recursive, glob)[:limit]
-    return Listing(url, output, {key: f"{url}/{key}" for key in keys}, listed=listed)
+    urls = {key: f"{url}/{quote(key)}{options}" for key in keys}
+    return Listing(url + options, output, urls, listed=listed)
 
 
-def _changed(facts: Mapping[str, Any]) -> int | None:
-    """Return a file's modification time in nanoseconds, None if it is not listed."""
-    value = next((facts[name] for name in _TIMES if facts.get(name) is not None), None)
-    value = value.timestamp() if isinstance(value, datetime) else value
-    return round(value * 1e6) * 1000 if isinstance(value, int | float) else None
+def open_url(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, as Ray Data opens it, and the path in it.
+
+    Raises:
+        OptionError: the URL is malformed, or its store is not supported.
+    """
+    filesystems = load_extra("pyarrow.fs", f"A source such as {printable(url)!r}", "ray")
+    try:
+        result: tuple[Any, str] = filesystems.FileSystem.from_uri(url)
+    except Exception as error:
+        raise OptionError(f"Cannot open {printable(url)!r}: {printable(str(error))}") from error
+    return result
 
 
 def _expand(source: str) -> list[str]:
@@ -281,9 +289,7 @@ def is_done(item: Input, row: Mapping[str, Any], output: Path) -> bool:
     """Return True if an earlier run explained this file, and neither the file nor its outputs have changed."""
     if row["status"] != "explained" or row["stem"] != item.stem:
         return False
-    pairs = zip(item.listed or _size_and_time(item.path), (row["size"], row["mtime_ns"]), strict=True)
-    # If a store lists neither, the file counts as unchanged; otherwise the run could never be resumed.
-    same = all(value == before for value, before in pairs if value is not None or item.listed is None)
+    same = (item.listed or _size_and_time(item.path)) == (row["size"], row["mtime_ns"])
     return same and all(_size_and_time(output / path)[0] == size for path, size in row["written"].items())
 
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitflow.errors import OptionError, VitflowError, check_known, load_extra, whole_number
+from vitflow.errors import ImageError, OptionError, VitflowError, check_known, load_extra, printable, whole_number
 from vitflow.folder.columns import Maps, Row, failed_row
-from vitflow.folder.decoders import Child, WorkerCrashed, decode_file
-from vitflow.folder.plan import Input
+from vitflow.folder.decoders import Child, Decoded, WorkerCrashed, decode_bytes, decode_file, failed
+from vitflow.folder.plan import Input, open_url
 from vitflow.images import ENGINES
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from vitflow.folder.store import Run
     from vitflow.folder.work import Job
 
+# Largest file that is read from a URL, in bytes: four times the largest photographs of cameras.
+_LARGEST = 2**28
 # Rows arrive block by block; Ray schedules this many blocks without noticeable cost.
 _MOST_BLOCKS = 10_000
 
@@ -104,13 +106,28 @@ def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Ro
     try:
         request, batches = _loaded(request_file)
         channels = batches.explainer.spec.channels
-        images = [decode_file(item.path, request.max_pixels, channels).named(item.known) for item in inputs]
+        images = [_read(item, request.max_pixels, channels) for item in inputs]
         return [
             (row, {label: saliency.grid for label, saliency in maps.items()})
             for row, maps in compute_maps(batches, images, request.job)
         ]
     except Exception as error:  # concerns all images; errors of single images are in their rows
         return [error if isinstance(error, VitflowError) else VitflowError(traceback.format_exc())]
+
+
+def _read(item: "Input", max_pixels: int, channels: int) -> "Decoded":
+    """Read a local file or a URL; a failure becomes a failed row."""
+    if item.listed is None:
+        return decode_file(item.path, max_pixels, channels).named(item.known)
+    try:
+        filesystem, path = open_url(item.path)
+        with filesystem.open_input_stream(path) as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise ImageError(f"Expected a file of at most {_LARGEST // 2**20} MiB, got more: {printable(item.path)!r}.")
+    except Exception as error:  # stores raise errors of many types
+        return failed(error, item.path, item.known)
+    return decode_bytes(content, item.path, max_pixels, channels).named(item.known)
 
 
 @cache

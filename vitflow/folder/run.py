@@ -16,7 +16,6 @@ from torch import nn
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
-from vitflow.files import is_remote
 from vitflow.folder.batches import RunProgress, Tally
 from vitflow.folder.columns import by_rank
 from vitflow.folder.decoders import DecoderPool
@@ -167,8 +166,8 @@ def explain_folder(
     or explained gets a row with an error; the run continues, and the next run retries the image.
 
     Args:
-        source: a folder, an image, a pattern such as `photographs/*.jpg`, or several of them; or the URL of a
-            folder, such as s3://bucket/photographs, read with fsspec.
+        source: a folder, an image, a pattern such as `photographs/*.jpg`, or several of them; with engine="ray", also
+            the URL of a folder, such as s3://bucket/photographs.
         output: local folder for the results.
         model: a model id (see `load_model`), a module, an Explainer, or a function that creates an Explainer.
         methods: names, or (name, options) pairs; by default gae with a target or an explainer of prompts, reference
@@ -180,13 +179,12 @@ def explain_folder(
         limit: process the first images only.
         batch_size: images per forward pass; by default 16 on a CPU and 64 on a GPU, halved if memory runs out.
         workers: processes that read images, at most one for each core and image; by default half the cores, at
-            most 8. For a URL, up to 8 on fewer cores, and 8 by default. With 0, this process reads them, and a file
-            that crashes the decoder ends the run.
+            most 8. With 0, this process reads them, and a file that crashes the decoder ends the run.
         overwrite: recompute everything, and remove the outputs of an earlier run with other options.
         overlays: draw each map. Without overlays, a run is faster, and `draw_run` can draw a selection later.
         format: format of the overlays: "jpg", "png" or "webp".
         manifest: "jsonl", "csv", "parquet", or "parquet+grids" with the maps in columns.
-        report: also write an HTML report; not for a URL.
+        report: also write an HTML report.
         max_pixels: images with more pixels are refused.
         drawing: options of `Saliency.overlay`, such as cmap.
         engine: "local", or "ray" for a cluster whose machines can all access the source. It computes the same rows and
@@ -236,9 +234,7 @@ def explain_folder(
         raise OptionError("JPEG has no transparency: use format png or webp, or another background than none.")
     # Report errors of the sources before loading a model.
     selection: dict[str, Any] = {"recursive": recursive, "glob": glob, "limit": limit}
-    listing = list_inputs(source, output, **selection)
-    if report and is_remote(listing.root):
-        raise OptionError("A report links local files, so it does not support a URL as source: omit the report.")
+    listing = list_inputs(source, output, **selection, urls=engine == "ray")
     explainer = explainer or explainer_for(model)
     check_target(job, explainer)
     known = explainer.fingerprint()
@@ -279,6 +275,5 @@ def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any
 
 def _processes(inputs: Sequence[Input], workers: int | None) -> int:
     """Return the number of processes that read images."""
-    cores, remote = os.cpu_count() or 2, is_remote(inputs[0].path)  # reading a URL is mostly waiting
-    count = workers if workers is not None else 8 if remote else min(8, max(1, cores // 2))
-    return min(count, max(8, cores) if remote else cores, len(inputs))
+    cores = os.cpu_count() or 2
+    return min(min(8, max(1, cores // 2)) if workers is None else workers, cores, len(inputs))

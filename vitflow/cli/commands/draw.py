@@ -18,9 +18,9 @@ from vitflow.images import OVERLAY_FORMATS
 @click.option(
     "--images",
     panel="Images",
-    metavar="FOLDER|URL",
-    type=shared.PathOrURL(exists=True, file_okay=False, path_type=Path),
-    help="Folder of the images; required for a URL.  [default: the input folder of the run]",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Local folder of the images.  [default: the input folder of the run]",
 )
 @click.option(
     "--where",

@@ -50,7 +50,7 @@ from vitflow.registry.choices import choose_methods
     type=click.IntRange(min=0),
     metavar="N",
     help="Processes that read images, at most one per core; 0 reads in this process.  "
-    "[default: half the cores, at most 8; 8 for a URL]",
+    "[default: half the cores, at most 8]",
 )
 @shared.resume_option
 @click.option(
@@ -72,7 +72,7 @@ from vitflow.registry.choices import choose_methods
     default="jsonl",
     help="Table with one row per input; parquet+grids includes the maps.",
 )
-@click.option("--report", is_flag=True, help="Write an HTML report at the end; not for a URL.")
+@click.option("--report", is_flag=True, help="Write an HTML report at the end.")
 @click.option(
     "--engine",
     panel="Cluster",
@@ -101,7 +101,8 @@ from vitflow.registry.choices import choose_methods
 @shared.method_options
 @shared.drawing_options
 def folder(sources: tuple[Path | str, ...], **given: Any) -> None:
-    """Explain every image in IN…: folders, images, or patterns; or one folder at a URL, such as s3://bucket/in.
+    """Explain every image in IN…: folders, images, or patterns; with --engine ray, also one folder at a URL, such as
+    s3://bucket/in.
 
     An image that fails gets a row with its error. Results of an earlier run with the same options are reused, also
     after Ctrl-C.
