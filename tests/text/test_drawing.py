@@ -16,8 +16,8 @@ from PIL import Image
 from vitflow.errors import OptionError, ShapeError, printable
 from vitflow.images.figures import figure_bytes
 from vitflow.images.typesetting import GREY, without_glyph_warnings
-from vitflow.text.sheet import GraphView, Panel, Sheet
-from vitflow.text.view import POSITIVE, RowSummary, ShadedText
+from vitflow.text.graph import GraphView, Panel
+from vitflow.text.view import PATCHES, POSITIVE, RowSummary, ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
 
 STRINGS = ("[CLS]", "the", " key", " to", " the", " cab", "inet", "s", " is", " lost", ".", "[SEP]")
@@ -44,41 +44,54 @@ WORDS = words_of()
 WEIGHTS = np.array([0.3, 0.01, 0.25, 0.01, 0.01, 0.05, 0.1, 0.02, 0.15, 0.02, 0.03, 0.05])
 
 
-def matrices(tokens: int, layers: int = 3) -> np.ndarray:
-    return np.random.default_rng(0).dirichlet(np.ones(tokens), size=(layers, tokens))
-
-
-def all_views(words: Words, hidden=None) -> list:
-    tokens, hidden = words.length, hidden or {}
-    rows = np.random.default_rng(1).dirichlet(np.ones(tokens), size=3)
-    graph = matrices(tokens)
+def views_of(words: Words, **frame) -> list:
+    """Return a view of each kind of the same words."""
+    graph = np.random.default_rng(0).dirichlet(np.ones(words.length), size=(3, words.length))
+    note = frame.get("caption", "")
+    panels = [Panel(frame.get("title", "raw attention"), graph, 0 * graph, note=note), Panel("flow", graph, graph)]
     return [
-        ShadedText(words, rows[0], selected=(1,), hidden=hidden, title=words.strings[0], caption=words.strings[1]),
-        Sheet(words, rows, [words.strings[0], "b", "c"], rest=[0.1, 0.2, 0.3], hidden=hidden, upwards=True),
-        GraphView(
-            words, [Panel("raw", graph, 0 * graph), Panel("flow", graph, graph * (np.arange(tokens) == 1)[:, None])]
-        ),
+        ShadedText(words, graph[0, 0], selected=(1,), **frame),
+        GraphView(words, panels, selected=(1,), **frame),
     ]
 
 
-# --- trust -----------------------------------------------------------------------------------------------------------
+# --- summary ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_trust_line_reports_shares_and_entropy():
-    trust = RowSummary.of(WEIGHTS, WORDS, self_share=0.15, hidden=hide(WORDS, stop_words=ENGLISH_STOP_WORDS))
-    assert trust.special == pytest.approx(0.35)
-    assert trust.first == pytest.approx(0.3)
-    assert trust.hidden == pytest.approx({"special tokens": 0.35, "stop words": 0.01 + 0.01 + 0.01 + 0.15})
-    assert trust.entropy == pytest.approx(-(WEIGHTS * np.log2(WEIGHTS)).sum())
-    assert trust.most == pytest.approx(np.log2(12))
-    assert "special tokens 35 % · first token 30 % · query token 15 % · entropy" in str(trust)
-    assert trust.left_out == "Not shown: special tokens (35 % of the weight), stop words (18 % of the weight)."
+def test_the_summary_reports_shares_and_entropy():
+    summary = RowSummary.of(WEIGHTS, WORDS, self_share=0.15, hidden=hide(WORDS, stop_words=ENGLISH_STOP_WORDS))
+    assert summary.special == pytest.approx(0.35)
+    assert summary.first == pytest.approx(0.3)
+    assert summary.hidden == pytest.approx({"special tokens": 0.35, "stop words": 0.01 + 0.01 + 0.01 + 0.15})
+    assert summary.entropy == pytest.approx(-(WEIGHTS * np.log2(WEIGHTS)).sum())
+    assert summary.max_entropy == pytest.approx(np.log2(12))
+    assert "special tokens 35 % · first token 30 % · query token 15 % · some words stand out (entropy" in str(summary)
+    assert summary.hidden_shares == "Not shown: special tokens (35 % of the weight), stop words (18 % of the weight)."
 
 
-def test_uniform_weights_have_the_most_entropy_and_unseen_tokens_do_not_count():
-    trust = RowSummary.of([0.25, 0.25, 0.25, 0.25, np.nan], words_of("abcde"))
-    assert trust.entropy == pytest.approx(2.0) == trust.most
-    assert trust.special is None and "special" not in str(trust)
+@pytest.mark.parametrize(
+    ("weights", "verdict"),
+    [
+        ([0.25, 0.25, 0.25, 0.25, np.nan], "nearly uniform: uninformative"),  # unseen tokens do not count
+        ([0.4, 0.3, 0.2, 0.1], "spread over many words"),
+        ([8.0, 1.0, 0.5, 0.5], "some words stand out"),  # of any scale
+        ([97, 1, 1, 1], "concentrated on few words"),
+        ([1.0, 0.0, 0.0, 0.0], "concentrated on few words"),
+        ([0.0, 0.0, 0.0, 0.0], ""),
+        ([1.0], ""),
+    ],
+)
+def test_the_verdict_follows_from_the_entropy(weights, verdict):
+    summary = RowSummary.of(weights, words_of("abcde"[: len(weights)]))
+    assert summary.verdict == verdict and (verdict in str(summary)) and summary.special is None
+    assert ("entropy" in str(summary)) == bool(verdict)
+
+
+def test_tokens_that_are_reported_apart_do_not_count_for_the_entropy():
+    weights, words = [0.0, 0.5, 0.5, 8.0, np.nan], words_of("abcde")
+    view = ShadedText(words, weights, selected=(0,), self_share=0.4, hidden={3: PATCHES})
+    assert view.summary.entropy == view.summary.max_entropy == 1.0 and view.summary.self_share == 0.4
+    assert ShadedText(words, weights, selected=(0,)).summary.max_entropy == 2.0
 
 
 # --- shaded text -----------------------------------------------------------------------------------------------------
@@ -108,6 +121,7 @@ def test_shades_are_shares_of_the_largest_that_is_shown():
     hidden = ShadedText(WORDS, WEIGHTS, hidden=hide(WORDS))
     assert shades_of(hidden)["key"] == 1.0 and "[CLS]" not in texts_of(hidden.figure())  # a sink flattens nothing
     assert "Not shown: special tokens (35 % of the weight)." in hidden.text()
+    assert set(shades_of(ShadedText(WORDS, np.zeros(12))).values()) == {0.0}
 
 
 def test_stop_words_stay_readable_and_lose_their_shade():
@@ -115,28 +129,27 @@ def test_stop_words_stay_readable_and_lose_their_shade():
     assert shades_of(view)["is"] == 0.0 and shades_of(view)["[CLS]"] == 1.0
     [plain] = [text for text in view.figure().findobj(Text) if text.get_text() == "is"]
     assert plain.get_color() == GREY
-
-
-def test_a_part_of_a_word_is_no_stop_word():
-    words = words_of(("th", "is", " a", "x", " a"))
+    words = words_of(("th", "is", " a", "x", " a"))  # a part of a word is none
     assert hide(words, stop_words=ENGLISH_STOP_WORDS) == {4: "stop words"}
 
 
-def test_the_requested_token_is_outlined_and_sets_no_scale():
+def test_the_explained_token_is_outlined_and_sets_no_scale():
     view = ShadedText(WORDS, WEIGHTS, selected=(0,))
     assert shades_of(view)["key"] == 1.0
     figure = view.figure()
     outlined = [box for box in figure.findobj(Rectangle) if box.get_linewidth() == 0.8]
     assert len(outlined) == 1 and any("outlined" in text for text in texts_of(figure))
-    assert view.trust.self_share == pytest.approx(0.3)
-    assert ShadedText(WORDS, WEIGHTS, selected=(0,), self_share=0.9).trust.self_share == 0.9
+    assert view.summary.self_share == pytest.approx(0.3)
 
 
 def test_a_terminal_gets_a_plain_list_of_the_strongest_tokens():
-    lines = ShadedText(WORDS, WEIGHTS, selected=(8,), title="A title").text().splitlines()
+    view = ShadedText(WORDS, WEIGHTS, selected=(8,), title="A title")
+    lines = view.text().splitlines()
     assert lines[0] == "A title" and re.fullmatch(r" +30\.0 %  \[CLS\]  \(0\)", lines[1])
     shares = [float(re.search(r"([\d.]+) %  ", line)[1]) for line in lines[1 : lines.index("")]]
     assert shares == sorted(shares, reverse=True) and len(shares) > 2
+    assert view.line == "[CLS] 30 %, key 25 %, inet 10 %, cab 5 %, [SEP] 5 %"
+    assert ShadedText(WORDS, torch.tensor(WEIGHTS)).text() == ShadedText(WORDS, list(WEIGHTS)).text()
 
 
 def test_negative_weights_count_against():
@@ -152,65 +165,8 @@ def test_weights_that_fit_no_token_are_refused():
     for wrong in ([0.5], np.ones((2, 12)), [np.inf] * 12, ["a"] * 12):
         with pytest.raises(ShapeError, match="Expected"):
             ShadedText(WORDS, wrong)
-    with pytest.raises(OptionError, match="from 0 to 11, got 12"):
+    with pytest.raises(OptionError, match="got 12"):
         ShadedText(WORDS, WEIGHTS, selected=(12,))
-
-
-def test_weights_of_nothing_draw_as_nothing():
-    view = ShadedText(WORDS, np.zeros(12))
-    assert set(shades_of(view).values()) == {0.0}
-    assert "entropy 0.00" in view.text()
-    view.figure()
-
-
-# --- sheets ----------------------------------------------------------------------------------------------------------
-
-
-def shades_of_cells(sheet: Sheet) -> np.ndarray:
-    """The shades of a drawn sheet, from top to bottom; NaN for unseen tokens."""
-    return np.ma.filled(sheet.figure().axes[0].images[0].get_array(), np.nan)
-
-
-def test_a_sheet_has_a_row_for_each_layer_the_last_on_top():
-    weights = [[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]]
-    sheet = Sheet(words_of("abc"), weights, ["layer 1", "layer 2"], upwards=True)
-    axes = sheet.figure().axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 2", "layer 1"]
-    assert [text.get_text() for text in axes.texts] == ["10", "20", "70", "50", "50", "0"]
-    assert shades_of_cells(sheet)[0, 2] == 1.0
-    assert sheet.trust.first == pytest.approx(0.1)  # of the last layer
-
-
-def test_a_sheet_of_generated_words_reports_the_rest_of_each_row():
-    sheet = Sheet(words_of("abc"), [[0.5, 0.3, 0.2], [0.2, 0.2, 0.2]], ["x", "y"], rest=[0.0, 0.4])
-    assert [text.get_text() for text in sheet.figure().axes[0].texts][-3:] == ["generated", "0", "40"]
-    assert sheet.text().splitlines()[:2] == [
-        "  x: a 50 %, b 30 %, c 20 %; generated 0 %",
-        "  y: a 20 %, b 20 %, c 20 %; generated 40 %",
-    ]
-
-
-def test_rows_that_do_not_sum_to_1_are_reported_as_shares_and_their_token_sets_no_scale():
-    sheet = Sheet(words_of("abc"), [[0.2, 0.1, 1.5], [0.2, 1.0, 0.4]], ["x", "y"], rest=[0.2, 0.0], self_tokens=[2, 1])
-    texts = [text.get_text() for text in sheet.figure().axes[0].texts]
-    assert texts == ["10", "5", "75", "12", "62", "25", "generated", "10", "0"]
-    shades = shades_of_cells(sheet)
-    assert shades[0, 2] == shades[1, 1] == 0.0 and shades[1, 2] == 1.0
-    assert "x: a 10 %, b 5 %; generated 10 %" in sheet.text()
-
-
-def test_a_large_sheet_has_no_numbers(monkeypatch):
-    sheet = Sheet(WORDS, [WEIGHTS, WEIGHTS], ["a", "b"])
-    assert len(sheet.figure().axes[0].texts) == 24
-    monkeypatch.setattr("vitflow.text.sheet.MOST_NUMBERS", 20)
-    assert not sheet.figure().axes[0].texts
-
-
-def test_unseen_cells_are_no_zeros():
-    sheet = Sheet(words_of("ab"), [[1.0, np.nan], [0.5, 0.5]], ["x", "y"])
-    np.testing.assert_array_equal(np.isnan(shades_of_cells(sheet)), [[False, True], [False, False]])
-    drawn = sheet.figure().axes[0].images[0]
-    assert drawn.cmap(drawn.norm(drawn.get_array()))[0, 1, :3] == pytest.approx((236 / 255,) * 3)
 
 
 # --- graphs ----------------------------------------------------------------------------------------------------------
@@ -234,35 +190,25 @@ def test_a_graph_leaves_hidden_tokens_out_and_reports_its_strongest_edges():
 
 
 def test_what_cannot_be_distinguished_is_refused_with_a_remedy():
-    with pytest.raises(OptionError, match="at most 40 tokens .* got 1 of 41 tokens .* draw a sheet"):
+    with pytest.raises(OptionError, match="at most 40 tokens .* got 1 of 41 tokens"):
         GraphView(words_of(["x"] * 41), [Panel("raw", *np.zeros((2, 1, 41, 41)))])
-    with pytest.raises(ShapeError, match=r"Expected weights \[layers, 12, 12\]"):
+    with pytest.raises(ShapeError, match=r"\[layers, 12, 12\]"):
         GraphView(WORDS, [Panel("raw", *np.zeros((2, 2, 3, 3)))])
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------
+# --- both ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(3), ids=["shaded", "sheet", "graph"])
-def test_hostile_words_are_drawn_and_do_nothing(number, tmp_path):
-    view = all_views(words_of(HOSTILE))[number]
-    assert "\u202e" not in view.text() and "\x1b[31m" not in view.text() and "\x00" not in view.text()
-    with Image.open(view.save(tmp_path / "view.png")) as image:
-        assert image.size[0] > 100
-
-
-@pytest.mark.parametrize("number", range(3), ids=["shaded", "sheet", "graph"])
-def test_titles_and_captions_are_shown_as_text(number):
-    evil, graph = "\x1b]0;owned\x07\x9b31m\u202e\u200b", matrices(WORDS.length)
-    framed = {"title": evil, "caption": evil}
-    view = [
-        ShadedText(WORDS, WEIGHTS, **framed),
-        Sheet(WORDS, [WEIGHTS], [evil], rest=[0.1], **framed),
-        GraphView(WORDS, [Panel(evil, graph, graph, note=evil)], selected=(1,), **framed),
-    ][number]
+@pytest.mark.parametrize("number", range(2), ids=["shaded", "graph"])
+def test_hostile_words_titles_and_captions_are_shown_as_text(number, tmp_path):
+    evil = "\x1b]0;owned\x07\x9b31m\u202e\u200b"
+    view = views_of(words_of(HOSTILE), title=evil, caption=evil)[number]
     for text in (view.text(), str(view)):
         assert printable(text, lines=True) == text and r"\x1b]0;owned\x07\x9b31m\u202e\u200b" in text
-    assert view.figure() is not None
+    with Image.open(view.save(tmp_path / "view.png")) as image:
+        assert image.size[0] > 100
+    with pytest.raises(OptionError, match="Unknown file type"):
+        view.save(tmp_path / "view.bmp")
 
 
 def test_every_token_leaves_a_mark():
@@ -272,27 +218,13 @@ def test_every_token_leaves_a_mark():
     assert labels[2].newline
 
 
-@pytest.mark.parametrize("number", range(3), ids=["shaded", "sheet", "graph"])
+@pytest.mark.parametrize("number", range(2), ids=["shaded", "graph"])
 def test_a_notebook_shows_the_figure_and_any_program_text(number):
-    view = all_views(WORDS)[number]
+    view = views_of(WORDS)[number]
     bundle = view._repr_mimebundle_()
     assert set(bundle) == {"image/png", "text/plain"} and bundle["text/plain"] == str(view)
-    assert base64.b64decode(bundle["image/png"]) == figure_bytes(view.figure(), ".png")
+    assert base64.b64decode(bundle["image/png"]) == figure_bytes(view.figure(), ".png")  # the same each time
 
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_a_figure_is_the_same_each_time(suffix, tmp_path):
-    view = all_views(WORDS)[0]
-    assert view.save(tmp_path / f"a{suffix}").read_bytes() == view.save(tmp_path / f"b{suffix}").read_bytes()
-    with pytest.raises(OptionError, match="Unknown file type"):
-        view.save(tmp_path / "a.bmp")
-
-
-def test_tensors_are_as_good_as_arrays():
-    assert ShadedText(WORDS, torch.tensor(WEIGHTS)).text() == ShadedText(WORDS, list(WEIGHTS)).text()
-
-
-# --- figures ---------------------------------------------------------------------------------------------------------
 
 LONG = "A caption that says what was computed, with which model and why, and costs $5_0$ or $6_0$. " * 5
 WIDE = words_of([*HOSTILE, "$x_1$", " $y$", " WWWWWWWWWWWWWWWWWWWWWWWWWW", *(f" token{n}" for n in range(24))])
@@ -312,26 +244,11 @@ def drawn_texts(figure) -> list:
 
 @pytest.mark.parametrize("words", [words_of("ab"), WORDS, WIDE], ids=["short", "plain", "wide"])
 def test_no_word_of_a_figure_is_cut_or_lies_on_another(words):
-    tokens = words.length
-    frame = {"title": f"Title {LONG}", "caption": LONG}
-    graph = matrices(tokens)
-    rows = [f"a row of a long name {number}" for number in range(3)]
-    views = [
-        ShadedText(words, graph[0, 0], selected=(1,), **frame),
-        Sheet(words, graph[0][[0, 1, 0]], rows, rest=[0.1, 0.2, 0.3], **frame),
-        Sheet(words, graph[0][[0, 1, 0]], rows, upwards=True),
-        GraphView(
-            words,
-            [Panel("raw attention of all heads", graph, graph, note=LONG), Panel("b", graph, graph)],
-            selected=(1,),
-            **frame,
-        ),
-    ]
-    for view in views:
+    for view in views_of(words, title=f"Title {LONG}", caption=LONG):
         figure = view.figure()
         width, height = figure.get_size_inches() * figure.dpi
         actual = drawn_texts(figure)
-        assert len(actual) >= tokens
+        assert len(actual) >= words.length
         for text, box in actual:
             assert not text.get_parse_math(), text
             assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text

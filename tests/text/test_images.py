@@ -194,8 +194,8 @@ def test_the_map_is_reported_with_its_share_and_its_sinks():
     json.dumps([actual.to_dict(), saliency.to_dict()])
     placement = Placement(**actual.to_dict()["images"][0]["placement"])  # the middle 24 of 38 columns
     assert placement.window == pytest.approx((7 * 64 / 38, 0, 31 * 64 / 38, 40))
-    hidden = actual.sheet().hidden
-    assert actual.shaded(-1).hidden == hidden and actual.shaded(-1).trust.special is None
+    hidden = actual.shaded().hidden
+    assert actual.shaded().summary.special is None
     assert [place for place, why in hidden.items() if why == "image patches"] == list(range(1, 37))
 
 

@@ -1,8 +1,6 @@
 """Views of what was read and written: the numbers of the result, in the right places."""
 
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +10,9 @@ import vitflow
 from vitflow.errors import OptionError
 from vitflow.methods.rollout import attention_rollout
 from vitflow.text import Generation, Reading, Words
-from vitflow.text.sheet import MOST_TOKENS
+from vitflow.text.graph import MOST_TOKENS
 from vitflow.text.words import ENGLISH_STOP_WORDS
 
-MINILM = Path(__file__).resolve().parents[3] / "shared" / "data" / "minilm"
 STRINGS = ("<s>", "the", " key", " is", " here")
 
 
@@ -54,25 +51,9 @@ def test_what_comes_after_the_requested_token_is_unseen_by_a_decoder():
     actual = reading()
     view = actual.shaded()
     assert np.isnan(view.weights[4]) and not np.isnan(view.weights[:4]).any()
-    assert np.isnan(actual.sheet().weights[:, 4]).all()
     assert not np.isnan(reading(causal=False).shaded().weights).any()
     np.testing.assert_allclose(view.weights[:4], actual.weights[:4])
     assert view.title == "Attribution of “is”" and view.caption == "Attention rollout · m"
-
-
-def test_the_share_of_the_requested_token_is_reported_next_to_where_the_map_leaves_it_out():
-    assert "query token 40 %" in str(reading(self_share=0.4).shaded().trust)
-
-
-def test_the_writing_position_has_no_number_where_its_share_stands_apart():
-    raw = generation()
-    values, among = raw.values.copy(), raw.among_generated.copy()
-    values[0, 3] = among[1, 0] = among[2, 1] = 0  # as the receptive field leaves it
-    actual = replace(raw, values=values, among_generated=among, self_share=np.full((3, 2), 0.4, np.float32))
-    view = actual.sheet()
-    texts = [text.get_text() for text in view.figure().axes[0].texts]
-    assert texts.count("·") == 1 and "query token 40 %" in view.text() and "· is the query token" in view.text()
-    assert 4 not in actual.shaded(1)._largest and "query token, reported" not in raw.sheet().text()
 
 
 def test_what_is_printed_of_a_result_is_one_short_line():
@@ -86,12 +67,6 @@ def test_what_is_printed_of_a_result_is_one_short_line():
 
 def test_a_word_of_several_pieces_is_requested_about_as_one():
     assert reading(("<s>", "the", " cab", "inet"), selected=(2, 3)).shaded().title == "Attribution of “cabinet”"
-
-
-def test_the_sheet_has_the_rows_of_the_layers():
-    actual = reading()
-    assert actual.sheet().rows == ["layer 1", "layer 2", "layer 3"]
-    np.testing.assert_allclose(actual.sheet().weights[:, :4], actual.layers[:, :4])
 
 
 def test_the_graph_shows_raw_attention_rollout_and_flow_of_each_layer():
@@ -121,26 +96,31 @@ def test_a_text_too_long_for_a_graph_is_refused_before_any_flow_is_solved():
     with pytest.raises(OptionError, match=f"at most {MOST_TOKENS} tokens for a graph, got {MOST_TOKENS + 1}"):
         long.graph()
     assert long.graph(stop_words=ENGLISH_STOP_WORDS).hidden
-    with pytest.raises(OptionError, match="draw the sheet"):
+    with pytest.raises(OptionError, match="shorten"):
         reading(matrices=None).graph()
-
-
-def test_a_generation_is_a_row_for_each_written_token():
-    actual = generation()
-    sheet = actual.sheet()
-    np.testing.assert_allclose(sheet.weights, actual.values[..., -1])
-    np.testing.assert_allclose(sheet.weights.sum(axis=1) + sheet.rest, 1, atol=1e-6)
-    assert sheet.rows == ["w0", "w1", "w2"] and sheet.rest[0] == 0
-    np.testing.assert_allclose(actual.sheet(1).weights, actual.values[..., 0])
 
 
 def test_one_written_token_is_shaded_over_all_that_it_read():
     view = generation().shaded(1)
     assert view.title == "Attribution of “w1”" and view.selected == (4, 5)
-    assert view.self_share == pytest.approx(generation().among_generated[1, 0, -1])
+    assert view.summary.self_share == pytest.approx(generation().among_generated[1, 0, -1])
     assert np.isnan(view.weights[5:]).all() and not np.isnan(view.weights[:5]).any()
-    with pytest.raises(OptionError, match="the generated token from -3 to 2, got 3"):
+    assert generation().shaded("w1").text() == view.text() != generation().shaded().text()
+    with pytest.raises(OptionError, match="from 0 to 2"):
         generation().shaded(3)
+
+
+def test_each_written_token_has_a_line_with_its_verdict():
+    actual = generation()
+    lines = actual.text().splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:4]] == ["w0", "w1", "w2"] and lines[
+        -1
+    ] == actual.shaded().caption
+    row = np.concatenate([actual.values[1, :, -1], actual.among_generated[1, :1, -1]])
+    names = ["<s>", "the", "key", "is", "w0"]
+    best = [place for place in np.argsort(-row) if place != 4]  # not the query token itself
+    assert lines[2].startswith(f"  w1: {names[best[0]]} {round(100 * row[best[0]])} %, {names[best[1]]}")
+    assert lines[2].endswith(f" · {actual.shaded(1).summary.verdict}")
 
 
 def test_results_are_json_and_show_themselves(tmp_path):
@@ -148,16 +128,18 @@ def test_results_are_json_and_show_themselves(tmp_path):
     assert json.loads(json.dumps(actual.to_dict(), allow_nan=False))["selected"] == [3]
     assert json.loads(json.dumps(written.to_dict(), allow_nan=False))["generated_tokens"] == [" w0", " w1", " w2"]
     assert actual._repr_mimebundle_()["text/plain"] == actual.shaded().text()
-    assert written._repr_mimebundle_()["text/plain"] == written.sheet().text()
+    assert written._repr_mimebundle_()["text/plain"] == written.text()
     for one in (actual, written):
         assert one.save(tmp_path / "view.png").stat().st_size > 1000
 
 
-@pytest.mark.skipif(not MINILM.is_dir(), reason="needs the trained BERT that is kept outside the project")
-def test_the_trained_bert_is_read():
-    actual = vitflow.text.explain_text("The keys to the cabinet are here.", model=MINILM, token="are", preset="paper")
-    assert "[CLS]" in actual.shaded().text()
-    layers = [layer[None] for layer in torch.from_numpy(actual.matrices)]
-    rolled = attention_rollout(layers, num_prefix_tokens=0)[0, actual.selected[0]]
-    np.testing.assert_allclose(actual.weights, rolled.numpy(), atol=1e-5)
-    assert "keys" in actual.graph(special=False).text()
+@pytest.mark.shared
+def test_the_example_of_the_readme_stands_out_in_a_trained_bert(shared_data):
+    sentence, options = "He bought a hot dog in New York", {"model": shared_data / "minilm", "token": "hot"}
+    actual = vitflow.text.explain_text(sentence, start_layer=5, **options)
+    assert actual.shaded().line.startswith("dog 39 %") and "· some words stand out (entropy" in actual.shaded().text()
+    assert vitflow.text.explain_text(sentence, **options).shaded().summary.verdict == "nearly uniform: uninformative"
+    paper = vitflow.text.explain_text(sentence, preset="paper", **options)
+    layers = [layer[None] for layer in torch.from_numpy(paper.matrices)]
+    rolled = attention_rollout(layers, num_prefix_tokens=0)[0, paper.selected[0]]
+    np.testing.assert_allclose(paper.weights, rolled.numpy(), atol=1e-5)

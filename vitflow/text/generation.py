@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.analysis.clips import Clip, joint_shares
-from vitflow.errors import OptionError, printable, whole_number
+from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import method_record
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
+from vitflow.images.figures import bundle
 from vitflow.images.geometry import Placement
 from vitflow.methods.fusion import check_layer
 from vitflow.registry.method_table import Method
 from vitflow.text.images import PromptImages
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.methods import caption
-from vitflow.text.sheet import Sheet
 from vitflow.text.text_page import TextRow, page_of
-from vitflow.text.view import ShadedText
+from vitflow.text.view import PATCHES, ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, grouped_words, hide, labels_of, text_of
 from vitflow.viewer.pages import Page
 
@@ -227,53 +227,44 @@ class Generation:
             seconds=self.seconds,
         )
 
-    def shaded(self, number: int = -1, *, special: bool = True, stop_words: Iterable[str] = ()) -> ShadedText:
+    def shaded(
+        self, word: str | int | Sequence[int] = -1, *, special: bool = True, stop_words: Iterable[str] = ()
+    ) -> ShadedText:
         """Return the prompt and the generated text, shaded by the attribution of one generated token.
 
         Args:
-            number: index of the generated token, 0 is the first, −1 the last.
+            word: the token, as for `image`; the last token of a word of several.
             special: show special tokens.
             stop_words: words to draw without a shade; the caption reports the share of the weight of hidden tokens.
 
         Raises:
-            OptionError: index out of range.
+            OptionError: unknown word, or index out of range.
         """
-        prompt, generated = self.prompt_tokens, self.generated_tokens
-        index = whole_number("the generated token", number, -generated.length, generated.length - 1) % generated.length
-        position = prompt.length + index
-        words, hidden = self._shown(prompt + generated, special, stop_words)
+        index, prompt = self._indices_of(word)[-1], self.prompt_tokens
+        position, words = prompt.length + index, prompt + self.generated_tokens
         weights = np.concatenate([self.values[index, :, -1], self.among_generated[index, :, -1]], dtype=np.float64)
         weights[position:] = np.nan
+        plain = tuple(special and place not in self._patches for place, special in enumerate(words.special))
         return ShadedText(
-            words,
+            replace(words, special=plain),
             weights,
             selected=(position - 1, position),
-            self_share=float(weights[position - 1] if self.self_share is None else self.self_share[index, -1]),
-            hidden=hidden,
+            self_share=None if self.self_share is None else float(self.self_share[index, -1]),
+            hidden=hide(words, special=not special, stop_words=stop_words) | dict.fromkeys(self._patches, PATCHES),
             title=f"Attribution of “{labels_of(words)[position].text}”",
             caption=caption(self.method, self.options, self.model),
         )
 
-    def sheet(self, layer: int = -1, *, special: bool = True, stop_words: Iterable[str] = ()) -> Sheet:
-        """Return a table with a row per generated token and a column per token of the prompt.
-
-        Args:
-            layer: last layer to include, 1 is the first, −1 the last.
-            special, stop_words: as for `shaded`.
-        """
-        index = check_layer("layer", layer, self.values.shape[2])
-        words, hidden = self._shown(self.prompt_tokens, special, stop_words)
-        return Sheet(
-            words,
-            self.values[:, :, index],
-            [label.text for label in labels_of(self.generated_tokens)],
-            rest=self.among_generated[:, :, index].sum(axis=1),
-            self_tokens=[words.length - 1],
-            self_share=None if self.self_share is None else float(np.mean(self.self_share[:, index])),
-            hidden=hidden,
-            title="Attribution of each generated token",
-            caption=caption(self.method, self.options, self.model),
-        )
+    def text(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> str:
+        """Return the strongest tokens of each generated token as plain text; options as for `shaded`."""
+        options: dict[str, Any] = {"special": special, "stop_words": list(stop_words)}
+        views = [self.shaded(index, **options) for index in range(self.generated_tokens.length)]
+        names = [label.text for label in labels_of(self.generated_tokens)]
+        lines = [
+            f"  {name}: {view.line} · {view.summary.verdict}".removesuffix(" · ")
+            for name, view in zip(names, views, strict=True)
+        ]
+        return "\n".join(["Attribution of each generated token", *lines, "", views[-1].caption])
 
     def page(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Page:
         """Return an interactive HTML page: click a generated word for its attribution by layer and its map on each
@@ -311,21 +302,14 @@ class Generation:
             images=images,
         )
 
-    def _shown(self, words: Words, special: bool, stop_words: Iterable[str]) -> tuple[Words, dict[int, str]]:
-        """Return the words of a view, and the hidden positions with the reason; image patches are hidden."""
-        hidden = hide(words, special=not special, stop_words=stop_words)
-        hidden |= dict.fromkeys(self._patches, "image patches")
-        plain = tuple(special and position not in self._patches for position, special in enumerate(words.special))
-        return replace(words, special=plain), hidden
-
     @property
     def _patches(self) -> set[int]:
         """Positions of the image patches in the prompt."""
         return set() if self.images is None else {place for part in self.images.parts for place in part.positions}
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write the sheet as .png, .pdf or .svg; options as for `sheet`."""
-        return self.sheet(**options).save(path)
+        """Write the shaded text as .png, .pdf or .svg; options as for `shaded`."""
+        return self.shaded(**options).save(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict, with `values` and `among_generated` as nested lists."""
@@ -346,4 +330,4 @@ class Generation:
         }
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return self.sheet()._repr_mimebundle_()
+        return bundle(self.text(), self.shaded().figure())

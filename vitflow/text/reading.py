@@ -24,11 +24,11 @@ from vitflow.models.parts import unwrap
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.registry.option_types import TextOptions
+from vitflow.text.graph import MOST_TOKENS, GraphView, Panel
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import caption, check_options
 from vitflow.text.rows import RowsRead, array_of, read_rows
-from vitflow.text.sheet import MOST_TOKENS, GraphView, Panel, Sheet
 from vitflow.text.text_page import TextRow, page_of
 from vitflow.text.view import ShadedText
 from vitflow.text.words import Words, hide, text_of, words_in, words_of
@@ -93,20 +93,10 @@ class Reading:
             stop_words: words to draw without a shade, such as `vitflow.text.words.ENGLISH_STOP_WORDS`. The caption
                 reports the share of the weight of hidden tokens.
         """
-        return ShadedText(
-            self.tokens, self._seen(self.weights), self_share=self.self_share, **self._shown(special, stop_words)
-        )
-
-    def sheet(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> Sheet:
-        """Return a table of `layers`, the last layer on top; options as for `shaded`."""
-        return Sheet(
-            self.tokens,
-            self._seen(self.layers),
-            [f"layer {layer}" for layer in range(1, len(self.layers) + 1)],
-            self_share=self.self_share,
-            upwards=True,
-            **self._shown(special, stop_words),
-        )
+        weights = self.weights.astype(np.float64)
+        if self.causal:
+            weights[max(self.selected) + 1 :] = np.nan  # unseen
+        return ShadedText(self.tokens, weights, self_share=self.self_share, **self._shown(special, stop_words))
 
     def graph(self, *, special: bool = True, stop_words: Iterable[str] = ()) -> GraphView:
         """Draw raw attention, rollout and flow as graphs, as in Abnar & Zuidema (2020); options as for `shaded`.
@@ -118,8 +108,8 @@ class Reading:
         count = self.tokens.length - len(shown["hidden"])
         if self.matrices is None or count > MOST_TOKENS:
             raise OptionError(
-                f"Expected a text of at most {MOST_TOKENS} tokens for a graph, got {count}: shorten it, hide stop "
-                "words, or draw the sheet."
+                f"Expected a text of at most {MOST_TOKENS} tokens for a graph, got {count}: shorten it, or hide stop "
+                "words."
             )
         options: dict[str, Any] = {
             "residual": self.options.get("residual", 0.5),
@@ -172,13 +162,6 @@ class Reading:
         """Text of the selected tokens."""
         return text_of(self.tokens[min(self.selected) : max(self.selected) + 1])
 
-    def _seen(self, weights: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Return weights [..., tokens] with NaN for tokens that the selected token cannot attend to."""
-        seen = np.array(weights, dtype=np.float64)
-        if self.causal:
-            seen[..., max(self.selected) + 1 :] = np.nan
-        return seen
-
     def _shown(self, special: bool, stop_words: Iterable[str]) -> dict[str, Any]:
         """Return the common fields of all views."""
         return {
@@ -207,7 +190,7 @@ class Reading:
             "selected": list(self.selected),
             "self_share": self.self_share,
             "causal": self.causal,
-            "trust": asdict(self.shaded().trust),
+            "summary": asdict(self.shaded().summary),
             "model": self.model,
             **method_record(TEXT_METHODS[self.method], self.options),
             "target": self.target,

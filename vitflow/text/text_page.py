@@ -13,7 +13,7 @@ from vitflow.errors import printable
 from vitflow.images.figures import figure_bytes
 from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.fusion import check_layer
-from vitflow.text.view import View
+from vitflow.text.view import VERDICTS, View
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
 from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half
 
@@ -92,6 +92,7 @@ def page_of(
         "written": written,
         "hidden": [*([] if special else ["special"]), *(["stop"] if stopped else [])],
         "images": list(images),
+        "verdicts": VERDICTS,
         "tables": {"one_side": one_table(None, False)},
         "percentiles": ROBUST_PERCENTILES,
         "drawing": drawing_of(),

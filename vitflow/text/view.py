@@ -2,14 +2,14 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import Colormap, LinearSegmentedColormap, to_hex
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.offsetbox import DrawingArea, HPacker, OffsetBox
@@ -25,17 +25,14 @@ from vitflow.text.words import Label, Words, labels_of
 
 #: RGB of positive weights.
 POSITIVE = (43 / 255, 95 / 255, 179 / 255)
-_NEGATIVE, _WHITE, _GREY = (179 / 255, 82 / 255, 32 / 255), (1.0, 1.0, 1.0), (236 / 255,) * 3
-#: Colours of shades from −1 to 1; 0 is white, NaN (unseen) is grey. The odd number of colours includes white itself.
-SHADES: Colormap = LinearSegmentedColormap.from_list("shades", np.array([_NEGATIVE, _WHITE, POSITIVE]), N=511)
-SHADES = SHADES.with_extremes(bad=_GREY)
-
-
-def fractions(weights: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the weights divided by the largest absolute counted weight, from −1 to 1; 0 for weights not counted."""
-    kept = np.where(counted & np.isfinite(weights), weights, 0.0)
-    shades: NDArray[np.float64] = kept / (np.abs(kept).max(initial=0.0) or 1.0)
-    return shades
+_NEGATIVE = (179 / 255, 82 / 255, 32 / 255)
+#: Description of a row by its entropy relative to that of a uniform distribution: first one whose limit is exceeded.
+VERDICTS = (
+    (0.95, "nearly uniform: uninformative"),
+    (0.8, "spread over many words"),
+    (0.5, "some words stand out"),
+    (0.0, "concentrated on few words"),
+)
 
 
 def percent(share: float) -> str:
@@ -51,12 +48,14 @@ def percent(share: float) -> str:
 
 
 def color_of(shade: float) -> str:
-    """Return the colour of a shade from −1 to 1 as #rrggbb.
+    """Return the colour of a shade from −1 to 1 as #rrggbb; 0 is white.
 
     >>> color_of(0.0), color_of(1.0)
     ('#ffffff', '#2b5fb3')
     """
-    return to_hex(SHADES((shade + 1) / 2))
+    full = POSITIVE if shade > 0 else _NEGATIVE
+    red, green, blue = (1 - abs(shade) * (1 - channel) for channel in full)
+    return to_hex((red, green, blue))
 
 
 def check_weights(weights: Any, shape: tuple[int | str, ...]) -> NDArray[np.float64]:
@@ -86,11 +85,11 @@ class RowSummary:
         first: share of the first token.
         self_share: share of the explained token; None if there is none.
         hidden: share of the hidden tokens by reason.
-        entropy: entropy in bits.
-        most: entropy of a uniform distribution over the seen tokens, in bits.
+        entropy: entropy in bits, over the seen tokens without `left_out`.
+        max_entropy: entropy of a uniform distribution over these tokens, in bits.
 
     >>> str(RowSummary.of([0.5, 0.25, 0.25], Words(("<s>", "key", " is"), (0, 1, 2), (True, False, False))))
-    'special tokens 50 % · first token 50 % · entropy 1.50 of 1.58 bits'
+    'special tokens 50 % · first token 50 % · spread over many words (entropy 1.50 of 1.58 bits)'
     """
 
     special: float | None
@@ -98,7 +97,7 @@ class RowSummary:
     self_share: float | None
     hidden: Mapping[str, float]
     entropy: float
-    most: float
+    max_entropy: float
 
     @classmethod
     def of(
@@ -109,6 +108,7 @@ class RowSummary:
         selected: Sequence[int] = (),
         self_share: float | None = None,
         hidden: Mapping[int, str] | None = None,
+        left_out: Collection[int] = (),
     ) -> "RowSummary":
         """Summarise a row of weights [tokens].
 
@@ -118,35 +118,47 @@ class RowSummary:
             selected: positions of the explained token.
             self_share: its share, if it is not among the weights.
             hidden: hidden positions with the reason.
+            left_out: positions that the entropy does not count, such as image patches, which have a map of their own.
         """
         checked = check_weights(weights, (words.length,))
         shares = np.abs(np.nan_to_num(checked))
         shares = shares / (shares.sum() or 1.0)
         if selected and self_share is None:
             self_share = float(shares[list(selected)].sum())
-        left_out: dict[str, float] = {}
+        reasons: dict[str, float] = {}
         for position, reason in (hidden or {}).items():
-            left_out[reason] = left_out.get(reason, 0.0) + float(shares[position])
-        positive, special = shares[shares > 0], np.array(words.special, dtype=bool)
+            reasons[reason] = reasons.get(reason, 0.0) + float(shares[position])
+        special, counted = np.array(words.special, dtype=bool), ~np.isnan(checked)
+        counted[list(left_out)] = False
+        positive = shares[counted & (shares > 0)]
+        positive = positive / (positive.sum() or 1.0)
         return cls(
             special=float(shares[special].sum()) if special.any() else None,
             first=float(shares[0]),
             self_share=self_share,
-            hidden=left_out,
+            hidden=reasons,
             entropy=float(-(positive * np.log2(positive)).sum()) + 0.0,
-            most=float(np.log2(max(int((~np.isnan(checked)).sum()), 1))),
+            max_entropy=float(np.log2(max(int(counted.sum()), 1))) if positive.size else 0.0,
         )
+
+    @property
+    def verdict(self) -> str:
+        """Description of how uniform the row is; empty for fewer than two tokens, or without weight."""
+        if not self.max_entropy:
+            return ""
+        return next(text for limit, text in VERDICTS if self.entropy > limit * self.max_entropy or not limit)
 
     def __str__(self) -> str:
         parts = [] if self.special is None else [f"special tokens {self.special:.0%}"]
         parts.append(f"first token {self.first:.0%}")
         if self.self_share is not None:
             parts.append(f"query token {self.self_share:.0%}")
-        parts.append(f"entropy {self.entropy:.2f} of {self.most:.2f} bits")
+        if self.verdict:
+            parts.append(f"{self.verdict} (entropy {self.entropy:.2f} of {self.max_entropy:.2f} bits)")
         return " · ".join(parts).replace("%", " %").replace("-", "−")
 
     @property
-    def left_out(self) -> str:
+    def hidden_shares(self) -> str:
         """Sentence on the hidden tokens and their share of the weight; empty if nothing is hidden."""
         parts = [f"{why} ({share:.0%} of the weight)".replace("%", " %") for why, share in self.hidden.items()]
         return f"Not shown: {', '.join(parts)}." if parts else ""
@@ -174,7 +186,7 @@ class View(ABC):
 
     @property
     @abstractmethod
-    def trust(self) -> RowSummary:
+    def summary(self) -> RowSummary:
         """Summary of the weights."""
 
     @abstractmethod
@@ -185,17 +197,15 @@ class View(ABC):
     def strongest(self) -> list[str]:
         """Return the strongest tokens as lines of plain text."""
 
-    #: Line below the view on what its numbers are.
-    scale = ""
-
     @property
     def footer(self) -> list[str]:
         """The lines below the view."""
-        return [line for line in (self.scale, self._trust_line, self.trust.left_out, self.caption) if line]
+        return [line for line in (self.summary_line, self.summary.hidden_shares, self.caption) if line]
 
     @property
-    def _trust_line(self) -> str:
-        return str(self.trust)
+    def summary_line(self) -> str:
+        """The summary as one line."""
+        return str(self.summary)
 
     def text(self) -> str:
         """Return the strongest tokens as plain text, with their share of the weight."""
@@ -216,8 +226,10 @@ class View(ABC):
         return bundle(self.text(), self.figure())
 
 
-#: The number of largest weights printed as numbers.
-NUMBERS = 8
+#: The number of largest weights printed as numbers, and in one line.
+NUMBERS, _IN_A_LINE = 8, 5
+#: Reason to hide the image patches of a prompt.
+PATCHES = "image patches"
 _WIDTH, _SIZE = 6.0, 9.0
 _ROOM = _WIDTH - 2 * MARGIN
 _BASELINE = 10.5  # points from the bottom of a line of tokens
@@ -258,10 +270,17 @@ class ShadedText(View):
                 raise OptionError(f"Expected positions from 0 to {self.words.length - 1}, got {position}.")
 
     @property
-    def trust(self) -> RowSummary:
+    def summary(self) -> RowSummary:
         """Summary of the weights."""
+        left_out = {position for position, reason in self.hidden.items() if reason == PATCHES}
+        left_out |= set(self.selected if self.self_share is not None else ())
         return RowSummary.of(
-            self.weights, self.words, selected=self.selected, self_share=self.self_share, hidden=self.hidden
+            self.weights,
+            self.words,
+            selected=self.selected,
+            self_share=self.self_share,
+            hidden=self.hidden,
+            left_out=left_out,
         )
 
     @cached_property
@@ -279,12 +298,20 @@ class ShadedText(View):
     @cached_property
     def shades(self) -> NDArray[np.float64]:
         """Shade of each token from −1 to 1; 0 for selected and hidden tokens."""
-        return fractions(self._shares, self._counted)
+        kept = np.where(self._counted, self._shares, 0.0)
+        return np.asarray(kept / (np.abs(kept).max(initial=0.0) or 1.0))
 
     @cached_property
     def _largest(self) -> list[int]:
         """Positions of the largest weights, in descending order."""
         return [int(p) for p in np.argsort(-np.abs(self.shades), kind="stable") if self.shades[p]][:NUMBERS]
+
+    @property
+    def line(self) -> str:
+        """The strongest tokens in one line, in percent of the weight."""
+        labels = labels_of(self.words)
+        tokens = [f"{labels[p].text} {percent(float(self._shares[p]))} %" for p in self._largest[:_IN_A_LINE]]
+        return ", ".join(tokens) or "nothing"
 
     def strongest(self) -> list[str]:
         """Return the strongest tokens as lines of plain text: share of the weight, token, and position."""

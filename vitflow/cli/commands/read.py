@@ -1,8 +1,7 @@
 """`vitflow read`: attribution of a word of a text, or of each generated word, to the input tokens."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,8 @@ from vitflow.text.method_table import PLAIN, text_method
     "--token",
     panel="Text",
     metavar="WORD|INDEX",
-    help="Word or token index whose row to show (-1: the last token).  [default: the masked word, the last token of a "
-    "decoder, else the class token]",
+    help="Word or token index to explain (-1: the last token); with --prompt, the generated one that --png shows.  "
+    "[default: the masked word, the last token of a decoder, else the class token]",
 )
 @shared.text_method_option(default=PLAIN, help="Method.")
 @click.option(
@@ -50,9 +49,9 @@ from vitflow.text.method_table import PLAIN, text_method
 @shared.text_method_options
 @click.option(
     "--view",
-    type=click.Choice(["text", "sheet", "graph"]),
-    help="View to print and draw: the text, a row for each layer or generated token, or graphs.  [default: text; sheet "
-    "with --prompt]",
+    type=click.Choice(["text", "graph"]),
+    default="text",
+    help="View of TEXT to print and draw: the text, or graphs.",
 )
 @click.option("--hide-special", is_flag=True, help="Hide special tokens; the caption says so.")
 @click.option(
@@ -78,15 +77,17 @@ def read(text: str | None, **given: Any) -> None:
     _check(text, given)
     hiding = {"special": not given["hide_special"], "stop_words": _stop_words(given["hide_stop_words"])}
     result = _compute(text, given, options)
-    view = given["view"] or ("text" if given["prompt"] is None else "sheet")
-    draw = partial(getattr(result, "shaded" if view == "text" else view), **hiding)
+    if text is None:
+        view = result.shaded(-1 if given["token"] is None else _token(given["token"]), **hiding)
+    else:
+        view = (result.graph if given["view"] == "graph" else result.shaded)(**hiding)
     if (path := given["png"]) is not None:
         with writing(path, "--png"):
-            draw().save(path)
+            view.save(path)
     if (path := given["html"]) is not None:
         with writing(path, "--html"):
             result.page(**hiding).save(path)
-    _print(result, draw, given)
+    _print(result, result.text(**hiding) if text is None else view.text(), given)
 
 
 def _check(text: str | None, given: Mapping[str, Any]) -> None:
@@ -95,7 +96,7 @@ def _check(text: str | None, given: Mapping[str, Any]) -> None:
         got = "neither" if text is None else "both"
         raise OptionError(f"Expected either TEXT or --prompt, got {got}.")
     writes = text is None
-    for name in ("token", "target") if writes else ("generate",):
+    for name in ("target",) if writes else ("generate",):
         if given[name] is not None:
             raise OptionError(f"--{name} {'cannot be used with' if writes else 'requires'} --prompt.")
     if writes and given["view"] == "graph":
@@ -120,6 +121,11 @@ def _stop_words(name: str | None) -> Iterable[str]:
         ) from error
 
 
+def _token(value: str | None) -> str | int | None:
+    """Return a word, or a token index as a number."""
+    return int(value) if value is not None and value.removeprefix("-").isdecimal() else value
+
+
 def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]) -> Any:
     """Return the reading of a text, or the generation for a prompt."""
     from vitflow.text.languages import load_language_model, refuse_images
@@ -129,10 +135,7 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
     if text is not None:
         from vitflow.text.reading import explain_text
 
-        token, target = (
-            int(value) if (value := given[name]) is not None and value.removeprefix("-").isdecimal() else value
-            for name in ("token", "target")
-        )
+        token, target = _token(given["token"]), _token(given["target"])
         chosen: dict[str, Any] = {"method": given["method"], "name": given["name"], **options}
         return explain_text(text, model=model, tokenizer=tokenizer, token=token, target=target, **chosen)
     from vitflow.text.generating import explain_generation
@@ -148,7 +151,7 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
     )
 
 
-def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> None:
+def _print(result: Any, shown: str, given: Mapping[str, Any]) -> None:
     """Print the result on stdout as text or JSON."""
     from vitflow.text.words import text_of
 
@@ -158,7 +161,7 @@ def _print(result: Any, view: Callable[[], Any], given: Mapping[str, Any]) -> No
     if given["prompt"] is not None:
         click.echo(text_of(result.prompt_tokens + result.generated_tokens) + "\n")
     encoding = sys.stdout.encoding or "ascii"
-    click.echo(view().text().encode(encoding, "replace").decode(encoding))
+    click.echo(shown.encode(encoding, "replace").decode(encoding))
     for path in (given["html"], given["png"]):
         if path is not None:
             say(f"written: {printable(path)}")

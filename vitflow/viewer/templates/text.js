@@ -45,7 +45,7 @@ function evenness(values) {
   if (!total || values.length < 2) return "";
   const entropy = -values.reduce((sum, value) => sum + (value > 0 ? (value / total) * Math.log2(value / total) : 0), 0);
   const ratio = entropy / Math.log2(values.length), bits = `entropy ${entropy.toFixed(2)} of ${Math.log2(values.length).toFixed(2)} bits`;
-  const label = ratio > 0.95 ? "nearly uniform: uninformative" : ratio > 0.8 ? "spread over many words" : ratio > 0.5 ? "some words stand out" : "concentrated on few words";
+  const [, label] = data.verdicts.find(([limit]) => ratio > limit || !limit);
   return `${label} (${bits})`;
 }
 

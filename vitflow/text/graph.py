@@ -1,0 +1,168 @@
+"""Graphs of attention between layers, as in Abnar & Zuidema (2020)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from vitflow.errors import OptionError, printable
+from vitflow.images import charts
+from vitflow.images.charts import new_chart
+from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
+from vitflow.text.view import POSITIVE, RowSummary, ShadedText, View, check_weights
+from vitflow.text.words import Words, labels_of
+
+#: Larger graphs are unreadable.
+MOST_TOKENS, MOST_LAYERS = 40, 48
+_GAP, _STEP = 0.35, 0.32
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One graph of a `GraphView`.
+
+    Attributes:
+        title: title, such as "attention rollout".
+        matrices: edge weights [layers, tokens, tokens], from token i after layer l to token j after layer l − 1.
+        paths: highlighted edges, of the same shape.
+        note: line below the graph.
+    """
+
+    title: str
+    matrices: Any
+    paths: Any
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class GraphView(View):
+    """Attention graphs side by side: a node for each token after each layer, the input at the bottom.
+
+    Attributes:
+        words: the tokens.
+        panels: the graphs.
+        selected, hidden, title, caption: see `View`.
+
+    Raises:
+        ShapeError: the shape of a matrix does not match the tokens.
+        OptionError: no graph, or more than `MOST_TOKENS` tokens or `MOST_LAYERS` layers.
+
+    Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, Figure 1.
+
+    >>> words = Words(("a", " key"), (0, 1), (False, False))
+    >>> attention = np.array([[[1.0, 0.0], [0.4, 0.6]]])
+    >>> GraphView(words, [Panel("raw attention", attention, 0 * attention)], selected=(1,)).strongest()
+    ['  raw attention: a 40 %']
+    """
+
+    words: Words
+    panels: Sequence[Panel]
+
+    def __post_init__(self) -> None:
+        shape = ("layers", self.words.length, self.words.length)
+        checked = [
+            Panel(
+                printable(panel.title),
+                np.nan_to_num(check_weights(panel.matrices, shape)),
+                np.nan_to_num(check_weights(panel.paths, shape)),
+                printable(panel.note),
+            )
+            for panel in self.panels
+        ]
+        object.__setattr__(self, "panels", checked)
+        super().__post_init__()
+        shown, layers = len(self._columns), max((len(panel.matrices) for panel in checked), default=0)
+        if not checked or shown > MOST_TOKENS or layers > MOST_LAYERS:
+            raise OptionError(
+                f"Expected at least one graph of at most {MOST_TOKENS} tokens and {MOST_LAYERS} layers, got "
+                f"{len(checked)} of {shown} tokens and {layers} layers: use a shorter text."
+            )
+
+    @property
+    def _columns(self) -> list[int]:
+        return [position for position in range(self.words.length) if position not in self.hidden]
+
+    @property
+    def summary(self) -> RowSummary:
+        """Summary of the top layer of the last graph: of the selected tokens' row, or of the mean row."""
+        return RowSummary.of(self._rows()[-1], self.words, selected=self.selected, hidden=self.hidden)
+
+    @property
+    def summary_line(self) -> str:
+        """The summary as one line."""
+        return f"{self.panels[-1].title}, top layer: {self.summary}"
+
+    def _rows(self) -> list[NDArray[np.float64]]:
+        """Return the selected tokens' row, or the mean row, of the top layer of each graph."""
+        rows = list(self.selected) or slice(None)
+        return [panel.matrices[-1][rows].mean(axis=0) for panel in self.panels]
+
+    def strongest(self) -> list[str]:
+        """Return the strongest tokens in the top layer of each graph."""
+        return [
+            f"  {panel.title}: {ShadedText(self.words, row, selected=self.selected, hidden=self.hidden).line}"
+            for panel, row in zip(self.panels, self._rows(), strict=True)
+        ]
+
+    def figure(self) -> Figure:
+        """Return the graphs as a figure."""
+        labels = labels_of(self.words)
+        names = [_shortened(labels[position].text) for position in self._columns]
+        layers = max(len(panel.matrices) for panel in self.panels)
+        # Layers run from left to right, so that tokens can be labelled horizontally.
+        panel_width, row = max(layers * max(min(_STEP, 7.0 / layers), 0.2), 1.4), min(0.2, 7.5 / len(names))
+        titles = [wrap(panel.title, panel_width, TITLE, weight="bold") for panel in self.panels]
+        notes = [wrap(panel.note, panel_width, SMALL, lines=3) for panel in self.panels]
+        width = max(map(measure, names, [BODY] * len(names))) + len(self.panels) * (panel_width + _GAP) + 2 * MARGIN
+        text_height = max(map(len, titles)) * TITLE + (1 + max(map(len, notes))) * SMALL
+        figure = new_chart((max(width, 4.0), row * len(names) + text_height * LEADING + 0.2))
+        plots = figure.subplots(1, len(self.panels), sharey=True, squeeze=False)[0]
+        for axes, panel, title, note in zip(plots, self.panels, titles, notes, strict=True):
+            axes.set_title("\n".join(title), loc="left", pad=3, **plain(TITLE), weight="bold")
+            axes.set_xlabel("\n".join(note), loc="left", labelpad=2, **plain(SMALL) | {"color": GREY})
+            self._draw_panel(axes, panel, panel_width)
+        plots[0].set_ylim(len(names) - 0.5, -0.5)
+        plots[0].set_yticks(range(len(names)), names, **plain(BODY))
+        for label, position in zip(plots[0].get_yticklabels(), self._columns, strict=True):
+            label.set_fontweight("bold" if position in self.selected else "normal")
+        legend = "edges: thicker and darker for larger weights; blue: paths of the explained token"
+        return charts.framed(figure, self.title, [legend, *self.footer])
+
+    def _draw_panel(self, axes: Axes, panel: Panel, panel_width: float) -> None:
+        """Draw one graph, the input at the left and the top layer at the right."""
+        layers, columns = len(panel.matrices), self._columns
+        chosen = np.ix_(range(layers), columns, columns)
+        _draw_edges(axes, panel.matrices[chosen], (0.35, 0.35, 0.35), 0.18)
+        _draw_edges(axes, panel.paths[chosen], POSITIVE, 0.9)
+        xs, ys = np.meshgrid(np.arange(layers + 1), np.arange(len(columns)))
+        axes.scatter(xs, ys, s=4, color=INK, linewidths=0, zorder=4)
+        selected = [column for column, position in enumerate(columns) if position in self.selected]
+        axes.scatter([layers] * len(selected), selected, s=22, color=[POSITIVE], linewidths=0, zorder=5)
+        axes.set_xlim(-0.08 * layers / panel_width, (1 + 0.08 / panel_width) * layers)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, pad=2)
+        every = range(0, layers + 1, round(0.14 * layers / panel_width + 0.49) or 1)
+        axes.set_xticks(every, [str(layer) if layer else "in" for layer in every], **plain(SMALL) | {"color": GREY})
+
+
+def _shortened(name: str, length: int = 14) -> str:
+    """Return a name of at most `length` characters, truncated with an ellipsis."""
+    return name if len(name) <= length else f"{name[: length - 1]}…"
+
+
+def _draw_edges(axes: Axes, matrices: NDArray[np.float64], color: tuple[float, ...], opacity: float) -> None:
+    """Draw edges; width and darkness are the square of the weight divided by the largest weight of the layer."""
+    largest = matrices.max(axis=(1, 2), keepdims=True)
+    shares = (matrices / np.where(largest > 0, largest, 1.0)) ** 2
+    layer, above, below = np.nonzero(shares > 0.01)
+    strength = shares[layer, above, below]
+    order = np.argsort(strength, kind="stable")  # draws the strongest on top
+    layer, above, below, strength = layer[order], above[order], below[order], strength[order]
+    lines = np.stack([np.stack([layer + 1, above], 1), np.stack([layer, below], 1)], 1)
+    colors = np.concatenate([np.tile(color, (len(lines), 1)), (strength * opacity)[:, None]], 1)
+    axes.add_collection(LineCollection(list(lines), linewidths=0.2 + 1.8 * strength, colors=colors, zorder=2))
