@@ -4,18 +4,30 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
-from vitflow.errors import ImageError
+from vitflow.errors import ImageError, VitflowWarning
 
-#: Suffixes of image files.
-READ_SUFFIXES = frozenset(
-    {".avif", ".bmp", ".dib", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg"}
-    | {".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
+#: Suffixes of HEIC files, which pillow-heif reads.
+HEIC_SUFFIXES = frozenset({".heic", ".heics", ".heif", ".heifs", ".hif"})
+_READ = ".avif .bmp .dib .gif .jfif .jp2 .jpe .jpeg .jpg .pbm .pgm .png .pnm .ppm .tif .tiff .webp"
+#: Suffixes of image files that are read.
+READ_SUFFIXES = frozenset(_READ.split()) | (HEIC_SUFFIXES if find_spec("pillow_heif") else frozenset())
+# Image files of cameras, medicine, microscopes, satellites and graphics.
+_UNREAD = (
+    ".3fr .arw .cr2 .cr3 .crw .dcr .dng .erf .fff .gpr .iiq .kdc .mef .mos .mrw .nef .nrw .orf .pef .raf .raw .rw2 "
+    ".rwl .sr2 .srf .srw .x3f .dcm .dicom .mgz .mha .mhd .nii .nrrd .bif .czi .ims .lif .lsm .mrxs .nd2 .ndpi .oib "
+    ".oif .scn .svs .vsi .zvi .ecw .fit .fits .hdr .ntf .sid .djvu .emf .eps .exr .flif .ico .icns .j2c .j2k .jls "
+    ".jpf .jpx .jxl .jxr .pam .pcx .pfm .psb .psd .qoi .ras .rgb .rgba .sgi .svg .svgz .tga .wdp .wmf .xbm .xcf .xpm"
 )
+#: Suffixes of image files that are not read.
+UNREAD_SUFFIXES = (frozenset(_UNREAD.split()) | HEIC_SUFFIXES) - READ_SUFFIXES
 
 # Methods of Path would raise for a name that the system rejects, such as one of 300 letters; these return False.
 is_folder, is_file, is_link, is_there = os.path.isdir, os.path.isfile, os.path.islink, os.path.exists
@@ -98,7 +110,8 @@ def remove_leftovers(folder: Path) -> None:
 def find_images(path: str | os.PathLike[str]) -> list[Path]:
     """Find the images in a folder by their suffix, in natural order (2.png before 10.png).
 
-    Hidden files are skipped. The path of a file is returned unchanged, whatever its suffix.
+    Hidden files are skipped. The path of a file is returned unchanged, whatever its suffix. A VitflowWarning counts
+    image files that cannot be read.
 
     Raises:
         ImageError: the path does not exist, or the folder cannot be read.
@@ -109,15 +122,36 @@ def find_images(path: str | os.PathLike[str]) -> list[Path]:
     if not is_folder(root):
         raise ImageError(f"Expected a folder or an image, but there is nothing at {str(root)!r}.")
     try:
-        files = [file for file in root.iterdir() if is_image_name(file.name) and is_file(file)]
+        present = [file for file in root.iterdir() if is_file(file)]
     except OSError as error:
         raise ImageError(f"Could not read the folder {str(root)!r}: {error.strerror}.") from error
+    if note := unread_in_words(Counter(suffix for file in present if (suffix := unread_suffix(file.name)))):
+        warnings.warn(note, VitflowWarning, stacklevel=2)
+    files = [file for file in present if is_image_name(file.name)]
     return sorted(files, key=lambda file: (natural_order(file.name), file.name))
 
 
 def is_image_name(name: str) -> bool:
     """Return True if a file name has an image suffix and is not hidden."""
     return not name.startswith(".") and Path(name).suffix.lower() in READ_SUFFIXES
+
+
+def unread_suffix(name: str) -> str:
+    """Return the suffix of an image file that is not read; empty for other files and hidden ones."""
+    suffix = Path(name).suffix.lower()
+    return "" if name.startswith(".") or suffix not in UNREAD_SUFFIXES else suffix
+
+
+def unread_in_words(unread: Mapping[str, int]) -> str:
+    """Return the sentence on image files that are left out, given their number by suffix; empty if there are none.
+
+    >>> unread_in_words({".tga": 1, ".cr2": 2})
+    'Image files that cannot be read are left out (2 .cr2, 1 .tga): convert them to PNG or JPEG.'
+    """
+    counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(unread.items()))
+    remedy = "for HEIC, pip install 'vitflow[heic]'; or " if HEIC_SUFFIXES & unread.keys() else ""
+    sentence = f"Image files that cannot be read are left out ({counts}): {remedy}convert them to PNG or JPEG."
+    return sentence if unread else ""
 
 
 def natural_order(name: str) -> list[str | int]:

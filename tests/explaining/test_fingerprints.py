@@ -67,7 +67,6 @@ OTHERS = {
             "interpolation": "bilinear",
         }.items()
     ],
-    "channels": [(0, 1, 2), (3, 2, 1)],
     "layout": [TokenLayout(1, 4, 4)],
     "activation": ["sigmoid"],
     "name": ["mine"],
@@ -99,9 +98,6 @@ def test_every_argument_of_the_explainer_changes_its_fingerprint(monkeypatch):
             if name == "device":  # there may be no other device here: as if there were
                 other = explainer()
                 other.device = torch.device(value)
-            elif name == "channels":  # of a model with other inputs than RGB
-                bands = CONFIG | {"input_size": (4, 32, 32), "mean": (0.5,) * 4, "std": (0.5,) * 4}
-                other = Explainer(custom_model(in_chans=4), data_config=bands, channels=value)
             elif name == "data_config":
                 other = Explainer(custom_model(dynamic_img_size=True), data_config=value)
             else:

@@ -1,7 +1,5 @@
 """Tensors as images: the batch of a DataLoader gives the maps that its images give."""
 
-import warnings
-
 import numpy as np
 import pytest
 import timm
@@ -108,17 +106,74 @@ def test_layers_features_and_pages_take_tensors():
     assert "image 2" in vitflow.explore(batch[:2], model=explainer).html
 
 
-@pytest.mark.parametrize(
-    ("values", "reported"),
-    [(torch.rand(3, 32, 32), "its range is .* to "), (torch.rand(3, 32, 32) * 255, "does not look normalised")],
-)
-def test_a_tensor_that_does_not_look_normalised_is_mentioned_once(values, reported):
+RAW = torch.from_numpy(IMAGES[0]).permute(2, 0, 1) / 255
+
+
+@pytest.mark.parametrize("values", [RAW, RAW * 255, 0.2 + 0.7 * RAW])
+@pytest.mark.parametrize("half", [False, True])
+def test_each_tensor_that_does_not_look_normalised_is_mentioned(values, half):
+    data = DATA | ({"mean": (0.5,) * 3, "std": (0.5,) * 3} if half else {})
+    explainer = Explainer(model_of("timm"), data_config=data)
+    with pytest.warns(VitflowWarning, match="image [13]: .*does not look normalised") as reported:
+        explainer.explain_batch(torch.stack([values, explainer.pixels(IMAGES[1])[0], values]), methods=["rollout"])
+    assert [str(each.message)[:7] for each in reported] == ["image 1", "image 3"]
+
+
+def test_a_model_without_normalisation_reads_values_from_0_to_1():
+    Explainer(model_of("timm"), data_config=DATA | {"mean": (0.0,) * 3, "std": (1.0,) * 3}).explain(RAW)
+
+
+@pytest.mark.parametrize("change", ["another image", "flip", "another crop", "another fit"])
+def test_an_original_that_does_not_belong_to_the_tensor_is_refused(change):
+    explainer = Explainer(model_of("timm"), data_config=DATA | {"crop_pct": 0.8})
+    photograph, other = (vitflow.images.reading.read_image(path)[:, :72] for path in vitflow.demo.sample_images()[:2])
+    resized = torchvision.transforms.functional.resize(torch.from_numpy(photograph).permute(2, 0, 1), 40)
+    placed = torchvision.transforms.functional.center_crop(resized, 32).permute(1, 2, 0).numpy()
+    # Another filter, as in torchvision's own pipelines, and another contrast.
+    saliency = explainer.explain(normalised([placed]) * 0.9, original=photograph, method="rollout")
+    np.testing.assert_array_equal(saliency.image, photograph)
+    wrong = {
+        "another image": explainer.pixels(other),
+        "flip": explainer.pixels(photograph).flip(3),
+        "another crop": Explainer(model_of("timm"), data_config=DATA).pixels(photograph),
+        "another fit": Explainer(model_of("timm"), data_config=DATA, fit="squash").pixels(photograph),
+    }[change]
+    with pytest.raises(ShapeError, match="differs from its original.*crop_pct=0.8"):
+        explainer.explain(wrong, original=photograph, method="rollout")
+
+
+def test_a_crop_that_sees_little_of_an_image_is_mentioned():
     explainer = Explainer(model_of("timm"), data_config=DATA)
-    with pytest.warns(VitflowWarning, match=reported):
-        explainer.explain(values)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        explainer.explain(values)
+    wide = np.random.default_rng(0).integers(0, 256, (32, 400, 3), dtype=np.uint8)
+    with pytest.warns(VitflowWarning, match=r"8\.0% of the image: fit='pad'"):  # 32 of 400 columns
+        saliency = explainer.explain(wide, method="rollout")
+    assert "The model sees 8.0% of the image: fit='pad' or fit='squash' shows it the whole image." in saliency._notes()
+    Explainer(model_of("timm"), data_config=DATA, fit="squash").explain(wide, method="rollout")
+    explainer.explain(wide[:, :300], method="rollout")
+
+
+def test_a_model_of_other_channels_explains_tensors():
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", in_chans=5, num_classes=4, img_size=64).eval()
+    explainer = Explainer(model)
+    pixels = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 64, 64))).float()
+    photograph = np.random.default_rng(1).integers(0, 256, (100, 128, 3), dtype=np.uint8)
+    for method in ("rollout", "gae", "occlusion"):
+        shown = explainer.explain(pixels, method=method, target=1, original=photograph)
+        np.testing.assert_array_equal(shown.image, photograph)
+        np.testing.assert_array_equal(shown.grid, explainer.explain(pixels, method=method, target=1).grid)
+    grey = explainer.explain(pixels, method="rollout").image  # the mean of the channels
+    mean = pixels.mean(dim=0).numpy()
+    np.testing.assert_allclose(grey[..., 1], 255 * (mean - mean.min()) / (mean.max() - mean.min()), atol=0.51)
+    with pytest.raises(OptionError, match=r"tensor \[5, 64, 64\].*original="):
+        explainer.explain(photograph)
+
+
+def test_an_array_with_three_axes_is_one_image():
+    explainer = Explainer("demo")
+    with pytest.raises(ShapeError, match=r"got \(96, 96, 9\)"):
+        explainer.explain_batch(np.zeros((96, 96, 9), np.uint8))
+    assert len(explainer.explain_batch(list(np.zeros((2, 96, 96), np.uint8)), methods=["rollout"])) == 2
 
 
 @pytest.mark.parametrize(

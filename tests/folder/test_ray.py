@@ -236,7 +236,6 @@ def test_the_command_sends_no_model(tmp_path):
         "device": "cpu",
         "dtype": None,
         "data_config": None,
-        "channels": None,
     }
     model = partial(make_explainer, given)
     sent = pickle.dumps(model)

@@ -27,7 +27,7 @@ from tests.folder.small_models import tiny_model
 from tests.typed import Typed, forked
 from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
-from vitflow.errors import ImageError, ModelError, OptionError, VitflowError
+from vitflow.errors import ImageError, ModelError, OptionError, VitflowError, VitflowWarning
 from vitflow.folder import pipeline
 from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import DecoderPool, decode_file
@@ -265,6 +265,27 @@ def test_a_second_run_does_only_what_is_missing_or_changed(tmp_path):
         assert (out / row["outputs"]["rollout"]).read_bytes() == (fresh.output / row["outputs"]["rollout"]).read_bytes()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_files_that_are_not_read_and_values_that_look_wrong_are_mentioned_once(tmp_path, workers):
+    source = fill(tmp_path / "in", 1)
+    for name in ("IMG_2.NEF", "scan.dicom", "a.tga", "b.TGA", "labels.csv", ".hidden.cr2", "below/3.dng"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).touch()
+    for number in range(3):
+        values = np.random.default_rng(number).integers(0, 4096, (40, 48)).astype(np.uint16)
+        Image.fromarray(values).save(source / f"x{number}.png")
+    with pytest.warns(VitflowWarning) as notes:
+        summary = run(source, tmp_path / "out", workers=workers)
+    left_out, dark = (str(note.message) for note in notes)
+    assert (summary.explained, summary.failed) == (4, 0)
+    assert "(1 .dicom, 1 .nef, 2 .tga)" in left_out
+    assert dark.startswith("3 images, such as x0.png: its values fill 1/16")
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["run"]["left_out"] == {".dicom": 1, ".nef": 1, ".tga": 2}
+    with pytest.raises(ImageError, match=r"got none.*1 \.dng"):
+        run(source / "below", tmp_path / "other")
+
+
 def test_other_options_need_another_folder_or_overwrite(tmp_path):
     source = fill(tmp_path / "in", 2)
     run(source, tmp_path / "out", format="png")
@@ -474,7 +495,7 @@ def test_images_that_vanish_or_may_not_be_read(tmp_path, monkeypatch):
     source = fill(tmp_path / "in", 8)
     real = decode_file
 
-    def vanish(path, max_pixels, channels):
+    def vanish(path, max_pixels):
         if path.endswith("5.jpg"):
             Path(path).unlink()
         if path.endswith("6.jpg"):
@@ -872,7 +893,7 @@ def test_the_report_reads_no_more_pixels_than_the_run(tmp_path, monkeypatch):
     bounds = []
     real = decode_file
     monkeypatch.setattr(
-        "vitflow.folder.draw.decode_file", lambda path, bound, channels: (bounds.append(bound), real(path, bound))[1]
+        "vitflow.folder.draw.decode_file", lambda path, bound: (bounds.append(bound), real(path, bound))[1]
     )
     source = fill(tmp_path / "in", 1)
     run(source, tmp_path / "out", max_pixels=5000)

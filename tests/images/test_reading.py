@@ -5,6 +5,7 @@ import os
 import struct
 import threading
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import cv2
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
 
-from vitflow.errors import ImageError, ShapeError
+from vitflow.errors import ImageError, ShapeError, VitflowWarning
 from vitflow.files import find_images, natural_order
 from vitflow.images.reading import image_name, read_image, write_image
 
@@ -35,6 +36,11 @@ def encode(image: Image.Image | np.ndarray, fmt: str = "PNG", **options) -> byte
 
 def grey(values: np.ndarray) -> np.ndarray:
     return np.stack([values] * 3, axis=-1)
+
+
+def transparency(values: np.ndarray) -> np.ndarray:
+    """Mostly opaque or invisible, as transparency is; the rest partly transparent."""
+    return np.where(values < 160, 255, np.where(values < 200, 0, values)).astype(np.uint8)
 
 
 def over_white(color: np.ndarray, alpha: np.ndarray | float) -> np.ndarray:
@@ -110,7 +116,8 @@ def test_the_first_frame_is_read(fmt):
     data = encode(frames[0], fmt, save_all=True, append_images=frames[1:])
     with Image.open(io.BytesIO(data)) as opened:
         assert opened.n_frames == 3
-    image = read_image(data)
+    with pytest.warns(VitflowWarning, match="page 1 of 3") if fmt == "TIFF" else nullcontext():
+        image = read_image(data)
     assert image.shape == (12, 16, 3)
     assert np.abs(image.astype(int) - [255, 0, 0]).max() < 8
 
@@ -132,7 +139,7 @@ def test_one_bit():
 
 @pytest.mark.parametrize("fmt", ["PNG", "TIFF", "WEBP"])
 def test_transparency_lies_over_white(fmt):
-    rgba = np.dstack([RGB, RGB[::-1, :, 1]])
+    rgba = np.dstack([RGB, transparency(RGB[::-1, :, 1])])
     options = {"lossless": True, "exact": True} if fmt == "WEBP" else {}
     expected = over_white(RGB, rgba[..., 3:])
     assert np.abs(read_image(encode(rgba, fmt, **options)) - expected).max() <= 0.5 + 1e-9
@@ -141,7 +148,7 @@ def test_transparency_lies_over_white(fmt):
 
 
 def test_grey_with_transparency():
-    values, alpha = RGB[..., 0], RGB[..., 1]
+    values, alpha = RGB[..., 0], transparency(RGB[..., 1])
     image = Image.merge("LA", [Image.fromarray(values), Image.fromarray(alpha)])
     expected = grey(over_white(values, alpha))
     assert np.abs(read_image(encode(image)) - expected).max() <= 0.5 + 1e-9
@@ -164,7 +171,7 @@ def test_palettes():
 
 
 def test_one_transparent_color():
-    data = encode(Image.new("RGB", (4, 3), (1, 2, 3)), transparency=(1, 2, 3))
+    data = encode(Image.new("RGB", (4, 3), (1, 200, 3)), transparency=(1, 200, 3))
     assert (read_image(data) == 255).all()
     assert (read_image(encode(Image.new("L", (4, 3), 7), transparency=7)) == 255).all()
 
@@ -222,6 +229,7 @@ def test_16_bit_tiff_of_either_byte_order():
 @pytest.mark.parametrize("suffix", [".png", ".tiff"])
 def test_16_bit_color(suffix):
     values = np.random.default_rng(2).integers(0, 65536, (17, 23, 4)).astype(np.uint16)
+    values[..., 3] = transparency(values[..., 3] >> 8).astype(np.uint16) << 8
     color = cv2.imencode(suffix, values[..., 2::-1])[1].tobytes()  # OpenCV takes BGR
     np.testing.assert_array_equal(read_image(color), values[..., :3] // 256)
     transparent = cv2.imencode(suffix, values[..., [2, 1, 0, 3]])[1].tobytes()
@@ -263,6 +271,108 @@ def test_32_bit_floats(values, expected):
 def test_floats_that_are_no_numbers(bad):
     with pytest.raises(ImageError, match="Expected finite pixel values"):
         read_image(encode(np.array([[0.0, bad]], dtype=np.float32), "TIFF"))
+
+
+# --- values and bands that mean something else -----------------------------------------------------------------------
+
+
+def written(values: np.ndarray, suffix: str) -> bytes:
+    return cv2.imencode(suffix, values[..., ::-1] if values.ndim == 3 else values)[1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        (written(GREY16 >> 4, ".png"), 16),  # 12 bits
+        (written(GREY16 >> 2, ".tiff"), 4),  # 14 bits
+        (written(RGB.astype(np.uint16) << 2, ".png"), 64),  # 10 bits, in colour
+        (written(RGB.astype(np.uint16) << 6, ".tiff"), 4),
+        (GREY16 >> 8, 256),
+        (32768 + (GREY16 >> 5), 16),  # an offset
+        (Image.fromarray(GREY16 >> 6), 64),
+        (encode(GREY16.astype(np.int32) >> 4, "TIFF"), 16),
+        (encode((GREY16 >> 4).astype(np.float32), "TIFF"), 16),
+        (GREY16 / 65535 / 20, 16),
+        (encode(RGB >> 4), 16),
+        (RGB >> 7, 256),
+    ],
+)
+def test_values_in_a_part_of_their_range_are_mentioned_with_the_remedy(source, part):
+    with pytest.warns(VitflowWarning, match=rf"1/{part} of their range.*4095 for 12 bits"):
+        dark = read_image(source)
+    assert dark.max() <= 256 // part or dark.max() - dark.min() < 16
+    # the remedy
+    np.testing.assert_array_equal(read_image((GREY16 >> 4) / 4095), grey(np.rint((GREY16 >> 4) / 4095 * 255)))
+
+
+BANDS = np.dstack([RGB, 255 - RGB[..., 0]])
+
+
+@pytest.mark.parametrize("kind", ["alpha", "unspecified", "planar", "16 bits", "pages", "three pages", "five bands"])
+def test_bands_of_a_tiff_file_are_no_transparency(tmp_path, kind):
+    tifffile = pytest.importorskip("tifffile")
+    planes = BANDS.transpose(2, 0, 1)
+    values, options = {
+        "alpha": (BANDS, {"photometric": "rgb"}),
+        "unspecified": (BANDS, {"photometric": "rgb", "extrasamples": ["unspecified"]}),
+        "planar": (planes, {"photometric": "rgb", "planarconfig": "separate"}),
+        "16 bits": (BANDS.astype(np.uint16) * 257, {"photometric": "rgb"}),
+        "pages": (planes.astype(np.uint16) * 257, {"photometric": "minisblack"}),
+        "three pages": (planes[:3], {"photometric": "minisblack"}),
+        "five bands": (np.dstack([BANDS, RGB[..., 1]]), {"photometric": "rgb"}),
+    }[kind]
+    tifffile.imwrite(tmp_path / "field.tif", values, **options)
+    with pytest.warns(VitflowWarning, match=r"field\.tif: .* 1, 2 and 3 of \d"):
+        image = read_image(tmp_path / "field.tif")
+    np.testing.assert_array_equal(image, RGB)
+
+
+def test_a_fourth_band_of_other_sources_is_mentioned():
+    with pytest.warns(VitflowWarning, match="bands 1, 2 and 3 of 4"):
+        np.testing.assert_array_equal(read_image(BANDS), RGB)
+    infrared = np.tile(BANDS, (4, 4, 1))
+    with pytest.warns(VitflowWarning, match="bands 1, 2 and 3 of 4"):
+        np.testing.assert_array_equal(read_image(encode(infrared, "JPEG2000", irreversible=False)), infrared[..., :3])
+    with pytest.warns(VitflowWarning, match="partly transparent"):  # as PNG defines it
+        image = read_image(encode(BANDS))
+    assert np.abs(image - over_white(RGB, BANDS[..., 3:])).max() <= 0.5 + 1e-9
+    radar = Image.merge("LA", [Image.fromarray(RGB[..., 0]), Image.fromarray(RGB[..., 1])])
+    with pytest.warns(VitflowWarning, match="band 1 of 2"):
+        np.testing.assert_array_equal(read_image(encode(radar, "TIFF")), grey(RGB[..., 0]))
+
+
+def test_smaller_pages_of_a_tiff_file_are_not_mentioned(tmp_path):
+    small = Image.fromarray(RGB[::2, ::2])
+    np.testing.assert_array_equal(read_image(encode(RGB, "TIFF", save_all=True, append_images=[small])), RGB)
+
+
+@pytest.mark.parametrize(
+    ("values", "described"),
+    [
+        (np.zeros((8, 9, 8), np.uint8), r"8 channels of 8 bits \(unsigned integers\)"),
+        (np.zeros((8, 9, 2), np.int16), r"2 channels of 16 bits \(integers\)"),
+        (np.zeros((8, 9, 3), np.float32), r"3 channels of 32 bits \(floats\)"),
+        (np.zeros((8, 9)), r"1 channels of 64 bits \(floats\)"),
+    ],
+)
+def test_a_tiff_file_that_pillow_does_not_read_is_described(tmp_path, values, described):
+    tifffile = pytest.importorskip("tifffile")
+    tifffile.imwrite(tmp_path / "field.tif", values, photometric="minisblack", planarconfig="contig")
+    with pytest.raises(ImageError, match=f"TIFF file with {described}.*array"):
+        read_image(tmp_path / "field.tif")
+
+
+def test_heic_is_read_with_pillow_heif_or_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "OPEN", {name: opener for name, opener in Image.OPEN.items() if name != "HEIF"})
+    monkeypatch.setattr("vitflow.images.reading._pillow_heif", lambda: None)
+    (tmp_path / "IMG_1.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
+    with pytest.raises(ImageError, match=r"HEIC.*vitflow\[heic\]"):
+        read_image(tmp_path / "IMG_1.HEIC")
+    monkeypatch.undo()
+    pillow_heif = pytest.importorskip("pillow_heif")
+    file = io.BytesIO()
+    pillow_heif.from_pillow(Image.fromarray(SMOOTH)).save(file, quality=95)
+    assert np.abs(read_image(file.getvalue()).astype(int) - SMOOTH).max() < 16
 
 
 # --- orientation -----------------------------------------------------------------------------------------------------
@@ -335,7 +445,7 @@ def test_arrays():
     np.testing.assert_array_equal(read_image(GREY16.astype(">u2")), grey(GREY16 // 256))
     for dtype in [np.float16, np.float32, np.float64]:
         np.testing.assert_array_equal(read_image((RGB / 255).astype(dtype)), RGB)
-    rgba = np.dstack([RGB, RGB[..., 0]])
+    rgba = np.dstack([RGB, transparency(RGB[..., 0])])
     assert np.abs(read_image(rgba / 255).astype(int) - read_image(rgba)).max() == 0
 
 
@@ -349,7 +459,8 @@ def test_arrays():
         (np.zeros(20, np.uint8), r"got \(20,\)"),
         (np.zeros((0, 30, 3), np.uint8), r"got \(0, 30, 3\)"),
         (np.zeros((20, 30, 3), np.int64), r"got int64.*astype\(np\.uint8\)"),
-        (np.zeros((20, 30, 3), bool), "got bool"),
+        (np.zeros((20, 30, 3), bool), r"astype\(np\.uint8\) \* 255"),
+        (np.ma.masked_greater(RGB, 200), f"masked values, got {np.sum(RGB > 200)}"),
         (np.zeros((20, 30, 3), complex), "got complex128"),
         (np.zeros((20, 30), object), "got object"),
         (np.full((20, 30), 255.0), "from 255 to 255. Divide by 255"),
@@ -435,6 +546,7 @@ def test_truncated_files(fmt, share):
 
 
 def test_a_format_that_this_pillow_does_not_read_is_not_promised(monkeypatch):
+    monkeypatch.setattr("vitflow.images.reading._pillow_heif", lambda: None)
     monkeypatch.setattr(
         Image, "OPEN", {name: opener for name, opener in Image.OPEN.items() if name not in ("AVIF", "HEIF")}
     )
@@ -450,6 +562,7 @@ def test_a_truncated_pil_image(tmp_path):
         read_image(lazy)
 
 
+@pytest.mark.filterwarnings("ignore::vitflow.errors.VitflowWarning")
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(sorted(ENCODED)), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1), st.data()

@@ -174,12 +174,6 @@ model_options = _together(
         help="JSON file with input_size, mean and std, for a model that does not state its preprocessing.",
     ),
     click.option(
-        "--channels",
-        panel="Images",
-        type=_Value(Option("channels", tuple[int, int, int], "", metavar="R,G,B")),
-        help="Channels displayed as red, green and blue, from 0, for models with non-RGB input (TIFF and .npy files).",
-    ),
-    click.option(
         "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device to run on.  [default: a GPU if available]"
     ),
     click.option(
@@ -369,7 +363,7 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
         dynamic_img_size=given["fit"] == "native",
     )
     device = given["device"] or default_device()
-    settings = {name: given[name] for name in ("channels", "dtype", "fit", "name")}
+    settings = {name: given[name] for name in ("dtype", "fit", "name")}
     config = _data_config(given["data_config"])
     return Explainer(model, device=device, outputs=_outputs(given, model), data_config=config, **settings)
 

@@ -12,8 +12,6 @@ from vitflow.registry.options import REFINING, option_in_words
 
 # Split-half Spearman correlation below which maps differ between seeds.
 _LOW_RELIABILITY = 0.2
-# Channels listed in a note.
-_SHOWN_BANDS = 6
 
 
 def class_lines(score: Score) -> Iterator[str]:
@@ -182,11 +180,6 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"Score of the image replaced by its mean colour: {blank['display']}{cosine}."
     if against := facts.get("against"):
         yield f"The map explains the score minus {against}."
-    if bands := facts.get("bands"):
-        highest = sorted(range(len(bands)), key=lambda channel: -bands[channel])[:_SHOWN_BANDS]
-        listed = ", ".join(f"{channel}: {bands[channel]:.3g}" for channel in highest).replace("-", "−")
-        several = "" if len(highest) == len(bands) else f" (highest {len(highest)} of {len(bands)})"
-        yield f"Drop in the score without a channel{several}: {listed}."
 
 
 def top_share(grid: NDArray[np.floating[Any]], top: float = 0.1) -> str:

@@ -108,7 +108,6 @@ class Explainer(ImageModel):
             configuration, else softmax; "cosine", or "value" for none. A single logit gets a sigmoid instead of a
             softmax.
         name: name of the model in figures and rows; by default the id passed to `load_model`, or the architecture.
-        channels: for a model that does not take RGB, which channels are displayed as red, green and blue, from 0.
         outputs: what to explain instead of the model's classes: `prompts([...])` for an image–text model,
             `similarity_to([...])` for reference images, `boxes(...)` for a detection, `masks(...)` for a class
             inside a region, or a differentiable function of the model's output that

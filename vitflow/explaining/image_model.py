@@ -89,7 +89,6 @@ class ImageModel:
         layout: TokenLayout | None = None,
         activation: str | None = None,
         name: str | None = None,
-        channels: Sequence[int] | None = None,
         outputs: Outputs | Callable[[Any], Tensor] | Prompts | SimilarityTo | Boxes | Masks | None = None,
     ) -> None:
         if fit not in FITS:  # before a model is loaded
@@ -139,7 +138,7 @@ class ImageModel:
             name=name,
             outputs=outputs,
         )
-        self.inputs = ModelInputs(self.facts.preprocessing(fit), channels, self.model_id)
+        self.inputs = ModelInputs(self.facts.preprocessing(fit), self.model_id)
         if references is not None:
             self.facts = replace(self.facts, outputs=self._similarities(references))
         elif outputs is not None:  # errors come before the first image
@@ -231,7 +230,6 @@ class ImageModel:
             "probe": probe(self.model, self._probed, self.inputs.shape),
             "device": self.device.type,
             "fit": self.fit,
-            **({} if self.inputs.in_colour else {"channels": self.inputs.channels}),
         }
 
     @property

@@ -293,19 +293,15 @@ def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
     return Maps(gradients.input_gradient(pixels, rows=rows, cols=cols))
 
 
-def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str, bands: bool) -> Maps:
-    """Drop in the target's log-odds or probability without each patch, and without each channel on request."""
+def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
+    """Drop in the target's log-odds or probability without each patch."""
     check_known("score", score, OPTIONS["score"].choices)
     rows, cols = trace.grid(patch_size)
     predict = trace.log_odds if score == "log-odds" else trace.predict
     assert trace.pixels is not None
     options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
     with tracking("occlusion", len(trace.pixels) * rows * cols) as progress:
-        maps = cells.occlusion(predict, trace.pixels, trace.class_indices, progress=progress, **options)
-    if not bands:
-        return Maps(maps)
-    drops = cells.channel_occlusion(predict, trace.pixels, trace.class_indices, batch_size=occlusion_batch)
-    return Maps(maps, [{"bands": [round(value, 4) for value in each]} for each in drops.tolist()])
+        return Maps(cells.occlusion(predict, trace.pixels, trace.class_indices, progress=progress, **options))
 
 
 def random(trace: Trace, *, random_seed: int) -> Maps:

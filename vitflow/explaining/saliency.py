@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, SameClassError
 from vitflow.explaining import captions
+from vitflow.explaining.inputs import crop_note
 from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
 from vitflow.images.geometry import Placement
@@ -191,6 +192,8 @@ class Saliency:
 
     def _notes(self, pen: Pen) -> Iterator[str]:
         """Yield the notes below the figure."""
+        if crop := crop_note(self.placement):
+            yield f"{crop[0].upper()}{crop[1:]}."
         if self.target is not None and not self.class_specific:
             yield "The map is the same for every class."
         if "," in (readout := self.facts.get("readout", "")):  # not the model's default pooling

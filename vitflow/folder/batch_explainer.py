@@ -13,10 +13,10 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.batches import Batches
 from vitflow.folder.columns import Grid, Row, grid_columns, kinds_in, pack_half, placement_of, unpack_half
-from vitflow.folder.decoders import Decoded, decode_bytes, decode_file, failed
+from vitflow.folder.decoders import Decoded, decode_bytes, decode_file, decoded, failed
 from vitflow.folder.work import auto_batch, check_target, compute_maps, make_job, parts
 from vitflow.images.geometry import Placement
-from vitflow.images.reading import MAX_PIXELS, read_channels
+from vitflow.images.reading import MAX_PIXELS
 from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
 
@@ -160,13 +160,12 @@ class BatchExplainer:
         return batch[name]
 
     def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[Decoded]:
-        channels = self._loaded().explainer.spec.channels
         for image_id, image in zip(ids, images, strict=True):
             name = str(image_id)
-            yield decode_given(image, printable(name), self._max_pixels, channels).named({"input": name})
+            yield decode_given(image, printable(name), self._max_pixels).named({"input": name})
 
 
-def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
+def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Read an image from a column (see `BatchExplainer`); a failure becomes a failed row.
 
     >>> decode_given(b"no image", "a.png").row["error"], decode_given(np.zeros((2, 3)), "b").image.shape
@@ -175,11 +174,11 @@ def decode_given(image: Any, name: str, max_pixels: int = MAX_PIXELS, channels: 
     if isinstance(image, Mapping):  # from a dataset without decoding
         image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, str | Path):
-        return decode_file(str(image), max_pixels, channels)
+        return decode_file(str(image), max_pixels)
     if isinstance(image, bytes | bytearray | memoryview):
-        return decode_bytes(bytes(image), name, max_pixels, channels)
+        return decode_bytes(bytes(image), name, max_pixels)
     try:
-        return Decoded(read_channels(image, channels, max_pixels=max_pixels), {})
+        return decoded(image, {}, max_pixels)
     except Exception as error:
         return failed(error, name, {})
 

@@ -24,11 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ImageError, printable
 from vitflow.folder.columns import Row, failed_row
-from vitflow.images.reading import MAX_PIXELS, read_channels
+from vitflow.images.reading import MAX_PIXELS, read_with_notes
 
 #: Timeout for decoding an image, in seconds.
 TIMEOUT = 60.0
@@ -53,13 +54,15 @@ class Decoded:
     """The result of reading one file.
 
     Attributes:
-        image: uint8 RGB [height, width, 3], or float32 [height, width, channels]; None if it could not be read.
+        image: uint8 RGB [height, width, 3]; None if it could not be read.
         row: what is known of its columns "size", "mtime_ns" (before the file was read) and "sha256"; with "status",
             "error" and "message" if it could not be read.
+        notes: warnings about its values and bands, see `read_with_notes`.
     """
 
-    image: NDArray[Any] | None
+    image: NDArray[np.uint8] | None
     row: Row
+    notes: Sequence[str] = ()
 
     @property
     def nbytes(self) -> int:
@@ -68,16 +71,15 @@ class Decoded:
 
     def named(self, known: Row) -> "Decoded":
         """Return the result with further columns, such as the name of the input."""
-        return Decoded(self.image, known | self.row)
+        return Decoded(self.image, known | self.row, self.notes)
 
 
-def decode_file(path: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
+def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Read one file; a failure becomes a failed row, never an exception.
 
     Args:
         path: the file.
         max_pixels: images with more pixels are refused.
-        channels: number of channels of the model; 3 and 1: read RGB.
 
     >>> decode_file("no such file.png").row["error"]
     'FileNotFoundError'
@@ -95,16 +97,22 @@ def decode_file(path: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> D
                 content = file.read(_AT_ONCE) if status.st_size <= _AT_ONCE else None
                 digest = hashlib.file_digest(file, "sha256") if content is None else hashlib.sha256(content)
             facts["sha256"] = digest.hexdigest()
-        return Decoded(read_channels(path, channels, max_pixels=max_pixels, content=content), facts)
+        return decoded(path, facts, max_pixels, content)
     except Exception as error:  # no file content may stop the run
         return failed(error, path, facts)
 
 
-def decode_bytes(content: bytes, name: str, max_pixels: int = MAX_PIXELS, channels: int = 3) -> Decoded:
+def decoded(source: Any, facts: Row, max_pixels: int, content: bytes | None = None) -> Decoded:
+    """Return the result of reading an image, with the columns that are known of it; arguments as for `read_image`."""
+    image, notes = read_with_notes(source, max_pixels=max_pixels, content=content)
+    return Decoded(image, facts, notes)
+
+
+def decode_bytes(content: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Read the content of a file; a failure becomes a failed row. `name` is for its message."""
     facts: Row = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     try:
-        return Decoded(read_channels(name, channels, max_pixels=max_pixels, content=content), facts)
+        return decoded(name, facts, max_pixels, content)
     except Exception as error:  # no file content may stop the run
         return failed(error, name, facts)
 
@@ -216,14 +224,11 @@ class DecoderPool:
         workers: number of processes; with 0, this process reads images, one at a time, without protection.
         max_pixels: images with more pixels are refused.
         timeout: timeout per image in seconds.
-        channels: number of channels, as for `decode_file`.
     """
 
-    def __init__(
-        self, workers: int, *, max_pixels: int = MAX_PIXELS, timeout: float = TIMEOUT, channels: int = 3
-    ) -> None:
-        self._max_pixels, self._timeout, self._channels = max_pixels, timeout, channels
-        decode = partial(_decode_limited, max_pixels=max_pixels, timeout=timeout, channels=channels)
+    def __init__(self, workers: int, *, max_pixels: int = MAX_PIXELS, timeout: float = TIMEOUT) -> None:
+        self._max_pixels, self._timeout = max_pixels, timeout
+        decode = partial(_decode_limited, max_pixels=max_pixels, timeout=timeout)
         self._idle: queue.SimpleQueue[Child] = queue.SimpleQueue()
         self._children = [Child(decode) for _ in range(workers)]
         for child in self._children:
@@ -236,11 +241,11 @@ class DecoderPool:
 
     def _decode(self, path: str) -> Decoded:
         if not self._children:
-            return decode_file(path, self._max_pixels, self._channels)
+            return decode_file(path, self._max_pixels)
         child, started = self._idle.get(), time.monotonic()
         try:
-            decoded: Decoded = child.ask(path)
-            return decoded
+            answer: Decoded = child.ask(path)
+            return answer
         except InterruptedError as error:
             return Decoded(None, failed_row({}, error))
         except WorkerCrashed as crashed:
@@ -269,13 +274,13 @@ class DecoderPool:
         self.close()
 
 
-def _decode_limited(path: str, max_pixels: int, channels: int, timeout: float) -> Decoded:
+def _decode_limited(path: str, max_pixels: int, timeout: float) -> Decoded:
     """Read a file in a process of a `DecoderPool`, which ends if this takes too long."""
-    _limit_memory(max_pixels, channels)
+    _limit_memory(max_pixels)
     limit_time(timeout)
-    decoded = decode_file(path, max_pixels, channels)
+    result = decode_file(path, max_pixels)
     limit_time(0)
-    return decoded
+    return result
 
 
 def limit_time(seconds: float) -> None:
@@ -288,13 +293,13 @@ def limit_time(seconds: float) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _limit_memory(max_pixels: int, channels: int) -> None:
-    """Limit the memory of decoders; 32 bytes per pixel suffice for any permitted image, and 16 for a channel."""
+def _limit_memory(max_pixels: int) -> None:
+    """Limit the memory of decoders; 48 bytes per pixel suffice for any permitted image."""
     try:
         import resource
     except ImportError:  # not available on this system
         return
-    bound = 2**31 + max(32, 16 * channels) * max_pixels
+    bound = 2**31 + 48 * max_pixels
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or bound < hard:
         resource.setrlimit(resource.RLIMIT_AS, (bound, hard))

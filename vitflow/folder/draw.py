@@ -32,7 +32,7 @@ from vitflow.folder.saved import SavedRun
 from vitflow.folder.work import encode_overlay
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.images.pen import Pen
-from vitflow.images.reading import bands_in_colour, read_image
+from vitflow.images.reading import read_image
 from vitflow.registry.method_table import get_method
 
 # The settings that a run requires to be drawn, with their types.
@@ -148,7 +148,7 @@ def draw_run(
 
         def draw(row: Row, maps: Maps) -> Drawn:
             try:
-                pixels = read_photograph(row, source, settings)
+                pixels = read_photograph(row, source)
                 placement = placement_of(row["placement"])
                 paths = []
                 for label in maps:
@@ -177,13 +177,12 @@ def draw_run(
         return results
 
 
-def read_photograph(row: Mapping[str, Any], root: str, settings: Mapping[str, Any]) -> NDArray[np.uint8]:
+def read_photograph(row: Mapping[str, Any], root: str) -> NDArray[np.uint8]:
     """Read an explained image, uint8 RGB [height, width, 3], and check that it has not changed.
 
     Args:
         row: the row of the image.
         root: the folder that the run read.
-        settings: the fingerprint of the run, with the number of channels and which of them are displayed.
 
     Raises:
         VitflowError: it cannot be read, or has changed.
@@ -193,16 +192,14 @@ def read_photograph(row: Mapping[str, Any], root: str, settings: Mapping[str, An
             f"The images of this run are at {printable(root)!r}: copy or mount them, and pass their folder with "
             "vitflow draw --images (images=…)."
         )
-    displayed = settings.get("channels")  # of models with other inputs than RGB
-    channels = 3 if displayed is None else settings["input"]["channels"]
-    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", row["width"] * row["height"], channels)
+    decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", row["width"] * row["height"])
     if decoded.row.get("sha256") not in (None, row["sha256"]):
         raise ShapeError("The image has changed since the run: run vitflow folder again.")
     if decoded.image is None:
         raise ImageError(decoded.row["message"])
     if decoded.image.shape[:2] != (row["height"], row["width"]):
         raise ShapeError(f"The image does not have the size in its row, {row['width']} × {row['height']} pixels.")
-    return decoded.image if displayed is None else bands_in_colour(decoded.image, displayed)
+    return decoded.image
 
 
 def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
@@ -223,7 +220,7 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
         states = {row["input"]: row["status"] for row in saved.rows()}
 
         def photograph(row: Mapping[str, Any]) -> bytes:
-            return thumbnail(read_photograph(row, run["root"], run))
+            return thumbnail(read_photograph(row, run["root"]))
 
         def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
             for row, maps in saved.with_maps(keys):

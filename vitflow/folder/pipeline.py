@@ -3,6 +3,7 @@
 import copy
 import os
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from vitflow.errors import VitflowWarning, printable
 from vitflow.explaining.explainer import Explainer
 from vitflow.files import write_inside
 from vitflow.folder.batches import WAITING_BYTES, Batches, Tally, in_order
@@ -46,6 +48,7 @@ class Pipeline:
     ) -> None:
         self._explainer, self._job, self._decoders = explainer, job, decoders
         self._run, self._tally, self._batch_size = run, tally, batch_size
+        self._notes: dict[str, tuple[str, int]] = {}  # first image and number of images by note
         self._slow = sum(is_slow(method.name) for method in job.methods)
         self._explaining: deque[tuple[list[Decoded], Future[_Explained]]] = deque()
         self._writing: deque[tuple[int, Future[tuple[Row, Maps]]]] = deque()  # (bytes of pixels, row and grids)
@@ -72,6 +75,9 @@ class Pipeline:
                 self._hand_over(writers, missing)
             while self._writing:
                 self._commit()
+            for note, (name, count) in self._notes.items():
+                noted = name if count == 1 else f"{count} images, such as {name}"
+                warnings.warn(f"{noted}: {note}", VitflowWarning, stacklevel=2)
         finally:
             # On Ctrl-C: keep finished rows, and start nothing new.
             lanes.close()
@@ -86,6 +92,10 @@ class Pipeline:
         for start in range(0, len(inputs), self._batch_size):
             batch = inputs[start : start + self._batch_size]
             decoded = {item.key: next(ahead) for item in batch if item.key in missing}
+            for key, result in decoded.items():
+                for note in result.notes:
+                    name, count = self._notes.get(note, (printable(key), 0))
+                    self._notes[note] = name, count + 1
             recomputed = any(result.image is not None for result in decoded.values())
             yield (
                 (decoded.pop(item.key, None) or self._decoders.submit(item.path).result()).named(item.known)

@@ -5,6 +5,7 @@ import glob as globbing
 import itertools
 import os
 import unicodedata
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from vitflow.errors import ImageError, OptionError, load_extra, printable, whole_number
-from vitflow.files import is_folder, is_image_name, is_remote, natural_order, remove_inside
+from vitflow.errors import ImageError, OptionError, VitflowWarning, load_extra, printable, whole_number
+from vitflow.files import (
+    is_folder,
+    is_image_name,
+    is_remote,
+    natural_order,
+    remove_inside,
+    unread_in_words,
+    unread_suffix,
+)
 from vitflow.folder.columns import Row
 
 # Maximal length of a file name on common file systems, in bytes.
@@ -54,6 +63,7 @@ class Listing:
         files: paths or URLs by key, in natural order.
         real: the real paths of all matching files, including those beyond the run's limit.
         listed: size and modification time by key, as listed by a store.
+        unread: the number of image files that are left out, by suffix.
     """
 
     root: str
@@ -61,6 +71,7 @@ class Listing:
     files: Mapping[str, str]
     real: frozenset[str] = frozenset()
     listed: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    unread: Mapping[str, int] = field(default_factory=dict)
 
     def plan(self, endings: Sequence[str], taken: Mapping[str, str] | None = None) -> list[Input]:
         """Name the outputs of each input: no two inputs claim one output, and no output is an input.
@@ -149,20 +160,26 @@ def list_inputs(
     one_folder = len(absolute) == 1 and is_folder(absolute[0])
     root = absolute[0] if one_folder else os.path.commonpath(map(os.path.dirname, absolute))
     files: dict[str, str] = {}
+    unread = Counter[str]()
     for path in absolute:
-        for file in _files(path, recursive, glob, os.path.realpath(output)):
+        for file in _files(path, recursive, glob, os.path.realpath(output), unread):
             files.setdefault(Path(os.path.relpath(file, root)).as_posix(), file)
-    keys = _in_order(files, paths, recursive, glob)[:limit]
+    keys = _in_order(files, paths, recursive, glob, unread)[:limit]
+    if note := unread_in_words(unread):
+        warnings.warn(note, VitflowWarning, stacklevel=3)
     real = frozenset(map(os.path.realpath, files.values()))
-    return Listing(root, output, {key: files[key] for key in keys}, real)
+    return Listing(root, output, {key: files[key] for key in keys}, real, unread=dict(sorted(unread.items())))
 
 
-def _in_order(keys: Iterable[str], sources: Sequence[str], recursive: bool, glob: str | None) -> list[str]:
+def _in_order(
+    keys: Iterable[str], sources: Sequence[str], recursive: bool, glob: str | None, unread: Mapping[str, int] = {}
+) -> list[str]:
     ordered = sorted(keys, key=lambda key: ([natural_order(part) for part in key.split("/")], key))
     if not ordered:
         below = "" if recursive else " --recursive (recursive=True) includes subfolders."
+        note = f" {unread_in_words(unread)}" if unread else ""
         what = f"file that matches {glob!r}" if glob else "image"
-        raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, sources))}, got none.{below}")
+        raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, sources))}, got none.{note}{below}")
     return ordered
 
 
@@ -213,8 +230,11 @@ def _expand(source: str) -> list[str]:
     return matches
 
 
-def _files(source: str, recursive: bool, glob: str | None, output: str) -> Iterator[str]:
-    """Yield each input of a source; a file given as source may have any name, and a folder may be unreadable."""
+def _files(source: str, recursive: bool, glob: str | None, output: str, unread: Counter[str]) -> Iterator[str]:
+    """Yield each input of a source; a file given as source may have any name, and a folder may be unreadable.
+
+    Without a glob, `unread` counts the image files of unsupported formats, by suffix.
+    """
     if not is_folder(source):
         yield source
         return
@@ -231,6 +251,8 @@ def _files(source: str, recursive: bool, glob: str | None, output: str) -> Itera
             inside = os.path.relpath(path, source)
             if not name.startswith(".") and _is_selected(name, inside, glob, name in subfolders):
                 yield path
+            elif glob is None and name not in subfolders and (suffix := unread_suffix(name)):
+                unread[suffix] += 1
         subfolders[:] = [name for name in subfolders if recursive and not name.startswith(".")]
     yield from (str(error.filename) for error in unreadable)
 

@@ -127,7 +127,7 @@ def run_folder(
                 "explained_by_this_run": now,
                 "images_per_second": round(now / seconds, 3),
             }
-            run.write_summary(settings, totals, times, command)
+            run.write_summary({**settings, "left_out": dict(listing.unread)}, totals, times, command)
     return FolderSummary(folder, table, **totals, kept=kept, seconds=seconds, report=page)
 
 
@@ -245,8 +245,7 @@ def explain_folder(
         if engine == "ray":
             run_on_ray(wanted, Request(model, known, job, size, max_pixels), run, tally, address, actors)
             return
-        channels = explainer.spec.channels
-        with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels, channels=channels) as decoders:
+        with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels) as decoders:
             Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
 
     fingerprint = _fingerprint(listing.root, job, known)

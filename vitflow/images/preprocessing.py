@@ -22,8 +22,8 @@ class InputSpec:
 
     Attributes:
         size: (height, width) of the input in pixels.
-        channels: 3, 1 for grey, or another number of bands.
-        mean, std: per channel, for values in [0, 1]; in the image's units if there are neither 1 nor 3 channels.
+        channels: 3, 1 for grey; with another number, only normalised tensors are inputs.
+        mean, std: per channel, for values in [0, 1]; 0 and 1 if there are neither 1 nor 3 channels.
         interpolation: name of the resize filter.
         crop_pct: share of the resized image that the crop keeps.
         crop_mode: as for `geometry.place`.
@@ -106,27 +106,6 @@ class Preprocessing:
         lower, end = placement.to_image(float(last_row - top), float(last_col - left))
         size = (last_col - first_col, last_row - first_row)
         return np.asarray(image.resize(size, resample, box=(start, upper, end, lower))), region
-
-    def prepare_bands(self, bands: NDArray[np.float32], placement: Placement) -> NDArray[np.float32]:
-        """Compute the model input of an image with any number of channels, in the units of `mean` and `std`.
-
-        Args:
-            bands: float32 [height, width, channels].
-            placement: position of the input on an image of this size.
-
-        Returns:
-            float32 [channels, height, width]; padding is 0, the mean of each channel.
-
-        >>> spec = InputSpec((2, 2), 5, (100.0,) * 5, (50.0,) * 5)
-        >>> seen = Preprocessing(spec)
-        >>> float(seen.prepare_bands(np.full((4, 4, 5), 150, np.float32), seen.place((4, 4))).mean())
-        1.0
-        """
-        prepared = np.zeros((self.spec.channels, *placement.input_size), dtype=np.float32)
-        for index, (mean, std) in enumerate(zip(self.spec.mean, self.spec.std, strict=True)):
-            inside, region = self._inside(Image.fromarray(np.ascontiguousarray(bands[:, :, index])), placement)
-            prepared[index][region] = (inside - np.float32(mean)) / np.float32(std)
-        return prepared
 
     def prepare(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.float32]:
         """Compute the model input: resized, cropped or padded, scaled to [0, 1] and normalised.

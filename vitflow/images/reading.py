@@ -4,16 +4,20 @@ import io
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
-from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError, load_extra
+from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError, VitflowWarning
 from vitflow.files import is_file, is_folder, is_there, write_atomically
 from vitflow.images import WRITE_OPTIONS
 
@@ -35,6 +39,10 @@ _UPRIGHT = {
 }
 
 
+_FIRST_THREE = "bands 1, 2 and 3 of {} are read as red, green and blue, the others not"
+# Brands of HEIC files in their "ftyp" box.
+_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
+
 # Pillow's limit of pixels is global to the process: one thread at a time opens a file without it.
 _opening = threading.Lock()
 
@@ -47,9 +55,14 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
     floats have no defined range: they are divided by the smallest of 1 (floats only), 255, 65535 and 2³² − 1 that is at
     least the largest value, and negative values count as 0.
 
+    A VitflowWarning names bands and pages that are not used, and values that fill a small part of their range, such as
+    12 bits in 16. A fourth band of a TIFF or JPEG 2000 file or of an array is transparency only if most visible pixels
+    are opaque or equally transparent; three or four grey pages of a TIFF file are its bands.
+
     Args:
         source: a path, the bytes of a file, a PIL image, or an array with values [height, width] (grey),
-            [height, width, 3] (RGB) or [height, width, 4] (RGBA) of type uint8, uint16, or floats from 0 to 1.
+            [height, width, 3] (RGB) or [height, width, 4] (RGBA or a fourth band) of type uint8, uint16, or floats from
+            0 to 1.
         max_pixels: refuse files with more pixels than this.
         content: the bytes of the file at the path, if they are already read.
 
@@ -59,6 +72,20 @@ def read_image(source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: by
 
     >>> read_image(np.zeros((2, 3), dtype=np.uint16)).shape
     (2, 3, 3)
+    """
+    image, notes = read_with_notes(source, max_pixels=max_pixels, content=content)
+    for note in notes:
+        warnings.warn(f"{image_name(source)}: {note}", VitflowWarning, stacklevel=2)
+    return image
+
+
+def read_with_notes(
+    source: ImageSource, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None
+) -> tuple[NDArray[np.uint8], list[str]]:
+    """Read an image as `read_image` does, and return its warnings, without the image's name, instead of issuing them.
+
+    >>> read_with_notes(np.array([[0, 4095]], np.uint16))[1][0].partition(":")[0]
+    'its values fill 1/16 of their range'
     """
     if isinstance(source, np.ndarray):
         return _from_array(source)
@@ -140,6 +167,12 @@ def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
         ) from error
 
 
+@cache
+def _pillow_heif() -> Any:
+    """Return the module pillow_heif, or None if it is not installed."""
+    return import_module("pillow_heif") if find_spec("pillow_heif") else None
+
+
 def image_name(source: object) -> str:
     """Return a short name of an image: the file name, if there is one.
 
@@ -178,9 +211,7 @@ def _decoding(source: Any, max_pixels: int, kind: str = "") -> Iterator[None]:
         ) from None
     except UnidentifiedImageError as error:
         known = ", ".join(_known_formats())
-        raise ImageError(
-            f"Expected {name} to be an image ({known}), got an empty or another file. Convert it to PNG or JPEG."
-        ) from error
+        raise ImageError(f"Expected {name} to be an image ({known}), got {_kind_of(source)}") from error
     except Exception as error:  # a malformed file makes decoders raise nearly anything
         reason = error or type(error).__name__
         raise ImageError(
@@ -214,54 +245,165 @@ def _existing(source: str | os.PathLike[str]) -> Path:
 
 
 def _known_formats() -> list[str]:
-    """Return the supported formats that this release of Pillow reads."""
+    """Return the supported formats that this installation reads; pillow-heif adds HEIF."""
     Image.init()
+    if "HEIF" not in Image.OPEN and (pillow_heif := _pillow_heif()) is not None:
+        pillow_heif.register_heif_opener()
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
-def _from_pillow(image: Image.Image, max_pixels: int) -> NDArray[np.uint8]:
-    """RGB pixels of an opened image, upright."""
+def _kind_of(source: Any) -> str:
+    """Return what a file that Pillow does not open is, and the remedy, for an error."""
+    convert = "Convert it to PNG or JPEG."
+    if isinstance(source, Image.Image):
+        return f"another one. {convert}"
+    with io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file:
+        start = file.read(16)
+        if start[4:8] == b"ftyp" and start[8:12] in _HEIF_BRANDS and "HEIF" not in Image.OPEN:
+            return f"a HEIC file, which requires pillow-heif: pip install 'vitflow[heic]'. {convert}"
+        if start[:4] not in TiffImagePlugin.PREFIXES:
+            return f"an empty or another file. {convert}"
+        file.seek(0)
+        with suppress(Exception):  # a malformed file
+            tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(16 if start[2] == 43 or start[3] == 43 else 8))
+            file.seek(tags.next)
+            tags.load(file)
+            bits = tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,))
+            kinds = {1: "unsigned integers", 2: "integers", 3: "floats"}
+            kind = kinds.get(tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,))[0], "complex numbers")
+            return (
+                f"a TIFF file with {tags.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)} channels of {bits[0]} bits ({kind}), "
+                f"compression {tags.get(TiffImagePlugin.COMPRESSION, 1)}. Read it with another package, such as "
+                "tifffile, and pass three of its channels as an array of uint8, or of floats from 0 to 1; for a model "
+                "of other channels, pass the normalised tensor."
+            )
+    return f"a TIFF file that is damaged. {convert}"
+
+
+def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8], list[str]]:
+    """RGB pixels of an opened image, upright, and notes."""
     if image.format == "EPS" and getattr(image, "tile", None):  # not decoded yet, which would start Ghostscript
         raise UnidentifiedImageError
     if image.width * image.height > max_pixels:
         raise Image.DecompressionBombError
+    file_format = image.format
+    pages, notes = _pages_of(image), []
+    if pages in (3, 4) and image.mode.startswith(("L", "I", "F")):
+        notes = [f"pages 1, 2 and 3 of {pages} are read as the bands red, green and blue"]
+        bands = [np.asarray(_page(image, index)) for index in range(3)]
+        return _eight_bits(np.stack(bands, axis=2), image.mode, file_format, notes), notes
+    if pages > 1:
+        notes = [f"page 1 of {pages} is read; the others are left out"]
+    samples = image.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1) if hasattr(image, "tag_v2") else 0
+    deep = any(";16" in str(tile[3:]) for tile in getattr(image, "tile", ()))
     image.load()
     # After load(): Pillow's TIFF reader turns the image itself and then forgets the orientation.
-    # ImageOps.exif_transpose rewrites the EXIF data, which fails if another tag is malformed; its copy has no format.
+    # ImageOps.exif_transpose rewrites the EXIF data, which fails if another tag is malformed.
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # malformed EXIF, while the image itself may be sound
         orientation = None
     turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-    if turn is not None:
-        file_format = image.format
-        image = image.transpose(turn)
-        image.format = file_format
+    image = image if turn is None else image.transpose(turn)
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode.startswith(("I", "F")):
-        return _grey_to_rgb(_eight_bits(image))
-    if image.has_transparency_data:
-        return _over_white(np.asarray(image.convert("RGBA")))
-    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+        return _grey_to_rgb(_eight_bits(np.asarray(image), image.mode, file_format, notes)), notes
+    if image.mode == "RGB" and samples > 3:
+        notes.append(_FIRST_THREE.format(samples))
+    if not image.has_transparency_data:
+        return _noted_range(np.array(image if image.mode == "RGB" else image.convert("RGB")), notes, deep=deep), notes
+    rgba = _noted_range(np.array(image.convert("RGBA")), notes, deep=deep)
+    used = "band 1 of 2 is read as grey, the other not" if image.mode == "LA" else _FIRST_THREE.format(4)
+    return _without_alpha(rgba, notes, used if file_format in ("TIFF", "JPEG2000") else None), notes
 
 
-def _eight_bits(image: Image.Image) -> NDArray[np.uint8]:
-    """8-bit grey values [height, width] of an image with one channel of 16 or 32 bits."""
-    values = np.asarray(image)
+def _pages_of(image: Image.Image) -> int:
+    """Return the number of pages of a TIFF file, 1 for other files and for pages of other resolutions."""
+    if image.format != "TIFF":
+        return 1
+    try:
+        size = image.size
+        image.seek(1)
+        reduced = bool(image.tag_v2.get(254, 0) & 1) or image.size != size  # type: ignore[attr-defined]
+        pages: int = 1 if reduced else image.n_frames  # type: ignore[attr-defined]
+    except Exception:  # one page, or damaged after the first
+        pages = 1
+    image.seek(0)
+    return pages
+
+
+def _page(image: Image.Image, index: int) -> Image.Image:
+    image.seek(index)
+    return image.copy()
+
+
+def _eight_bits(values: NDArray[Any], mode: str, file_format: str | None, notes: list[str]) -> NDArray[np.uint8]:
+    """Return 8-bit values of channels of 16 or 32 bits, by the mode and format of Pillow; add a note on their range."""
+    if mode == "L":
+        return _noted_range(values, notes, deep=False)
     # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16; older releases a PNG, too.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG")):
-        return (values >> 8).astype(np.uint8)
+    if mode.startswith("I;16") or (mode == "I" and file_format in ("PPM", "PNG")):
+        return _noted_range((values >> 8).astype(np.uint8), notes, deep=bool(values.any()))
     largest = float(values.max())
     if not np.isfinite(values).all():
         raise FloatingPointError
-    scales = (1.0, 255.0, 65535.0) if image.mode == "F" else (255.0, 65535.0)
+    scales = (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
     full = next((scale for scale in scales if largest <= scale), max(2.0**32 - 1, largest))
-    return np.clip(np.rint(values.astype(np.float64) * (255.0 / full)), 0, 255).astype(np.uint8)
+    scaled = np.clip(np.rint(values.astype(np.float64) * (255.0 / full)), 0, 255).astype(np.uint8)
+    return _noted_range(scaled, notes, deep=full > 255)
 
 
-def _from_array(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """RGB pixels of an array of grey, RGB or RGBA values."""
+def _noted_range(values: NDArray[np.uint8], notes: list[str], *, deep: bool, least: int = 16) -> NDArray[np.uint8]:
+    """Return 8-bit values unchanged; add a note if they fill a small part of their range.
+
+    Args:
+        values: [height, width] or [height, width, channels]; a fourth channel is not considered.
+        notes: receives the note.
+        deep: True if they had more than 8 bits, of which fewer are more often in use.
+        least: denominator of the largest part that is mentioned.
+    """
+    colours = values[..., :3] if values.ndim == 3 else values
+    lowest, highest = int(colours.min()), int(colours.max())
+    part = next((part for part in (256, 64, 16, 4) if highest <= 256 // part), 1)
+    if deep and highest - lowest < 16:
+        part = max(part, 16)
+    if part >= (4 if deep else least) and (highest > lowest or (deep and not highest)):
+        notes.append(
+            f"its values fill 1/{part} of their range: the model sees at most {256 // part} of 255. If "
+            "that is not intended, pass an array of floats from 0 to 1: the values divided by the largest possible "
+            "one, which is 4095 for 12 bits"
+        )
+    return values
+
+
+def _without_alpha(rgba: NDArray[np.uint8], notes: list[str], used: str | None) -> NDArray[np.uint8]:
+    """Blend RGBA pixels with white; leave the fourth channel out, with a note, if it does not look like transparency.
+
+    Args:
+        rgba: uint8 [height, width, 4].
+        notes: receives the note.
+        used: the note on the bands in use; None if the format defines the fourth channel as transparency, which is
+            then blended in any case.
+    """
+    alpha = rgba[:, :, 3]
+    visible = alpha[alpha > 0]
+    partly = visible[visible < 255]
+    if 2 * partly.size <= visible.size or partly.min() == partly.max():
+        return _over_white(rgba)
+    if used is None:
+        notes.append("most of its pixels are partly transparent: if the fourth channel is a band, pass RGB only")
+        return _over_white(rgba)
+    notes.append(used)
+    return np.ascontiguousarray(rgba[:, :, :3])
+
+
+def _from_array(array: NDArray[Any]) -> tuple[NDArray[np.uint8], list[str]]:
+    """RGB pixels of an array of grey, RGB or RGBA values, and notes."""
+    if isinstance(array, np.ma.MaskedArray):
+        if masked := int(np.ma.getmaskarray(array).sum()):
+            raise ShapeError(f"Expected an array without masked values, got {masked}. Fill them: array.filled(value).")
+        array = array.data
     grey_or_colour = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
     if not grey_or_colour or array.size == 0:
         first = array.ndim == 3 and array.shape[0] in (3, 4)
@@ -269,7 +411,10 @@ def _from_array(array: NDArray[Any]) -> NDArray[np.uint8]:
             f"Expected an array [height, width], [height, width, 3] (RGB) or [height, width, 4] (RGBA), "
             f"got {array.shape}." + (" Put the channels last: array.transpose(1, 2, 0)." if first else "")
         )
-    if array.dtype.kind == "u" and array.dtype.itemsize == 2:
+    notes: list[str] = []
+    wide, plain = array.dtype.kind == "u" and array.dtype.itemsize == 2, array.dtype == np.uint8
+    used = bool(array.any())
+    if wide:
         array = (array >> 8).astype(np.uint8)
     elif np.issubdtype(array.dtype, np.floating):
         low, high = float(array.min()), float(array.max())
@@ -279,96 +424,18 @@ def _from_array(array: NDArray[Any]) -> NDArray[np.uint8]:
                 f"Divide by 255, or convert to uint8."
             )
         array = np.rint(array.astype(np.float32) * 255).astype(np.uint8)
-    elif array.dtype != np.uint8:
+    elif not plain:
+        remedy = "array.astype(np.uint8) * 255" if array.dtype == bool else "array.astype(np.uint8)"
+        condition = "For black and white" if array.dtype == bool else "If its values are from 0 to 255"
         raise ShapeError(
-            f"Expected an array of uint8, uint16, or floats from 0 to 1, got {array.dtype}. "
-            f"If its values are from 0 to 255: array.astype(np.uint8)."
+            f"Expected an array of uint8, uint16, or floats from 0 to 1, got {array.dtype}. {condition}: {remedy}."
         )
+    array = _noted_range(array, notes, deep=wide and used, least=256 if plain else 16)  # plain arrays are often dark
     if array.ndim == 2:
-        return _grey_to_rgb(array)
-    return _over_white(array) if array.shape[2] == 4 else array.copy(order="C")
-
-
-def read_channels(source: ImageSource, channels: int, **options: Any) -> NDArray[Any]:
-    """Read an image by `read_image` for 1 or 3 channels, otherwise by `read_bands`, with their options."""
-    return read_image(source, **options) if channels in (1, 3) else read_bands(source, channels, **options)
-
-
-def read_bands(
-    source: ImageSource, channels: int, *, max_pixels: int = MAX_PIXELS, content: bytes | None = None
-) -> NDArray[np.float32]:
-    """Read an image with any number of channels, in its own units: float32 [height, width, channels].
-
-    Args:
-        source: an array [height, width, channels], or the path of a TIFF file or of an array in a `.npy` file.
-        channels: the number of channels that the model requires.
-        max_pixels: refuse files with more pixels than this.
-        content: the bytes of the file at the path, if they are already read.
-
-    Raises:
-        ShapeError: another shape, values that are not numbers, or values that are not finite.
-        ImageError: the file cannot be read, or is too large.
-
-    >>> read_bands(np.zeros((8, 9, 13), np.uint16), 13).shape
-    (8, 9, 13)
-    """
-    if isinstance(source, np.ndarray):
-        _check_bands(source.shape, channels)
-        array: NDArray[Any] = source
-    elif not isinstance(source, str | os.PathLike) or Path(source).suffix.lower() not in (".npy", ".tif", ".tiff"):
-        name = f", or a .npy or TIFF file with one, got {image_name(source)!r}"
-        raise ImageError(f"Expected {_bands_in_words(channels)}{name}.")
-    else:
-        with _decoding(source, max_pixels):
-            array = _stored_bands(source, channels, max_pixels, content)
-    if array.dtype.kind not in "uif" or not np.isfinite(array).all():
-        raise ShapeError(
-            f"Expected finite numbers, got {array.dtype} with other values. Replace NaN, as by nan_to_num."
-        )
-    return np.ascontiguousarray(array, dtype=np.float32)
-
-
-def _stored_bands(path: str | os.PathLike[str], channels: int, max_pixels: int, content: bytes | None) -> NDArray[Any]:
-    """Read the channels of a file; its size is checked before its values are read."""
-    name, file = image_name(path), _existing(path) if content is None else io.BytesIO(content)
-    if Path(path).suffix.lower() == ".npy":
-        array: NDArray[Any] = np.load(file, mmap_mode="r" if content is None else None, allow_pickle=False)
-        _check_bands(array.shape, channels, name, max_pixels)
-        return array
-    tifffile = load_extra("tifffile", f"Reading {name!r} as an image of {channels} channels", "tiff", ImageError)
-    with tifffile.TiffFile(file) as opened:
-        image = opened.series[0]  # the finest resolution
-        first = len(image.shape) == 3 and image.shape[0] == channels and image.axes[-1] != "S"
-        _check_bands((*image.shape[1:], channels) if first else image.shape, channels, name, max_pixels)
-        return np.moveaxis(image.asarray(), 0, 2) if first else image.asarray()
-
-
-def _bands_in_words(channels: int) -> str:
-    return f"an array [height, width, {channels}], as the model requires images of {channels} channels"
-
-
-def _check_bands(shape: tuple[int, ...], channels: int, name: str = "", max_pixels: int | None = None) -> None:
-    """Raise an error unless a shape is [height, width, channels], with at most `max_pixels` pixels."""
-    if len(shape) != 3 or shape[2] != channels or 0 in shape:
-        first = len(shape) == 3 and shape[0] == channels
-        remedy = " Put the channels last: array.transpose(1, 2, 0)." if first else ""
-        of = f" in {name!r}" if name else ""
-        raise ShapeError(f"Expected {_bands_in_words(channels)}, got shape {shape}{of}.{remedy}")
-    if max_pixels is not None and shape[0] * shape[1] > max_pixels:
-        raise Image.DecompressionBombError
-
-
-def bands_in_colour(bands: NDArray[np.floating[Any]], channels: Sequence[int]) -> NDArray[np.uint8]:
-    """Display three channels as red, green and blue, each from its 2nd to its 98th percentile: uint8 RGB.
-
-    Args:
-        bands: [height, width, channels].
-        channels: indices of the three channels, from 0.
-    """
-    shown = bands[:, :, list(channels)]
-    low, high = np.percentile(shown, (2, 98), axis=(0, 1))
-    scaled: NDArray[np.float64] = np.clip((shown - low) / np.maximum(high - low, 1e-12), 0, 1)
-    return np.rint(255 * scaled).astype(np.uint8)
+        return _grey_to_rgb(array), notes
+    if array.shape[2] == 4:
+        return _without_alpha(array, notes, _FIRST_THREE.format(4)), notes
+    return array.copy(order="C"), notes
 
 
 def _grey_to_rgb(grey: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -144,34 +144,6 @@ def occlusion(
     return whole[:, None, None] - torch.cat(remaining).reshape(len(pixels), rows, cols)
 
 
-def channel_occlusion(
-    predict: Callable[[Tensor], Tensor], pixels: Tensor, targets: Tensor, *, batch_size: int = 32
-) -> Tensor:
-    """Drop in the target's score when one channel of the image is replaced by its mean.
-
-    Args:
-        predict, pixels, targets, batch_size: as for `occlusion`.
-
-    Returns:
-        [batch, channels].
-
-    >>> difference = lambda pixels: (pixels[:, 0] - pixels[:, 1]).amax(dim=(1, 2)).unsqueeze(1)
-    >>> channel_occlusion(difference, torch.tensor([[[[0.0, 4.0]], [[1.0, 1.0]]]]), torch.tensor([0]))
-    tensor([[2., 0.]])
-    """
-    drops = []
-    for image, target in zip(pixels.detach(), targets, strict=True):
-        every = torch.arange(len(image), device=image.device)
-        hidden = image.repeat(len(image), 1, 1, 1)
-        hidden[every, every] = image.mean(dim=(1, 2))[:, None, None]
-        scores = [
-            _of_target(predict(part), target.expand(len(part)))
-            for part in (image.unsqueeze(0), *hidden.split(batch_size))
-        ]
-        drops.append(scores[0] - torch.cat(scores[1:]))
-    return torch.stack(drops)
-
-
 def _of_target(scores: Tensor, targets: Tensor) -> Tensor:
     """Return the score of each image's target, [images]."""
     return scores.gather(1, targets.to(scores.device).unsqueeze(1)).squeeze(1)

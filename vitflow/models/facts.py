@@ -155,14 +155,6 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
         height, width = built_for
     stem = (module for module in embed.modules() if isinstance(module, nn.Conv2d)) if embed is not None else iter(())
     channels = int(getattr(next(stem, None), "in_channels", channels))
-    # As stated: for other channels timm repeats the mean of RGB.
-    stated = {**config, **(getattr(model, "pretrained_cfg", None) or {}), **given}
-    if channels not in (1, 3) and not len(stated["mean"]) == len(stated["std"]) == channels:
-        raise ModelError(
-            f"{model_id(model)} requires images of {channels} channels, but mean has {len(stated['mean'])} values and "
-            f"std {len(stated['std'])}. Pass data_config with a mean and a std for each channel, in the units of your "
-            "images."
-        )
     patch = getattr(embed, "patch_size", None) if embedding is None else embedding.patch_size
     spec = InputSpec(
         (int(height), int(width)),
@@ -176,7 +168,9 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
         bool(getattr(transformer, "dynamic_img_size", False)) or (embedding is not None and embedding.dynamic),
     )
     if channels == 1:
-        spec = replace(spec, mean=spec.mean[:1] * 3, std=spec.std[:1] * 3)
+        return replace(spec, mean=spec.mean[:1] * 3, std=spec.std[:1] * 3)
+    if channels != 3:  # inputs are normalised tensors
+        return replace(spec, mean=(0.0,) * channels, std=(1.0,) * channels)
     return spec
 
 

@@ -326,7 +326,7 @@ register_method(
     title="Occlusion",
     summary="Occlusion: the drop in the log-odds of the class when a patch is hidden.",
     question="Which patches does the score of this class depend on most?",
-    defaults={"patch_size": None, "occlusion_batch": 32, "score": "log-odds", "bands": False},
+    defaults={"patch_size": None, "occlusion_batch": 32, "score": "log-odds"},
     needs={"predict"},
     class_specific=True,
     paper="Zeiler & Fergus, ECCV 2014, §3",

@@ -180,12 +180,6 @@ OPTIONS: dict[str, Option] = {
             phrase="drop in {}".format,
         ),
         Option(
-            "bands",
-            bool,
-            "Also report the drop in the score when a channel of the image is replaced by its mean, for each channel.",
-            phrase={True: "also without each channel", False: "patches only"}.__getitem__,
-        ),
-        Option(
             "pooled",
             "choice",
             "LeGrad's readout in models with a class token: the mean of all tokens, as in the paper, or the class "
@@ -365,8 +359,8 @@ def option_in_words(name: str, value: Any) -> str:
 def default_in_words(name: str, value: Any) -> str:
     """Describe the default of an option; if None, that of a switch and of texts depends on the model.
 
-    >>> default_in_words("bands", True), default_in_words("patch", None), default_in_words("value_weighted", None)
-    ('on', 'none', 'depends on the model')
+    >>> default_in_words("patch", None), default_in_words("value_weighted", None)
+    ('none', 'depends on the model')
     """
     if value is None:
         by_model = name in OPTIONS and (OPTIONS[name].kind is bool or OPTIONS[name].scope == "text")
