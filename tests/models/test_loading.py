@@ -6,6 +6,7 @@ import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import timm
@@ -310,9 +311,44 @@ def test_unknown_names_are_reported_with_what_was_meant():
         vitflow.load_model(ID, checkpoint=None, no_such_option=1)
 
 
-def test_the_demo_model_takes_no_checkpoint(tmp_path):
-    with pytest.raises(OptionError, match="includes weights"):
-        vitflow.load_model("demo", checkpoint=tmp_path / "x")
+@pytest.mark.parametrize(
+    ("name", "options", "remedy"),
+    [
+        ("demo", {"checkpoint": "x.pth"}, "omit checkpoint"),
+        ("demo", {"num_classes": 3}, "omit num_classes"),
+        ("demo", {"in_chans": 1}, "omit in_chans"),
+        ("demo-text", {"drop_path_rate": 0.1}, "omit drop_path_rate"),
+        ("demo", {"device": "cpu"}, r"Explainer\(model, device="),
+        (ID, {"fit": "pad"}, r"Explainer\(model, fit="),
+    ],
+)
+def test_options_that_a_name_does_not_support_are_refused(name, options, remedy):
+    with pytest.raises(OptionError, match=remedy):
+        vitflow.load_model(name, **options)
+
+
+def test_an_explainer_loads_a_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    trained = timm.create_model("test_vit", num_classes=3).eval()
+    torch.save(trained.state_dict(), tmp_path / "mine.pth")
+    image = vitflow.demo.sample_images()[0]
+    expected = vitflow.explain(image, model=trained, method="gae", target=1)
+    with pytest.warns(VitflowWarning, match="has 3 classes"):
+        explainer = vitflow.Explainer("test_vit", checkpoint=tmp_path / "mine.pth")
+    for saliency in (
+        explainer.explain(image, method="gae", target=1),
+        vitflow.explain(image, model=explainer, method="gae", target=1),
+        vitflow.Explainer("test_vit", checkpoint=tmp_path / "mine.pth", num_classes=3).explain(image, target=1),
+    ):
+        np.testing.assert_array_equal(saliency.grid, expected.grid)
+    with pytest.raises(OptionError, match="require a model id"):
+        vitflow.Explainer(trained, checkpoint=tmp_path / "mine.pth")
+    with pytest.raises(OptionError, match="data_config= differs"):
+        vitflow.explain(image, model=explainer, data_config={"mean": (0.5,) * 3})
+    for settings in ({"fit": "pad"}, {"device": "meta"}):
+        for function in (vitflow.explain, vitflow.compare):
+            with pytest.raises(OptionError, match=f"{min(settings)}= differs"):
+                function(image, model=explainer, **settings)
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def explain_clip(
         ShapeError: there are no frames, they differ in size, or the video model reads another number of frames.
         OptionError: an option is invalid.
     """
-    explainer = model if isinstance(model, Explainer) else Explainer(model)
+    explainer = Explainer.of(model)
     if is_several(target):
         raise OptionError(f"Expected one class for a clip, got {target!r}.")
     stacked = explainer.model if isinstance(explainer.model, StackedFrames) else None

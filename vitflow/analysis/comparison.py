@@ -187,7 +187,7 @@ def compare(
     if given_targets and len(targets) != len(sources):  # type: ignore[arg-type]
         raise OptionError(f"Expected one class index for each of {len(sources)} images, got {targets!r}.")
     check_methods(DEFAULT_METHODS if methods is None else methods, options)  # before a model is loaded
-    explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
+    explainer = Explainer.of(model, device=device, fit=fit)
     has_classes = explainer.num_classes > 0
     contrasting = bool(contrasts_among(targets))  # only for class-specific methods
     chosen: list[MethodChoice] = [

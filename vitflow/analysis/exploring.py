@@ -75,7 +75,7 @@ def explore(
         raise OptionError(f"Expected max_size in megabytes, above 0, got {max_size!r}.")
     if methods is not None:
         choose_methods(methods, {})  # before a model is loaded
-    explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
+    explainer = Explainer.of(model, device=device, fit=fit)
     explorer = _Explorer(explainer, methods, targets, 10**6 * max_size / len(sources))
     explored = [explorer.explore(source, index) for index, source in enumerate(sources, start=1)]
     names = {entry["method"] for image in explored for entry in image.maps} | {*_OTHERWISE_LIVE, "similarity"}

@@ -218,7 +218,7 @@ def feature_maps(
     [(12, 12, 3), (12, 12, 3)]
     """
     sources = at_least_one(images)
-    explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
+    explainer = Explainer.of(model, device=device, fit=fit)
     placed = [explainer.placed(source, name_of(source, index)) for index, source in enumerate(sources, start=1)]
     vectors = [_vectors(explainer, image, layer) for image in placed]
     inside = [_inside(image.placement, *each.shape[:2]) for image, each in zip(placed, vectors, strict=True)]

@@ -162,7 +162,7 @@ def layer_maps(
             f"{selecting[0]} cannot be used: all layers are shown. layer= selects the layer of the heads."
         )
     choose_methods([method, "attention"], options)  # before the model runs
-    explainer = model if isinstance(model, Explainer) else Explainer(model)
+    explainer = Explainer.of(model)
     # One pass to count the heads of each layer, and one for all maps.
     heads = [attention.shape[1] for attention in explainer.record(image).heads(value_weighted=False)]
     layer = check_layer("layer", layer, len(heads)) + 1

@@ -50,7 +50,7 @@ _NOT_BLANK = "blank=True requires a score of a class, prompt or function. Omit b
 def explain(
     image: ImageSource | Tensor,
     *,
-    model: str | Path | nn.Module,
+    model: "str | Path | nn.Module | Explainer",
     method: MethodChoice | None = None,
     target: Target | Contrast = None,
     fit: str = "crop",
@@ -64,7 +64,7 @@ def explain(
     Args:
         image: a path, bytes, a PIL image, an RGB array, or the input of the model: a normalised float tensor
             [3, height, width] or [1, 3, height, width], on which the map is drawn.
-        model: a model id (see `load_model`), or a module.
+        model: a model id (see `load_model`), a module, or an `Explainer`.
         method: a name from `list_methods()`, a registered `Method`, or a (name, options) pair; by default gae with a
             target, and rollout without one.
         target: class index or name, or `Contrast(one, against=another)`; by default the predicted class.
@@ -82,7 +82,7 @@ def explain(
     >>> explain(sample_images()[0], model="demo", method="rollout", head_fusion="max").grid.shape
     (12, 12)
     """
-    explainer = Explainer(model, device=device, fit=fit, data_config=data_config)
+    explainer = Explainer.of(model, device=device, fit=fit, data_config=data_config)
     return explainer.explain(image, method=method, target=target, readout=readout, **options)
 
 
@@ -94,7 +94,7 @@ class Explainer(ImageModel):
 
     Args:
         model: a model id (see `load_model`), or a module, which is only moved to `device` and `dtype`.
-            With your own weights: `load_model(id, checkpoint=file)`.
+        checkpoint, num_classes: weights and number of classes of a model id, as for `load_model`.
         device: device to run on; by default the module's device, or a GPU for a model id if available.
         dtype: precision of the model: "float32", "bfloat16" or "float16"; by default unchanged. Maps and probabilities
             are computed in at least float32.
@@ -123,6 +123,19 @@ class Explainer(ImageModel):
     """
 
     _supports_value_weighting = True  # False once value weighting has failed for the model
+
+    @classmethod
+    def of(cls, model: "str | Path | nn.Module | Explainer", **settings: Any) -> "Explainer":
+        """Return an explainer unchanged, or create it with settings; OptionError for settings that it does not have."""
+        if not isinstance(model, Explainer):
+            return cls(model, **settings)
+        fits, device = settings.get("fit", "crop") in ("crop", model.fit), settings.get("device")
+        differing = [] if fits else ["fit"]
+        differing += [] if device is None or torch.device(device).type == model.device.type else ["device"]
+        differing += [] if settings.get("data_config") is None else ["data_config"]
+        for name in differing:
+            raise OptionError(f"{name}= differs from the given Explainer's: create it with Explainer(…, {name}=…).")
+        return model
 
     def has_target(self, targets: Any) -> bool:
         """Return True if there are targets, or outputs other than the model's classes."""

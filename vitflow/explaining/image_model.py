@@ -81,6 +81,8 @@ class ImageModel:
         self,
         model: str | Path | nn.Module,
         *,
+        checkpoint: str | Path | None = None,
+        num_classes: int | None = None,
         device: str | torch.device | None = None,
         dtype: str | None = None,
         fit: str = "crop",
@@ -95,9 +97,12 @@ class ImageModel:
             raise OptionError(unknown_name("fit", fit, FITS))
         if dtype is not None:
             check_known("dtype", dtype, DTYPES)
-        if not isinstance(model, nn.Module):
-            model = load_model(model, dynamic_img_size=fit == "native")
+        loading: dict[str, Any] = {"checkpoint": checkpoint, "num_classes": num_classes}
+        if isinstance(model, str | Path):
+            model = load_model(model, dynamic_img_size=fit == "native", **loading)
             device = device or default_device()
+        elif any(value is not None for value in loading.values()):
+            raise OptionError(f"checkpoint= and num_classes= require a model id, got a {type(model).__name__}.")
         self.model = unwrap(model)
         refuse_joint_text(self.model)
         references = outputs.images if isinstance(outputs, SimilarityTo) else None

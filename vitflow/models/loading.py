@@ -20,6 +20,8 @@ Weights = Mapping[str, Tensor]
 
 # Parameters allowed beyond twice those of the file, for classes that the file lacks.
 _EXTRA_PARAMETERS = 25_000_000
+# Arguments of `Explainer` that timm would take for options of a model.
+_OF_EXPLAINER = {"device", "dtype", "fit", "data_config", "layout", "activation", "outputs"}
 # timm's names of plain ViTs by width.
 _PLAIN = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
 
@@ -48,6 +50,7 @@ def load_model(
         options: further keyword arguments for `timm.create_model`.
 
     Raises:
+        OptionError: an option is one of `Explainer`, or this model does not support it.
         ModelError: the model is unknown, the hub is unreachable, or the weights do not fit; with a remedy.
 
     >>> model = load_model("demo")
@@ -56,15 +59,21 @@ def load_model(
     """
     name = str(name)
     model: nn.Module
-    if name.startswith("open_clip:") or is_of_transformers(name):
-        if checkpoint is not None or num_classes is not None:
-            raise OptionError(f"{name!r} includes weights: omit the checkpoint and the number of classes.")
+    if misplaced := _OF_EXPLAINER & options.keys():
+        raise OptionError(f"{min(misplaced)}= is an argument of Explainer: Explainer(model, {min(misplaced)}=…).")
+    if (clip := name.startswith("open_clip:")) or name == "demo" or is_of_transformers(name):
+        given = options | {"checkpoint": checkpoint, "num_classes": num_classes}
+        if unsupported := [option for option, value in given.items() if value is not None]:
+            raise OptionError(f"{name!r} includes weights and architecture: omit {', '.join(unsupported)}.")
+    if clip or is_of_transformers(name):
         return (load_open_clip if name.startswith("open_clip:") else load_transformers)(name)
-    if dynamic_img_size:
-        options["dynamic_img_size"] = True
     if name == "demo":
-        model = _demo(checkpoint, options)
+        from vitflow.demo import load_demo_model
+
+        model = load_demo_model(dynamic_img_size=dynamic_img_size)
     else:
+        if dynamic_img_size:
+            options["dynamic_img_size"] = True
         name, checkpoint = _locate(name, checkpoint)
         if num_classes is not None:
             options["num_classes"] = num_classes
@@ -83,15 +92,6 @@ def load_model(
         names, config = checked_class_names(class_names, class_count(model)), getattr(model, "pretrained_cfg", None)
         model.pretrained_cfg = {**(config or {}), "label_names": names, "label_descriptions": None}  # type: ignore[assignment]
     return model.eval()
-
-
-def _demo(checkpoint: str | Path | None, options: dict[str, Any]) -> nn.Module:
-    from vitflow.demo import load_demo_model
-
-    if checkpoint is not None:
-        raise OptionError("The demo model includes weights: omit the checkpoint, or choose another model.")
-    model: nn.Module = load_demo_model(**options)
-    return model
 
 
 def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path | None]:
