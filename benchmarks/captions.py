@@ -43,7 +43,7 @@ from vitflow.recording.recorder import record_attention
 from vitflow.text import Generation, explain_generation
 from vitflow.text.languages import load_language_model, load_processor
 from vitflow.text.method_table import for_kind, text_method
-from vitflow.text.rows import ReadText, array_of, read_rows
+from vitflow.text.rows import TextTrace, array_of, explain_rows
 from vitflow.text.words import text_of
 
 PROMPT = "<image> here is"
@@ -99,9 +99,9 @@ def rows_of(
             numbers = few if name in ("flow", "gae") else list(range(n))
             mine = [targets[number] for number in numbers]
             if name == "gae":
-                rows = read_rows(model, text, readout[numbers], method, options, targets=mine, within=within).rows
+                rows = explain_rows(model, text, readout[numbers], method, options, targets=mine, within=within).rows
             else:
-                rows, _ = method.load()(ReadText(trace, visible, readout[numbers], mine, hidden), **options)
+                rows, _ = method.load()(TextTrace(trace, visible, readout[numbers], mine, hidden), **options)
             whole = np.zeros((n, m + n - 1, len(rows)), np.float32)
             whole[numbers] = array_of(rows.permute(1, 2, 0))
             made[key] = replace(

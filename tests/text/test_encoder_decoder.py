@@ -350,7 +350,7 @@ def test_what_an_encoder_cannot_be_shown_is_reported():
         adjacent([photograph(), photograph()])
     with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
         adjacent([])
-    with pytest.raises(OptionError, match="reads one image without a prompt"):
+    with pytest.raises(OptionError, match="omit video"):
         adjacent(through_tower=True)
     with pytest.raises(OptionError, match="the prompt is one text, got Tensor"):
         adjacent(inputs=torch.zeros(1, 3, 32, 32))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from vitflow.text.languages import default_prompt, hub_for, load_language_model,
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import check_options
 from vitflow.text.prompts import Layout, Video, source_words, tower_rows, with_images, with_source
-from vitflow.text.rows import RowsRead, array_of, read_pair, read_rows
-from vitflow.text.words import words_of
+from vitflow.text.rows import TextResult, array_of, explain_encoder_decoder, explain_rows
+from vitflow.text.words import Words, words_of
 
 
 def explain_generation(
@@ -82,89 +82,169 @@ def explain_generation(
     Raises:
         VitflowError: invalid model or option; the message names it and the remedy.
     """
-    given = {name: options[name] for name in options if any(row.accepts(name) for row in TEXT_METHODS.values())}
-    generate = {name: value for name, value in options.items() if name not in given}
     if video is not None:
         if image is not None or layout is not None or through_tower:
             raise OptionError("image, layout and through_tower are not supported with video: omit them.")
         image = Video.read(video, frames)
     elif frames is not None:
         raise OptionError("frames requires video.")
-    method = (PLAIN if image is None else IMAGE_DEFAULT) if method is None else method
-    definition, used = text_method(method, given)
+    if image is None and (through_tower or layout is not None):
+        raise OptionError("through_tower and layout require image.")
+    if image is not None and not (inputs is None or isinstance(inputs, str)):
+        raise OptionError(f"With images or a video, the prompt is one text, got {type(inputs).__name__}.")
+    of_method = {key: options[key] for key in options if any(row.accepts(key) for row in TEXT_METHODS.values())}
+    generate = {key: value for key, value in options.items() if key not in of_method}
+    definition, used = text_method(method or (PLAIN if image is None else IMAGE_DEFAULT), of_method)
     used = for_kind(used, decoder=True)
     check_options(used)
-    if isinstance(model, nn.Module):
-        model = unwrap(model)
-    else:
-        if inputs is None and image is not None:
-            inputs = default_prompt(model)
+    if not isinstance(model, nn.Module):
+        inputs = default_prompt(model) if inputs is None and image is not None else inputs
         name, model = name or (str(model) if bundled(model) != model else None), bundled(model)
         with hub_for(model):
             if image is not None and processor is None:
                 processor = load_processor(model, trust_remote_code=trust_remote_code)
             model, default = load_language_model(model, trust_remote_code=trust_remote_code)
         tokenizer = default if tokenizer is None else tokenizer
+    model = unwrap(model)
     languages.refuse_generation(model, generate)
-    encoded = languages.has_encoder(model)
-    if encoded:
-        check_known("method for encoders and decoders", method, ("rollout", "attention", "flow", "gae"))
-    else:
-        languages.refuse_not_causal(model)
-    refuse_other_layers(model, method)
-    if image is not None and not (inputs is None or isinstance(inputs, str)):
-        raise OptionError(f"With images or a video, the prompt is one text, got {type(inputs).__name__}.")
-    images = None
-    if image is not None and encoded and getattr(model, "main_input_name", "") == "pixel_values":
-        if video is not None or through_tower:
-            raise OptionError(
-                f"{type(model).__name__} reads one image without a prompt, and maps always propagate through its "
-                "encoder: omit video and through_tower."
-            )
-        if isinstance(inputs, str) and inputs:
-            tokenizer = languages.tokenizer_of(model, tokenizer)
-            generate["decoder_input_ids"] = tokenizer(inputs, add_special_tokens=False, return_tensors="pt").input_ids
-        inputs, images = with_source(model, image, processor, layout)
-    elif image is not None:
-        inputs, processor, images = with_images(model, inputs, image, processor, layout)
-        tokenizer = processor.tokenizer if tokenizer is None else tokenizer
-    elif through_tower or layout is not None:
-        raise OptionError("through_tower and layout require image.")
-    if blank and (images is None or encoded):
+    refuse_other_layers(model, definition.name)
+    has_encoder = languages.has_encoder(model)
+    if blank and (image is None or has_encoder):
         raise OptionError("blank requires an image in the prompt of a vision-language model.")
-    tokenizer = languages.tokenizer_of(model, tokenizer, required=isinstance(inputs, str))
-    arguments = _arguments(inputs, tokenizer, model, generate)
+    request = _Request(
+        model, inputs, image, tokenizer, processor, layout, through_tower, blank, definition, used, generate
+    )
+    explain = _encoder_decoder if has_encoder else _decoder if image is None else _vision_language
     started = time.perf_counter()
-    with evaluating(model), torch.no_grad():
-        ids, start = _generate(model, arguments)
-    text = words_of(tokenizer, ids)
-    prompt, generated = text[:start], text[start:]
-    if encoded:
-        read = read_pair(model, arguments, ids, start, definition, used)
-        prompt = source_words(model, arguments, tokenizer) + prompt
-    else:
-        read = _rows_of(model, arguments, ids[:-1], list(enumerate(ids[start:], start - 1)), definition, used)
-    if images is not None and through_tower:
+    generation = explain(request)
+    seconds = time.perf_counter() - started
+    return replace(generation, model=model_id(model) if name is None else check_name(name), seconds=seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Arguments of `explain_generation` for a loaded model; a video is an image.
+
+    Attributes:
+        method, options: the method, and all its options.
+        generate: arguments of `model.generate`.
+    """
+
+    model: Any
+    inputs: Any
+    image: Any
+    tokenizer: Any
+    processor: Any
+    layout: Layout
+    through_tower: bool
+    blank: bool
+    method: Method
+    options: dict[str, Any]
+    generate: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A generated text.
+
+    Attributes:
+        arguments: arguments of `generate`, without padding, on the device of the model.
+        ids: ids of all tokens of the decoder.
+        start: position of the first generated token.
+        tokenizer: the tokenizer; None if there is none.
+    """
+
+    arguments: dict[str, Any]
+    ids: list[int]
+    start: int
+    tokenizer: Any
+
+
+def _decoder(request: _Request) -> Generation:
+    """Explain the text of a decoder."""
+    languages.refuse_not_causal(request.model)
+    text = _generated(request)
+    return _generation(request, text, _decoder_rows(request, text))
+
+
+def _vision_language(request: _Request) -> Generation:
+    """Explain the text of a decoder whose prompt contains images or a video."""
+    model = request.model
+    languages.refuse_not_causal(model)
+    inputs, processor, images = with_images(model, request.inputs, request.image, request.processor, request.layout)
+    tokenizer = processor.tokenizer if request.tokenizer is None else request.tokenizer
+    text = _generated(replace(request, inputs=inputs, tokenizer=tokenizer))
+    result = _decoder_rows(request, text)
+    if request.through_tower:
+        prepared = {name: text.arguments[name] for name in inputs}
         with evaluating(model), languages.reading(model):
-            prepared = {name: arguments[name] for name in inputs}
-            tower = tower_rows(model, prepared, images.parts, residual=used.get("residual", 0.5))
+            tower = tower_rows(model, prepared, images.parts, residual=request.options.get("residual", 0.5))
         images = replace(images, tower=tower)
+    probabilities = _with_and_without_image(model, text) if request.blank else None
+    return _generation(request, text, result, images=images, probabilities=probabilities)
+
+
+def _encoder_decoder(request: _Request) -> Generation:
+    """Explain the text of a decoder that attends to an encoder of a text or an image."""
+    check_known("method for encoders and decoders", request.method.name, ("rollout", "attention", "flow", "gae"))
+    model, inputs, images = request.model, request.inputs, None
+    if request.through_tower or isinstance(request.image, Video):
+        raise OptionError(
+            f"{type(model).__name__} has an encoder, through which maps always propagate: omit video and through_tower."
+        )
+    if request.image is not None and getattr(model, "main_input_name", "") == "pixel_values":
+        if isinstance(inputs, str) and inputs:
+            tokenizer = languages.tokenizer_of(model, request.tokenizer)
+            begin = tokenizer(inputs, add_special_tokens=False, return_tensors="pt").input_ids
+            request = replace(request, tokenizer=tokenizer, generate={**request.generate, "decoder_input_ids": begin})
+        inputs, images = with_source(model, request.image, request.processor, request.layout)
+    elif request.image is not None:
+        inputs, _, images = with_images(model, inputs, request.image, request.processor, request.layout)
+    text = _generated(replace(request, inputs=inputs))
+    result = explain_encoder_decoder(model, text.arguments, text.ids, text.start, request.method, request.options)
+    source = source_words(model, text.arguments, text.tokenizer)
+    return _generation(request, text, result, source=source, images=images)
+
+
+def _generated(request: _Request) -> _Text:
+    """Generate the text."""
+    tokenizer = languages.tokenizer_of(request.model, request.tokenizer, required=isinstance(request.inputs, str))
+    arguments = _arguments(request.inputs, tokenizer, request.model, request.generate)
+    with evaluating(request.model), torch.no_grad():
+        ids, start = _generate(request.model, arguments)
+    return _Text(arguments, ids, start, tokenizer)
+
+
+def _decoder_rows(request: _Request, text: _Text) -> TextResult:
+    """Compute the rows of the generated tokens of a decoder."""
+    inputs = _forward_inputs(request.model, text.arguments, text.ids[:-1])
+    targets = list(enumerate(text.ids[text.start :], text.start - 1))
+    readout = torch.eye(len(text.ids) - 1, device=inputs["input_ids"].device)[[position for position, _ in targets]]
+    within = decoder_path(request.model)
+    return explain_rows(request.model, inputs, readout, request.method, request.options, targets=targets, within=within)
+
+
+def _generation(
+    request: _Request, text: _Text, result: TextResult, source: Words | None = None, **fields: Any
+) -> Generation:
+    """Return the rows as a Generation; `source` has the tokens of an encoder."""
+    words = words_of(text.tokenizer, text.ids)
+    prompt, generated = words[: text.start], words[text.start :]
+    prompt = prompt if source is None else source + prompt
     m, n = prompt.length, generated.length
-    rows = array_of(read.rows.permute(1, 2, 0))  # [n, tokens, layers]
+    rows = array_of(result.rows.permute(1, 2, 0))  # [n, tokens, layers]
     return Generation(
         values=rows[:, :m],
         # The last generated token is not an input.
         among_generated=np.pad(rows[:, m:], ((0, 0), (0, n - (rows.shape[1] - m)), (0, 0))),
         prompt_tokens=prompt,
         generated_tokens=generated,
-        model=model_id(model) if name is None else check_name(name),
-        method=method,
-        options=used,
-        self_share=None if read.self_share is None else array_of(read.self_share.T),
-        images=images,
-        probabilities=_with_and_without_image(model, arguments, ids, start) if blank else None,
-        model_note=model_note(model),
-        seconds=time.perf_counter() - started,
+        model="",
+        method=request.method.name,
+        options=request.options,
+        self_share=None if result.self_share is None else array_of(result.self_share.T),
+        model_note=model_note(request.model),
+        **fields,
     )
 
 
@@ -262,20 +342,6 @@ def _generate(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[int]
     return ids[0], given[0]
 
 
-def _rows_of(
-    model: nn.Module,
-    arguments: Mapping[str, Any],
-    ids: Sequence[int],
-    targets: Sequence[tuple[int, int | None]],
-    method: Method,
-    options: Mapping[str, Any],
-) -> RowsRead:
-    """Compute the rows of a method for targets in a text that begins with the prompt."""
-    inputs = _forward_inputs(model, arguments, ids)
-    readout = torch.eye(len(ids), device=inputs["input_ids"].device)[[position for position, _ in targets]]
-    return read_rows(model, inputs, readout, method, options, targets=targets, within=decoder_path(model))
-
-
 # Arguments that describe the text.
 _OF_THE_TEXT = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
 
@@ -293,11 +359,9 @@ def _forward_inputs(model: nn.Module, arguments: Mapping[str, Any], ids: Sequenc
     return inputs
 
 
-def _with_and_without_image(
-    model: nn.Module, arguments: Mapping[str, Any], ids: Sequence[int], start: int
-) -> NDArray[np.float32]:
-    """Return the probability of each token from `start` on, with the image and with its mean colour, [n, 2]."""
-    inputs = _forward_inputs(model, arguments, ids[:-1])
+def _with_and_without_image(model: nn.Module, text: _Text) -> NDArray[np.float32]:
+    """Return the probability of each generated token, with the image and with its mean colour, [n, 2]."""
+    inputs = _forward_inputs(model, text.arguments, text.ids[:-1])
     blank = dict(inputs)
     for name, value in inputs.items():
         if value.is_floating_point() and name.startswith("pixel_values"):
@@ -306,6 +370,7 @@ def _with_and_without_image(
     columns = []
     with evaluating(model), torch.no_grad(), languages.reading(model):
         for given in (inputs, blank):
-            shares = model(**given).logits[0, start - 1 :].float().softmax(dim=-1)
-            columns.append(shares.gather(1, torch.tensor(ids[start:], device=shares.device).unsqueeze(1)))
+            shares = model(**given).logits[0, text.start - 1 :].float().softmax(dim=-1)
+            tokens = torch.tensor(text.ids[text.start :], device=shares.device)
+            columns.append(shares.gather(1, tokens.unsqueeze(1)))
     return array_of(torch.cat(columns, dim=1))

@@ -21,7 +21,7 @@ from vitflow.registry.method_table import Method
 from vitflow.text.images import PromptImages
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.methods import caption
-from vitflow.text.text_page import TextRow, page_of
+from vitflow.text.text_page import TextPage, TextRow
 from vitflow.text.view import PATCHES, ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, grouped_words, hide, labels_of, text_of
 from vitflow.viewer.pages import Page
@@ -288,19 +288,18 @@ class Generation:
         if self.images is not None:
             images = self.images.records(self.values, full.sum(axis=1))
             first = next((indices[0] for indices in self.words()[0].values()), 0)
-        return page_of(
-            words,
-            rows,
+        content = TextPage(
+            words=words,
+            rows=rows,
             first=first,
+            model=self.model,
             caption=caption(self.method, self.options, ""),
             options=self.options,
-            model=self.model,
-            special=special,
-            stop_words=stop_words,
             written=m,
             patches=self._patches,
             images=images,
         )
+        return content.page(special=special, stop_words=stop_words)
 
     @property
     def _patches(self) -> set[int]:

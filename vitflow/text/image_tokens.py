@@ -135,7 +135,7 @@ def source_tokens(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TokenGrid:
     """A grid of patches in a token sequence, with extra tokens.
 
     Attributes:
@@ -250,14 +250,14 @@ def _squashed_tile(processed: Processed, tile: int) -> tuple[int, Placement]:
     return side, _whole_patches(_squashed(processed.size, (tile, tile)), (covered, covered), (tile, tile))
 
 
-def _llava(processed: Processed) -> Iterator[Part]:
+def _llava(processed: Processed) -> Iterator[TokenGrid]:
     """Yield one raster, after the class token if there is one; the image may be cropped."""
     rows, cols = (side // processed.patch for side in processed.pixels)
     class_token = int(processed.tokens == processed.count * (rows * cols + 1))
-    yield Part(rows, cols, _raster(processed, rows, cols, processed.patch), before=class_token)
+    yield TokenGrid(rows, cols, _raster(processed, rows, cols, processed.patch), before=class_token)
 
 
-def _llava_next(processed: Processed) -> Iterator[Part]:
+def _llava_next(processed: Processed) -> Iterator[TokenGrid]:
     """Yield the squashed image, then all tiles as one grid without padding, with a newline token after each row.
 
     Lengths of tiles are in patches, tile / side pixels each.
@@ -267,7 +267,7 @@ def _llava_next(processed: Processed) -> Iterator[Part]:
 
     tile = processed.config.vision_config.image_size
     side, whole = _squashed_tile(processed, tile)
-    yield Part(side, side, whole)
+    yield TokenGrid(side, side, whole)
     height, width = processed.size
     pinpoints = [list(pinpoint) for pinpoint in processed.config.image_grid_pinpoints]
     best = select_best_resolution((height, width), pinpoints)
@@ -288,25 +288,25 @@ def _llava_next(processed: Processed) -> Iterator[Part]:
     if aspect_ratio is not None:  # OneVision downsamples a grid of too many patches
         ratio = math.sqrt(grid[0] * grid[1] / (int(str(aspect_ratio).removeprefix("anyres_max_")) * side**2))
         grid = [int(length // ratio) for length in grid] if ratio > 1.1 else grid
-    yield Part(grid[0], grid[1], placement, "tile", newline=1)
+    yield TokenGrid(grid[0], grid[1], placement, "tile", newline=1)
 
 
-def _qwen(processed: Processed) -> Iterator[Part]:
+def _qwen(processed: Processed) -> Iterator[TokenGrid]:
     """Yield a raster of merged patches, for a video one for every two frames; it is resized to a multiple of them."""
     merged, patch = processed.config.vision_config.spatial_merge_size, processed.patch
     times, rows, cols = map(int, processed.inputs[f"{processed.kind}_grid_thw"][processed.index])
     placement = _squashed(processed.size, (rows * patch, cols * patch))
     for _ in range(times):
-        yield Part(rows // merged, cols // merged, placement, "frame" if processed.kind == "video" else "whole")
+        yield TokenGrid(rows // merged, cols // merged, placement, "frame" if processed.kind == "video" else "whole")
 
 
-def _idefics3(processed: Processed) -> Iterator[Part]:
+def _idefics3(processed: Processed) -> Iterator[TokenGrid]:
     """Yield tiles row by row, then the squashed image."""
     _, rows, cols = processed.image_processor.get_number_of_image_patches(*processed.size, {})
     yield from _tiles(processed, rows, cols, processed.processor.image_seq_len, "whole")
 
 
-def _internvl(processed: Processed) -> Iterator[Part]:
+def _internvl(processed: Processed) -> Iterator[TokenGrid]:
     """Yield tiles row by row, then a thumbnail; or the whole image as a single tile."""
     images = processed.image_processor
     canvas = sys.modules[type(images).__module__].get_optimal_tiled_canvas
@@ -314,20 +314,20 @@ def _internvl(processed: Processed) -> Iterator[Part]:
     yield from _tiles(processed, rows, cols, processed.processor.image_seq_length, "thumbnail")
 
 
-def _tiles(processed: Processed, rows: int, cols: int, tokens: int, role: Role) -> Iterator[Part]:
+def _tiles(processed: Processed, rows: int, cols: int, tokens: int, role: Role) -> Iterator[TokenGrid]:
     """Yield the tiles of an image resized to rows × cols of them, if it was split, and the squashed image."""
     side, tile, size = math.isqrt(tokens), processed.pixels[0], processed.size
     split = rows * cols > 1 and processed.tokens != processed.count * tokens
     for row, col in np.ndindex(rows, cols) if split else ():
         placement = Placement(size, (rows * tile, cols * tile), (row * tile, col * tile), (tile, tile))
-        yield Part(side, side, placement, "tile")
-    yield Part(side, side, _squashed(size, (tile, tile)), role if split else "whole")
+        yield TokenGrid(side, side, placement, "tile")
+    yield TokenGrid(side, side, _squashed(size, (tile, tile)), role if split else "whole")
 
 
-def _gemma(processed: Processed) -> Iterator[Part]:
+def _gemma(processed: Processed) -> Iterator[TokenGrid]:
     """Yield the squashed image, then crops along its longer side if processed with pan and scan, as in Gemma 3."""
     side = math.isqrt(processed.processor.image_seq_length)
-    yield Part(side, side, _prepared(processed))
+    yield TokenGrid(side, side, _prepared(processed))
     crops = processed.tokens // (side * side) - processed.count
     if not crops or processed.count > 1:
         return
@@ -337,29 +337,29 @@ def _gemma(processed: Processed) -> Iterator[Part]:
         offset, part = [0, 0], list(processed.size)
         offset[axis], part[axis] = start, min(length, processed.size[axis] - start)
         placement = Placement(processed.size, processed.size, (offset[0], offset[1]), (part[0], part[1]))
-        yield Part(side, side, placement, "tile")
+        yield TokenGrid(side, side, placement, "tile")
 
 
-def _llava_next_video(processed: Processed) -> Iterator[Part]:
+def _llava_next_video(processed: Processed) -> Iterator[TokenGrid]:
     """Yield a raster of pooled patches for each frame; the frames may be cropped."""
     stride = processed.config.spatial_pool_stride
     patch = processed.patch * stride
     rows, cols = (side // patch for side in processed.pixels)
     placement = _raster(processed, rows, cols, patch)
     for _ in range(processed.pixel_values.shape[1]):
-        yield Part(rows, cols, placement, "frame")
+        yield TokenGrid(rows, cols, placement, "frame")
 
 
-def _llava_onevision_video(processed: Processed) -> Iterator[Part]:
+def _llava_onevision_video(processed: Processed) -> Iterator[TokenGrid]:
     """Yield a raster for each frame, squashed and downsampled to half its patches; a newline token ends the video."""
     side, placement = _squashed_tile(processed, processed.config.vision_config.image_size)
     frames = processed.pixel_values.shape[1]
     for number in range(1, frames + 1):
-        yield Part(math.ceil(side / 2), math.ceil(side / 2), placement, "frame", after=int(number == frames))
+        yield TokenGrid(math.ceil(side / 2), math.ceil(side / 2), placement, "frame", after=int(number == frames))
 
 
 #: Layout function of the images of each family, by `model_type`.
-READERS: dict[str, Callable[[Processed], Iterator[Part]]] = {
+READERS: dict[str, Callable[[Processed], Iterator[TokenGrid]]] = {
     "llava": _llava,
     "llava_next": _llava_next,
     "llava_next_video": _llava_next,
@@ -376,7 +376,7 @@ READERS: dict[str, Callable[[Processed], Iterator[Part]]] = {
 }
 
 #: Layout function of the video of each family: a part for each position along time.
-VIDEO_READERS: dict[str, Callable[[Processed], Iterator[Part]]] = {
+VIDEO_READERS: dict[str, Callable[[Processed], Iterator[TokenGrid]]] = {
     "qwen2_vl": _qwen,
     "qwen2_5_vl": _qwen,
     "qwen3_vl": _qwen,

@@ -25,7 +25,7 @@ from vitflow.progress import tracking
 from vitflow.recording.trace import Trace
 from vitflow.text.languages import predicts_words, refuse_not_causal
 from vitflow.text.method_table import TEXT_METHODS
-from vitflow.text.rows import ReadText
+from vitflow.text.rows import TextTrace
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ def caption(
 
 
 def rollout(
-    text: ReadText,
+    text: TextTrace,
     *,
     head_fusion: str,
     value_weighted: ValueWeighting,
@@ -116,7 +116,7 @@ def _rollout_rows(
 
 
 def _relative(
-    text: ReadText,
+    text: TextTrace,
     rows: Callable[[Sequence[Tensor], float], Tensor],
     steps: Sequence[Tensor],
     discard_ratio: float,
@@ -132,7 +132,7 @@ def _relative(
 
 
 def attention(
-    text: ReadText, *, head_fusion: str, value_weighted: ValueWeighting, layer: int, discard_ratio: float
+    text: TextTrace, *, head_fusion: str, value_weighted: ValueWeighting, layer: int, discard_ratio: float
 ) -> tuple[Tensor, None]:
     """Compute rows of the attention of the last step of each layer, qᵀ W_l; `layer` is the layer of the result."""
     steps = text.fused(head_fusion, value_weighted)
@@ -141,7 +141,7 @@ def attention(
 
 
 def flow(
-    text: ReadText,
+    text: TextTrace,
     *,
     head_fusion: str,
     value_weighted: ValueWeighting,
@@ -193,7 +193,7 @@ def flow(
 
 
 def gae(
-    text: ReadText, *, head_fusion: HeadFusion, value_weighted: ValueWeighting, start_layer: int
+    text: TextTrace, *, head_fusion: HeadFusion, value_weighted: ValueWeighting, start_layer: int
 ) -> tuple[Tensor, None]:
     """Compute rows of generic attention explainability, with one backward pass for the logit of each row."""
     relevant = _relevant_layers(text.trace, text.targets, head_fusion, value_weighted)
@@ -233,7 +233,7 @@ def _score(trace: Trace, position: int, target: int | None) -> Tensor:
     return scores.max() if target is None else scores[target]
 
 
-def logit_lens(text: ReadText, *, layer: int = -1) -> tuple[Tensor, Tensor]:
+def logit_lens(text: TextTrace, *, layer: int = -1) -> tuple[Tensor, Tensor]:
     """Compute rows of the logit lens, (h_l,j · e)⁺ for the output embedding e of each row's word, over earlier tokens.
 
     The model's final norm is applied to the hidden states of all layers. The query token, whose state predicts the

@@ -28,8 +28,8 @@ from vitflow.text.graph import MOST_TOKENS, GraphView, Panel
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import caption, check_options
-from vitflow.text.rows import RowsRead, array_of, read_rows
-from vitflow.text.text_page import TextRow, page_of
+from vitflow.text.rows import TextResult, array_of, explain_rows
+from vitflow.text.text_page import TextPage, TextRow
 from vitflow.text.view import ShadedText
 from vitflow.text.words import Words, hide, text_of, words_in, words_of
 from vitflow.viewer.pages import Page
@@ -146,16 +146,16 @@ class Reading:
             graph = self.graph(**hiding)
             below = graph.caption.removesuffix(f" · {printable(self.model)}")  # already in the header
             graph = replace(graph, title="", caption=below)
-        return page_of(
-            self.tokens,
-            self.rows,
+        content = TextPage(
+            words=self.tokens,
+            rows=self.rows,
             first=first,
             model=self.model,
             caption=self._caption(""),
             options=self.options,
             graph=graph,
-            **hiding,
         )
+        return content.page(**hiding)
 
     @property
     def _word(self) -> str:
@@ -253,7 +253,7 @@ def explain_text(
     if short and method in ("rollout", "attention"):  # for the page
         readout = torch.cat([readout, torch.eye(words.length)])
     target_id = _target(target, tokenizer, model) if definition.class_specific else None
-    result = read_rows(model, inputs, readout, definition, used, targets=[(selected[-1], target_id)])
+    result = explain_rows(model, inputs, readout, definition, used, targets=[(selected[-1], target_id)])
     chosen = check_layer("layer", used.get("layer", -1), len(result.rows))
     weighting = False if definition.class_specific else used.get("value_weighted", False)
     matrices = result.text.fused(used.get("head_fusion", "mean"), weighting) if short else []
@@ -302,7 +302,7 @@ def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tens
     return inputs, words_in(text, tokenizer, ids[0].tolist(), offsets)
 
 
-def _rows_of_words(words: Words, selected: tuple[int, ...], result: RowsRead, causal: bool) -> tuple[TextRow, ...]:
+def _rows_of_words(words: Words, selected: tuple[int, ...], result: TextResult, causal: bool) -> tuple[TextRow, ...]:
     """Return the row of the selected word, which is the first, at its place among the rows of all other tokens."""
     weights = array_of(result.rows)
     shares = None if result.self_share is None else array_of(result.self_share)

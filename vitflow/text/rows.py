@@ -25,7 +25,7 @@ from vitflow.text.languages import not_causal, reading
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadText:
+class TextTrace:
     """Input of a method for texts: a recorded forward pass and the requested rows.
 
     The attention graph has one step per layer. That of an encoder-decoder model has the steps of the encoder first,
@@ -75,7 +75,7 @@ class ReadText:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ReadPair(ReadText):
+class EncoderDecoderTrace(TextTrace):
     """Input of a method for a source and its generated text: the joint graph, source tokens first.
 
     Attributes:
@@ -177,7 +177,7 @@ def _normalised(relevances: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowsRead:
+class TextResult:
     """Result of a method for one text.
 
     Attributes:
@@ -189,12 +189,12 @@ class RowsRead:
 
     rows: Tensor
     self_share: Tensor | None
-    text: ReadText
+    text: TextTrace
 
 
 def run_method(
-    model: nn.Module, method: Method, options: Mapping[str, Any], record: Callable[[Mapping[str, Any]], ReadText]
-) -> RowsRead:
+    model: nn.Module, method: Method, options: Mapping[str, Any], record: Callable[[Mapping[str, Any]], TextTrace]
+) -> TextResult:
     """Record a forward pass, and compute the rows of a method for texts.
 
     Args:
@@ -215,10 +215,10 @@ def run_method(
         text = record(kept)
         rows, self_share = method.load()(text, **options)
     check_layer("layer", options.get("layer", -1), len(rows))
-    return RowsRead(rows.detach(), self_share, text)
+    return TextResult(rows.detach(), self_share, text)
 
 
-def read_rows(
+def explain_rows(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
     readout: Tensor,
@@ -227,7 +227,7 @@ def read_rows(
     *,
     targets: Sequence[tuple[int, int | None]] = (),
     within: str = "",
-) -> RowsRead:
+) -> TextResult:
     """Compute the rows of a method for selected tokens of one text in one forward pass.
 
     Args:
@@ -260,7 +260,7 @@ def _record(
     targets: Sequence[tuple[int, int | None]],
     within: str,
     kept: Mapping[str, Any],
-) -> ReadText:
+) -> TextTrace:
     """Run and record a forward pass over a text."""
     ids = inputs["input_ids"]
     try:
@@ -284,7 +284,7 @@ def _record(
             f"{ids.shape[1]} × {ids.shape[1]} tokens in each layer: rollout, flow and GAE require full attention."
         )
     hidden = output.hidden_states[1:] if inputs.get("output_hidden_states") else ()
-    return ReadText(trace, _visible(trace, inputs), readout, targets, hidden)
+    return TextTrace(trace, _visible(trace, inputs), readout, targets, hidden)
 
 
 def outer_shape(matrix: Tensor) -> tuple[int, int, int]:
@@ -310,14 +310,14 @@ def _visible(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
 _SOURCES = ("input_ids", "pixel_values")
 
 
-def read_pair(
+def explain_encoder_decoder(
     model: nn.Module,
     arguments: Mapping[str, Any],
     ids: Sequence[int],
     start: int,
     method: Method,
     options: Mapping[str, Any],
-) -> RowsRead:
+) -> TextResult:
     """Compute the rows of a method for generated tokens over the source and the tokens before them.
 
     Args:
@@ -337,7 +337,7 @@ def read_pair(
 
 def _record_pair(
     model: nn.Module, inputs: Mapping[str, Tensor], ids: Sequence[int], start: int, kept: Mapping[str, Any]
-) -> ReadPair:
+) -> EncoderDecoderTrace:
     """Run and record a forward pass over a source and its generated text."""
     text = torch.tensor([ids[:-1]], device=device_of(model))
     with record_attention(model, visible=True, **kept) as trace:
@@ -365,7 +365,7 @@ def _record_pair(
     )
     targets = list(enumerate(ids[start:], start=start - 1))
     readout = torch.eye(m + n, device=device)[[m + position for position, _ in targets]]
-    return ReadPair(trace, joint_steps(*seen), readout, targets, streams=indices)
+    return EncoderDecoderTrace(trace, joint_steps(*seen), readout, targets, streams=indices)
 
 
 def _streams(model: Any, trace: Trace) -> tuple[list[int], list[int], list[int]]:

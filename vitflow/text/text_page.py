@@ -40,75 +40,78 @@ class TextRow:
     self_share: NDArray[Any] | None = None
 
 
-def page_of(
-    words: Words,
-    rows: Sequence[TextRow],
-    *,
-    first: int,
-    model: str,
-    caption: str,
-    options: Mapping[str, Any],
-    special: bool,
-    stop_words: Iterable[str],
-    written: int | None = None,
-    graph: View | None = None,
-    patches: Collection[int] = (),
-    images: Sequence[Mapping[str, Any]] = (),
-) -> Page:
-    """Make the page of a text.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TextPage:
+    """Content of the page of a text.
 
-    Args:
+    Attributes:
         words: all tokens.
         rows: attributions of the words that can be selected.
         first: index of the row shown first.
         model: model id; for a path, its last component is displayed.
         caption: method, its options and its target.
         options: options of the method.
-        special, stop_words: as for the views; without stop words, the page offers to hide English ones.
         written: position of the first generated token; None if the text was read.
         graph: figure shown below the table.
         patches: positions of image patches.
         images: images of the prompt with their maps, as records for the page.
     """
-    stopped = list(stop_words)
-    shares = np.stack([_shares(row.weights) for row in rows])
-    data = {
-        "tokens": _token_records(words, stopped or ENGLISH_STOP_WORDS, patches),
-        "rows": [
-            {
-                "name": printable(row.name),
-                "positions": row.positions,
-                "seen": row.seen,
-                "at": row.at,
-                "self_share": None if row.self_share is None else np.round(row.self_share.astype(float), 6).tolist(),
-            }
-            for row in rows
-        ],
-        "shares": pack_half(shares),
-        "first": first,
-        "layer": check_layer("layer", options.get("layer", -1), shares.shape[1]),
-        "layers": shares.shape[1],
-        "cumulative": "layer" not in options,  # row l covers all layers up to l
-        "written": written,
-        "hidden": [*([] if special else ["special"]), *(["stop"] if stopped else [])],
-        "images": list(images),
-        "verdicts": VERDICTS,
-        "tables": {"one_side": one_table(None, False)},
-        "percentiles": ROBUST_PERCENTILES,
-        "drawing": drawing_of(),
+
+    words: Words
+    rows: Sequence[TextRow]
+    first: int
+    model: str
+    caption: str
+    options: Mapping[str, Any]
+    written: int | None = None
+    graph: View | None = None
+    patches: Collection[int] = ()
+    images: Sequence[Mapping[str, Any]] = ()
+
+    def page(self, *, special: bool, stop_words: Iterable[str]) -> Page:
+        """Make the page; options as for the views. Without stop words, it offers to hide English ones."""
+        stopped = list(stop_words)
+        shares = np.stack([_shares(row.weights) for row in self.rows])
+        data = {
+            "tokens": _token_records(self.words, stopped or ENGLISH_STOP_WORDS, self.patches),
+            "rows": [_row_record(row) for row in self.rows],
+            "shares": pack_half(shares),
+            "first": self.first,
+            "layer": check_layer("layer", self.options.get("layer", -1), shares.shape[1]),
+            "layers": shares.shape[1],
+            "cumulative": "layer" not in self.options,  # row l covers all layers up to l
+            "written": self.written,
+            "hidden": [*([] if special else ["special"]), *(["stop"] if stopped else [])],
+            "images": list(self.images),
+            "verdicts": VERDICTS,
+            "tables": {"one_side": one_table(None, False)},
+            "percentiles": ROBUST_PERCENTILES,
+            "drawing": drawing_of(),
+        }
+        page = make_html(
+            "text",
+            *("attention", "text"),
+            title="Attribution of each word",
+            model=PurePath(self.model.replace("\\", "/")).name or self.model,
+            method=self.caption,
+            written=self.written is not None,
+            graph=None if self.graph is None else _graph_record(self.graph),
+            images=len(self.images),
+            data=data,
+        )
+        return Page(page)
+
+
+def _row_record(row: TextRow) -> dict[str, Any]:
+    """Return a row without its weights for JSON."""
+    share = None if row.self_share is None else np.round(row.self_share.astype(float), 6).tolist()
+    return {
+        "name": printable(row.name),
+        "positions": row.positions,
+        "seen": row.seen,
+        "at": row.at,
+        "self_share": share,
     }
-    page = make_html(
-        "text",
-        *("attention", "text"),
-        title="Attribution of each word",
-        model=PurePath(model.replace("\\", "/")).name or model,
-        method=caption,
-        written=written is not None,
-        graph=None if graph is None else _graph_record(graph),
-        images=len(images),
-        data=data,
-    )
-    return Page(page)
 
 
 def _token_records(words: Words, stop_words: Iterable[str], patches: Collection[int]) -> list[dict[str, Any]]:
