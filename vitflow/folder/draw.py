@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -217,19 +217,21 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
 
     with open_run(output) as saved:
         run = saved.fingerprint
-        states = {row["input"]: row["status"] for row in saved.rows()}
+        failures = [row for row, _ in saved.with_maps() if row["status"] == "failed"]
+        explained = sum(1 for _ in saved.rows()) - len(failures)
 
-        def photograph(row: Mapping[str, Any]) -> bytes:
-            return thumbnail(read_photograph(row, run["root"]))
-
-        def rows(keys: Iterable[str]) -> Iterator[dict[str, Any]]:
-            for row, maps in saved.with_maps(keys):
-                window = placement_of(row["placement"]).window if row["status"] == "explained" else None
-                for each, grids in by_rank(row, maps):
-                    yield each | {"grids": grids, "window": window}
+        def images() -> Iterator[list[Row]]:
+            """Yield the rows of each explained image, one for each target, with photograph and maps."""
+            for row, maps in _explained(saved, None):
+                shown: Row = {"window": placement_of(row["placement"]).window, "photograph": None}
+                try:
+                    shown["photograph"] = thumbnail(read_photograph(row, run["root"]))
+                except (VitflowError, OSError) as error:
+                    shown["no_photograph"] = printable(str(error))
+                yield [each | shown | {"grids": grids} for each, grids in by_rank(row, maps)]
 
         notes = {label: _departures(run, label) for label in run["methods"]}
-        return write_report(saved.folder, run, states, rows, photograph, departures=notes, **options)
+        return write_report(saved.folder, run, images(), failures, explained=explained, departures=notes, **options)
 
 
 def _departures(run: Mapping[str, Any], label: str) -> str:

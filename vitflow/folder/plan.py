@@ -296,7 +296,7 @@ def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str],
     if overwrite:
         for row in rows:
             # Rows are untrusted: remove only files whose names consist of the stem and an ending.
-            remove_inside(output, (path for path in row.get("written", {}) if path.startswith(f"{row['stem']}-")))
+            remove_inside(output, (path for path in row.get("written", {}) if path.startswith(f"{row.get('stem')}-")))
         return
     names = (item.stem + ending for item in listing.plan(endings) for ending in endings)
     foreign = next((name for name in names if os.path.lexists(output / name)), None)
@@ -308,8 +308,8 @@ def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str],
 
 
 def is_done(item: Input, row: Mapping[str, Any], output: Path) -> bool:
-    """Return True if an earlier run explained this file, and neither the file nor its outputs have changed."""
-    if row["status"] != "explained" or row["stem"] != item.stem:
+    """Return True if neither an explained file nor its outputs have changed since an earlier run."""
+    if row.get("stem") != item.stem:
         return False
     same = (item.listed or _size_and_time(item.path)) == (row["size"], row["mtime_ns"])
     return same and all(_size_and_time(output / path)[0] == size for path, size in row["written"].items())

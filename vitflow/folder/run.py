@@ -107,7 +107,7 @@ def run_folder(
     started, clock, folder = datetime.now(UTC), time.perf_counter(), listing.output
     clear = partial(clear_outputs, listing=listing, endings=endings, overwrite=overwrite)
     with Run(folder, fingerprint, overwrite=overwrite, clear=clear) as run:
-        inputs = listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows()})
+        inputs = listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows() if "stem" in row})
         by_key = {item.key: item for item in inputs}
         missing = run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, folder))
         kept = len(inputs) - len(missing)

@@ -1,41 +1,39 @@
 """Reader of a run on disk: one SQLite file in the output folder, with a row and the maps of each input.
 
 Run files are untrusted: a file is opened only if its schema is exactly the one below (no views, triggers or generated
-columns), the length of a value is checked before it is read, and invalid rows are skipped. Reading uses many short
-transactions, so that a reader does not block an active run.
+columns), the length of a value is limited, and no path of a row leads out of its folder. Rows are validated when they
+are written; a row or map that is not the one that was written is a failed row. Reading uses many short transactions,
+so that a reader does not block an active run.
 """
 
 import json
-import math
 import os
-import re
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import is_file, is_link, is_there
-from vitflow.folder.columns import COLUMNS, Grid, Maps, Row, kinds_in, unpack_half
+from vitflow.folder.columns import Grid, Maps, Row, failed_row, kinds_in, unpack_half
 from vitflow.folder.fingerprints import REMEDY
-
-T = TypeVar("T")
 
 #: The name of the store in the output folder.
 FILE = "run.sqlite"
 #: The columns that an SQL condition may use.
 CONDITION_COLUMNS = tuple(kinds_in("condition"))
 
-APPLICATION, VERSION = 0x7669_7466, 1
+APPLICATION, VERSION = 0x7669_7466, 2
 _SQL_TYPES = {"text": "TEXT", "whole": "INTEGER", "number": "REAL"}
 _CONDITION_SQL = ", ".join(f"{name} {_SQL_TYPES[kind]}" for name, kind in kinds_in("condition").items())
 SCHEMA = (
     "CREATE TABLE run (fingerprint TEXT NOT NULL)",
     # The name is the bytes of the input's name; the position is NULL for inputs that are not in the latest run.
     f"CREATE TABLE rows (id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, position INTEGER, status TEXT NOT NULL, "
-    f"{_CONDITION_SQL}, record TEXT NOT NULL)",
+    f"{_CONDITION_SQL}, record TEXT NOT NULL, checksum INTEGER NOT NULL)",
     "CREATE TABLE maps (row INTEGER NOT NULL, number INTEGER NOT NULL, label TEXT NOT NULL, grid BLOB NOT NULL, "
     "rows INTEGER NOT NULL, cols INTEGER NOT NULL, scale REAL NOT NULL, PRIMARY KEY (row, number)) WITHOUT ROWID",
 )
@@ -99,8 +97,11 @@ class SavedRun:
         schema = self._db.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
         is_run = len(schema) == len(SCHEMA) and set(schema) == {("table", sql.split()[2], sql) for sql in SCHEMA}
         [(mode,)] = self._db.execute("PRAGMA journal_mode")
-        [record] = (self._db.execute("SELECT fingerprint FROM run").fetchone() if is_run else None) or [None]
-        self.fingerprint: Mapping[str, Any] = _parsed(record) or {}
+        [record] = (self._db.execute("SELECT fingerprint FROM run").fetchone() if is_run else None) or ["{}"]
+        try:
+            self.fingerprint: Mapping[str, Any] = {**json.loads(record, parse_constant=int)}
+        except (ValueError, TypeError, RecursionError):
+            self.fingerprint = {}
         if not self.fingerprint or mode == "wal":
             raise OptionError(self._damaged("its tables are not those of a run"))
 
@@ -132,33 +133,23 @@ class SavedRun:
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of the latest run in the order of its inputs."""
-        for ids in _chunks(self._latest()):
-            yield from self._rows(ids).values()
+        return (row for row, _ in self._read(self._latest()))
 
     def all_rows(self) -> Iterator[Row]:
         """Yield every row, including those of inputs that are not in the latest run."""
-        for ids in _chunks(self._ids("SELECT id FROM rows")):
-            yield from self._rows(ids).values()
+        return (row for row, _ in self._read(self._ids("SELECT id FROM rows")))
 
-    def with_maps(self, names: Iterable[str] | None = None, where: str | None = None) -> Iterator[tuple[Row, Maps]]:
-        """Yield each row with its maps by label, float32 [rows, cols].
+    def with_maps(self, where: str | None = None) -> Iterator[tuple[Row, Maps]]:
+        """Yield each row of the latest run with its maps by label, float32 [rows, cols].
 
         Args:
-            names: inputs; by default those of the latest run. Inputs without a row are skipped.
             where: SQL condition that selects rows.
 
         Raises:
-            OptionError: the condition is invalid, or a map is damaged.
+            OptionError: the condition is invalid.
         """
-        every = self._latest() if names is None else self._named(names)
-        if where is not None:
-            chosen = self._select(where)
-            every = [row_id for row_id in every if row_id in chosen]
-        for ids in _chunks(every):
-            rows = self._rows(ids)
-            maps = self._maps(list(rows))
-            for row_id, row in rows.items():
-                yield row, maps.get(row_id, {})
+        selected = None if where is None else self._select(where)
+        yield from self._read([each for each in self._latest() if selected is None or each in selected], maps=True)
 
     def names(self) -> set[str]:
         """Return the names of all inputs that have a row."""
@@ -173,36 +164,25 @@ class SavedRun:
     def _latest(self) -> list[int]:
         return self._ids("SELECT id FROM rows WHERE position IS NOT NULL ORDER BY position, id")
 
-    def _named(self, names: Iterable[str]) -> list[int]:
-        """Return the ids of these inputs' rows."""
-        ids: dict[bytes, int] = {}
-        keys = [os.fsencode(name) for name in names]
-        with self._reading():
-            for chunk in _chunks(keys):
-                ids |= dict(self._db.execute(f"SELECT name, id FROM rows WHERE name IN ({_marks(chunk)})", chunk))
-        return [ids[key] for key in keys if key in ids]
-
-    def _rows(self, ids: Sequence[int]) -> dict[int, Row]:
-        """Return the valid rows with these ids, in their order."""
-        with self._reading():
-            query = f"SELECT id, name, record FROM rows WHERE id IN ({_marks(ids)})"
-            drawn = self.fingerprint.get("kind") == "folder"
-            rows = {row_id: _row(name, record, drawn) for row_id, name, record in self._db.execute(query, ids)}
-        return {row_id: row for row_id in ids if (row := rows.get(row_id)) is not None}
-
-    def _maps(self, ids: Sequence[int]) -> dict[int, dict[str, Grid]]:
-        query = (
-            "SELECT row, label, CASE WHEN length(grid) = 2 * rows * cols THEN grid END, rows, cols, scale "
-            f"FROM maps WHERE row IN ({_marks(ids)}) ORDER BY row, number"
-        )
-        maps_by_row: dict[int, dict[str, Grid]] = {}
-        with self._reading():
-            for row_id, label, *packed in self._db.execute(query, ids):
-                grid = unpack_half(*packed)
-                if grid is None or not isinstance(label, str):
-                    raise OptionError(self._damaged(f"a map {printable(str(label))!r} is not rows × cols values"))
-                maps_by_row.setdefault(row_id, {})[label] = grid
-        return maps_by_row
+    def _read(self, ids: Sequence[int], *, maps: bool = False) -> Iterator[tuple[Row, Maps]]:
+        """Yield the rows with these ids, in this order, with their maps if requested; damaged ones are failed rows."""
+        for start in range(0, len(ids), _TOGETHER):
+            chunk = ids[start : start + _TOGETHER]
+            marks = ", ".join("?" * len(chunk))
+            grids: dict[int, dict[str, Grid | None]] = {}
+            with self._reading():
+                query = f"SELECT id, name, record, checksum FROM rows WHERE id IN ({marks})"
+                rows = {row_id: _row(*values) for row_id, *values in self._db.execute(query, chunk)}
+                query = (
+                    "SELECT row, label, CASE WHEN length(grid) = 2 * rows * cols THEN grid END, rows, cols, scale "
+                    f"FROM maps WHERE row IN ({marks}) ORDER BY row, number"
+                )
+                for row_id, label, *packed in self._db.execute(query, chunk) if maps else ():
+                    grids.setdefault(row_id, {})[str(label)] = unpack_half(*packed)
+            for row_id in filter(rows.__contains__, chunk):
+                row, stored = rows[row_id], grids.get(row_id, {})
+                intact = {label: grid for label, grid in stored.items() if grid is not None}
+                yield (row, intact) if len(intact) == len(stored) else (_damaged_row(row["input"], "map"), {})
 
     def _select(self, where: str) -> set[int]:
         """Return the ids of the rows that satisfy an SQL condition."""
@@ -229,14 +209,6 @@ class SavedRun:
             self._db.set_authorizer(None)
 
 
-def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (values[start : start + _TOGETHER] for start in range(0, len(values), _TOGETHER))
-
-
-def _marks(values: Sequence[object]) -> str:
-    return ", ".join("?" * len(values))
-
-
 def _authorize(action: int, first: str | None, second: str | None, *_: object) -> int:
     """Allow the columns and functions of CONDITION_COLUMNS and _FUNCTIONS only."""
     column = first == "rows" and second in ("id", *CONDITION_COLUMNS)
@@ -245,69 +217,30 @@ def _authorize(action: int, first: str | None, second: str | None, *_: object) -
     return sqlite3.SQLITE_OK if allowed.get(action, False) else sqlite3.SQLITE_DENY
 
 
-# -- validation of rows
-
-_TYPES: dict[str, tuple[type, ...]] = {"text": (str,), "whole": (int,), "number": (int, float), "json": (dict, list)}
-# The columns of every explained image; missing values are None.
-_FILLED = tuple(dict.fromkeys([*kinds_in("folder"), *kinds_in("condition")]))
-_SURROGATES = re.compile("[\ud800-\udfff]")
+# -- rows
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
+def checksum(name: bytes, record: str) -> int:
+    """Return the checksum of a row, which shows that it is the one that was written."""
+    return zlib.crc32(name + record.encode())
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
-
-
-def _parsed(text: object) -> Row | None:
-    """Return the object in a JSON text; None if there is none, or if a number is not finite."""
+def _row(name: bytes, record: str, written: int) -> Row:
+    """Return a row; a failed row if it is damaged, or if a path leads out of its folder."""
     try:
-        value = _DECODER.decode(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+        if checksum(name, record) == written:
+            row: Row = {"input": os.fsdecode(name), **json.loads(record)}
+            paths = [row["input"], row.get("stem", "-"), *row.get("outputs", {}).values(), *row.get("written", {})]
+            if row["status"] and all(map(is_inside, paths)):
+                return row
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        pass  # an edited row
+    return _damaged_row(os.fsdecode(name) if isinstance(name, bytes) else str(name))
 
 
-def _row(name: object, record: object, drawn: bool) -> Row | None:
-    """Return the row of an input, or None if it is invalid; `drawn` requires all columns of a folder run."""
-    row = _parsed(record)
-    if row is None or not isinstance(name, bytes):
-        return None
-    row = {"input": os.fsdecode(name)} | row
-    if row.get("status") == "measured" or (row.get("status") == "failed" and "stem" not in row):
-        return row  # evaluations validate their rows
-    paths = (row["input"], row.get("stem"))
-    if not all(isinstance(path, str) and is_inside(path) for path in paths) or not _is_valid(row):
-        return None
-    if row.get("status") != "explained":
-        return row if row.get("status") == "failed" else None
-    needed = ("outputs", "written", *(("facts", "placement") if drawn else ()))
-    sides: tuple[Any, Any] = (row.get("width") or 0, row.get("height") or 0)
-    if any(row.get(column) is None for column in needed) or not all(0 < side < 2**31 for side in sides):
-        return None
-    return {**dict.fromkeys(_FILLED), **row}
-
-
-def _is_valid(row: Row) -> bool:
-    """Return True if the values of a row have the types of their columns, and its text can be encoded as UTF-8."""
-    for name, value in row.items():
-        if value is None or name not in COLUMNS:
-            continue
-        kind, _, nested = COLUMNS[name]
-        if isinstance(value, bool) or not isinstance(value, _TYPES[kind]):
-            return False
-        if isinstance(value, str) and name != "input" and _SURROGATES.search(value):
-            return False
-        if nested and not (isinstance(value, dict) and all(isinstance(each, nested) for each in value.values())):
-            return False
-    scores = row.get("ranks") or ()
-    return all(
-        isinstance(each, dict) and each.keys() <= kinds_in("score").keys() and _is_valid(each) for each in scores
-    )
+def _damaged_row(name: str, part: str = "row") -> Row:
+    remedy = "run the same command again" if part == "row" else "repeat the run with --overwrite"
+    return failed_row({"input": name}, "DamagedRow", f"The {part} of this image in {FILE} is damaged: {remedy}.")
 
 
 def is_inside(path: str) -> bool:

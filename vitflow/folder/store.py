@@ -16,16 +16,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vitflow.errors import OptionError, VitflowError
 from vitflow.files import is_file, is_link, is_there, remove_leftovers, write_inside
-from vitflow.folder.columns import Maps, Row, pack_half, shown_name
+from vitflow.folder.columns import COLUMNS, Maps, Row, failed_row, kinds_in, pack_half, shown_name
 from vitflow.folder.fingerprints import check_same_run, without_probe
-from vitflow.folder.saved import APPLICATION, CONDITION_COLUMNS, FILE, SCHEMA, VERSION, SavedRun
+from vitflow.folder.saved import APPLICATION, CONDITION_COLUMNS, FILE, SCHEMA, VERSION, SavedRun, checksum
 
 _INSERT = (
-    f"INSERT INTO rows (name, position, status, {', '.join(CONDITION_COLUMNS)}, record) "
-    f"VALUES ({', '.join('?' * (4 + len(CONDITION_COLUMNS)))})"
+    f"INSERT INTO rows (position, name, status, {', '.join(CONDITION_COLUMNS)}, record, checksum) "
+    f"VALUES ({', '.join('?' * (5 + len(CONDITION_COLUMNS)))})"
 )
+_TYPES: dict[str, Any] = {"text": str, "whole": int, "number": int | float, "json": dict | list}
 # Seconds between two transactions.
 _INTERVAL = 1.0
 # Distributions whose versions are written to run.json.
@@ -56,7 +59,7 @@ class Run(SavedRun):
     ) -> None:
         self.folder, self.path, self._journal = folder, folder / FILE, folder / f"{FILE}-journal"
         self._lock = _locked(folder)
-        self._pending: list[tuple[Mapping[str, Any], Maps]] = []
+        self._pending: list[tuple[str, list[Any], list[tuple[Any, ...]]]] = []  # input, values of its row, its maps
         self._last_write = -math.inf
         self._positions: dict[str, int] = {}
         try:
@@ -151,16 +154,16 @@ class Run(SavedRun):
                 "UPDATE rows SET position = ? WHERE id = ?",
                 [(now, row_id) for row_id, now, then in moves if now != then],
             )
-        done = {row["input"] for row in self.rows() if is_done(row)}
+        done = {row["input"] for row in self.rows() if row["status"] != "failed" and is_done(row)}
         return [name for name in names if name not in done]
 
     def put(self, rows: Iterable[tuple[Mapping[str, Any], Maps]]) -> None:
-        """Store rows with their maps; a later row of an input replaces an earlier one.
+        """Store rows with their maps; a later row of an input replaces an earlier one, an invalid row is a failed row.
 
         Rows of the last second, and rows that cannot be written, for example on a full disk, stay in memory until a
         later call, so that the row that reports such a failure is not lost.
         """
-        self._pending += rows
+        self._pending += (_encoded(row, maps) for row, maps in rows)
         if time.monotonic() - self._last_write >= _INTERVAL:
             with suppress(VitflowError):
                 self._write()
@@ -170,23 +173,14 @@ class Run(SavedRun):
         if not self._pending:
             return
         with self._writing():
-            for row, maps in self._pending:
-                name = os.fsencode(row["input"])
-                self._db.execute("DELETE FROM maps WHERE row = (SELECT id FROM rows WHERE name = ?)", (name,))
-                self._db.execute("DELETE FROM rows WHERE name = ?", (name,))
-                row_id = self._db.execute(_INSERT, self._values(name, row)).lastrowid
+            for name, (key, *values), maps in self._pending:
+                self._db.execute("DELETE FROM maps WHERE row = (SELECT id FROM rows WHERE name = ?)", (key,))
+                self._db.execute("DELETE FROM rows WHERE name = ?", (key,))
+                row_id = self._db.execute(_INSERT, [self._positions.get(name), key, *values]).lastrowid
                 self._db.executemany(
-                    "INSERT INTO maps VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    [(row_id, number, label, *pack_half(grid)) for number, (label, grid) in enumerate(maps.items())],
+                    "INSERT INTO maps VALUES (?, ?, ?, ?, ?, ?, ?)", [(row_id, *each) for each in maps]
                 )
         self._pending.clear()
-
-    def _values(self, name: bytes, row: Mapping[str, Any]) -> list[Any]:
-        display_row = {**row, "input": shown_name(row["input"])}
-        columns = [display_row.get(column) for column in CONDITION_COLUMNS]
-        columns = [None if isinstance(value, dict | list) else value for value in columns]
-        record = {column: value for column, value in row.items() if column != "input"}
-        return [name, self._positions.get(row["input"]), row["status"], *columns, json.dumps(record, allow_nan=False)]
 
     def finish(self) -> dict[str, int]:
         """Write the remaining rows, and count the inputs of this run: "total", "explained" and "failed".
@@ -226,6 +220,28 @@ class Run(SavedRun):
         if hasattr(self, "_db"):
             self._db.close()
         os.close(self._lock)
+
+
+def _encoded(row: Mapping[str, Any], maps: Maps) -> tuple[str, list[Any], list[tuple[Any, ...]]]:
+    """Return the input, the values of its row and its maps for SQLite; those of a failed row if a value is invalid."""
+    try:
+        table = COLUMNS if "stem" in row else kinds_in("results")  # evaluations have further columns of their own
+        for name, value in row.items():
+            if name in table and value is not None and not isinstance(value, _TYPES[COLUMNS[name].kind]):
+                raise TypeError(f"Expected {COLUMNS[name].kind} as {name}, got {value!r:.80}.")
+            if isinstance(value, str) and name != "input":
+                value.encode()  # raises for surrogates
+        record = json.dumps({name: value for name, value in row.items() if name != "input"}, allow_nan=False)
+        key, shown = os.fsencode(row["input"]), {**row, "input": shown_name(row["input"])}
+        columns = [
+            value if isinstance(value := shown.get(name), str | int | float) else None for name in CONDITION_COLUMNS
+        ]
+        if not all(np.isfinite(grid).all() for grid in maps.values()):
+            raise ValueError("Expected maps of finite values.")
+        packed = [(number, label, *pack_half(grid)) for number, (label, grid) in enumerate(maps.items())]
+        return row["input"], [key, row["status"], *columns, record, checksum(key, record)], packed
+    except (TypeError, ValueError) as error:
+        return _encoded(failed_row({name: row[name] for name in ("input", "stem") if name in row}, error), {})
 
 
 def _locked(folder: Path) -> int:

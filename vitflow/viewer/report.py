@@ -2,7 +2,8 @@
 
 import base64
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote_from_bytes
@@ -10,7 +11,7 @@ from urllib.parse import quote_from_bytes
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import VitflowError, printable
+from vitflow.errors import printable
 from vitflow.files import natural_order
 from vitflow.images.overlay import is_soft, scale_range
 from vitflow.viewer.pages import FAILURES_SHOWN, drawing_of, one_table, write_html
@@ -19,10 +20,10 @@ from vitflow.viewer.pages import FAILURES_SHOWN, drawing_of, one_table, write_ht
 def write_report(
     output: Path,
     run: Mapping[str, Any],
-    states: Mapping[str, str],
-    read_rows: Callable[[Iterable[str]], Iterable[Mapping[str, Any]]],
-    photograph: Callable[[Mapping[str, Any]], bytes],
+    images: Iterable[Sequence[Mapping[str, Any]]],
+    failures: Sequence[Mapping[str, Any]],
     *,
+    explained: int,
     departures: Mapping[str, str] | None = None,
     per_page: int = 300,
 ) -> Path:
@@ -34,34 +35,30 @@ def write_report(
     Args:
         output: output folder of the run, which receives the pages.
         run: settings of the run: "root", "model", "methods", "options", "drawing", …
-        states: "explained" or "failed" for each input to show; shown in the natural order of their names.
-        read_rows: the rows of some inputs, with their "grids", and the "window" of the image that the model saw.
-        photograph: returns the thumbnail of a row's image as JPEG (see `vitflow.viewer.pages.thumbnail`); raises
-            VitflowError or OSError if it is not the image that was explained.
+        images: the rows of each explained image, one for each target, with its "photograph" as JPEG, or None and the
+            reason as "no_photograph"; the "grids" of its maps; and the "window" of the image that the model saw.
+        failures: rows of the images that failed.
+        explained: number of explained images.
         departures: differences of each method's options from its publication, as text.
         per_page: number of images per page.
     """
-    keys = sorted(states, key=natural_order)
-    shown = [key for key in keys if states[key] == "explained"]
-    failed = [key for key in keys if states[key] == "failed"]
-    drawing = run["drawing"]
+    drawing, remaining = run["drawing"], iter(images)
     cmap, soft = drawing.get("cmap"), is_soft(drawing.get("vmin"), drawing.get("vmax"), True)
     drawn = drawing_of(drawing.get("background", "grey"), soft=soft, contours=bool(drawing.get("contours")))
     tables = {"one_side": one_table(cmap, False), "two_sides": one_table(cmap, True)}
-    starts = range(0, max(len(shown), 1), per_page)
-    names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, len(starts) + 1)]
-    for number, (start, name) in enumerate(zip(starts, names, strict=True), start=1):
-        rows = read_rows(shown[start : start + per_page])
-        entries = list(_entries(rows, run, output, photograph))
+    count = max(-(-explained // per_page), 1)
+    names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, count + 1)]
+    for number, name in enumerate(names, start=1):
+        entries = [_entry(row, run, output) for rows in islice(remaining, per_page) for row in rows]
         write_html(
             output / name,
             "report",
             "report",
             title=output.resolve().name,
             run=run,
-            explained=len(shown),
-            failed=len(failed),
-            failures=list(read_rows(failed[:FAILURES_SHOWN])) if number == 1 else [],
+            explained=explained,
+            failed=len(failures),
+            failures=failures[:FAILURES_SHOWN] if number == 1 else [],
             classes=sorted({entry["label"] for entry in entries}, key=natural_order),
             methods=list(run["methods"]),
             data={
@@ -77,32 +74,22 @@ def write_report(
     return output / names[0]
 
 
-def _entries(
-    rows: Iterable[Mapping[str, Any]],
-    run: Mapping[str, Any],
-    output: Path,
-    photograph: Callable[[Mapping[str, Any]], bytes],
-) -> Iterator[dict[str, Any]]:
-    """Return the data of each image on the page, for JSON."""
-    for row in rows:
-        source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
-        image, record = None, {}
-        try:
-            image = f"data:image/jpeg;base64,{base64.b64encode(photograph(row)).decode()}"
-        except (VitflowError, OSError) as error:
-            record = {"photograph": printable(str(error))}
-        label = row["target"] or ""
-        yield {
-            "name": printable(row["input"], lines=True),
-            "link": _link(os.path.relpath(source, output)),
-            "image": image,
-            "size": [row["width"], row["height"]],
-            "window": [round(edge, 3) for edge in row["window"]],
-            "label": label,
-            "probability": row["probability"],
-            "maps": {name: _map(grid, run, row["facts"].get(name, {}) | record) for name, grid in row["grids"].items()},
-            "overlays": {name: _link(path) for name, path in row["outputs"].items()},
-        }
+def _entry(row: Mapping[str, Any], run: Mapping[str, Any], output: Path) -> dict[str, Any]:
+    """Return the data of an image on the page, for JSON."""
+    source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
+    photograph, reason = row["photograph"], row.get("no_photograph")
+    record = {} if reason is None else {"photograph": reason}
+    return {
+        "name": printable(row["input"], lines=True),
+        "link": _link(os.path.relpath(source, output)),
+        "image": photograph and f"data:image/jpeg;base64,{base64.b64encode(photograph).decode()}",
+        "size": [row["width"], row["height"]],
+        "window": [round(edge, 3) for edge in row["window"]],
+        "label": row["target"] or "",
+        "probability": row["probability"],
+        "maps": {name: _map(grid, run, row["facts"].get(name, {}) | record) for name, grid in row["grids"].items()},
+        "overlays": {name: _link(path) for name, path in row["outputs"].items()},
+    }
 
 
 def _link(path: str) -> str:
