@@ -16,7 +16,7 @@ from vitflow.cli.options import DEFAULT_MODEL
 from vitflow.demo import sample_images
 from vitflow.errors import ModelError
 from vitflow.models import hub
-from vitflow.text.languages import hub_for
+from vitflow.models.hub import hub_for
 
 VERBS = {"explain": ["-o", "out"], "compare": ["-o", "out/strip.png"], "folder": ["-o", "out"]}
 LIMITS = "model: vitflow_demo knows eight drawn shapes only"

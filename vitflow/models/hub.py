@@ -5,9 +5,10 @@ If the hub is unreachable, loading falls back to its cache after a few seconds.
 
 import json
 import logging
+import pickle
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
@@ -152,35 +153,92 @@ def load_transformers(name: str) -> nn.Module:
         ModelError: transformers is not installed, the weights are neither on the hub nor in its cache, or the model
             does not read images.
     """
-    transformers = load_extra("transformers", printable(name), "transformers", ModelError)
-    source = str(bundled(name.removeprefix("local-dir:")))
-    local = is_folder(Path(source))
-    try:
-        with quiet_hub(requested=not local), quietly(transformers.utils.logging):
-            options = {"local_files_only": local or constants.HF_HUB_OFFLINE}
-            config = transformers.AutoConfig.from_pretrained(source, **options)
-            kind = _model_class(config, transformers, name)
-            model, info = kind.from_pretrained(source, config=config, output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # includes errors of the hub client
-        if local:
-            raise ModelError(
-                f"The model in {printable(source)} cannot be loaded: {_first_line(error).rstrip('.')}. "
-                "Expected a folder with config.json and weights: save the model again with save_pretrained."
-            ) from error
-        raise ModelError(
-            f"{printable(name)!r} is not a model of timm, and cannot be fetched from the Hugging Face hub as a "
-            f"transformers model ({type(error).__name__}) and is not in its cache. Remedies: download its folder (hf "
-            f"download {printable(name)} --local-dir FOLDER; --model FOLDER), `vitflow models PATTERN` for the names "
-            "of timm, or a bundled model (--model demo-text for prompts, --model demo)."
-        ) from error
-    if missing := sorted(key for key in info["missing_keys"] if not key.endswith("position_ids")):
+    model, missing = from_pretrained(bundled(name.removeprefix("local-dir:")), check=_check_images)
+    if missing:
         raise ModelError(
             f"The weights of {printable(name)} do not fit {type(model).__name__}, the class in its config.json: "
             f"{len(missing)} are missing ({', '.join(missing[:3])})."
         )
-    model = model.float().eval()
     remember_name(model, name.removeprefix("local-dir:"))
-    return model  # type: ignore[no-any-return]
+    return model.float()
+
+
+def from_pretrained(
+    name: str | Path, *, trust_remote_code: bool = False, check: Callable[[Any], None] | None = None
+) -> tuple[nn.Module, list[str]]:
+    """Load a model of transformers with the class in its configuration, in eval mode, on the CPU.
+
+    Args:
+        name: a hub id or a folder.
+        trust_remote_code: run custom Python code of the model; by default such a model is refused.
+        check: is called with the configuration before the weights are read.
+
+    Returns:
+        The model, and the names of weights that are missing.
+
+    Raises:
+        ModelError: transformers is not installed, or the model does not exist or is damaged.
+    """
+    transformers = load_extra("transformers", printable(name), "transformers", ModelError)
+    with hub_for(name), quietly(transformers.utils.logging), loading(name, trust_remote_code) as options:
+        config = transformers.AutoConfig.from_pretrained(name, **options)
+        if check is not None:
+            check(config)
+        architectures = config.architectures or [""]
+        custom = getattr(config, "auto_map", {}).items()
+        loader = next((auto for auto, path in custom if str(path).endswith(f".{architectures[0]}")), "AutoModel")
+        kinds = (getattr(transformers, architecture, None) for architecture in [*architectures, loader])
+        kind = next((kind for kind in kinds if kind is not None), transformers.AutoModel)
+        model, info = kind.from_pretrained(name, config=config, output_loading_info=True, **options)
+    return model.eval(), sorted(key for key in info["missing_keys"] if not key.endswith("position_ids"))
+
+
+@contextmanager
+def loading(name: str | Path, trust_remote_code: bool, part: str = "") -> Iterator[dict[str, bool]]:
+    """Translate the errors of transformers about a model or a part of it; yield the arguments of `from_pretrained`.
+
+    trust_remote_code is always passed: otherwise transformers asks on stdin, and a piped "y" would run the code.
+    """
+    try:
+        yield {"trust_remote_code": trust_remote_code, "local_files_only": is_folder(name) or constants.HF_HUB_OFFLINE}
+    except ModelError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"The weights of {str(name)!r} are damaged, or a pickle that could run code when loaded. Save them as "
+            "safetensors: model.save_pretrained(FOLDER)."
+        ) from error
+    except Exception as error:  # transformers raises many kinds of errors for invalid folders
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{printable(name)} requires custom Python code, which would run on this machine with all your rights. "
+                "Review it, and pass --trust-remote-code (trust_remote_code=True) if you trust it."
+            ) from error
+        hint = _offline_hint(name) if isinstance(error, OSError) else None
+        reason = hint or " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+        if part and not hint:
+            raise ModelError(
+                f"Expected a {part} saved with the model {str(name)!r}, got none: save it there with save_pretrained, "
+                f"or pass {part.split()[-1]}= in Python. ({reason})"
+            ) from error
+        raise ModelError(
+            f"Expected a hub id or a transformers folder as the model, got {str(name)!r}: {reason}"
+        ) from error
+
+
+def _offline_hint(name: str | Path) -> str | None:
+    """Return the remedy for a model that is missing from the hub's cache while offline; otherwise None."""
+    if is_folder(name) or not constants.HF_HUB_OFFLINE:
+        return None
+    return (
+        "it is not in the Hugging Face cache, and the hub is unreachable or switched off (HF_HUB_OFFLINE). Fetch it "
+        "with a network connection, or pass its folder."
+    )
+
+
+def hub_for(name: str | Path) -> AbstractContextManager[None]:
+    """Return `quiet_hub` for a model name; a folder does not use the hub."""
+    return quiet_hub(requested=not is_folder(name))
 
 
 @contextmanager
@@ -197,20 +255,14 @@ def quietly(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _model_class(config: Any, transformers: Any, name: str) -> Any:
-    """Return the model class in a configuration; raise ModelError if it does not read images."""
-    names = [str(architecture) for architecture in getattr(config, "architectures", None) or ()]
-    kinds = (getattr(transformers, architecture, None) for architecture in names)
-    kind = next((kind for kind in kinds if kind is not None), transformers.AutoModel)
-    if (
-        not hasattr(config, "vision_config")
-        and not {"image_size", "patch_size", "num_channels"} & config.to_dict().keys()
-    ):
+def _check_images(config: Any) -> None:
+    """Raise ModelError if a model of this configuration does not read images."""
+    sizes = {"image_size", "patch_size", "num_channels"}
+    if not hasattr(config, "vision_config") and not sizes & config.to_dict().keys():
         raise ModelError(
-            f"Expected a model that reads images, got {printable(name)} ({config.model_type}). Use vitflow read for "
-            "text models."
+            f"Expected a model that reads images, got {printable(config.name_or_path)} ({config.model_type}). Use "
+            "vitflow read for text models."
         )
-    return kind
 
 
 def load_open_clip(name: str) -> nn.Module:

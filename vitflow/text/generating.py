@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitflow.analysis.clips import ClipSource
 from vitflow.errors import OptionError, UnsupportedModelError, check_known
 from vitflow.models.calls import reads_text
-from vitflow.models.hub import bundled
+from vitflow.models.hub import bundled, hub_for
 from vitflow.models.names import check_name, model_id, model_note
 from vitflow.models.parts import decoder_path, unwrap
 from vitflow.progress import tracking
@@ -23,7 +23,7 @@ from vitflow.recording.isolation import Hook, device_of, evaluating
 from vitflow.registry.method_table import Method
 from vitflow.text import languages
 from vitflow.text.generation import Generation
-from vitflow.text.languages import default_prompt, hub_for, load_language_model, load_processor
+from vitflow.text.languages import default_prompt, load_language_model, load_processor
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import check_options
 from vitflow.text.prompts import Layout, Video, source_words, tower_rows, with_images, with_source

@@ -2,20 +2,18 @@
 
 import copy
 import json
-import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import timm
-from huggingface_hub import constants
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, load_extra, printable
 from vitflow.files import is_file, is_folder
 from vitflow.models.calls import reads_cache, refuse_static
-from vitflow.models.hub import quiet_hub, quietly
+from vitflow.models.hub import from_pretrained, hub_for, loading
 from vitflow.models.parts import decoder_of, library_id, text_config, word_embedding
 from vitflow.recording.probing import is_causal
 
@@ -37,16 +35,8 @@ def load_language_model(name: str | Path, *, trust_remote_code: bool = False) ->
     Raises:
         ModelError: transformers is not installed, or the model or its tokenizer does not exist.
     """
-    transformers = _transformers()
-    with hub_for(name), quietly(transformers.utils.logging):
-        with _loading(name, trust_remote_code) as trust:
-            config = transformers.AutoConfig.from_pretrained(name, **trust)
-            architecture = (config.architectures or [""])[0]
-            auto_map = getattr(config, "auto_map", {}).items()
-            loader = next((auto for auto, path in auto_map if str(path).endswith(f".{architecture}")), "AutoModel")
-            kind = getattr(transformers, architecture, getattr(transformers, loader, transformers.AutoModel))
-            model: nn.Module = kind.from_pretrained(name, **trust)
-            model.eval()
+    with hub_for(name):
+        model, _ = from_pretrained(name, trust_remote_code=trust_remote_code)
         return model, _load_part("tokenizer", name, trust_remote_code)
 
 
@@ -63,42 +53,11 @@ def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 def _load_part(part: str, name: str | Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer, the processor or the image processor saved with a model."""
-    kind = getattr(_transformers(), _PARTS[part])
-    with hub_for(name), _loading(name, trust_remote_code, part) as trust:
+    kind = getattr(load_extra("transformers", "Reading texts", "transformers", ModelError), _PARTS[part])
+    with hub_for(name), loading(name, trust_remote_code, part) as options:
         if part == "tokenizer" and is_folder(name) and not any(is_file(Path(name) / file) for file in _TOKENIZER_FILES):
             raise OSError(f"no {', '.join(_TOKENIZER_FILES)}")  # transformers would create an empty vocabulary
-        return kind.from_pretrained(name, **trust)
-
-
-@contextmanager
-def _loading(name: str | Path, trust_remote_code: bool, part: str = "") -> Iterator[dict[str, bool]]:
-    """Translate the errors of transformers about a model or a part of it; yield the argument for its custom code.
-
-    It is always passed: otherwise transformers asks on stdin, and a piped "y" would run the code.
-    """
-    try:
-        yield {"trust_remote_code": trust_remote_code}
-    except pickle.UnpicklingError as error:
-        raise ModelError(
-            f"The weights of {str(name)!r} are damaged, or a pickle that could run code when loaded. Save them as "
-            "safetensors: model.save_pretrained(FOLDER)."
-        ) from error
-    except Exception as error:  # transformers raises many kinds of errors for invalid folders
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{printable(name)} requires custom Python code, which would run on this machine with all your rights. "
-                "Review it, and pass --trust-remote-code (trust_remote_code=True) if you trust it."
-            ) from error
-        hint = offline_hint(name) if isinstance(error, OSError) else None
-        reason = hint or " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
-        if part and not hint:
-            raise ModelError(
-                f"Expected a {part} saved with the model {str(name)!r}, got none: save it there with save_pretrained, "
-                f"or pass {part.split()[-1]}= in Python. ({reason})"
-            ) from error
-        raise ModelError(
-            f"Expected a hub id or a transformers folder as the model, got {str(name)!r}: {reason}"
-        ) from error
+        return kind.from_pretrained(name, **options)
 
 
 def tokenizer_of(model: nn.Module, tokenizer: Any = None, *, required: bool = True) -> Any:
@@ -118,25 +77,6 @@ def tokenizer_of(model: nn.Module, tokenizer: Any = None, *, required: bool = Tr
         if required:
             raise
         return None
-
-
-def _transformers() -> Any:
-    return load_extra("transformers", "Reading texts", "transformers", ModelError)
-
-
-def offline_hint(name: str | Path) -> str | None:
-    """Return the remedy for a model that is missing from the hub's cache while offline; otherwise None."""
-    if is_folder(name) or not constants.HF_HUB_OFFLINE:
-        return None
-    return (
-        "it is not in the Hugging Face cache, and the hub is unreachable or switched off (HF_HUB_OFFLINE). Fetch it "
-        "with a network connection, or pass its folder."
-    )
-
-
-def hub_for(name: str | Path) -> AbstractContextManager[None]:
-    """Return `quiet_hub` for a model name; a folder does not use the hub."""
-    return quiet_hub(requested=not is_folder(name))
 
 
 def called(name: str | Path) -> str:
