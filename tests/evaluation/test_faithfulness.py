@@ -22,6 +22,7 @@ from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModel
 from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves, patch_order, removed_counts
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
+from vitflow.recording.token_dropping import run_on_patches
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
@@ -95,8 +96,8 @@ def test_curves_equal_a_loop(readout, how):
     model, prefix = literal_vit.timm_model(readout), literal_vit.READOUTS[readout][1]
     explainer = Explainer(model, data_config=DATA)
     grids, points = random_grids(2), 6
-    maps = maps_of(explainer, *grids)
-    maps[1] = changed(maps[1], score=changed(maps[1].score, index=(maps[0].target + 1) % 5))
+    maps = maps_of(explainer, grids[0])
+    maps += maps_of(explainer, grids[1], target=(maps[0].target + 1) % 5)
     pixels = explainer.pixels(IMAGE)
     if how == "drop" and prefix:
         with torch.no_grad():  # everything removed: the prefix tokens alone
@@ -117,6 +118,72 @@ def test_curves_equal_a_loop(readout, how):
         atol = 1e-6 if how == "blur" else 1e-12
         for name, values in expected.items():
             np.testing.assert_allclose(getattr(actual, name), values, rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("how", ["drop", "blank"])
+@pytest.mark.parametrize("with_original", [False, True])
+def test_maps_of_a_tensor_remove_its_patches(how, with_original):
+    model = literal_vit.timm_model()
+    explainer = Explainer(model, data_config={**DATA, "crop_pct": 0.5}, fit="crop")
+    pixels = 2.0 * explainer.pixels(IMAGE)[0]  # a crop, with values that no image has
+    options = {"method": "centre"} | ({"original": IMAGE} if with_original else {})
+    saliency = explainer.explain(pixels, **options)
+    saliency = changed(saliency, grid=random_grids(1)[0].astype(np.float32))
+    (actual,) = faithfulness_curves(explainer, [saliency], replace=how, points=6)
+    expected = literal_curves(
+        model, pixels[None], saliency.grid, saliency.target, how, 6, 1, lambda logits: logits.softmax(-1)
+    )
+    np.testing.assert_allclose(actual.deletion[:5], expected["deletion"][:5], rtol=0, atol=1e-12)
+    assert actual.deletion[0] == pytest.approx(saliency.probability, abs=1e-7)
+
+
+def test_the_whole_image_has_the_probability_of_the_map():
+    model = literal_vit.timm_model().float()
+    explainer = Explainer(model, data_config=DATA)
+    image = np.random.default_rng(3).integers(0, 256, (50, 90, 3), dtype=np.uint8)
+    saliency = explainer.explain(image, method="centre")
+    others = [
+        explainer.with_model(literal_vit.timm_model(seed=1).float()),
+        Explainer(model, data_config={**DATA, "mean": (0.1,) * 3}),
+        Explainer(model, data_config=DATA, activation="sigmoid"),
+    ]
+    for other in others:
+        with pytest.raises(OptionError, match="whole image"):
+            faithfulness_curves(other, [saliency])
+    half = Explainer(literal_vit.timm_model().to(torch.bfloat16), data_config=DATA)
+    assert faithfulness_curves(half, [half.explain(image, method="centre")])
+    squashed = Explainer(model, data_config=DATA, fit="squash")  # the placement travels with the map
+    assert faithfulness_curves(squashed, [saliency])[0].deletion[0] == pytest.approx(saliency.probability, abs=1e-6)
+
+
+class Averaging(nn.Module):
+    """Averages patches, or all tokens, of a model with a class token, which declares that it reads the class token."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.vit, self.first = literal_vit.timm_model(), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.vit.head(self.vit.forward_features(x)[:, self.first :].mean(dim=1))
+
+
+def test_without_patches_a_model_that_pools_them_gets_the_blank_image():
+    """By the readout of the image, whatever the model declares."""
+    pools = {"average", "average beside a class token", "attention pooling"}
+    models = {name: literal_vit.timm_model(name) for name in literal_vit.READOUTS}
+    models |= {"own average": Averaging(1), "all tokens": Averaging(0)}
+    for name, model in models.items():
+        explainer = Explainer(model, data_config=DATA)
+        (saliency,) = maps_of(explainer, random_grids(1)[0])
+        (actual,) = faithfulness_curves(explainer, [saliency], points=3)
+        pixels = explainer.pixels(IMAGE)
+        with torch.no_grad():
+            if name in pools | {"own average"}:
+                logits = model(torch.full_like(pixels, 1.0) * pixels.mean(dim=(2, 3), keepdim=True))
+            else:
+                nothing = torch.zeros(1, 0, dtype=torch.long)
+                logits = run_on_patches(model, pixels, nothing, layout=explainer.layout)
+        assert actual.deletion[-1] == pytest.approx(float(logits[0].softmax(-1)[saliency.target]), abs=1e-12), name
 
 
 def test_sigmoid_models_are_followed_by_their_probability():
@@ -295,9 +362,8 @@ def test_the_ends_are_requested_once_for_all_maps(how):
     faithfulness_curves(explainer, maps, replace=how)  # whether the model can drop tokens is now known
     model.norm.register_forward_pre_hook(lambda module, args: requested.append(tuple(args[0].shape[:2])))
     faithfulness_curves(explainer, maps, replace=how, points=5, batch_size=100)
-    assert sum(count for count, _ in requested) == 2 + 4 * 2 * 3
-    if how == "drop":  # 4, 8 and 12 patches removed; choices of one length run together
-        assert sorted(requested) == [(1, 1), (1, 17), (8, 5), (8, 9), (8, 13)]
+    if how == "drop":  # the readout; 4, 8 and 12 patches removed; choices of one length run together
+        assert sorted(requested) == [(1, 1), (1, 17), (1, 17), (8, 5), (8, 9), (8, 13)]
     else:
         assert requested == [(26, 17)]
 
@@ -350,8 +416,7 @@ def test_training_mode_comes_back_also_after_an_exception():
     for how in ("drop", "blank"):
         first, second = (faithfulness_curves(explainer, maps, replace=how)[0] for _ in range(2))
         np.testing.assert_array_equal(first.deletion, second.deletion)  # no dropout
-        error = UnsupportedModelError if how == "drop" else RuntimeError
-        with pytest.raises(error, match="in the middle"), pytest.MonkeyPatch.context() as patch:
+        with pytest.raises(RuntimeError, match="in the middle"), pytest.MonkeyPatch.context() as patch:
             patch.setattr(model.norm, "forward", lambda x: (_ for _ in ()).throw(RuntimeError("in the middle")))
             faithfulness_curves(explainer, maps, replace=how)
         assert [module.training for module in model.modules()] == modes

@@ -17,7 +17,7 @@ from vitflow import Explainer
 from vitflow.errors import OptionError
 from vitflow.evaluation.measures.faithfulness import can_drop_tokens, faithfulness_curves
 from vitflow.evaluation.measures.sanity import (
-    _wide_window,
+    _wide_input,
     cascading_randomisation,
     class_sensitivity,
     flip_stability,
@@ -260,9 +260,9 @@ def test_the_class_is_that_of_the_maps_which_are_not_made_again(explainer, monke
     assert [entry for entry, _ in requested] == [False, False] and all(list(t) == [2] for _, t in requested)
     another = changed(maps[1], score=changed(maps[1].score, index=1))
     for check in (cascading_randomisation, flip_stability, shift_stability):
-        with pytest.raises(OptionError, match="one image for one target"):
+        with pytest.raises(OptionError, match="several targets"):
             check(explainer, [maps[0], another])
-        with pytest.raises(OptionError, match="one image for one target"):
+        with pytest.raises(OptionError, match="maps of one image"):
             check(explainer, [maps[0], changed(maps[1], image=IMAGE[::-1])])
 
 
@@ -297,20 +297,26 @@ def test_wrong_stages_are_named(explainer):
 FITS = ["crop", "squash", "pad"]
 
 
+def window_of(explainer: Explainer, source, margin: int = 8) -> np.ndarray:
+    """Return the model input with its margins as an image."""
+    wide = _wide_input(explainer, explainer.placed(source, "image"), (margin, margin)).double()
+    mean, std = (torch.tensor(DATA[name]).view(-1, 1, 1) for name in ("mean", "std"))
+    return (255 * (wide * std + mean)).round().permute(1, 2, 0).numpy().astype(np.uint8)
+
+
 @pytest.mark.parametrize("size", [(45, 61), (61, 45), (33, 40), (20, 90), (64, 64)])
 @pytest.mark.parametrize("fit", FITS)
-def test_the_window_is_the_model_input_to_the_bit(fit, size):
+def test_the_window_contains_the_model_input_to_the_bit(fit, size):
     image = np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8)
     explainer = Explainer(literal_vit.timm_model().float(), data_config=DATA, fit=fit)
-    window = _wide_window(explainer, image, (8, 8))
-    assert window.shape == (48, 48, 3)
-    entry = Explainer(explainer.model, data_config=DATA, fit="squash")
-    assert torch.equal(entry.pixels(window[8:-8, 8:-8].copy()), explainer.pixels(image))
+    wide = _wide_input(explainer, explainer.placed(image, "image"), (8, 8))
+    assert wide.shape == (3, 48, 48)
+    assert torch.equal(wide[:, 8:-8, 8:-8], explainer.pixels(image)[0])
 
 
 def test_margins_show_the_image_where_it_goes_on_and_its_mirror_image_where_it_ends():
     explainer = Explainer(literal_vit.timm_model().float(), data_config=DATA)
-    window = _wide_window(explainer, IMAGE, (8, 8))
+    window = window_of(explainer, IMAGE)
     width = int(40 * 61 / 45)  # 32 pixels are 0.8 of 40
     whole = np.asarray(Image.fromarray(IMAGE).resize((width, 40), Image.Resampling.BICUBIC))
     left = round((width - 32) / 2)
@@ -342,7 +348,7 @@ def test_stability_is_spearman_of_the_common_patches():
     methods = ["gae", "input_gradient"]
     target = (explainer.explain(IMAGE).predicted + 1) % 5  # the class is asked for, not what is predicted
     original = explainer.explain_batch([IMAGE], methods=methods, targets=target)
-    window = _wide_window(explainer, IMAGE, (8, 8))
+    window = window_of(explainer, IMAGE)
     entry = Explainer(explainer.model, data_config=DATA, fit="squash")
     for number, method in enumerate(methods):
         grid = original[number].grid
@@ -357,6 +363,29 @@ def test_stability_is_spearman_of_the_common_patches():
         assert actual == pytest.approx((rho[0] + rho[1]) / 2, abs=1e-6)
         mirrored = flip_stability(explainer, original)[number]
         assert mirrored == pytest.approx(rho[2], abs=1e-6)
+
+
+def test_maps_of_a_tensor_are_checked_on_that_tensor(explainer):
+    pixels = 1.7 * explainer.pixels(IMAGE)[0]  # beyond what an image can be
+    methods = ["gae", "input_gradient"]
+    maps = maps_of(explainer, *methods, image=pixels)
+    others = [pixels.flip(-1), torch.cat([pixels[..., :8].flip(-1), pixels[..., :-8]], dim=-1)]
+    others.append(torch.cat([pixels[:, :8].flip(1), pixels[:, :-8]], dim=1))
+    target = np.array([maps[0].target])
+    flipped, right, down = (maps_of(explainer, *methods, image=other, targets=target) for other in others)
+    for number, (saliency, flip, shift) in enumerate(
+        zip(maps, flip_stability(explainer, maps), shift_stability(explainer, maps), strict=True)
+    ):
+        assert flip == pytest.approx(spearmanr(saliency.grid.ravel(), flipped[number].grid[:, ::-1].ravel())[0])
+        across = spearmanr(saliency.grid[:, :-1].ravel(), right[number].grid[:, 1:].ravel())[0]
+        along = spearmanr(saliency.grid[:-1].ravel(), down[number].grid[1:].ravel())[0]
+        assert shift == pytest.approx((across + along) / 2, abs=1e-6)
+    _, randomised = next(randomised_copies(explainer, ["embedding"]))
+    [(_, actual)] = cascading_randomisation(explainer, maps, stages=["embedding"])
+    again = maps_of(randomised, *methods, image=pixels, targets=target)
+    assert actual == [
+        pytest.approx(spearmanr(a.grid.ravel(), b.grid.ravel())[0]) for a, b in zip(maps, again, strict=True)
+    ]
 
 
 def test_cells_that_the_shift_cuts_are_not_compared(explainer):

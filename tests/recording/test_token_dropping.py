@@ -13,7 +13,7 @@ from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.evaluation.measures.faithfulness import can_drop_tokens, check_can_drop
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording import token_dropping
-from vitflow.recording.token_dropping import droppable_tokens, needs_patches, run_on_patches
+from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 KEPT = torch.tensor([[3, 0, 7, 15, 9], [1, 2, 4, 8, 14]])
@@ -147,22 +147,6 @@ def test_images_of_other_sizes():
     with torch.no_grad():
         actual = run_on_patches(model, pixels, torch.tensor([kept]))
         torch.testing.assert_close(actual, by_hand(model, pixels, kept, 1), rtol=1e-5, atol=1e-5)
-
-
-def test_only_what_pools_prefix_tokens_can_do_without_patches():
-    outputs = {name: needs_patches(literal_vit.timm_model(name), p) for name, (_, p) in literal_vit.READOUTS.items()}
-    assert outputs == {
-        "class token": False,
-        "class token and registers": False,
-        "distilled": False,
-        "average": True,
-        "average beside a class token": True,
-        "attention pooling": True,
-    }
-    model = literal_vit.timm_model("average beside a class token")
-    with torch.no_grad():
-        nothing = run_on_patches(model, torch.zeros(1, 3, 32, 32).double(), torch.zeros(1, 0, dtype=torch.long))
-    assert torch.isnan(nothing).all()  # which is why
 
 
 # --- What is left behind --------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, union
 from vitflow.evaluation.datasets import Sample
 from vitflow.evaluation.measures.localisation import CELLS, score_cell
-from vitflow.evaluation.measures.sanity import as_it_is
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import class_index
@@ -147,7 +146,7 @@ class Grid:
         windows = []
         for sample in self.samples:
             image = sample.read().image
-            sized = as_it_is(explainer, explainer.spec.size) if explainer.fit == "native" else explainer
+            sized = explainer.with_input_size(explainer.spec.size) if explainer.fit == "native" else explainer
             placement = sized.preprocessing.place((image.shape[0], image.shape[1]))
             windows.append(sized.preprocessing.cut(image, placement))
         return tile(windows)
@@ -155,9 +154,8 @@ class Grid:
     def maps(self, explainer: Explainer, methods: Sequence[ChosenMethod]) -> dict[str, list[Saliency]]:
         """Return the maps of each method, by label, for each class of the grid."""
         image = self.image(explainer)
-        return maps_by_class(
-            as_it_is(explainer, image.shape[:2]), image, methods, self.classes, names=[" + ".join(self.names)]
-        )
+        sized = explainer.with_input_size((image.shape[0], image.shape[1]))
+        return maps_by_class(sized, image, methods, self.classes, names=[" + ".join(self.names)])
 
     def scores(self, explainer: Explainer, methods: Sequence[ChosenMethod], name: str) -> dict[str, tuple[float, ...]]:
         """Return the score of each method's map for the class of this image, by label."""

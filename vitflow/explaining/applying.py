@@ -187,6 +187,7 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
             seconds=seconds,
             pixels=None if maps.pixels is None else maps.pixels[index].cpu().numpy(),
             significant=None if maps.significant is None else maps.significant[index].cpu().numpy(),
+            model_input=image.pixels,
             reference=outputs.images[score.index] if outputs.images and score.index is not None else None,
         )
         saliencies.append(saliency)

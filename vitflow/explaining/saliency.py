@@ -24,6 +24,7 @@ from vitflow.registry.method_table import Method, get_method
 
 if TYPE_CHECKING:  # matplotlib is loaded only to draw a figure
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,7 @@ class Saliency:
         pixels: the map at the size of the model input, float32 [height, width], if the method gives one: overlays
             and figures draw it; `heatmap`, strips and evaluations use the grid.
         significant: patches whose value is above 0 at 95 %, bool [rows, cols], which figures outline; None if unknown.
+        model_input: the tensor that was explained, [channels, height, width]; None if the input was made from `image`.
         seconds: time of the forward pass (the image's share of its batch) and of the method.
     """
 
@@ -65,6 +67,7 @@ class Saliency:
     region: NDArray[np.bool_] | None = None
     pixels: NDArray[np.float32] | None = None
     significant: NDArray[np.bool_] | None = None
+    model_input: "Tensor | None" = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         rows, cols = self.grid.shape

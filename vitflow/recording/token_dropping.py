@@ -16,7 +16,6 @@ from vitflow.models.anatomy import forward_options, read_layout, transformer_of
 from vitflow.models.blocks import library_blocks
 from vitflow.models.calls import logits_of
 from vitflow.models.parts import module_paths, output_cache, unwrap
-from vitflow.models.pooling import ALL_TOKENS, closed_readouts
 from vitflow.recording.isolation import Hook, evaluating, hooked
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Read
@@ -97,20 +96,6 @@ def droppable_tokens(
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
     return verdict
-
-
-def needs_patches(model: nn.Module, prefix: int) -> bool:
-    """Return True if the model has no output without patches, because it pools patches instead of prefix tokens.
-
-    Args:
-        model: a Vision Transformer.
-        prefix: the number of its prefix tokens.
-    """
-    model = unwrap(model)
-    pooling = closed_readouts(model, TokenLayout(prefix, 1, 1), None)[0]
-    if getattr(transformer_of(model), "attn_pool", None) is not None:
-        return True
-    return bool(pooling.weights[0, prefix:].any()) and pooling.name != ALL_TOKENS
 
 
 class _Shortening:

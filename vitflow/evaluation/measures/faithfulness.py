@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import nan
 from typing import Any, NamedTuple
 
 import cv2
@@ -12,13 +13,15 @@ from numpy.typing import NDArray
 from scipy.integrate import trapezoid
 from torch import Tensor
 
-from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, check_known
+from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, VitflowError, check_known
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
+from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.cells import cell_owners
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.isolation import evaluating
-from vitflow.recording.token_dropping import droppable_tokens, needs_patches
+from vitflow.recording.token_dropping import droppable_tokens
 from vitflow.recording.token_dropping import run_on_patches as run_on_patches
 
 REPLACEMENTS = ("drop", "blank", "blur")
@@ -26,6 +29,9 @@ REPLACEMENTS = ("drop", "blank", "blur")
 BLUR = 0.25
 
 Indices = NDArray[np.intp]
+
+# Weight of the patches in a readout, and largest deviation from a uniform one, relative, that are rounding.
+_NO_WEIGHT, _UNIFORM = 1e-3, 1e-2
 
 # Shares of removed patches in the accuracy curves of Chefer et al.
 _PERTURBED = np.arange(10) / 10
@@ -101,14 +107,14 @@ def faithfulness_curves(
     `replace` sets the replacement of removed patches:
 
     - "drop": none. Tokens are dropped from the sequence after the patch and position embedding. With all patches
-      removed only prefix tokens remain; a model that pools patches gets the blank image there, because it has no patch
-      to average.
+      removed only prefix tokens remain; a model that pools patches, by the readout of this image, gets the blank image
+      there, because it has no patch to average.
     - "blank": the mean colour of the model input, as in occlusion.
     - "blur": the image blurred by a Gaussian with a σ of a quarter of its shorter side.
 
     Args:
-        explainer: explainer of the model.
-        maps: maps of the same image, each with a target; their grids may differ, except for "drop".
+        explainer: the explainer that made the maps.
+        maps: maps of the same image or model input, each with a target; their grids may differ, except for "drop".
         replace: "drop", "blank" or "blur".
         points: number of points of each curve, both ends included.
         batch_size: images or shortened sequences per forward pass; affects speed only.
@@ -117,7 +123,8 @@ def faithfulness_curves(
         The curves of each map, in order.
 
     Raises:
-        OptionError: an option is out of range, the maps are of different images, or a map has no target.
+        OptionError: an option is out of range, the maps are of different images, a map has no target, or the whole
+            image does not have the probability that the map reports.
         ShapeError: a map has NaN, or its grid does not match the tokens to drop.
         UnsupportedModelError: the model cannot drop tokens (see `can_drop_tokens`).
 
@@ -132,14 +139,16 @@ def faithfulness_curves(
     >>> gae.fractions.shape, gae.gap > random.gap
     ((11,), True)
     """
-    _check(maps, points, batch_size)
+    if points < 2 or batch_size < 1:
+        raise OptionError(f"Expected at least 2 points and a batch_size of at least 1, got {points} and {batch_size}.")
+    placed = shared_input(maps)
+    for saliency in maps:
+        if saliency.target is None:
+            raise OptionError(f"The map of {saliency.method} has no target class: the model has no classes.")
     orders = [patch_order(saliency.grid) for saliency in maps]
-    pixels = explainer.pixels(maps[0].image)
-    if tuple(pixels.shape[-2:]) != maps[0].placement.input_size:
-        raise OptionError(
-            f"Expected maps of a model input of {tuple(pixels.shape[-2:])} pixels, as made by this explainer, got "
-            f"{maps[0].placement.input_size}. Use the explainer that made the maps."
-        )
+    _check_input_size(explainer, placed)
+    pixels = explainer.pixels(placed)
+    no_patches = replace == "drop" and pools_patches(explainer, placed, maps[0].target)
     with torch.no_grad(), evaluating(explainer.model):
         whole = Choice(np.arange(orders[0].size), maps[0].grid.shape)
         choices = [whole, Choice(whole.kept[:0], whole.grid)]
@@ -147,9 +156,10 @@ def faithfulness_curves(
             removed = removed_counts(order.size, points)[1:-1]
             kept = [order[count:] for count in removed] + [order[: order.size - count] for count in removed]
             choices += [Choice(patches, saliency.grid.shape) for patches in kept]
-        logits = logits_of_kept(explainer, pixels, choices, replace, batch_size)
+        logits = logits_of_kept(explainer, pixels, choices, replace, batch_size, blank_if_empty=no_patches)
     if not torch.isfinite(logits).all():
         raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for an image with removed patches.")
+    _check_scores(explainer, maps, logits[:1])
     ends = logits[:2]
     # [maps, most or least relevant first, points, classes]
     between = logits[2:].reshape(len(maps), 2, points - 2, logits.shape[1])
@@ -186,16 +196,48 @@ def patch_order(grid: NDArray[np.floating[Any]]) -> Indices:
     return np.argsort(-grid.ravel().astype(np.float64), kind="stable")
 
 
-def _check(maps: Sequence[Saliency], points: int, batch_size: int) -> None:
-    if points < 2 or batch_size < 1:
-        raise OptionError(f"Expected at least 2 points and a batch_size of at least 1, got {points} and {batch_size}.")
+def shared_input(maps: Sequence[Saliency]) -> PlacedImage:
+    """Return the input that all maps explain: the tensor, or the image with its placement.
+
+    Raises:
+        OptionError: no map, or maps of several inputs.
+    """
     if not maps:
         raise OptionError("Expected at least one map, got none.")
+    first = maps[0]
     for saliency in maps:
-        if saliency.target is None:
-            raise OptionError(f"The map of {saliency.method} has no target class: the model has no classes.")
-        if saliency.image is not maps[0].image and not np.array_equal(saliency.image, maps[0].image):
+        if not _same(saliency.image, first.image) or saliency.placement != first.placement:
             raise OptionError("Expected maps of one image, got maps of several. Call once per image.")
+        if not _same(saliency.model_input, first.model_input):
+            raise OptionError("Expected maps of one model input, got maps of several. Call once per input.")
+    return PlacedImage(first.source, first.image, first.placement, first.model_input)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and one.shape == other.shape and bool((one == other).all()))
+
+
+def _check_input_size(explainer: Explainer, placed: PlacedImage) -> None:
+    size = placed.placement.input_size
+    if size != explainer.spec.size and not explainer.spec.dynamic:
+        raise OptionError(
+            f"Expected maps of a model input of {explainer.spec.size} pixels, as made by this explainer, got {size}. "
+            "Use the explainer that made the maps."
+        )
+
+
+def _check_scores(explainer: Explainer, maps: Sequence[Saliency], logits: Tensor) -> None:
+    """Raise OptionError if the logits [1, classes] of the whole image give another score than a map reports."""
+    scores = explainer.outputs.scores(logits)[0].tolist()
+    tolerance = 1e-4 if logits.dtype.itemsize >= 4 else 1e-2
+    for saliency in maps:
+        reported, index = saliency.score.value, saliency.target
+        actual = scores[index] if index is not None and index < len(scores) else nan
+        if reported is not None and not abs(actual - reported) <= tolerance * max(1.0, abs(reported)):
+            raise OptionError(
+                f"Expected {reported:.4g} for {saliency.label} and the whole image, as the map of {saliency.method} "
+                f"reports, got {actual:.4g}. Use the explainer that made the map, with the same weights."
+            )
 
 
 # --- Removing patches -----------------------------------------------------------------------------------------------
@@ -243,8 +285,36 @@ class Choice(NamedTuple):
     grid: tuple[int, ...]
 
 
+def pools_patches(explainer: Explainer, placed: PlacedImage, target: int | None) -> bool:
+    """Return True if the output for this image has no value without patches, by its readout.
+
+    An average over all tokens has one if there are prefix tokens. An unknown readout counts as one of patches.
+
+    >>> from vitflow.demo import sample_images
+    >>> explainer = Explainer("demo")
+    >>> pools_patches(explainer, explainer.placed(sample_images()[0], "image"), 0)
+    True
+    """
+    try:
+        targets = None if target is None else torch.tensor([target])
+        of_model: Any = {"run": explainer.logits, "outputs": explainer.outputs, "facts": explainer.facts}
+        trace = TargetedTrace.of(explainer.record(placed), targets, **of_model)
+        readout, layout = trace.readout[0].double().cpu(), trace.top
+    except VitflowError:
+        return True
+    patches = float(readout[layout.patches].sum())
+    uniform = bool((readout * len(readout) - 1.0).abs().max() < _UNIFORM)
+    return patches > _NO_WEIGHT and not (uniform and layout.num_prefix_tokens)
+
+
 def logits_of_kept(
-    explainer: Explainer, pixels: Tensor, choices: Sequence[Choice], replace: str, batch_size: int
+    explainer: Explainer,
+    pixels: Tensor,
+    choices: Sequence[Choice],
+    replace: str,
+    batch_size: int,
+    *,
+    blank_if_empty: bool = False,
 ) -> Tensor:
     """Return the logits for an image with only the kept patches, [choices, classes], on the CPU.
 
@@ -255,6 +325,7 @@ def logits_of_kept(
         replace: "drop" drops the tokens of the other patches from the sequence; "blank" fills these patches with the
             image's mean colour; "blur" fills them from the blurred image.
         batch_size: choices per forward pass; with "drop", choices with equal numbers of kept patches.
+        blank_if_empty: with "drop", use the blank image if no patch is kept.
 
     Raises:
         OptionError: replace is unknown.
@@ -263,7 +334,7 @@ def logits_of_kept(
     """
     check_known("replacement", replace, REPLACEMENTS)
     if replace == "drop":
-        return _with_dropped_tokens(explainer, pixels, choices, batch_size)
+        return _with_dropped_tokens(explainer, pixels, choices, batch_size, blank_if_empty)
     height, width = pixels.shape[-2:]
     filler = blank(pixels) if replace == "blank" else blur(pixels)
     owners = {grid: cell_owners(height, width, *grid) for grid in {choice.grid for choice in choices}}
@@ -279,7 +350,9 @@ def logits_of_kept(
     return torch.cat(logits)
 
 
-def _with_dropped_tokens(explainer: Explainer, pixels: Tensor, choices: Sequence[Choice], batch_size: int) -> Tensor:
+def _with_dropped_tokens(
+    explainer: Explainer, pixels: Tensor, choices: Sequence[Choice], batch_size: int, blank_if_empty: bool
+) -> Tensor:
     layout = check_can_drop(explainer, (pixels.shape[-2], pixels.shape[-1]))
     by_length: dict[int, list[int]] = {}
     for index, choice in enumerate(choices):
@@ -295,7 +368,7 @@ def _with_dropped_tokens(explainer: Explainer, pixels: Tensor, choices: Sequence
             chunk = indices[start : start + batch_size]
             if length == layout.num_patches:
                 result = explainer.logits(pixels)
-            elif length == 0 and needs_patches(explainer.model, layout.num_prefix_tokens):
+            elif length == 0 and blank_if_empty:
                 result = explainer.logits(blank(pixels))
             else:
                 kept = torch.from_numpy(np.stack([choices[index].kept for index in chunk]))

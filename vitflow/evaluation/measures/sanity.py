@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from vitflow.errors import OptionError, VitflowWarning, check_known
+from vitflow.evaluation.measures.faithfulness import shared_input
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
-from vitflow.images.preprocessing import Preprocessing
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.similarity import spearman
 from vitflow.models.anatomy import transformer_of
@@ -68,27 +69,25 @@ def cascading_randomisation(
         stages = [names[round(index)] for index in np.linspace(0, len(names) - 1, min(DEFAULT_STAGES, len(names)))]
     for stage in stages:
         check_known("stage", stage, names)
-    results = []
+    results, placed = [], shared_input(maps)
     with warnings.catch_warnings():
         # Warnings about the random model, such as saturated flows, do not concern the caller's model.
         warnings.simplefilter("ignore", VitflowWarning)
         for stage, randomised in randomised_copies(explainer, stages, seed=seed):
-            others = explain_again(randomised, [maps[0].image], maps)
+            others = explain_again(randomised, [placed], maps)
             results.append((stage, [spearman(a.grid, b.grid) for a, b in zip(maps, others, strict=True)]))
     return results
 
 
-def explain_again(
-    explainer: Explainer, images: Sequence[NDArray[np.uint8]], maps: Sequence[Saliency]
-) -> list[Saliency]:
+def explain_again(explainer: Explainer, images: Sequence[PlacedImage], maps: Sequence[Saliency]) -> list[Saliency]:
     """Explain images by the methods, with the options and for the target of some maps; by image, then by map.
 
     Raises:
-        OptionError: the maps are of several images or targets.
+        OptionError: the maps are of several targets.
     """
     first = maps[0]
-    if any(m.target != first.target or not np.array_equal(m.image, first.image) for m in maps[1:]):
-        raise OptionError("Expected maps of one image for one target, got several images or targets.")
+    if any(m.target != first.target for m in maps[1:]):
+        raise OptionError("Expected maps of one image for one target, got several targets.")
     targets = None if first.target is None else np.full(len(images), first.target)
     return explainer.explain_batch(images, methods=[(m.method, m.options) for m in maps], targets=targets)
 
@@ -110,8 +109,7 @@ def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int 
     All stages share one copy of the model: use each before the next is requested.
     """
     with torch.inference_mode(False):
-        randomised = copy.copy(explainer)
-        randomised.model = copy.deepcopy(explainer.model)
+        randomised = explainer.with_model(copy.deepcopy(explainer.model))
     parts = _parts(randomised.model)
     last = max((index for index, (name, _) in enumerate(parts) if name in stages), default=-1)
     for index, (name, modules) in enumerate(parts[: last + 1]):
@@ -198,13 +196,13 @@ def shift_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[floa
     >>> rollout > 0.5 > random
     True
     """
-    image = maps[0].image
-    height, width = explainer.pixels(image).shape[-2:]
+    placed = shared_input(maps)
+    height, width = placed.placement.input_size
     rows, cols = cell_grid(height, width, None)
     down, right = explainer.spec.patch_size or (height // rows, width // cols)
-    window = _wide_window(explainer, image, (down, right))  # the model input with a margin of one patch
-    moved = [window[down : down + height, :width], window[:height, right : right + width]]
-    shifted = explain_again(as_it_is(explainer, (height, width)), moved, maps)
+    wide = _wide_input(explainer, placed, (down, right))  # the model input with a margin of one patch
+    moved = [wide[:, down : down + height, :width], wide[:, :height, right : right + width]]
+    shifted = explain_again(explainer, [replace(placed, pixels=pixels) for pixels in moved], maps)
     values = []
     for before, to_right, to_down in zip(maps, shifted[: len(maps)], shifted[len(maps) :], strict=True):
         across = _moved_back(before.grid, to_right.grid, right, width)
@@ -234,8 +232,8 @@ def flip_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float
     >>> [round(rho, 2) for rho in flip_stability(explainer, maps)]
     [1.0]
     """
-    window = _wide_window(explainer, maps[0].image, (0, 0))
-    mirrored = explain_again(as_it_is(explainer, window.shape[:2]), [np.ascontiguousarray(window[:, ::-1])], maps)
+    placed = shared_input(maps)
+    mirrored = explain_again(explainer, [replace(placed, pixels=_wide_input(explainer, placed, (0, 0)).flip(-1))], maps)
     return [
         spearman(before.grid, np.ascontiguousarray(after.grid[:, ::-1]))
         for before, after in zip(maps, mirrored, strict=True)
@@ -267,44 +265,43 @@ def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency]) -> list[fl
     methods = [(m.method, m.options) for m in maps if m.class_specific]
     if not methods:
         return [0.0] * len(maps)
+    placed = shared_input(maps)
     with torch.no_grad():
-        logits = explainer.logits(explainer.pixels(maps[0].image))
+        logits = explainer.logits(explainer.pixels(placed))
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise OptionError(f"Expected a model with at least two classes, got {explainer.model_id} with fewer.")
     classes = logits[0].argsort(descending=True)[:2].tolist()
-    by_class = explainer.explain_batch([maps[0].image], methods=methods, targets=classes)
+    by_class = explainer.explain_batch([placed], methods=methods, targets=classes)
     correlations = (spearman(a.grid, b.grid) for a, b in zip(by_class[::2], by_class[1::2], strict=True))
     changes = (None if rho is None else 1.0 - rho for rho in correlations)
     return [next(changes) if m.class_specific else 0.0 for m in maps]
 
 
-def _wide_window(explainer: Explainer, image: NDArray[np.uint8], margin: tuple[int, int]) -> NDArray[np.uint8]:
-    """Return the model input before normalisation with margins (vertical, horizontal), uint8 RGB.
+def _wide_input(explainer: Explainer, placed: PlacedImage, margin: tuple[int, int]) -> Tensor:
+    """Return the model input with margins (vertical, horizontal), [channels, height, width].
 
-    Margins show the image beyond the crop, and its reflection beyond the image border.
+    Margins show the image beyond the crop, and the reflection of what is there beyond the border of the image, of its
+    padding or of a tensor.
     """
-    placement = explainer.preprocessing.place((image.shape[0], image.shape[1]))
-    sides = list(zip(placement.offset, placement.input_size, placement.resized_size, margin, strict=True))
-    # Extent of each margin within the image; 0 if the model input is padded.
-    before = [min(max(start, 0), wide) for start, _, _, wide in sides]
-    behind = [min(max(resized - start - size, 0), wide) for start, size, resized, wide in sides]
-    (top, left), (height, width) = placement.offset, placement.input_size
-    extended = replace(
-        placement,
-        offset=(top - before[0], left - before[1]),
-        input_size=(height + before[0] + behind[0], width + before[1] + behind[1]),
-    )
-    window = explainer.preprocessing.cut(image, extended)
-    missing = [(wide - a, wide - b) for wide, a, b in zip(margin, before, behind, strict=True)]
-    return np.pad(window, [*missing, (0, 0)], mode="symmetric")
-
-
-def as_it_is(explainer: Explainer, size: tuple[int, ...]) -> Explainer:
-    """Return a copy of the explainer for images that already are model inputs."""
-    result = copy.copy(explainer)
-    result.inputs = copy.copy(explainer.inputs)
-    result.inputs.preprocessing = Preprocessing(replace(explainer.spec, size=(size[0], size[1])), "squash")
-    return result
+    known = (0, 0), (0, 0)  # extent of the margins (before, behind) of each axis within the image
+    if placed.pixels is None:
+        placement = placed.placement
+        sides = list(zip(placement.offset, placement.input_size, placement.resized_size, margin, strict=True))
+        before = [min(max(start, 0), wide) for start, _, _, wide in sides]
+        behind = [min(max(resized - start - size, 0), wide) for start, size, resized, wide in sides]
+        known = (before[0], behind[0]), (before[1], behind[1])
+        (top, left), (height, width) = placement.offset, placement.input_size
+        extended = replace(
+            placement,
+            offset=(top - before[0], left - before[1]),
+            input_size=(height + sum(known[0]), width + sum(known[1])),
+        )
+        placed = replace(placed, placement=extended)
+    pixels = explainer.pixels(placed)[0]
+    for axis, (wide, (first, last)) in enumerate(zip(margin, known, strict=True), start=1):
+        mirrored = np.pad(np.arange(pixels.shape[axis]), (wide - first, wide - last), mode="symmetric")
+        pixels = pixels.index_select(axis, torch.from_numpy(mirrored).to(pixels.device))
+    return pixels
 
 
 def _moved_back(before: Grid, after: Grid, step: int, length: int) -> float | None:
