@@ -7,7 +7,7 @@ returns their bytes. In CSV and Parquet, `input` shows such bytes as escapes, an
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -34,23 +34,22 @@ def write_manifest(
     common: Mapping[str, Any],
     *,
     format: str = "jsonl",
-    labels: Sequence[str] = (),
 ) -> Path:
     """Write the manifest of a run atomically, remove the one in another format, and return its path.
 
     Args:
         folder: the folder of the run.
         rows: rows of the run in the order of its inputs, with their maps for "parquet+grids".
-        common: values that are the same in every row. Those without a column of the manifest become whole numbers.
+        common: values that are the same in every row, such as its "methods". Those without a column of the manifest
+            become whole numbers.
         format: one of `MANIFEST_FORMATS`.
-        labels: the maps of a row, for "parquet+grids".
     """
     kinds = {**kinds_in("manifest")}
     kinds |= {name: "whole" for name in common if name not in kinds}
     suffix, _, grids = format.partition("+")
     if grids:
         kinds["placement"] = "json"
-        kinds |= {name: kind for label in labels for name, kind in grid_columns(label).items()}
+        kinds |= {name: kind for label in common["methods"] for name, kind in grid_columns(label).items()}
 
     def record(row: Mapping[str, Any], maps: Maps) -> Row:
         packed = {

@@ -15,7 +15,7 @@ from torch import nn
 
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.targets import Contrast, Target
+from vitflow.explaining.targets import Contrast, Target, is_several
 from vitflow.folder.batches import RunProgress, Tally
 from vitflow.folder.columns import by_rank
 from vitflow.folder.decoders import DecoderPool
@@ -23,7 +23,7 @@ from vitflow.folder.draw import SHOWN, report_run, show_run
 from vitflow.folder.fingerprints import run_fingerprint
 from vitflow.folder.manifest import check_manifest, write_manifest
 from vitflow.folder.pipeline import Pipeline
-from vitflow.folder.plan import Input, Listing, clear_outputs, is_done, list_inputs
+from vitflow.folder.plan import Input, clear_outputs, is_done, list_inputs
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
 from vitflow.folder.saved import SavedRun
 from vitflow.folder.store import Run, finishing
@@ -77,58 +77,6 @@ class FolderSummary:
     def failures(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of the images that failed."""
         return (row for row in self if row["status"] == "failed")
-
-
-def run_folder(
-    listing: Listing,
-    fingerprint: Mapping[str, Any],
-    endings: Sequence[str],
-    explain: Callable[[Run, list[Input], set[str], Tally], None],
-    common: Mapping[str, Any],
-    *,
-    overwrite: bool,
-    manifest: str = "jsonl",
-    report: bool = False,
-    progress: Callable[[RunProgress], None] | None,
-    command: Sequence[str] | None,
-    **settings: Any,
-) -> FolderSummary:
-    """Explain the inputs that earlier runs have not explained, and write the manifest, run.json and the report.
-
-    Args:
-        listing: the inputs and the output folder.
-        fingerprint: everything that the rows depend on.
-        endings: suffixes of an input's stem, one for each of its files.
-        explain: adds a row to the run for each input whose key is in the set of missing keys.
-        common: columns of the manifest with the same value in every row.
-        overwrite, manifest, report, progress, command: as for `explain_folder`.
-        settings: further options, for run.json.
-    """
-    started, clock, folder = datetime.now(UTC), time.perf_counter(), listing.output
-    clear = partial(clear_outputs, listing=listing, endings=endings, overwrite=overwrite)
-    with Run(folder, fingerprint, overwrite=overwrite, clear=clear) as run:
-        inputs = listing.plan(endings, {row["input"]: row["stem"] for row in run.all_rows() if "stem" in row})
-        by_key = {item.key: item for item in inputs}
-        missing = run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, folder))
-        kept = len(inputs) - len(missing)
-        tally = Tally(progress, len(inputs), kept)
-        if missing:
-            explain(run, inputs, set(missing), tally)
-        totals = run.finish()
-        with finishing(folder):
-            pairs = run.with_maps() if manifest.endswith("+grids") else ((row, {}) for row in run.rows())
-            rows = (each for row, maps in pairs for each in by_rank(row, maps))
-            table = write_manifest(folder, rows, common, format=manifest, labels=list(fingerprint["methods"]))
-            page = report_run(folder) if report else None
-            seconds, now = time.perf_counter() - clock, totals["explained"] - kept
-            times = {
-                "started": started.isoformat(timespec="seconds"),
-                "seconds": round(seconds, 3),
-                "explained_by_this_run": now,
-                "images_per_second": round(now / seconds, 3),
-            }
-            run.write_summary({**settings, "left_out": dict(listing.unread)}, totals, times, command)
-    return FolderSummary(folder, table, **totals, kept=kept, seconds=seconds, report=page)
 
 
 @takes_method_options
@@ -237,39 +185,62 @@ def explain_folder(
     listing = list_inputs(source, output, **selection, urls=engine == "ray")
     explainer = explainer or explainer_for(model)
     check_target(job, explainer)
-    known = explainer.fingerprint()
-
-    def explain(run: Run, inputs: list[Input], missing: set[str], tally: Tally) -> None:
-        size = batch_size or auto_batch(explainer)
-        wanted = [item for item in inputs if item.key in missing]
-        if engine == "ray":
-            run_on_ray(wanted, Request(model, known, job, size, max_pixels), run, tally, address, actors)
-            return
-        with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels) as decoders:
-            Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
-
+    known, started = explainer.fingerprint(), time.time()
     fingerprint = _fingerprint(listing.root, job, known)
-    common = {name: fingerprint[name] for name in ("model", "weights_sha256", "options")}
-    common |= {"methods": list(fingerprint["methods"])} | ({"rank": 1} if job.ranks else {})
-    return run_folder(
-        listing,
-        fingerprint,
-        job.endings,
-        explain,
-        common,
-        overwrite=overwrite,
-        manifest=manifest,
-        report=report,
-        progress=progress,
-        command=command,
-        **selection,
-    )
+    clear = partial(clear_outputs, listing=listing, endings=job.endings, overwrite=overwrite)
+    with Run(listing.output, fingerprint, overwrite=overwrite, clear=clear) as run:
+        inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows() if "stem" in row})
+        by_key = {item.key: item for item in inputs}
+        missing = set(run.missing(list(by_key), lambda row: is_done(by_key[row["input"]], row, listing.output)))
+        wanted, size = [item for item in inputs if item.key in missing], batch_size or auto_batch(explainer)
+        tally = Tally(progress, len(inputs), len(inputs) - len(wanted))
+        if wanted and engine == "ray":
+            run_on_ray(wanted, Request(model, known, job, size, max_pixels), run, tally, address, actors)
+        elif wanted:
+            with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels) as decoders:
+                Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
+        record = {
+            "command": list(command) if command else None,
+            "settings": selection | {"left_out": dict(listing.unread)},
+        }
+        return _finish(run, len(inputs) - len(wanted), started, record, manifest=manifest, report=report)
 
 
 def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
     drawn = {"target": sides_of(job), "drawing": dict(job.drawing)}
     drawn |= {"format": job.format, "overlays": job.overlays}
     return run_fingerprint("folder", {"root": root}, model, job.methods, drawn)
+
+
+def _finish(
+    run: Run, kept: int, started: float, record: Mapping[str, Any], *, manifest: str, report: bool
+) -> FolderSummary:
+    """Write the manifest, the report and run.json.
+
+    Args:
+        run: the run, with a row for each input.
+        kept: number of inputs that earlier runs explained.
+        started: time of the start, in seconds.
+        record: "command" and further "settings", for run.json.
+        manifest, report: as for `explain_folder`.
+    """
+    totals, fingerprint = run.finish(), run.fingerprint
+    common = {name: fingerprint[name] for name in ("model", "weights_sha256", "options")}
+    common |= {"methods": list(fingerprint["methods"])} | ({"rank": 1} if is_several(fingerprint["target"]) else {})
+    with finishing(run.folder):
+        pairs = run.with_maps() if manifest.endswith("+grids") else ((row, {}) for row in run.rows())
+        rows = (each for row, maps in pairs for each in by_rank(row, maps))
+        table = write_manifest(run.folder, rows, common, format=manifest)
+        page = report_run(run.folder) if report else None
+        seconds, explained = time.time() - started, totals["explained"] - kept
+        times = {
+            "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+            "seconds": round(seconds, 3),
+            "explained_by_this_run": explained,
+            "images_per_second": round(explained / max(seconds, 1e-9), 3),
+        }
+        run.write_summary(record["settings"], totals, times, record["command"])
+    return FolderSummary(run.folder, table, **totals, kept=kept, seconds=seconds, report=page)
 
 
 def _processes(inputs: Sequence[Input], workers: int | None) -> int:
