@@ -12,6 +12,7 @@ from tests.recording.test_languages import GPT2, SIZES, WIDE
 from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import TEXT, wordpiece_tokenizer
 from vitflow.errors import UnsupportedModelError
+from vitflow.recording.isolation import trial
 from vitflow.recording.probing import is_causal
 from vitflow.text import explain_generation, explain_text
 
@@ -126,6 +127,111 @@ def test_a_prompt_padded_on_the_left_is_as_alone_with_a_mask_and_without(name, m
         assert actual.prompt_tokens.ids == alone.prompt_tokens.ids
         assert actual.generated_tokens.ids == alone.generated_tokens.ids
         np.testing.assert_allclose(actual.values, alone.values, atol=1e-5)
+
+
+class OtherAxes(nn.Module):
+    """Encoder layers inside of which tokens are [tokens, batch, width] or [batch · tokens, width]."""
+
+    def __init__(self, masked: bool, flat: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.masked, self.flat = nn.Embedding(50, 16), masked, flat
+        self.layers = nn.ModuleList(nn.MultiheadAttention(16, 2) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        tokens = self.embed(input_ids).transpose(0, 1)
+        mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1) if self.masked else None
+        for layer in self.layers:
+            tokens = tokens + layer(tokens, tokens, tokens, attn_mask=mask, need_weights=False)[0]
+        return {"tokens": tokens[:, 0] if self.flat else tokens}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("flat", [True, False])
+def test_tokens_are_compared_on_any_axis(masked, flat):
+    assert is_causal(OtherAxes(masked, flat).eval()) is masked
+
+
+class Unseen(OtherAxes):
+    """A model of which only the embedding returns one row per token."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        doubled = torch.cat([self.embed(input_ids)] * 2, dim=1)
+        return self.layers[0](doubled, doubled, doubled)[0].sum()
+
+
+def test_a_model_is_not_causal_if_no_token_was_compared():
+    assert is_causal(Unseen(False, False).eval()) is False
+
+
+def test_the_row_of_a_model_with_tokens_first_is_the_attention_that_it_applies():
+    torch.manual_seed(3)
+    model = of_transformers("XLNetModel", *KINDS["XLNet"][1:3], None)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    tokenizer = wordpiece_tokenizer()
+    reading = explain_text(TEXT, model=model, tokenizer=tokenizer, token=3, method="attention", layer=1)
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    applied = model(input_ids=ids, output_attentions=True).attentions[0][0].mean(0)[3]
+    assert not reading.causal
+    np.testing.assert_allclose(reading.weights, applied.detach() / applied.sum().item(), atol=1e-5)
+
+
+class Changing(nn.Module):
+    """A model that changes its modules, buffers, caches and settings when it runs on a short text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.named = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.ReLU()})
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("late", None)
+        self.attention_type, self.cache, self.lengths = "sparse", {"keys": [torch.zeros(3)]}, [5]
+        self.window = torch.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[0], self.named["second"] = nn.ReLU(), nn.Tanh()
+        del self.named["first"]
+        self.attention_type, self.weight = "full", nn.Parameter(torch.zeros(1))
+        self.cache["keys"][0] += 1
+        self.cache["keys"].append(x)
+        self.cache["values"] = x
+        self.lengths.append(len(x))
+        self.window.mul_(2)
+        self.late = torch.ones(1)
+        self.register_buffer("position", torch.arange(3))
+        self.seen += 1
+        return x
+
+
+def test_a_trial_undoes_changes_of_modules_buffers_and_attributes():
+    model = Changing()
+    before, modules = copy.deepcopy(model), list(model.named_modules())
+    with trial(model, torch.device("cpu")):
+        model(torch.zeros(2, 4))
+    assert list(model.named_modules()) == modules
+    assert vars(model).keys() == vars(before).keys()
+    assert (model.attention_type, model.lengths, model.late) == ("sparse", [5], None)
+    assert list(model.cache) == ["keys"] and [each.tolist() for each in model.cache["keys"]] == [[0.0] * 3]
+    assert torch.equal(model.window, before.window)
+    assert list(model.state_dict()) == list(before.state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), before.buffers(), strict=True))
+
+
+def test_a_model_that_shortens_its_attention_in_the_trial_is_as_before():
+    sizes = {**SIZES, "block_size": 4, "num_random_blocks": 1, "max_position_embeddings": 128}
+    model = of_transformers("BigBirdModel", "BigBirdConfig", sizes, None).eval()
+    ids = numbers(64)
+    expected = model(input_ids=ids).last_hidden_state
+    assert is_causal(model) is False
+    assert model.attention_type == "block_sparse"
+    torch.testing.assert_close(model(input_ids=ids).last_hidden_state, expected)
+
+
+def test_a_model_that_needs_a_multiple_of_some_tokens_is_tried_on_the_length_of_the_text():
+    sizes = {**SIZES, "num_landmarks": 4, "segment_means_seq_len": 16}
+    model = of_transformers("NystromformerModel", "NystromformerConfig", sizes, None).eval()
+    assert is_causal(model, length=16) is False
 
 
 def test_what_does_not_write_from_left_to_right_is_refused():

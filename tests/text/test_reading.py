@@ -215,7 +215,7 @@ def test_a_saved_model_is_read_by_its_folder(tmp_path, wordpieces):
 
 
 def test_value_weighting_that_does_not_apply_is_refused_with_the_way_out(wordpieces, monkeypatch):
-    monkeypatch.setattr("vitflow.recording.layers.output_projection", lambda *_: None)
+    monkeypatch.setattr("vitflow.recording.projections.output_projection", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="Use value_weighted=False"):
         explain_text(TEXT, model=reads(), tokenizer=wordpieces, value_weighted="output")
 

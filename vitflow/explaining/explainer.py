@@ -122,7 +122,7 @@ class Explainer(ImageModel):
         VitflowError: the model cannot be loaded, or an option is invalid.
     """
 
-    _supports_value_weighting = True  # False once value weighting has failed for the model
+    _unweighted = ""  # the latest reason why value weighting was switched off
 
     @classmethod
     def of(cls, model: "str | Path | nn.Module | Explainer", **settings: Any) -> "Explainer":
@@ -382,8 +382,6 @@ class Explainer(ImageModel):
         requested.
         """
         weighting_requested = any("value_weighted" in each.requested for each in chosen)
-        if not self._supports_value_weighting and not weighting_requested:
-            chosen = [each.with_options(value_weighted=False) for each in chosen]
         while True:
             kept = recorded_for(chosen, self.model)
             try:
@@ -402,6 +400,7 @@ class Explainer(ImageModel):
                 plain = [each.with_options(value_weighted=False) for each in chosen]
                 if weighting_requested or plain == chosen:
                     raise
-                self._supports_value_weighting = False
-                warnings.warn(f"{error.args[0]} Value weighting is switched off.", VitflowWarning, stacklevel=2)
+                if self._unweighted != error.args[0]:
+                    self._unweighted = error.args[0]
+                    warnings.warn(f"{self._unweighted} Value weighting is switched off.", VitflowWarning, stacklevel=2)
             chosen = plain

@@ -228,8 +228,8 @@ def _declared_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: 
     return TokenLayout(int(prefix), int(rows), int(cols))
 
 
-def output_projection(attention_module: nn.Module, parent: nn.Module | None = None) -> Tensor | None:
-    """Return W_O of an attention module, [width out, heads · head width]; None if it is not a single linear map.
+def output_projection(attention_module: nn.Module, parent: nn.Module | None = None) -> nn.Module | None:
+    """Return the output projection of an attention module; None if it has none, or a norm before it.
 
     Args:
         attention_module: the module that computes the attention.
@@ -238,14 +238,20 @@ def output_projection(attention_module: nn.Module, parent: nn.Module | None = No
     norm = getattr(attention_module, "norm", None)
     if norm is not None and not isinstance(norm, nn.Identity):
         return None  # with a norm before the projection, the output is not linear in the values of each token
-    for name in _OUTPUT_PROJECTIONS:
-        projection: Any = getattr(attention_module, name, None)
-        if isinstance(projection, nn.Linear):
-            return projection.weight
-        if type(projection).__name__ == "Conv1D":  # of transformers: a linear map with transposed weights
-            weight: Tensor = projection.weight
-            return weight.T
-        if isinstance(projection, nn.Conv2d) and projection.kernel_size == (1, 1) and projection.groups == 1:
-            return projection.weight.flatten(1)
+    named = (attention_module._modules.get(name) for name in _OUTPUT_PROJECTIONS)
+    projection = next((module for module in named if module is not None), None)
     dense = getattr(getattr(parent, "output", None), "dense", None)
-    return dense.weight if isinstance(dense, nn.Linear) else None
+    return dense if projection is None and isinstance(dense, nn.Module) else projection
+
+
+def projection_weight(projection: nn.Module) -> Tensor | None:
+    """Return the weight [out, in] of a linear layer, also as a 1 × 1 convolution or Conv1D; None for other modules."""
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return None
+    if type(projection).__name__ == "Conv1D":  # of transformers: a linear map with transposed weights
+        return weight.T
+    if weight.ndim == 4:
+        single = weight.shape[2:] == (1, 1) and getattr(projection, "groups", 1) == 1
+        return weight.flatten(1) if single else None
+    return weight if weight.ndim == 2 else None

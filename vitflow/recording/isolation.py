@@ -1,17 +1,20 @@
 """Isolation of recordings: a lock per model, thread-bound hooks, and process-wide settings."""
 
 import threading
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.models.parts import modules_of
 
+# Containers whose changes a trial undoes, and part of the names of those that other threads may change.
+_CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, deque, set), "_hooks"
 _guard = threading.Lock()
 _locks: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
 
@@ -38,30 +41,75 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run a model on artificial input without side effects: under its lock, in eval mode, and unrecorded.
+    """Run a model on artificial input as in `undisturbed`, without autocast."""
+    with torch.autocast(_kind(device), enabled=False), undisturbed(model, device):
+        yield
 
-    Buffers, module attributes and the random state are restored.
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run a model without side effects and gradients: under its lock, in eval mode, and unrecorded.
+
+    Its modules, buffers and attributes, containers and plain tensors among these, and the random state are restored.
+    Parameters are not copied.
     """
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
-    kind, accelerators = ("cpu", []) if device.type in ("cpu", "meta") else (device.type, [device])
+    kind = _kind(device)
     with (
         torch.no_grad(),
-        torch.autocast(kind, enabled=False),
-        torch.random.fork_rng(accelerators, device_type="cuda" if kind == "cpu" else kind),  # not used for the CPU
+        torch.random.fork_rng([] if kind == "cpu" else [device], device_type="cuda" if kind == "cpu" else kind),
         evaluating(model),
         unrecorded(),
     ):
-        kept = [(vars(module), dict(vars(module))) for module in modules_of(model)]
+        kept = [(vars(module), _kept(vars(module))) for module in modules_of(model)]
         try:
             yield
         finally:
-            for current, attributes in kept:
-                for name in current.keys() - attributes.keys():
-                    del current[name]
-                current.update(attributes)
-            for buffer, value in before:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+            for attributes, before in kept:
+                _restore(attributes, before)
+
+
+def _kind(device: torch.device) -> str:
+    return "cpu" if device.type == "meta" else device.type
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy of the contents of a tensor or container, in which modules and parameters are not copied."""
+    if type(value) is Tensor:
+        copied = not value.is_meta and not value.is_quantized and value.layout == torch.strided
+        return value.detach().clone() if copied else None
+    if type(value) not in _CONTAINERS:
+        return None
+    if isinstance(value, dict):
+        return {name: (each, _kept(each)) for name, each in value.items() if _HOOKS not in str(name)}
+    return set(value) if isinstance(value, set) else [(each, _kept(each)) for each in value]
+
+
+def _restore(value: Any, before: Any) -> None:
+    """Undo the changes of a tensor or container since `_kept`."""
+    if before is None:
+        return
+    if isinstance(value, Tensor):
+        if not torch.equal(value, before):
+            value.resize_(before.shape).copy_(before)
+        return
+    if isinstance(value, set):
+        if value != before:
+            value.clear()
+            value.update(before)
+        return
+    for each, state in before.values() if isinstance(value, dict) else before:
+        _restore(each, state)
+    if isinstance(value, dict):
+        hooks = {name: each for name, each in value.items() if _HOOKS in str(name)}
+        items = {name: each for name, (each, _) in before.items()}
+        if [(name, id(each)) for name, each in value.items() if name not in hooks] != [
+            (name, id(each)) for name, each in items.items()
+        ]:
+            value.clear()
+            value.update(items | hooks)
+    elif list(map(id, value)) != [id(each) for each, _ in before]:
+        value.clear()
+        value.extend(each for each, _ in before)
 
 
 def default_device() -> str:
@@ -142,8 +190,8 @@ class Hook:
         before: True to act before the forward pass; otherwise it acts afterwards.
         always: after an exception, also act, with the output None.
         while_unrecorded: act only inside `unrecorded`; otherwise only outside of it.
-        first: act before the module's other hooks, which then see the replaced output. transformers collects hidden
-            states by hooks.
+        first: act before the module's other hooks, which then see the replaced output (transformers collects hidden
+            states by hooks), and may change the input.
     """
 
     def __init__(
@@ -160,7 +208,7 @@ class Hook:
         self._act: Callable[..., Any] | None = act
         with _guard:  # torch assigns hook ids without a lock
             self._handle = (
-                module.register_forward_pre_hook(self, with_kwargs=True)
+                module.register_forward_pre_hook(self, with_kwargs=True, prepend=first)
                 if before
                 else module.register_forward_hook(self, always_call=always, prepend=first)
             )

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, ValueNormsError, VitflowError, check_known
+from vitflow.errors import OptionError, VitflowError, check_known
 from vitflow.methods.gradients import (
     Values,
     ValueWeighting,
@@ -18,7 +18,7 @@ from vitflow.methods.gradients import (
 )
 from vitflow.methods.rollout import rollout_step
 from vitflow.methods.staged_rollout import LayerTokens
-from vitflow.models.anatomy import output_projection
+from vitflow.recording.projections import Projection
 
 # Head fusion, and the value weighting before it.
 FusionKey = tuple[str, ValueWeighting]
@@ -45,7 +45,8 @@ class ModuleAttention:
     Attributes:
         tensor: the applied probabilities, in the autograd graph if gradients were requested.
         arrange: rearranges them to [batch · windows, heads, queries, keys]; None if they have this form.
-        values: the value vectors that they were applied to, if requested.
+        vectors: the value vectors that they were applied to, if requested, [batch · windows, heads, keys, width].
+        projection: the output projection of the module, if values were requested.
         mixed: True if the heads were mixed or re-weighted after the softmax (CaiT, ConViT, EfficientFormerV2). Rows may
             not sum to 1, and entries may be negative; fused matrices clamp these to 0.
         keys: the key vectors with concatenated heads, [batch · windows, keys, width], if requested and observed.
@@ -54,7 +55,8 @@ class ModuleAttention:
 
     tensor: Tensor
     arrange: Arrange | None = None
-    values: Values | None = None
+    vectors: Tensor | None = None
+    projection: Projection | None = None
     mixed: bool = False
     keys: Tensor | None = None
     visible: Tensor | None = None
@@ -248,7 +250,11 @@ def close_layer(
         module: the module at that path.
         fusions: the requested fusions; applied now, so that only one layer's heads are in memory.
     """
-    recorded = [part.values for part in parts if part.values is not None]
+    recorded = [
+        part.projection.values(part.vectors)
+        for part in parts
+        if part.projection is not None and part.vectors is not None
+    ]
     values = recorded[0] if len(recorded) == 1 else join_values(recorded) if recorded else None
     vectors = [part.keys for part in parts if part.keys is not None]
     keys = torch.cat(vectors, dim=-1) if len(vectors) == len(parts) else None
@@ -289,22 +295,6 @@ def identity_rows(rows: Tensor, first: int) -> None:
     """Replace rows [images, queries, keys] without positive entries by identity rows; `first` is the first query."""
     empty = (rows.amax(dim=-1) <= 0).nonzero()
     rows[empty[:, 0], empty[:, 1], first + empty[:, 1]] = 1.0
-
-
-def read_values(value: Tensor, module: nn.Module, name: str, around: nn.Module | None) -> Values:
-    """Return the value vectors of an attention module with its output projection."""
-    projection = output_projection(module, around)
-    groups = getattr(module, "num_key_value_groups", 1)
-    if groups > 1 and projection is not None and projection.shape[-1] == groups * value.shape[1] * value.shape[-1]:
-        value = value.repeat_interleave(groups, dim=1)  # heads of one group share their values
-    if projection is None or projection.shape[-1] != value.shape[1] * value.shape[-1]:
-        raise ValueNormsError(
-            f"Value weighting requires one linear output projection, which {type(module).__name__} ({name}) does not "
-            "have."
-        )
-    value = value.detach()
-    value = value if value.dtype == torch.float64 else value.float()
-    return Values(value, projection.detach().to(value.dtype))
 
 
 def stream_of(path: str) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import NoAttentionError, UnsupportedModelError
-from vitflow.methods.gradients import Values, fuse_weighted
+from vitflow.methods.gradients import fuse_weighted
 from vitflow.recording.attending import Attention, Part
 from vitflow.recording.attention_kinds import (
     arrangement,
@@ -27,8 +27,8 @@ from vitflow.recording.layers import (
     append_to_product,
     close_layer,
     identity_rows,
-    read_values,
 )
+from vitflow.recording.projections import Projection
 from vitflow.recording.trace import Trace
 
 # Blocks with parallel attention modules on the same tokens, which are one layer with more heads.
@@ -68,6 +68,7 @@ class Listening(Interception):
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
         self._trace, self.recorded_any = trace, False
+        self._projections: dict[str, Projection] = {}  # of running layers
         self._keep_heads = self.gradients or not self.fusions
         self.begin_pass()
 
@@ -78,6 +79,8 @@ class Listening(Interception):
         self.batch = 1
         self.recorded: list[str] = []
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
+        self._waiting: dict[str, list[str]] = {}  # layers whose projection is in the module around, by its path
+        self.release()
         self._other: set[str] = set()  # descriptions of mixing other than token attention
 
     def running(self) -> str | None:
@@ -109,9 +112,9 @@ class Listening(Interception):
             visible = (visible if arrange is None else arrange(visible)).any(dim=-3)
         if packed := is_packed(module, probabilities):  # values and keys are per group of heads
             visible = None if visible is None else visible.any(dim=-2, keepdim=True)
-        values = self._values_of(attention.value, None if packed else arrange)
-        keys = self._keys_of(attention.key, None if packed else arrange)
-        part = ModuleAttention(probabilities, arrange, values, attention.mixed, keys, visible)
+        vectors, keys = attention.value.detach(), self._keys_of(attention.key, None if packed else arrange)
+        vectors = vectors if packed or arrange is None else arrange(vectors)
+        part = ModuleAttention(probabilities, arrange, vectors, self._projection(), attention.mixed, keys, visible)
         self._open.setdefault(layer, []).append(part)
 
     def accepts_parts(self, query: Tensor) -> bool:
@@ -126,6 +129,7 @@ class Listening(Interception):
             or self._pools()
             or is_difference(module)
             or arrangement(module, query, self.batch) is not None
+            or not ((projection := self._projection()) is None or projection.is_product)
         )
 
     def on_attention_parts(
@@ -135,7 +139,8 @@ class Listening(Interception):
         query, key, value = qkv
         name = self.path[-1][0]
         self._open[name] = []
-        layer_values = self._values_of(value, None)
+        projection = self._projection()
+        layer_values = None if projection is None else projection.values(value)
         (batch, heads, queries, _), keys = query.shape, key.shape[-2]
         if layer_values is not None and any(weighting == "output" for _, weighting in self.fusions):
             layer_values = replace(layer_values, gram=layer_values.gram_for(batch * queries))
@@ -167,12 +172,20 @@ class Listening(Interception):
                 return path
         return None
 
-    def _values_of(self, value: Tensor, arrange: Arrange | None) -> Values | None:
+    def _projection(self) -> Projection | None:
+        """Return the output projection of the running module if values are requested, observed until the layer ends."""
         if not self.values:
             return None
         name, module = self.path[-1]
-        around = self.path[-2][1] if len(self.path) > 1 else None
-        return read_values(value if arrange is None else arrange(value), module, name, around)
+        if name not in self._projections:
+            around = self.path[-2][1] if len(self.path) > 1 else None
+            self._projections[name] = Projection(module, name, around)
+        return self._projections[name]
+
+    def release(self) -> None:
+        """Stop observing projections."""
+        while self._projections:
+            self._projections.popitem()[1].release()
 
     def _keys_of(self, key: Tensor | None, arrange: Arrange | None) -> Tensor | None:
         """Return the key vectors with concatenated heads, [batch · windows, keys, width], if requested."""
@@ -182,12 +195,25 @@ class Listening(Interception):
         return key.to(torch.promote_types(key.dtype, torch.float32)).transpose(1, 2).flatten(2)
 
     def close(self, name: str) -> None:
-        """Finish a module, which may be a layer."""
+        """Finish a module, which may be a layer, or have one whose output projection it runs."""
+        projection = self._projections.get(name)
+        if name in self._open and projection is not None and projection.outside and self.path:
+            self._waiting.setdefault(self.path[-1][0], []).append(name)
+        else:
+            self._finish(name)
+        for waiting in self._waiting.pop(name, ()):
+            self._finish(waiting)
+
+    def _finish(self, name: str) -> None:
         parts = self._open.pop(name, ())
         if parts:  # otherwise it was fused part by part
             module, fusions = self.model.get_submodule(name), () if self._keep_heads else self.fusions
             self._refuse_pieces(name, module, parts)
             self._take(close_layer(name, parts, module, fusions))
+        elif name in self._projections:
+            self._projections[name].check_product()
+        for path in [path for path in self._projections if path == name or path.startswith(f"{name}.")]:
+            self._projections.pop(path).release()
 
     def _refuse_pieces(self, name: str, module: nn.Module, parts: Sequence[ModuleAttention]) -> None:
         """Raise UnsupportedModelError if attention was computed image by image, or for chunks of queries."""

@@ -130,19 +130,21 @@ def same_model(old: Any, new: Any) -> bool:
         return bool(old == new)
 
 
-# The number of tokens (unlikely to be a number of heads), and the positions that are changed one at a time.
-_LENGTH, _CHANGED = 11, (10, 6)
+# The number of tokens (unlikely to be a number of heads), and of those after the token that is changed.
+_LENGTH, _LATER = 11, (0, 4)
 # Relative changes below this are rounding: kernels may depend on later tokens.
 _LEAST_DIFFERENCE = 1e-5
 
 
-def is_causal(model: nn.Module) -> bool:
+def is_causal(model: nn.Module, length: int = _LENGTH) -> bool:
     """Return True if no token sees a later one; determined once per model by three short forward passes.
 
-    One token is replaced. If any module's output for an earlier token changes, the model is not causal.
+    One token is replaced. The model is causal if no output of its modules changes for an earlier token, and if either
+    those of later tokens change, or the model's own output has one row per token.
 
     Args:
         model: a model with `input_ids`.
+        length: a number of tokens that the model accepts, if it does not run on any.
 
     >>> from transformers import BertConfig, BertModel
     >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -151,35 +153,47 @@ def is_causal(model: nn.Module) -> bool:
     """
     known = model_cache(model)
     if is_causal not in known:
-        with trial(model, device_of(model)):
-            known[is_causal] = _test_causal(model)
+        try:
+            known[is_causal] = _test_causal(model, _LENGTH)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a model may require a multiple of some number of tokens
+            known[is_causal] = _test_causal(model, length)
     causal: bool = known[is_causal]
     return causal
 
 
-def _test_causal(model: nn.Module) -> bool:
-    *ids, other = plain_token_ids(model, _LENGTH + 1)
+def _test_causal(model: nn.Module, length: int) -> bool:
+    *ids, other = plain_token_ids(model, length + 1)
     text = torch.tensor([ids], device=device_of(model))
-    before = _token_outputs(model, text)
-    for position in _CHANGED:
-        changed = text.clone()
-        changed[0, position] = other
-        after = _token_outputs(model, changed)
-        if any(_changes(before[name], after[name], position) for name in before.keys() & after.keys()):
-            return False
-    return True
+    seen = False  # something that a later token could have changed
+    with trial(model, text.device):
+        before = _token_outputs(model, text)
+        for position in (length - 1 - count for count in _LATER if count < length):
+            changed = text.clone()
+            changed[0, position] = other
+            after = _token_outputs(model, changed)
+            moved = [_changed(before[name], after[name]) for name in before.keys() & after.keys()]
+            if any(tokens[:position].any() for tokens in moved):
+                return False
+            seen |= ("", 1) in before or any(bool(tokens[position + 1 :].any()) for tokens in moved)
+    return seen
 
 
 def _token_outputs(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tensor]:
-    """Return the token outputs of each module call, [1, tokens, width]."""
+    """Return the outputs of each module call that have one token axis, [tokens, values]."""
     outputs: dict[tuple[str, int], Tensor] = {}
     calls: Counter[str] = Counter()
 
     def keep(name: str, args: Any, output: Any) -> None:
-        tokens = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
-        if isinstance(tokens, Tensor) and tokens.ndim == 3 and tokens.shape[:2] == text.shape:
+        tokens = next(tensors_in(output), None)
+        if tokens is None or not tokens.is_floating_point():
+            return
+        axes = [axis for axis, size in enumerate(tokens.shape) if size == text.shape[1]]
+        if len(axes) == 1 or (tokens.ndim == 3 and tokens.shape[:2] == text.shape):
             calls[name] += 1
-            outputs[name, calls[name]] = tokens.clone()  # some are modified in place later
+            # Copied, as some are modified in place later.
+            outputs[name, calls[name]] = tokens.movedim(min(axes), 0).flatten(1).clone()
 
     with hooked(
         Hook(module, partial(keep, name), before=False, while_unrecorded=True) for name, module in model.named_modules()
@@ -188,12 +202,12 @@ def _token_outputs(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tens
     return outputs
 
 
-def _changes(before: Tensor, after: Tensor, position: int) -> bool:
-    """Return True if outputs [1, tokens, width] differ by more than rounding before a position."""
-    if before.shape != after.shape or not before.is_floating_point():
-        return False
+def _changed(before: Tensor, after: Tensor) -> Tensor:
+    """Return which tokens of two outputs [tokens, values] differ by more than rounding, bool [tokens]."""
+    if before.shape != after.shape or not before.numel():
+        return before.new_zeros(len(before), dtype=torch.bool)
     least = max(_LEAST_DIFFERENCE, 4 * torch.finfo(before.dtype).eps) * float(before.abs().max())
-    return bool(((before - after)[:, :position].abs() > least).any())
+    return (before - after).abs().amax(dim=1) > least
 
 
 @dataclass(frozen=True, eq=False)

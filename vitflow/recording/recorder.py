@@ -156,6 +156,7 @@ class record_attention:
 
     def _close(self) -> None:
         self._listening.end_all()
+        self._listening.release()
         self._is_open = False
 
     def __exit__(

@@ -242,7 +242,7 @@ def explain_text(
         tokenizer = default if tokenizer is None else tokenizer_of(model, tokenizer)
     inputs, words = _encode(text, tokenizer, model)
     with reading(model):
-        causal = is_causal(model)
+        causal = is_causal(model, words.length)
     used = for_kind(used, decoder=causal)
     check_options(used)
     started = time.perf_counter()

@@ -1,0 +1,331 @@
+"""Value weighting uses the linear map that the output projection computes, and leaves the model as it was."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from tests.models.test_libraries import built
+from vitflow import Explainer, record_attention
+from vitflow.errors import ValueNormsError, VitflowWarning
+
+DATA = {"input_size": (3, 160, 160), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+WIDTH = 64
+METHODS = ["gae", "rollout", ("attention", {"value_weighted": True})]
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = timm.create_model("test_vit", num_classes=5).eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.proj.bias.normal_()
+    return model
+
+
+def pixels(count: int = 1) -> Tensor:
+    return torch.rand(count, 3, 160, 160, generator=torch.Generator().manual_seed(3)) * 2 - 1
+
+
+def matrices(seed: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(4, WIDTH, generator=random) / 6, torch.randn(WIDTH, 4, generator=random) / 6
+
+
+class Around(nn.Module):
+    """A projection with something before and after it, as in the wrapper of an adapter library."""
+
+    def __init__(self, base: nn.Module, before=lambda x: x, after=lambda x, given: x) -> None:
+        super().__init__()
+        self.base_layer, self.before, self.after = base, before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.base_layer(self.before(x)), x)
+
+
+def lora_hook(layer: nn.Linear, index: int) -> nn.Module:
+    down, up = matrices(index)
+    layer.register_forward_hook(lambda module, args, output: output + args[0] @ down.T @ up.T)
+    return layer
+
+
+def lora_method(layer: nn.Linear, index: int) -> nn.Module:
+    (down, up), forward = matrices(index), layer.forward
+    layer.forward = lambda x: forward(x) + x @ down.T @ up.T
+    return layer
+
+
+def lora_wrapper(layer: nn.Linear, index: int) -> nn.Module:
+    down, up = matrices(index)
+    return Around(layer, after=lambda output, given: output + given @ down.T @ up.T)
+
+
+def merged_lora(layer: nn.Linear, index: int) -> None:
+    down, up = matrices(index)
+    layer.weight += up @ down
+
+
+def scales(index: int) -> Tensor:
+    return matrices(index)[0].flatten()[:WIDTH] + 1
+
+
+def scaled_input(layer: nn.Linear, index: int) -> nn.Module:
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * scales(index),))
+    return layer
+
+
+def merged_input(layer: nn.Linear, index: int) -> None:
+    layer.weight *= scales(index)
+
+
+def layer_scale(layer: nn.Linear, index: int) -> nn.Module:
+    return nn.Sequential(layer, Around(nn.Dropout().eval(), after=lambda output, given: output * scales(index)))
+
+
+def merged_scale(layer: nn.Linear, index: int) -> None:
+    layer.weight *= scales(index)[:, None]
+    layer.bias *= scales(index)
+
+
+def weight_decomposed(layer: nn.Linear, index: int) -> nn.Module:
+    """DoRA: the rows of weight and update have lengths of their own."""
+    down, up = matrices(index)
+    weight = layer.weight.detach() + up @ down
+    factor = 2 / weight.norm(dim=1)
+    return Around(
+        layer,
+        after=lambda output, given: (output - layer.bias + given @ down.T @ up.T) * factor + layer.bias,
+    )
+
+
+def merged_decomposed(layer: nn.Linear, index: int) -> None:
+    merged_lora(layer, index)
+    layer.weight *= 2 / layer.weight.norm(dim=1, keepdim=True)
+
+
+def bias_adapter(layer: nn.Linear, index: int) -> nn.Module:
+    return Around(layer, after=lambda output, given: output + scales(index))
+
+
+def merged_bias(layer: nn.Linear, index: int) -> None:
+    layer.bias += scales(index)
+
+
+def normed(layer: nn.Linear, index: int) -> nn.Module:
+    """The norm's weight is changed after it was registered, as by `load_state_dict`."""
+    nn.utils.weight_norm(layer)
+    layer.weight_g.data *= 1 + index
+    return layer
+
+
+def merged_norm(layer: nn.Linear, index: int) -> None:
+    layer.weight *= 1 + index
+
+
+def parametrized(layer: nn.Linear, index: int) -> nn.Module:
+    return parametrizations.weight_norm(layer)
+
+
+def unchanged(layer: nn.Linear, index: int) -> None:
+    pass
+
+
+ADAPTERS = {
+    "LoRA by hook": (lora_hook, merged_lora),
+    "LoRA by a replaced method": (lora_method, merged_lora),
+    "LoRA by a wrapper": (lora_wrapper, merged_lora),
+    "weight-decomposed LoRA": (weight_decomposed, merged_decomposed),
+    "a hook that scales the input": (scaled_input, merged_input),
+    "layer scale and dropout behind it": (layer_scale, merged_scale),
+    "bias adapter": (bias_adapter, merged_bias),
+    "weight norm by hook": (normed, merged_norm),
+    "weight norm by parametrization": (parametrized, unchanged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapted_and_merged_projections_have_equal_maps(kind):
+    adapt, merge = ADAPTERS[kind]
+    adapted, merged = model_of(), model_of()
+    with torch.no_grad():
+        for index, (one, other) in enumerate(zip(adapted.blocks, merged.blocks, strict=True)):
+            merge(other.attn.proj, index)
+            one.attn.proj = adapt(one.attn.proj, index)
+        torch.testing.assert_close(adapted(pixels()), merged(pixels()), rtol=1e-4, atol=1e-5)
+    expected, actual = (
+        Explainer(model, data_config=DATA).explain_batch(pixels(2), methods=METHODS, targets=3)
+        for model in (merged, adapted)
+    )
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.options["value_weighted"] == theirs.options["value_weighted"] != False  # noqa: E712
+        np.testing.assert_allclose(ours.grid, theirs.grid, rtol=0, atol=1e-4 * theirs.grid.max())
+
+
+def test_a_hook_that_only_watches_is_not_called_more_often():
+    recorded = []
+    for hooked, weighting in ((False, "output"), (True, False), (True, "output")):
+        model, calls = model_of(), []
+        for block in model.blocks if hooked else ():
+            block.attn.proj.register_forward_hook(lambda module, args, output, calls=calls: calls.append(len(args[0])))
+        with record_attention(model, head_fusion="mean", value_weighted=weighting) as trace, torch.no_grad():
+            model(pixels())
+        recorded.append((trace.attentions, calls))
+    (expected, _), (_, unweighted), (actual, weighted) = recorded
+    assert weighted == unweighted
+    torch.testing.assert_close(actual, expected)
+
+
+class Counting(Around):
+    """An adapter that draws random numbers, counts its calls and updates a buffer."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__(base)
+        self.calls, self.shapes = 0, []
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.shapes.append(tuple(x.shape))
+        torch.rand(7)
+        self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return 3 * self.base_layer(x)
+
+
+def test_measuring_a_projection_restores_its_counters_buffers_and_the_random_state():
+    model, twin = model_of(), model_of()
+    for each in (model, twin):
+        for block in each.blocks:
+            block.attn.proj = Counting(block.attn.proj)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        twin(pixels())
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    with record_attention(model, values=True) as trace, torch.no_grad():
+        model(pixels())
+    assert torch.equal(torch.rand(1), after)
+    for block, other, layer in zip(model.blocks, twin.blocks, trace.layers, strict=True):
+        ours, theirs = block.attn.proj, other.attn.proj
+        assert (ours.calls, ours.shapes) == (1, theirs.shapes)
+        torch.testing.assert_close(ours.largest, theirs.largest)
+        torch.testing.assert_close(layer.values.projection, 3 * ours.base_layer.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_spectral_norm_in_training_mode_is_read_without_another_iteration():
+    model = model_of()
+    for block in model.blocks:
+        parametrizations.spectral_norm(block.attn.proj)
+    twin = copy.deepcopy(model).train()
+    with torch.no_grad():
+        twin(pixels())
+        with record_attention(model.train(), values=True) as trace:
+            model(pixels())
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), twin.buffers(), strict=True))
+    for block, layer in zip(twin.eval().blocks, trace.layers, strict=True):
+        torch.testing.assert_close(layer.values.projection, block.attn.proj.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_an_int8_projection_is_weighted_by_its_rounded_weights():
+    model = model_of()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear}, dtype=torch.qint8)
+    with record_attention(quantised, values=True) as trace, torch.no_grad():
+        quantised(pixels())
+    for block, layer in zip(quantised.blocks, trace.layers, strict=True):
+        torch.testing.assert_close(layer.values.projection, block.attn.proj.weight().dequantize(), rtol=0.02, atol=1e-3)
+
+
+def relu_before(layer: nn.Linear) -> nn.Module:
+    return Around(layer, before=torch.relu)
+
+
+def bottleneck(layer: nn.Linear) -> nn.Module:
+    down, up = matrices(0)
+    return Around(layer, after=lambda output, given: output + (given @ down.T).relu() @ up.T)
+
+
+@pytest.mark.parametrize("wrap", [relu_before, bottleneck])
+def test_a_nonlinear_projection_switches_the_weighting_off_with_a_note(wrap):
+    model = model_of()
+    model.blocks[2].attn.proj = wrap(model.blocks[2].attn.proj)
+    explainer = Explainer(model, data_config=DATA)
+    with pytest.warns(VitflowWarning, match=r"blocks\.2\.attn.*switched off"):
+        actual = explainer.explain(pixels(), method="gae", target=1)
+    assert actual.options["value_weighted"] is False
+    expected = explainer.explain(pixels(), method="gae", target=1, value_weighted=False)
+    np.testing.assert_array_equal(actual.grid, expected.grid)
+    with pytest.raises(ValueNormsError):
+        explainer.explain(pixels(), method="rollout", value_weighted=True)
+    model.blocks[2].attn.proj = model.blocks[2].attn.proj.base_layer  # the adapter is removed
+    assert explainer.explain(pixels(), method="gae", target=1).options["value_weighted"] == "output"
+
+
+class Ignored(nn.modules.linear.NonDynamicallyQuantizableLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("nn.MultiheadAttention uses the weight itself")
+
+
+class OfTorch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor, **_: object) -> Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+def test_a_projection_that_does_not_run_has_its_weight_used():
+    model = model_of()
+    for block in model.blocks:
+        block.attn = OfTorch()
+        block.attn.inner.out_proj.__class__ = Ignored
+    with record_attention(model, values=True) as trace, torch.no_grad():
+        model(pixels())
+    for block, layer in zip(model.blocks, trace.layers, strict=True):
+        assert torch.equal(layer.values.projection, block.attn.inner.out_proj.weight)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_projection_outside_of_the_attention_module_is_observed(fused):
+    """transformers' ViT of this form projects in the module around the attention."""
+    adapted, merged = built("DeiTForImageClassification"), built("DeiTForImageClassification")
+    paths = [path for path, module in merged.named_modules() if path.endswith(("attention.output.dense", "o_proj"))]
+    assert paths
+    with torch.no_grad():
+        for path in paths:
+            layer = merged.get_submodule(path)
+            factors = 0.1 + torch.rand(len(layer.weight))
+            layer.weight *= factors[:, None]
+            layer.bias *= factors
+            adapted.get_submodule(path).register_forward_hook(lambda module, args, output, by=factors: output * by)
+    options = {"head_fusion": "mean", "value_weighted": "output"} if fused else {"values": True}
+    traces = []
+    for model in (merged, adapted):
+        shape = (1, 3, model.config.image_size, model.config.image_size)
+        given = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        with record_attention(model, **options) as trace, torch.no_grad():
+            model(given)
+        traces.append(trace.fused("mean", value_weighted="output"))
+    for ours, theirs in zip(*traces, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_an_adapter_of_peft_is_explained_as_if_merged():
+    peft = pytest.importorskip("peft")
+    options = {"r": 4, "target_modules": ["proj"], "init_lora_weights": False, "lora_dropout": 0.1}
+    adapted = peft.get_peft_model(model_of(), peft.LoraConfig(**options)).eval()
+    merged = copy.deepcopy(adapted).merge_and_unload()
+    expected, actual = (
+        Explainer(model, data_config=DATA).explain_batch(pixels(), methods=METHODS, targets=3)
+        for model in (merged, adapted)
+    )
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.options["value_weighted"] == theirs.options["value_weighted"] != False  # noqa: E712
+        np.testing.assert_allclose(ours.grid, theirs.grid, rtol=0, atol=1e-4 * theirs.grid.max())

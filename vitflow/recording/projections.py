@@ -1,0 +1,185 @@
+"""The output projection of a running attention module: the linear map that it computes, not only the weight it stores.
+
+Adapters, hooks, quantisation and parametrizations change what a projection computes. Each call by the model is compared
+with the stored weight, by one product with a vector. Only if they differ is the map measured, by running the projection
+on unit vectors.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import ValueNormsError
+from vitflow.methods.gradients import Values, at_least_float32
+from vitflow.models.anatomy import output_projection, projection_weight
+from vitflow.recording.isolation import Hook, has_foreign_hooks, undisturbed, unrecorded
+
+# Rounding of outputs, relative to these: in float32, with TF32 (10 bits, on a GPU), in multiples of a type's precision.
+_ROUNDING, _TF32, _OF_TYPE = 1e-5, 2.0**-8, 4
+# Deviation of a measured map from the model's outputs, relative to the product: 8-bit rounding of inputs is below it.
+_LINEAR = 0.05
+# Forward methods that multiply by the stored weight.
+_PRODUCTS = (nn.Linear.forward, nn.Conv2d.forward)
+
+
+class Projection:
+    """Output projection of one attention module while the model runs.
+
+    Args:
+        module: the attention module.
+        name: its path.
+        around: the module that contains it.
+
+    Attributes:
+        outside: True if the projection is in the module around, and runs after the attention module.
+
+    Raises:
+        ValueNormsError: the attention module has no output projection.
+    """
+
+    def __init__(self, module: nn.Module, name: str, around: nn.Module | None) -> None:
+        self._error = ValueNormsError(
+            f"Value weighting requires one linear output projection, which {type(module).__name__} ({name}) does not "
+            "have."
+        )
+        projection = output_projection(module, around)
+        if projection is None:
+            raise self._error
+        self._module, self._groups = projection, getattr(module, "num_key_value_groups", 1)
+        self.outside = all(part is not projection for part in module._modules.values())
+        self._input: Tensor | None = None
+        self._measured: Tensor | None = None
+        self._is_linear = True
+        self._hooks = [Hook(projection, self._enter, before=True, first=True)]
+        self._hooks.append(Hook(projection, self._leave, before=False))
+
+    @property
+    def is_product(self) -> bool:
+        """True if the projection can only multiply by its weight, so that its map is known before it runs."""
+        attributes, forward = vars(self._module), type(self._module).forward
+        return (
+            forward in _PRODUCTS
+            and "forward" not in attributes
+            and type(attributes["_parameters"].get("weight")) is nn.Parameter
+            and not has_foreign_hooks(self._module)
+        )
+
+    def check_product(self) -> None:
+        """Raise ValueNormsError if the outputs differ from the weight that `values` returned before."""
+        if self._measured is not None or not self._is_linear:
+            raise self._error
+
+    def values(self, vectors: Tensor) -> Values:
+        """Return value vectors [batch, heads, tokens, width] with W_O, in at least float32.
+
+        To be called after the projection has run, unless `is_product`. If it does not run, the attention module uses
+        the weight itself, as `nn.MultiheadAttention` does.
+
+        Raises:
+            ValueNormsError: the projection is not linear, or its input is not that of the concatenated heads.
+        """
+        matrix = self._weight() if self._measured is None else self._measured
+        if matrix is None or not self._is_linear:
+            raise self._error
+        if self._groups > 1 and matrix.shape[-1] == self._groups * vectors.shape[1] * vectors.shape[-1]:
+            vectors = vectors.repeat_interleave(self._groups, dim=1)  # heads of one group share their values
+        if matrix.shape[-1] != vectors.shape[1] * vectors.shape[-1]:
+            raise self._error
+        vectors = at_least_float32(vectors)
+        return Values(vectors, matrix.detach().to(vectors.dtype))
+
+    def release(self) -> None:
+        """Remove the hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _weight(self) -> Tensor | None:
+        if "parametrizations" not in self._module._modules:
+            return projection_weight(self._module)
+        device = next((each.device for each in self._module.parameters()), torch.device("cpu"))
+        with undisturbed(self._module, device):  # spectral norms update their buffers
+            return projection_weight(self._module)
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        self._input = None if given is None else given.detach()
+
+    def _leave(self, args: Any, output: Any) -> None:
+        given, self._input = self._input, None
+        if given is None or given.ndim < 2 or not isinstance(output, Tensor):
+            self._is_linear = False
+        else:
+            with unrecorded():
+                self._compare(given, output)
+
+    def _compare(self, given: Tensor, output: Tensor) -> None:
+        """Compare an output of the projection with its stored weight; if they differ, measure its map."""
+        output, weight, bias = output.detach(), self._weight(), getattr(self._module, "bias", None)
+        axis = 1 if given.ndim == 4 and any(isinstance(part, nn.Conv2d) for part in self._module.modules()) else -1
+        results = output.movedim(axis, -1).flatten(0, -2)
+        rows = given.movedim(axis, -1).flatten(0, -2)
+        exact = max(_ROUNDING, *(_OF_TYPE * torch.finfo(each.dtype).eps for each in (given, output)))
+        exact = exact if output.device.type == "cpu" else max(exact, _TF32)
+        if weight is not None and self._measured is None:
+            offset = bias if isinstance(bias, Tensor) else weight.new_zeros(len(weight))
+            direction = _direction(len(weight)).to(weight.device)
+            if _agree(rows, results, weight, offset, rounding=exact, direction=direction):
+                return
+        try:
+            self._measured, offset = self._measure(given, axis)
+            self._is_linear &= _agree(rows, results, self._measured, offset, rounding=exact, deviation=_LINEAR)
+        except Exception:  # a module may fail in any way on another number of tokens
+            self._is_linear = False
+
+    def _measure(self, given: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """Return the matrix [out, in] and the offset [out] of the projection, from its outputs for unit vectors and 0.
+
+        Args:
+            given: the input of the model's call.
+            axis: its channels.
+        """
+        width = given.shape[axis]
+        units = torch.cat([torch.eye(width), torch.zeros(1, width)]).to(given)
+        shape = [width + 1] + [1] * (given.ndim - 1)
+        shape[axis] = width
+        with undisturbed(self._module, given.device):
+            output = at_least_float32(self._module(units.view(shape)).flatten(1))
+        return (output[:-1] - output[-1]).T, output[-1]
+
+
+def _agree(
+    rows: Tensor,
+    results: Tensor,
+    matrix: Tensor,
+    offset: Tensor,
+    *,
+    rounding: float,
+    deviation: float = 0.0,
+    direction: Tensor | None = None,
+) -> bool:
+    """Return True if results [n, out] are matrix · rows + offset, up to fractions of the results and of the product.
+
+    With a direction [out], only along it, which takes a product with a vector.
+    """
+    if rows.shape[-1] != matrix.shape[1] or results.shape != (len(rows), len(matrix)):
+        return False
+    rows, results, matrix, offset = map(at_least_float32, (rows, results, matrix, offset))
+    size = results.norm()
+    with torch.autocast(rows.device.type, enabled=False):
+        if direction is not None:
+            direction = direction.to(results)
+            matrix, offset, results = (
+                direction @ matrix.to(results),
+                direction @ offset.to(results),
+                results @ direction,
+            )
+        product = nn.functional.linear(rows, matrix.to(rows))
+        return bool((results - product - offset).norm() <= rounding * size + deviation * product.norm())
+
+
+@lru_cache(maxsize=16)
+def _direction(width: int) -> Tensor:
+    """Return a random vector, the same each time."""
+    return torch.randn(width, generator=torch.Generator().manual_seed(0), device="cpu")
