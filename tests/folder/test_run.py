@@ -220,6 +220,15 @@ def test_the_output_folder_is_not_read(tmp_path):
         assert run(source, source / "out", recursive=True).total == 2
 
 
+def test_images_of_subfolders_that_are_left_out_are_counted(tmp_path):
+    source = fill(tmp_path / "in", 2)
+    for name, count in (("cats", 3), ("dogs", 1), (".cache", 2), ("out", 4)):
+        fill(source / name, count)
+    with pytest.warns(VitflowWarning, match="4 images in subfolders .* --recursive"):
+        assert run(source, source / "out", methods=["centre"], overlays=False).total == 2
+    list_inputs(source, source / "out", recursive=True), list_inputs(source, source / "out", glob="*.jpg")
+
+
 def test_several_sources_keep_their_tree(tmp_path):
     fill(tmp_path / "one", 1), fill(tmp_path / "two", 1)
     summary = run([tmp_path / "one", tmp_path / "two" / "0.jpg", tmp_path / "two"], tmp_path / "out")

@@ -8,6 +8,7 @@ import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,9 @@ def list_inputs(
         for file in _files(path, recursive, glob, os.path.realpath(output), unread):
             files.setdefault(Path(os.path.relpath(file, root)).as_posix(), file)
     keys = _in_order(files, paths, recursive, glob, unread)[:limit]
-    if note := unread_in_words(unread):
+    below = 0 if recursive or glob else sum(_images_below(path, os.path.realpath(output)) for path in absolute)
+    more = f"{below} images in subfolders are left out: --recursive (recursive=True) includes them." if below else ""
+    for note in filter(None, (unread_in_words(unread), more)):
         warnings.warn(note, VitflowWarning, stacklevel=3)
     real = frozenset(map(os.path.realpath, files.values()))
     return Listing(root, output, {key: files[key] for key in keys}, real, unread=dict(sorted(unread.items())))
@@ -255,6 +258,16 @@ def _files(source: str, recursive: bool, glob: str | None, output: str, unread: 
                 unread[suffix] += 1
         subfolders[:] = [name for name in subfolders if recursive and not name.startswith(".")]
     yield from (str(error.filename) for error in unreadable)
+
+
+def _images_below(source: str, output: str) -> int:
+    """Return the number of images in the direct subfolders of a folder, without the output folder."""
+    count = 0
+    with suppress(OSError):  # a folder that may not be read is an input, or reported by the listing
+        for folder in os.scandir(source) if is_folder(source) else ():
+            if folder.is_dir() and not folder.name.startswith(".") and os.path.realpath(folder.path) != output:
+                count += sum(is_image_name(file.name) for file in os.scandir(folder.path))
+    return count
 
 
 def _is_selected(name: str, inside: str, glob: str | None, folder: bool) -> bool:
