@@ -17,7 +17,8 @@ from vitflow.errors import OptionError, ShapeError, printable
 from vitflow.images.figures import figure_bytes
 from vitflow.images.typesetting import GREY, without_glyph_warnings
 from vitflow.text.graph import GraphView, Panel
-from vitflow.text.view import PATCHES, POSITIVE, RowSummary, ShadedText
+from vitflow.text.summary import PATCHES, RowSummary
+from vitflow.text.view import POSITIVE, ShadedText
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
 
 STRINGS = ("[CLS]", "the", " key", " to", " the", " cab", "inet", "s", " is", " lost", ".", "[SEP]")

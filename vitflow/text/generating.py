@@ -209,7 +209,7 @@ def _encoder_decoder(request: _Request) -> Generation:
 def _generated(request: _Request) -> _Text:
     """Generate the text."""
     tokenizer = languages.tokenizer_of(request.model, request.tokenizer, required=isinstance(request.inputs, str))
-    arguments = _arguments(request.inputs, tokenizer, request.model, request.generate)
+    arguments = languages.generate_arguments(request.inputs, tokenizer, request.model, request.generate)
     with evaluating(request.model), torch.no_grad():
         ids, start = _generate(request.model, arguments)
     return _Text(arguments, ids, start, tokenizer)
@@ -246,69 +246,6 @@ def _generation(
         model_note=model_note(request.model),
         **fields,
     )
-
-
-def _arguments(inputs: Any, tokenizer: Any, model: nn.Module, generate: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate` for a prompt without its padding, on the device of the model."""
-    if isinstance(inputs, str):
-        languages.check_text(inputs)
-        inputs = torch.tensor([tokenizer(inputs)["input_ids"]], dtype=torch.long)
-    if isinstance(inputs, Tensor):
-        inputs = {"pixel_values" if inputs.ndim == 4 else "input_ids": inputs}
-    arguments = {**(inputs if isinstance(inputs, Mapping) else {}), **generate}
-    sees = languages.has_encoder(model) and "input_ids" not in arguments
-    source = arguments.get("pixel_values" if sees else "input_ids")
-    if not isinstance(source, Tensor) or source.is_floating_point() != sees or (source.ndim != 2 and not sees):
-        raise OptionError(
-            "Expected a text, or tokenizer output with return_tensors='pt' (input_ids [1, tokens] and "
-            f"attention_mask), got {type(inputs).__name__}."
-        )
-    if len(source) != 1:
-        raise OptionError(f"Expected one prompt, got {len(source)}: call it once for each.")
-    if not sees:
-        arguments = _unpadded(model, arguments)
-    if languages.generation_setting(model, generate, "stop_strings") is not None and "tokenizer" not in arguments:
-        arguments["tokenizer"] = languages.tokenizer_of(model, tokenizer)
-    _check_length(model, arguments)
-    device = device_of(model)
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-
-
-def _unpadded(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate` without padding, by the attention mask or, as in `generate`, by its id."""
-    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-    if mask is None:
-        pad, ends = (languages.generation_setting(model, arguments, f"{name}_token_id") for name in ("pad", "eos"))
-        ends = [ends] if isinstance(ends, int) else list(ends or ())
-        infer = pad is not None and pad not in ends and not languages.has_encoder(model)
-        mask = ids.ne(pad) if infer else torch.ones_like(ids)
-    elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
-        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise OptionError(f"Expected an attention_mask of the prompt's shape {tuple(ids.shape)}, got {got}.")
-    kept = mask[0].bool()
-    if not kept.any():
-        raise OptionError("Expected a prompt of at least one token, got none.")
-    of_tokens = {name: value[:, kept.to(value.device)] for name, value in arguments.items() if _is_like(value, ids)}
-    return {**arguments, **of_tokens, "attention_mask": torch.ones_like(of_tokens["input_ids"])}
-
-
-def _is_like(value: Any, ids: Tensor) -> bool:
-    """Return True for an argument with an integer for each token of the prompt."""
-    return isinstance(value, Tensor) and value.shape == ids.shape and not value.is_floating_point()
-
-
-def _check_length(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Raise OptionError if the requested tokens exceed the model's positions."""
-    start = arguments.get("decoder_input_ids" if languages.has_encoder(model) else "input_ids")
-    tokens = start.shape[1] if isinstance(start, Tensor) else 1
-    limit = languages.positions_of(model)
-    steps, length = (languages.generation_setting(model, arguments, name) for name in ("max_new_tokens", "max_length"))
-    steps = length - tokens if steps is None and isinstance(length, int) else steps
-    if limit is not None and isinstance(steps, int) and tokens + steps - 1 > limit:  # the last one is not an input
-        raise OptionError(
-            f"Expected at most {max(limit - tokens + 1, 0)} new tokens after {tokens}, as {type(model).__name__} has "
-            f"positions for {limit}, got {steps}: lower max_new_tokens, or shorten the prompt."
-        )
 
 
 _DEFAULT_STEPS = 20  # max_new_tokens of transformers, for the display of progress
@@ -355,7 +292,9 @@ def _forward_inputs(model: nn.Module, arguments: Mapping[str, Any], ids: Sequenc
     for name, value in arguments.items():
         if isinstance(value, Tensor) and name not in _OF_THE_TEXT:
             new = (0, len(ids) - prompt.shape[1])
-            inputs[name] = nn.functional.pad(value, new, value=token_type) if _is_like(value, prompt) else value
+            inputs[name] = (
+                nn.functional.pad(value, new, value=token_type) if languages.is_per_token(value, prompt) else value
+            )
     return inputs
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
@@ -14,7 +15,11 @@ from vitflow.errors import OptionError, printable
 from vitflow.images import charts
 from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
-from vitflow.text.view import POSITIVE, RowSummary, ShadedText, View, check_weights
+from vitflow.methods.flow.attention_flow import attention_flow
+from vitflow.methods.rollout import attention_rollout
+from vitflow.methods.tokens import Causal
+from vitflow.text.summary import RowSummary, check_weights
+from vitflow.text.view import POSITIVE, ShadedText, View
 from vitflow.text.words import Words, labels_of
 
 #: Larger graphs are unreadable.
@@ -37,6 +42,40 @@ class Panel:
     matrices: Any
     paths: Any
     note: str = ""
+
+
+def attention_graphs(
+    matrices: NDArray[np.float32], selected: Sequence[int], *, residual: float, causal: Causal | None
+) -> list[Panel]:
+    """Return raw attention, rollout and flow of each layer as graphs, with the paths of the selected tokens.
+
+    Args:
+        matrices: fused attention [layers, tokens, tokens].
+        selected: positions of the selected tokens.
+        residual, causal: as for `attention_rollout`.
+    """
+    options: dict[str, Any] = {"residual": residual, "causal": causal, "num_prefix_tokens": 0}
+    layers = [torch.from_numpy(layer).unsqueeze(0) for layer in matrices]
+    rolled = [attention_rollout(layers[:count], **options)[0].numpy() for count in range(1, len(layers) + 1)]
+    flows = np.zeros(matrices.shape)  # from each token after each layer
+    for layer, token in np.ndindex(*matrices.shape[:2]):
+        flows[layer, token] = attention_flow(layers[: layer + 1], source=token, **options).normalized[0].numpy()
+    rollout, chosen = np.stack(rolled), np.isin(np.arange(matrices.shape[1]), selected)[:, None]
+    return [
+        Panel("raw attention", matrices, _attention_paths(matrices, selected), "edges: each layer's attention"),
+        Panel("attention rollout", rollout, chosen * rollout, "edges: rollout to the input"),
+        Panel("attention flow", flows, chosen * flows, "edges: flow from the input"),
+    ]
+
+
+def _attention_paths(matrices: NDArray[Any], selected: Sequence[int]) -> NDArray[np.float64]:
+    """Weight each edge by the product of attention from the selected tokens at the top down to it."""
+    weighted, arriving = np.zeros(matrices.shape), np.zeros(matrices.shape[1])
+    arriving[list(selected)] = 1 / len(selected)
+    for layer in range(len(matrices) - 1, -1, -1):
+        weighted[layer] = arriving[:, None] * matrices[layer]
+        arriving = weighted[layer].sum(axis=0)
+    return weighted
 
 
 @dataclass(frozen=True)

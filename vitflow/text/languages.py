@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from torch import Tensor, nn
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowError, load_extra, printable
@@ -15,6 +16,7 @@ from vitflow.files import is_file, is_folder
 from vitflow.models.calls import reads_cache, refuse_static
 from vitflow.models.hub import from_pretrained, hub_for, loading
 from vitflow.models.parts import decoder_of, library_id, text_config, word_embedding
+from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 
 # Supported generation modes: one token is appended per step.
@@ -229,4 +231,67 @@ def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
         raise OptionError(
             f"Expected the whole prompt, got a cache with {cache.get_seq_length()} tokens, whose attention was not "
             "recorded: omit it."
+        )
+
+
+def generate_arguments(inputs: Any, tokenizer: Any, model: nn.Module, generate: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` for a prompt without its padding, on the device of the model."""
+    if isinstance(inputs, str):
+        check_text(inputs)
+        inputs = torch.tensor([tokenizer(inputs)["input_ids"]], dtype=torch.long)
+    if isinstance(inputs, Tensor):
+        inputs = {"pixel_values" if inputs.ndim == 4 else "input_ids": inputs}
+    arguments = {**(inputs if isinstance(inputs, Mapping) else {}), **generate}
+    sees = has_encoder(model) and "input_ids" not in arguments
+    source = arguments.get("pixel_values" if sees else "input_ids")
+    if not isinstance(source, Tensor) or source.is_floating_point() != sees or (source.ndim != 2 and not sees):
+        raise OptionError(
+            "Expected a text, or tokenizer output with return_tensors='pt' (input_ids [1, tokens] and "
+            f"attention_mask), got {type(inputs).__name__}."
+        )
+    if len(source) != 1:
+        raise OptionError(f"Expected one prompt, got {len(source)}: call it once for each.")
+    if not sees:
+        arguments = _unpadded(model, arguments)
+    if generation_setting(model, generate, "stop_strings") is not None and "tokenizer" not in arguments:
+        arguments["tokenizer"] = tokenizer_of(model, tokenizer)
+    _check_length(model, arguments)
+    device = device_of(model)
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def _unpadded(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` without padding, by the attention mask or, as in `generate`, by its id."""
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+    if mask is None:
+        pad, ends = (generation_setting(model, arguments, f"{name}_token_id") for name in ("pad", "eos"))
+        ends = [ends] if isinstance(ends, int) else list(ends or ())
+        infer = pad is not None and pad not in ends and not has_encoder(model)
+        mask = ids.ne(pad) if infer else torch.ones_like(ids)
+    elif not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise OptionError(f"Expected an attention_mask of the prompt's shape {tuple(ids.shape)}, got {got}.")
+    kept = mask[0].bool()
+    if not kept.any():
+        raise OptionError("Expected a prompt of at least one token, got none.")
+    of_tokens = {name: value[:, kept.to(value.device)] for name, value in arguments.items() if is_per_token(value, ids)}
+    return {**arguments, **of_tokens, "attention_mask": torch.ones_like(of_tokens["input_ids"])}
+
+
+def is_per_token(value: Any, ids: Tensor) -> bool:
+    """Return True for an argument with an integer for each token of the prompt."""
+    return isinstance(value, Tensor) and value.shape == ids.shape and not value.is_floating_point()
+
+
+def _check_length(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raise OptionError if the requested tokens exceed the model's positions."""
+    start = arguments.get("decoder_input_ids" if has_encoder(model) else "input_ids")
+    tokens = start.shape[1] if isinstance(start, Tensor) else 1
+    limit = positions_of(model)
+    steps, length = (generation_setting(model, arguments, name) for name in ("max_new_tokens", "max_length"))
+    steps = length - tokens if steps is None and isinstance(length, int) else steps
+    if limit is not None and isinstance(steps, int) and tokens + steps - 1 > limit:  # the last one is not an input
+        raise OptionError(
+            f"Expected at most {max(limit - tokens + 1, 0)} new tokens after {tokens}, as {type(model).__name__} has "
+            f"positions for {limit}, got {steps}: lower max_new_tokens, or shorten the prompt."
         )

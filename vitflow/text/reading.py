@@ -15,16 +15,14 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, printable
 from vitflow.explaining.captions import method_record
-from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import check_layer
-from vitflow.methods.rollout import attention_rollout
 from vitflow.models.names import check_name, class_activation, model_id
 from vitflow.models.outputs import activate
 from vitflow.models.parts import unwrap
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.registry.option_types import TextOptions
-from vitflow.text.graph import MOST_TOKENS, GraphView, Panel
+from vitflow.text.graph import MOST_TOKENS, GraphView, attention_graphs
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import caption, check_options
@@ -111,25 +109,11 @@ class Reading:
                 f"Expected a text of at most {MOST_TOKENS} tokens for a graph, got {count}: shorten it, or hide stop "
                 "words."
             )
-        options: dict[str, Any] = {
-            "residual": self.options.get("residual", 0.5),
-            "causal": self.options.get("causal") if self.causal else None,
-            "num_prefix_tokens": 0,
-        }
-        layers = [torch.from_numpy(layer).unsqueeze(0) for layer in np.asarray(self.matrices)]
-        rolled = [attention_rollout(layers[:count], **options)[0].numpy() for count in range(1, len(layers) + 1)]
-        raw, rollout = np.asarray(self.matrices), np.stack(rolled)
-        flows = np.zeros(raw.shape)  # from each token after each layer
-        for layer, token in np.ndindex(*raw.shape[:2]):
-            flows[layer, token] = attention_flow(layers[: layer + 1], source=token, **options).normalized[0].numpy()
-        selected = np.isin(np.arange(self.tokens.length), self.selected)[:, None]  # their rows are highlighted
-        panels = [
-            Panel("raw attention", raw, _attention_paths(raw, self.selected), "edges: each layer's attention"),
-            Panel("attention rollout", rollout, selected * rollout, "edges: rollout to the input"),
-            Panel("attention flow", flows, selected * flows, "edges: flow from the input"),
-        ]
+        residual = self.options.get("residual", 0.5)
+        options = {"residual": residual, "causal": self.options.get("causal") if self.causal else None}
+        panels = attention_graphs(self.matrices, self.selected, **options)
         shared = ("head_fusion", "value_weighted", "causal")
-        used = {name: self.options[name] for name in shared if name in self.options} | {"residual": options["residual"]}
+        used = {name: self.options[name] for name in shared if name in self.options} | {"residual": residual}
         shown["caption"] = caption("rollout", used, self.model, what="graphs")
         return GraphView(self.tokens, panels, **shown)
 
@@ -276,16 +260,6 @@ def explain_text(
         rows=_rows_of_words(words, selected, result, causal),
         **explained,
     )
-
-
-def _attention_paths(matrices: NDArray[Any], selected: tuple[int, ...]) -> NDArray[np.float64]:
-    """Weight each edge by the product of attention from the selected tokens at the top down to it."""
-    weighted, arriving = np.zeros(matrices.shape), np.zeros(matrices.shape[1])
-    arriving[list(selected)] = 1 / len(selected)
-    for layer in range(len(matrices) - 1, -1, -1):
-        weighted[layer] = arriving[:, None] * matrices[layer]
-        arriving = weighted[layer].sum(axis=0)
-    return weighted
 
 
 def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tensor], Words]:

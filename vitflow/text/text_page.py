@@ -13,7 +13,8 @@ from vitflow.errors import printable
 from vitflow.images.figures import figure_bytes
 from vitflow.images.overlay import ROBUST_PERCENTILES
 from vitflow.methods.fusion import check_layer
-from vitflow.text.view import VERDICTS, View
+from vitflow.text.summary import VERDICTS
+from vitflow.text.view import View
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
 from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half
 
