@@ -25,7 +25,7 @@ from vitflow.evaluation.statistics import (
     paired_differences,
 )
 from vitflow.explaining.captions import departures_from_paper
-from vitflow.folder.columns import plain_cell
+from vitflow.folder.columns import escape_formula
 from vitflow.images.typesetting import decimal
 from vitflow.registry.method_table import BASELINES, METHODS, split_label
 
@@ -69,7 +69,7 @@ class Table:
     def to_csv(self) -> str:
         """Return the rows as CSV; undefined values are empty, and cells that look like formulas are escaped."""
         text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows(map(plain_cell, row) for row in [self.columns, *self.rows])
+        csv.writer(text, lineterminator="\n").writerows(map(escape_formula, row) for row in [self.columns, *self.rows])
         return text.getvalue()
 
     def to_markdown(self) -> str:

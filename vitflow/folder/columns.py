@@ -87,10 +87,10 @@ def kinds_in(where: str) -> Mapping[str, str]:
 _COMPUTED = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
-def plain_cell(value: Any) -> Any:
+def escape_formula(value: Any) -> Any:
     """Prefix text that a spreadsheet would evaluate with an apostrophe, which readers strip; numbers are unchanged.
 
-    >>> plain_cell("=1+2.jpg"), plain_cell("a.jpg"), plain_cell(-1.5)
+    >>> escape_formula("=1+2.jpg"), escape_formula("a.jpg"), escape_formula(-1.5)
     ("'=1+2.jpg", 'a.jpg', -1.5)
     """
     return f"'{value}" if isinstance(value, str) and value.startswith(_COMPUTED) else value
@@ -109,10 +109,10 @@ def failed_row(known: Mapping[str, Any], error: Exception | str, message: str = 
     return {name: known[name] for name in kinds_in("folder") if name in known} | failure
 
 
-def shown_name(name: str) -> str:
+def printable_name(name: str) -> str:
     """Return an input's name as text; bytes that are not UTF-8 become escapes.
 
-    >>> shown_name("caf\\udce9.jpg")
+    >>> printable_name("caf\\udce9.jpg")
     'caf\\\\xe9.jpg'
     """
     return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from vitflow.errors import check_known, load_extra
 from vitflow.files import remove_inside, write_atomically
-from vitflow.folder.columns import Maps, Row, grid_columns, kinds_in, pack_half, plain_cell, shown_name
+from vitflow.folder.columns import Maps, Row, escape_formula, grid_columns, kinds_in, pack_half, printable_name
 from vitflow.images import MANIFEST_FORMATS
 
 # Rows per Parquet row group.
@@ -76,7 +76,7 @@ def write_manifest(
 def _as_text(row: Row, kinds: Mapping[str, str]) -> Row:
     """Return a row for formats that are limited to text and numbers."""
     nested = {name: json.dumps(row[name]) for name, kind in kinds.items() if kind == "json" and row[name] is not None}
-    return row | nested | {"input": shown_name(row["input"])}
+    return row | nested | {"input": printable_name(row["input"])}
 
 
 def _write_csv(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
@@ -84,7 +84,7 @@ def _write_csv(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -
     try:
         writer = csv.DictWriter(text, kinds)
         writer.writeheader()
-        writer.writerows({name: plain_cell(value) for name, value in row.items()} for row in rows)
+        writer.writerows({name: escape_formula(value) for name, value in row.items()} for row in rows)
     finally:
         text.detach()
 

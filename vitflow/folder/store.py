@@ -20,7 +20,7 @@ import numpy as np
 
 from vitflow.errors import OptionError, VitflowError
 from vitflow.files import is_file, is_link, is_there, remove_leftovers, write_inside
-from vitflow.folder.columns import COLUMNS, Maps, Row, failed_row, kinds_in, pack_half, shown_name
+from vitflow.folder.columns import COLUMNS, Maps, Row, failed_row, kinds_in, pack_half, printable_name
 from vitflow.folder.fingerprints import check_same_run, without_probe
 from vitflow.folder.saved import APPLICATION, CONDITION_COLUMNS, FILE, SCHEMA, VERSION, SavedRun, checksum
 
@@ -59,9 +59,9 @@ class Run(SavedRun):
     ) -> None:
         self.folder, self.path, self._journal = folder, folder / FILE, folder / f"{FILE}-journal"
         self._lock = _locked(folder)
-        self._pending: list[tuple[str, list[Any], list[tuple[Any, ...]]]] = []  # input, values of its row, its maps
+        self._pending: list[tuple[list[Any], list[tuple[Any, ...]]]] = []  # values of rows and of their maps
         self._last_write = -math.inf
-        self._positions: dict[str, int] = {}
+        self._positions: dict[bytes, int] = {}
         try:
             remove_leftovers(folder)
             exists = self._is_run()
@@ -145,15 +145,14 @@ class Run(SavedRun):
 
     def missing(self, names: Sequence[str], is_done: Callable[[Row], bool]) -> list[str]:
         """Return the inputs of this run without a finished row; called once, with all inputs in order."""
-        self._positions = {name: position for position, name in enumerate(names)}
+        self._positions = {os.fsencode(name): position for position, name in enumerate(names)}
         with self._reading():
             before = self._db.execute("SELECT id, name, position FROM rows").fetchall()
-        moves = ((row_id, self._positions.get(os.fsdecode(name)), position) for row_id, name, position in before)
+        moves = [
+            (self._positions.get(name), row_id) for row_id, name, then in before if self._positions.get(name) != then
+        ]
         with self._writing():
-            self._db.executemany(
-                "UPDATE rows SET position = ? WHERE id = ?",
-                [(now, row_id) for row_id, now, then in moves if now != then],
-            )
+            self._db.executemany("UPDATE rows SET position = ? WHERE id = ?", moves)
         done = {row["input"] for row in self.rows() if row["status"] != "failed" and is_done(row)}
         return [name for name in names if name not in done]
 
@@ -173,10 +172,10 @@ class Run(SavedRun):
         if not self._pending:
             return
         with self._writing():
-            for name, (key, *values), maps in self._pending:
+            for (key, *values), maps in self._pending:
                 self._db.execute("DELETE FROM maps WHERE row = (SELECT id FROM rows WHERE name = ?)", (key,))
                 self._db.execute("DELETE FROM rows WHERE name = ?", (key,))
-                row_id = self._db.execute(_INSERT, [self._positions.get(name), key, *values]).lastrowid
+                row_id = self._db.execute(_INSERT, [self._positions.get(key), key, *values]).lastrowid
                 self._db.executemany(
                     "INSERT INTO maps VALUES (?, ?, ?, ?, ?, ?, ?)", [(row_id, *each) for each in maps]
                 )
@@ -222,8 +221,8 @@ class Run(SavedRun):
         os.close(self._lock)
 
 
-def _encoded(row: Mapping[str, Any], maps: Maps) -> tuple[str, list[Any], list[tuple[Any, ...]]]:
-    """Return the input, the values of its row and its maps for SQLite; those of a failed row if a value is invalid."""
+def _encoded(row: Mapping[str, Any], maps: Maps) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Return the values of a row and its maps for SQLite; those of a failed row if a value is invalid."""
     try:
         table = COLUMNS if "stem" in row else kinds_in("results")  # evaluations have further columns of their own
         for name, value in row.items():
@@ -232,14 +231,14 @@ def _encoded(row: Mapping[str, Any], maps: Maps) -> tuple[str, list[Any], list[t
             if isinstance(value, str) and name != "input":
                 value.encode()  # raises for surrogates
         record = json.dumps({name: value for name, value in row.items() if name != "input"}, allow_nan=False)
-        key, shown = os.fsencode(row["input"]), {**row, "input": shown_name(row["input"])}
+        key, shown = os.fsencode(row["input"]), {**row, "input": printable_name(row["input"])}
         columns = [
             value if isinstance(value := shown.get(name), str | int | float) else None for name in CONDITION_COLUMNS
         ]
         if not all(np.isfinite(grid).all() for grid in maps.values()):
             raise ValueError("Expected maps of finite values.")
         packed = [(number, label, *pack_half(grid)) for number, (label, grid) in enumerate(maps.items())]
-        return row["input"], [key, row["status"], *columns, record, checksum(key, record)], packed
+        return [key, row["status"], *columns, record, checksum(key, record)], packed
     except (TypeError, ValueError) as error:
         return _encoded(failed_row({name: row[name] for name in ("input", "stem") if name in row}, error), {})
 

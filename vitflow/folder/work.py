@@ -184,7 +184,7 @@ def compute_maps(batches: Batches, images: Sequence[Decoded], job: Job) -> list[
         ]
 
     results = batches.each([image for image in images if image.image is not None], explain, job.methods)
-    return [(image.row, {}) if image.image is None else _or_failed(image, next(results)) for image in images]
+    return [(image.row, {}) if image.image is None else _row_or_error(image, next(results)) for image in images]
 
 
 def _labelled(maps: Sequence[Saliency], job: Job) -> SaliencyMaps:
@@ -199,7 +199,7 @@ def _labelled(maps: Sequence[Saliency], job: Job) -> SaliencyMaps:
     }
 
 
-def _or_failed(image: Decoded, result: tuple[Row, SaliencyMaps] | Exception) -> tuple[Row, SaliencyMaps]:
+def _row_or_error(image: Decoded, result: tuple[Row, SaliencyMaps] | Exception) -> tuple[Row, SaliencyMaps]:
     if not isinstance(result, Exception):
         return result
     message = str(result)
