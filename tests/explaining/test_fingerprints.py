@@ -27,15 +27,11 @@ from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job
 from vitflow.images.preprocessing import InputSpec
 from vitflow.methods.tokens import TokenLayout
-from vitflow.recording import probing
+from vitflow.models.identity import state_sha256, weights_sha256
 from vitflow.registry.method_table import list_methods
 from vitflow.registry.options import METHOD_OPTIONS
 
 CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-
-
-def probe_of(entry):
-    return probing.probe(entry.model, entry.forward, entry.inputs.shape)
 
 
 def custom_model(**options) -> torch.nn.Module:
@@ -298,7 +294,7 @@ def test_a_second_run_with_another_model_of_the_same_weights_is_refused(tmp_path
     monkeypatch.setattr(results, "draw_charts", lambda *_: {})
     source, (make, make_other) = fill(tmp_path / "in", 2), PAIRS[kind]
     options = {"methods": ["rollout"], "metrics": ["faithfulness"], "points": 3, "output": tmp_path / "evaluated"}
-    words = "the model's outputs differ"
+    words = "the model has other code, attributes or hooks"
     run_folder(source, tmp_path / "out", model=make())
     evaluate("demo:1", model=make(), **options)
     other = make_other()
@@ -308,102 +304,76 @@ def test_a_second_run_with_another_model_of_the_same_weights_is_refused(tmp_path
         evaluate("demo:1", model=other, **options)
     assert run_folder(source, tmp_path / "out", model=make()).kept == 2
     evaluate("demo:1", model=make(), **options)
-    assert "parts" not in (tmp_path / "out" / "run.json").read_text()
 
 
-def noisy(monkeypatch, share: float) -> None:
-    """Let what a model hands on differ as that of another processor does."""
-    real, random = probing._sums, np.random.default_rng(0)
+class LocalHead(torch.nn.Module):
+    """A model with a function of its features."""
 
-    def sums(output):
-        actual = real(output)
-        return None if actual is None else actual + random.uniform(-share, share, len(actual)) * actual[-1]
+    def __init__(self, head):
+        super().__init__()
+        self.model, self.head = tiny_model(), head
 
-    monkeypatch.setattr(probing, "_sums", sums)
+    def forward(self, x):
+        return self.head(self.model(x))
+
+
+def local_model(factor: int) -> torch.nn.Module:
+    class Local(LocalHead):
+        def forward(self, x):
+            return super().forward(x) * factor if factor < 3 else super().forward(x).flip(1)
+
+    return Local(torch.nn.Identity())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rounding", "more"), [("float32", 1e-5, 1e-3), ("float16", 1e-2, 0.2), ("bfloat16", 5e-2, 0.8)]
+    ("one", "other"),
+    [
+        (lambda: local_model(1), lambda: local_model(2)),
+        (lambda: LocalHead(lambda x: x + 1), lambda: LocalHead(lambda x: x + 2)),
+        (lambda: LocalHead(partial(torch.roll, shifts=1)), lambda: LocalHead(partial(torch.roll, shifts=2))),
+        (lambda: LocalHead(torch.nn.GELU()), lambda: LocalHead(torch.nn.GELU("tanh"))),
+        (lambda: LocalHead(torch.sigmoid), lambda: LocalHead(torch.tanh)),
+        (lambda: LocalHead({"a": [{1, 2}]}.get), lambda: LocalHead(len)),
+    ],
 )
-def test_another_processor_may_go_on_and_another_model_may_not(tmp_path, monkeypatch, dtype, rounding, more):
+def test_other_code_or_settings_are_another_model(one, other):
+    assert state_sha256(one()) == state_sha256(one()) != state_sha256(other())
+
+
+def test_a_function_is_identified_by_what_it_reads():
+    outputs = [lambda output, index=index: output[:, [index]] for index in (0, 1)]
+    outputs += [partial(lambda output, index: output[:, [index]], index=index) for index in (0, 1)]
+    assert len({json.dumps(explainer(outputs=function).fingerprint()) for function in outputs}) == 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization", "ignore:torch.quantize_per")
+def test_quantised_models_are_identified(tmp_path):
+    def quantised(scale: float) -> torch.nn.Module:
+        model = tiny_model()
+        model.head.weight.data *= scale
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+    hashes = [weights_sha256(quantised(scale)) for scale in (1.0, 1.0, 2.0)]
+    assert hashes[0] == hashes[1] != hashes[2]
     source = fill(tmp_path / "in", 2)
-    run_folder(source, tmp_path / "out", model=Explainer(tiny_model(), dtype=dtype))
-    with monkeypatch.context() as context:
-        noisy(context, rounding)
-        assert run_folder(source, tmp_path / "out", model=Explainer(tiny_model(), dtype=dtype)).kept == 2
-    noisy(monkeypatch, more)
-    with pytest.raises(OptionError, match="the model's outputs differ"):
-        run_folder(source, tmp_path / "out", model=Explainer(tiny_model(), dtype=dtype))
-
-
-class Answering(timm.models.VisionTransformer):
-    """Answers in one of the ways that models have."""
-
-    def __init__(self, kind, **sizes):
-        super().__init__(**sizes)
-        self.answers_by = kind
-
-    def forward(self, x, **options):
-        features = self.forward_features(x) * getattr(self, "gains", [1.0])[0]
-        return {
-            "features": features,
-            "pair": (features, features.mean(1)),
-            "dict": {"feature maps": [features]},
-            "none": None,
-            "not a number": features * float("nan"),
-        }[self.answers_by]
-
-
-@pytest.mark.parametrize("kind", ["features", "pair", "dict", "not a number", "none"])
-def test_every_answer_is_known_again_and_another_one_reported(kind):
-    model = tiny_model(partial(Answering, kind))
-    entry = Explainer(model)
-    first = json.loads(json.dumps(probe_of(entry)))
-    assert probing.same_model(first, probe_of(entry))
-    model.gains = [1.1]
-    assert probing.same_model(first, probe_of(entry)) is (kind in ("none", "not a number"))
-
-
-def test_a_model_that_fails_on_the_fixed_image_has_no_probe():
-    model = tiny_model()
-    model.blocks[0].register_forward_hook(lambda *_: 1 / 0)
-    assert probe_of(Explainer(model)) is None
-    assert not probing.same_model(None, probe_of(explainer())) and probing.same_model(None, None)
+    assert run_folder(source, tmp_path / "out", model=quantised(1.0), methods=["occlusion"]).explained == 2
+    with pytest.raises(OptionError, match="other weights"):
+        run_folder(source, tmp_path / "out", model=quantised(2.0), methods=["occlusion"])
 
 
 @pytest.mark.parametrize(
-    "damage", [3, [], {}, {"parts": 3}, {"parts": {"": "?"}}, {"parts": {"": "AAAA"}, "rounding": 1}]
+    "extra", [None, {"a": (1, "b")}, b"bytes", torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()]
 )
-def test_a_probe_that_was_edited_is_none(damage):
-    assert not probing.same_model(damage, probe_of(explainer()))
+def test_any_state_of_a_model_has_a_hash(extra):
+    class Layer(torch.nn.ReLU):
+        def get_extra_state(self):
+            return extra
 
+    class Other(torch.nn.ReLU):
+        def get_extra_state(self):
+            return "other"
 
-def test_the_probe_is_one_forward_pass_and_leaves_the_model_as_it_was():
-    class Changing(Holding):
-        calls = 0
-
-        def gain(self):
-            type(self).calls += 1
-            self.mean.add_(1.0)
-            return torch.rand(1) * 0.0 + 1.0
-
-    model = tiny_model(Changing).train()
-    model.register_buffer("mean", torch.zeros(2))
-    model.blocks[1].eval()
-    entry, state = Explainer(model), torch.get_rng_state()
-
-    def modules():
-        return [
-            (one.training, [len(value) for name, value in vars(one).items() if "hooks" in name])
-            for one in model.modules()
-        ]
-
-    before = modules()
-    probe_of(entry)
-    assert Changing.calls == 1 and model.mean.tolist() == [0.0, 0.0]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert modules() == before
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert weights_sha256(Layer()) == weights_sha256(Layer()) != weights_sha256(Other())
 
 
 def test_an_evaluation_with_another_mean_is_refused(tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ from vitflow.folder.draw import draw_run, report_run
 from vitflow.folder.plan import Input, list_inputs
 from vitflow.folder.saved import SavedRun
 from vitflow.folder.work import compute_maps, draw_files, make_job
-from vitflow.models.checkpoints import weights_sha256
+from vitflow.models.identity import weights_sha256
 
 
 def image_bytes(seed: int, format: str = "JPEG", size=(48, 40)) -> bytes:

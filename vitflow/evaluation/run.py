@@ -21,7 +21,7 @@ from vitflow.evaluation.targets import Grid, choose_target, draw_grids, make_gri
 from vitflow.explaining.explainer import Explainer
 from vitflow.folder.batches import Batches, RunProgress, Tally
 from vitflow.folder.columns import failed_row
-from vitflow.folder.fingerprints import run_fingerprint, without_probe
+from vitflow.folder.fingerprints import run_fingerprint
 from vitflow.folder.store import Run, finishing, versions
 from vitflow.folder.work import explainer_for
 from vitflow.images.reading import ImageSource
@@ -148,7 +148,7 @@ def evaluate(
         methods=tuple(measured[0]["values"]),
         metrics=tuple(metric for metric in shown if metric.group in groups),
         rows=tuple(rows),
-        settings=without_probe(settings) | {"versions": versions()},
+        settings=settings | {"versions": versions()},
         kind=dataset.kind,
         skipped=tuple(notes),
     )

@@ -21,8 +21,8 @@ from vitflow.models import DTYPES
 from vitflow.models.anatomy import forward_options
 from vitflow.models.blocks import headless
 from vitflow.models.calls import no_logits
-from vitflow.models.checkpoints import weights_sha256
 from vitflow.models.facts import library_data_config, read_facts
+from vitflow.models.identity import library_versions, state_sha256, weights_sha256
 from vitflow.models.loading import load_model
 from vitflow.models.names import ClassNames, check_name_count, checked_class_names, model_id
 from vitflow.models.outputs import Outputs, features_of, similarity_outputs
@@ -38,7 +38,6 @@ from vitflow.models.pairs import (
 from vitflow.models.parts import refuse_joint_text, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
 from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
-from vitflow.recording.probing import probe
 from vitflow.recording.readout import Head
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
@@ -227,13 +226,13 @@ class ImageModel:
     def fingerprint(self) -> dict[str, Any]:
         """Return everything that the maps of this explainer depend on, for JSON.
 
-        Weights and class names are hashes, the device is its type, and everything else is covered by the outputs for
-        two fixed images (see `vitflow.recording.probing`).
+        Weights, code and class names are hashes (see `vitflow.models.identity`), and the device is its type.
         """
         return {
             **self.facts.fingerprint(),
             "weights_sha256": weights_sha256(self.model),
-            "probe": probe(self.model, self._probed, self.inputs.shape),
+            "state_sha256": state_sha256(self.model),
+            "libraries": library_versions(self.model),
             "device": self.device.type,
             "fit": self.fit,
         }
@@ -343,12 +342,6 @@ class ImageModel:
         if logits is None:
             raise no_logits(output, self.model_id)
         return logits
-
-    def _probed(self, pixels: Tensor) -> Any:
-        """Return the model's output for fingerprints, with the outputs of a user's function."""
-        output = self.forward(pixels)
-        classes = self.outputs.function is None and self.outputs.rest is None
-        return output if classes else self.outputs.with_rest(output)
 
 
 def _stacked(model: nn.Module, data_config: Any) -> tuple[StackedFrames, dict[str, Any], TokenLayout]:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vitflow.errors import OptionError
-from vitflow.recording.probing import same_model
 from vitflow.registry.choices import Chosen
 
 #: What to do about a folder that contains another run.
@@ -14,10 +13,11 @@ _KINDS = {"evaluation": "an evaluation", "folder": "a folder run"}
 # Messages for differences whose values (hashes) mean nothing to a reader.
 _MESSAGES = {
     "weights_sha256": "the model has other weights",
+    "state_sha256": "the model has other code, attributes or hooks",
     "class_names_sha256": "the classes have other names",
-    "outputs.code_sha256": "the function of the outputs was edited",
+    "outputs.state_sha256": "the function of the outputs was changed",
     "outputs.weights_sha256": "the function of the outputs has other weights",
-    "outputs.rest.code_sha256": "the function subtracted from the outputs was edited",
+    "outputs.rest.state_sha256": "the function subtracted from the outputs was changed",
     "outputs.rest.weights_sha256": "the function subtracted from the outputs has other weights",
     "outputs.vectors_sha256": "the prompts or reference images have other embeddings",
 }
@@ -68,7 +68,7 @@ def check_same_run(before: Mapping[str, Any], folder: object, fingerprint: Mappi
 
 
 def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Describe the differences between two runs' fingerprints; model outputs may differ by rounding.
+    """Describe the differences between two runs' fingerprints.
 
     >>> fingerprint_difference({"fit": "crop", "options": {"rollout": {"residual": 0.5}}}, {"fit": "crop"})
     ['options.rollout.residual was 0.5 and is not set']
@@ -80,8 +80,7 @@ def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> li
     differences = [f"methods was [{', '.join(had)}] and is [{', '.join(has)}]"] if had != has else []
     differing = set(had) ^ set(has)
     before, after = (
-        {path: value for path, value in _leaves(without_probe(record)) if not differing.intersection(path)}
-        for record in (old, new)
+        {path: value for path, value in _leaves(record) if not differing.intersection(path)} for record in (old, new)
     )
     for path in dict.fromkeys([*before, *after]):
         if before.get(path, ...) != after.get(path, ...):
@@ -89,14 +88,7 @@ def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> li
             differences.append(
                 _MESSAGES.get(name, f"{name} was {_display(before, path)} and is {_display(after, path)}")
             )
-    if not differences and not same_model(old.get("probe"), new.get("probe")):
-        differences.append("the model's outputs differ, although its weights are the same")
     return differences
-
-
-def without_probe(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a fingerprint for display: without the probe of the model's outputs."""
-    return {name: value for name, value in fingerprint.items() if name != "probe"}
 
 
 def _labels(record: Mapping[str, Any]) -> list[str]:

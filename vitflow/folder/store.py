@@ -21,7 +21,7 @@ import numpy as np
 from vitflow.errors import OptionError, VitflowError
 from vitflow.files import is_file, is_link, is_there, remove_leftovers, write_inside
 from vitflow.folder.columns import COLUMNS, Maps, Row, failed_row, kinds_in, pack_half, printable_name
-from vitflow.folder.fingerprints import check_same_run, without_probe
+from vitflow.folder.fingerprints import check_same_run
 from vitflow.folder.saved import APPLICATION, CONDITION_COLUMNS, FILE, SCHEMA, VERSION, SavedRun, checksum
 
 _INSERT = (
@@ -201,7 +201,7 @@ class Run(SavedRun):
         record = {
             "versions": versions(),
             "command": list(command) if command else None,
-            "run": {**without_probe(self.fingerprint), **settings},
+            "run": {**self.fingerprint, **settings},
             "totals": totals,
             "time": seconds,
         }

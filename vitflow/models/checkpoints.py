@@ -1,19 +1,16 @@
-"""Read checkpoint files without running code from them, and hash weights."""
+"""Read checkpoint files without running code from them."""
 
 import argparse
-import hashlib
-import inspect
 import pickle
 import re
 import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitflow.errors import ModelError
 from vitflow.files import is_file
@@ -100,36 +97,3 @@ def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     while weights and (prefix := next((p for p in _PREFIXES if all(name.startswith(p) for name in weights)), "")):
         weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     return weights
-
-
-def weights_sha256(model: nn.Module) -> str:
-    """Return a hash of the names and values of all weights, independent of their file."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        value = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
-
-
-# Libraries that are identified by their version; their code may change without changing results.
-_LIBRARIES = {"torch", "torchvision", "timm", "transformers", "open_clip", "vitflow"}
-
-
-def code_sha256(model: nn.Module) -> str:
-    """Return a hash of the source (or else the name) of a model's classes, without those of libraries."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
-    custom = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
-    digest = hashlib.sha256()
-    for kind in sorted(custom, key=lambda kind: kind.__qualname__):
-        digest.update(source_of(kind))
-    return digest.hexdigest()
-
-
-def source_of(code: Any) -> bytes:
-    """Return the source of a class or a function, or its name if it has no source."""
-    try:
-        source = inspect.getsource(code)
-    except (OSError, TypeError):  # defined interactively, or the file was deleted
-        source = str(code.__qualname__)
-    return source.encode("utf-8", "backslashreplace")

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, VitflowError, check_known
 from vitflow.models.calls import in_words, logits_of, no_logits, tensors_in
-from vitflow.models.checkpoints import code_sha256, source_of, weights_sha256
+from vitflow.models.identity import state_sha256, weights_sha256
 
 #: Activations: probabilities that sum to 1, independent probabilities, cosines, or unchanged values.
 ACTIVATIONS = ("softmax", "sigmoid", "cosine", "value")
@@ -277,20 +277,18 @@ def _sha256(image: NDArray[np.uint8]) -> str:
 
 
 def _made_of(function: Any) -> dict[str, Any]:
-    """Identify a function by its name and the hash of its source; a module also by the hash of its weights.
+    """Identify a function by its name and the hash of its code and state; a module also by the hash of its weights.
 
     Functions of vitflow itself are described by `Outputs.made_of` alone.
     """
-    while isinstance(function, partial):
-        function = function.func
-    if str(getattr(function, "__module__", "")).startswith("vitflow."):
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    if str(getattr(inner, "__module__", "")).startswith("vitflow."):
         return {}
-    if isinstance(function, nn.Module):
-        return {"function": type(function).__qualname__, "weights_sha256": weights_sha256(function)} | {
-            "code_sha256": code_sha256(function)
-        }
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return {"function": named.__qualname__, "code_sha256": hashlib.sha256(source_of(named)).hexdigest()}
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    weights = {"weights_sha256": weights_sha256(inner)} if isinstance(inner, nn.Module) else {}
+    return {"function": named.__qualname__, **weights, "state_sha256": state_sha256(function)}
 
 
 def _called(function: Callable[[Any], Tensor], output: Any) -> Any:

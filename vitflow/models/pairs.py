@@ -16,6 +16,7 @@ from vitflow.errors import ModelError, OptionError, UnsupportedModelError, Vitfl
 from vitflow.models.anatomy import embedding_of, pair
 from vitflow.models.blocks import without
 from vitflow.models.facts import library_data_config
+from vitflow.models.identity import state_sha256
 from vitflow.models.names import model_id, model_note
 from vitflow.models.outputs import Outputs, cosines
 from vitflow.models.parts import library_id
@@ -300,7 +301,12 @@ def prompt_outputs(pair: Pair, prompts: Prompts) -> Outputs:
         # The softmax of a single prompt is 100 % for every image.
         "cosine" if one and pair.activation == "softmax" else pair.activation,
         scale=pair.scale if pair.activation == "softmax" else 1.0,
-        made_of={"prompts": list(texts), "templates": list(frames), "raw": raw},
+        made_of={
+            "prompts": list(texts),
+            "templates": list(frames),
+            "raw": raw,
+            "vectors_sha256": state_sha256(torch.cat([vectors, empty])),
+        },
         rest=numbers(empty) if one else None,
         against="that of an empty prompt" if one else "the mean of the other prompts",
         apart=not raw,

@@ -1,23 +1,14 @@
-"""Runs of a model besides the recorded one: on noise, on a few tokens, from given tokens; and its fingerprint.
+"""Runs of a model besides the recorded one: on noise, on a few tokens, from given tokens."""
 
-A fingerprint consists of outputs and activations for two fixed images. Weights and settings do not determine what a
-model computes: Python attributes, hooks and code also affect the result. Any relevant difference changes its outputs
-or activations.
-"""
-
-import base64
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -25,110 +16,8 @@ from vitflow.errors import ShapeError
 from vitflow.models.anatomy import forward_options
 from vitflow.models.calls import tensors_in
 from vitflow.models.parts import model_cache, plain_token_ids
-from vitflow.recording.isolation import Hook, device_of, evaluating, hooked, trial, uncompiled
+from vitflow.recording.isolation import Hook, device_of, evaluating, hooked, trial
 from vitflow.recording.readout import tokens_of, with_tokens
-
-# Relative tolerance for activations on different hardware: about 20 times the observed difference (1e-5 in float32).
-# Scaling one attention by 1.1 causes a larger difference.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 5e-2, torch.bfloat16: 0.25}
-# Tolerance of float32 on a GPU, where convolutions may use TF32 (10 bits).
-_ROUNDING_ON_GPU = 5e-3
-# The number of sums per activation.
-_SUMS = 8
-
-
-# Runs the forward pass on a model input.
-Forward = Callable[[Tensor], Any]
-
-
-def probe(model: nn.Module, forward: Forward, shape: tuple[int, ...]) -> dict[str, Any] | None:
-    """Return the fingerprint of a model on two fixed images and its tolerance; None if the model fails on them.
-
-    One forward pass; the outputs of the model and of every module with submodules are reduced to a few sums each. The
-    model's buffers and the random state are restored.
-
-    Args:
-        model: the model.
-        forward: runs the forward pass.
-        shape: shape of an image, (channels, height, width).
-
-    Returns:
-        "parts", the sums (float32 in base64) by module path ("" for the model's outputs); and "rounding", the relative
-        tolerance of a sum on other hardware. JSON-serializable.
-    """
-    pixels = torch.cat([fixed_pixels(model, shape, seed) for seed in (0, 1)])
-    sums = dict[str, NDArray[np.float64]]()
-
-    def note(path: str, args: Any, output: Any) -> None:
-        output_sums = _sums(output)
-        if output_sums is not None:
-            sums[path] = sums.get(path, 0.0) + output_sums
-
-    hooks = (
-        Hook(module, partial(note, path), before=False, while_unrecorded=True)
-        for path, module in model.named_modules()
-        if path and module._modules
-    )
-    try:
-        with (
-            torch.inference_mode(False),
-            trial(model, pixels.device),
-            uncompiled(),
-            hooked(hooks),
-            np.errstate(all="ignore"),
-        ):
-            note("", (), forward(pixels))
-    except Exception:  # the error is reported for each image
-        return None
-    rounding = max(_ROUNDING.get(weight.dtype, 0.0) for weight in (torch.empty(0), *model.parameters()))
-    if pixels.device.type != "cpu":
-        rounding = max(rounding, _ROUNDING_ON_GPU)
-    with np.errstate(all="ignore"):
-        parts = {path: base64.b64encode(array.astype("<f4").tobytes()).decode() for path, array in sums.items()}
-    return {"parts": parts, "rounding": rounding}
-
-
-def fixed_pixels(model: nn.Module, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Return a random image on the model's device, [1, channels, height, width], independent of the NumPy version."""
-    parameter = next(model.parameters(), torch.empty(0))
-    return torch.from_numpy(np.random.RandomState(seed).standard_normal((1, *shape)) / 2).to(parameter)
-
-
-def _sums(output: Any) -> NDArray[np.float64] | None:
-    """Return sums of an output's values with random signs, and their root mean square; None without values."""
-    flat = [tensor.detach().cpu().double().flatten().numpy() for tensor in tensors_in(output)]
-    values = np.concatenate(flat) if flat else np.empty(0)
-    if not len(values):
-        return None
-    values = np.pad(values * _signs(len(values)), (0, -len(values) % _SUMS)).reshape(-1, _SUMS)
-    return np.append(values.sum(axis=0), math.sqrt(np.square(values).sum() / _SUMS))
-
-
-@lru_cache(maxsize=2)
-def _signs(count: int) -> NDArray[np.float64]:
-    return np.random.RandomState(1).choice([-1.0, 1.0], count)
-
-
-def same_model(old: Any, new: Any) -> bool:
-    """Return True if two fingerprints (possibly read from files) are of the same model, on any hardware."""
-    try:
-        first, second = (
-            {path: np.frombuffer(base64.b64decode(sums), "<f4") for path, sums in fingerprint["parts"].items()}
-            for fingerprint in (old, new)
-        )
-        rounding = max(float(fingerprint["rounding"]) for fingerprint in (old, new))
-        both = first.keys() & second.keys()
-        sizes = {path: np.nan_to_num([first[path][-1], second[path][-1]]).max() for path in both}
-        # Values that are tiny compared with the largest are only rounding errors.
-        least = 1e-4 * max(sizes.values(), default=0.0)
-        return ("" in first) is ("" in second) and all(
-            first[path].shape == second[path].shape
-            and np.allclose(first[path], second[path], 0.0, rounding * max(sizes[path], least), equal_nan=True)
-            for path in both
-        )
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return bool(old == new)
-
 
 # The number of tokens (unlikely to be a number of heads), and of those after the token that is changed.
 _LENGTH, _LATER = 11, (0, 4)
