@@ -10,7 +10,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vitflow.cli import cli
 from vitflow.demo import DEMO_CAPTION, draw_scene, sample_images
-from vitflow.errors import OptionError
 from vitflow.text import explain_generation
 
 
@@ -48,8 +47,3 @@ def test_the_command_line_reports_both_probabilities(tmp_path):
     assert "for a blank image" in done.output
     reported = json.loads(CliRunner().invoke(cli, [*line, "--json"]).stdout)
     assert 0.0 <= reported["words"][0]["facts"]["blank"]["value"] <= 1.0
-
-
-def test_blank_requires_an_image():
-    with pytest.raises(OptionError, match="blank requires an image"):
-        explain_generation(str(DEMO_CAPTION), "a red heart", blank=True)

@@ -12,7 +12,7 @@ from torch import nn
 from tests import references
 from tests.text.test_image_tokens import box_of
 from tests.text.test_reading import wordpiece_tokenizer
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError
 from vitflow.text import Generation, explain_generation
 
 transformers = pytest.importorskip("transformers")
@@ -254,28 +254,6 @@ def test_weighting_and_discarding_change_the_rows_and_leave_their_sum():
         assert np.abs(changed.values - plain.values).max() > 1e-3
 
 
-def test_what_is_no_encoder_with_a_decoder_is_refused_by_name():
-    with pytest.raises(OptionError, match="start_layer"):
-        written(t5(), SOURCE, start_layer=4)
-    with pytest.raises(OptionError, match="at most 40 new tokens after 1, as BartFor.*got 41"):
-        written(bart(), SOURCE, max_new_tokens=41)
-    with pytest.raises(OptionError, match="num_beams=1"):
-        written(t5(), SOURCE, num_beams=2)
-    with pytest.raises(OptionError, match="below 50, got 60"):
-        written(t5(), torch.tensor([[60, 1]]))
-    with pytest.raises(OptionError, match="attention_mask of the prompt's shape"):
-        written(t5(), {"input_ids": SOURCE, "attention_mask": torch.ones(1, 4)})
-    swin = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "image_size": 32, "patch_size": 4, "window_size": 4}
-    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-        transformers.SwinConfig(**swin), transformers.GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4)
-    )
-    staged = transformers.VisionEncoderDecoderModel(config).eval()
-    staged.generation_config.update(decoder_start_token_id=1, pad_token_id=0)
-    assert written(captioner(), source_of("captioner")).prompt_tokens.strings[:3] == ("[image]", " 1,1", " 1,2")
-    with pytest.raises(UnsupportedModelError, match="VisionEncoderDecoderModel attends in 4 matrices of 16 × 16"):
-        written(staged, source_of("captioner"))
-
-
 def photograph(size: tuple[int, int] = (48, 96)) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 255, (*size, 3), dtype=np.uint8))
 
@@ -341,27 +319,6 @@ def test_a_beginning_in_words_and_images_of_any_size():
     saliency = adjacent(Image.new("RGB", (1, 1))).image(0)
     assert saliency.image.shape == (1, 1, 3) and np.isfinite(saliency.heatmap).all()
     assert adjacent([photograph()]).image(0).grid.shape == (4, 4)
-
-
-def test_what_an_encoder_cannot_be_shown_is_reported():
-    with pytest.raises(OptionError, match="omit video"):
-        written(seeing(), None, processor=prepares(), video=[photograph()])
-    with pytest.raises(OptionError, match="Expected one image for VisionEncoderDecoderModel, got 2"):
-        adjacent([photograph(), photograph()])
-    with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
-        adjacent([])
-    with pytest.raises(OptionError, match="omit video"):
-        adjacent(through_tower=True)
-    with pytest.raises(OptionError, match="the prompt is one text, got Tensor"):
-        adjacent(inputs=torch.zeros(1, 3, 32, 32))
-    with pytest.raises(OptionError, match="Expected one prompt, got 2"):
-        written(seeing(), torch.zeros(2, 3, 32, 32))
-    with pytest.raises(OptionError, match="Expected a processor for VisionEncoderDecoderModel, which was not loaded"):
-        written(seeing(), None, image=photograph())
-    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration has no image token"):
-        written(t5(), "the key", image=photograph(), processor=prepares())
-    with pytest.raises(OptionError, match="Expected a text, or tokenizer output"):
-        written(t5(), None)
 
 
 def test_an_encoder_by_its_folder_brings_what_prepares_its_images(tmp_path):

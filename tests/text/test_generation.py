@@ -5,15 +5,14 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tokenizers import processors
 from torch import Tensor, nn
 
 from tests import references
-from tests.recording.test_languages import built, cached, texts
+from tests.recording.test_languages import built, texts
 from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import byte_tokenizer, reads, wordpiece_tokenizer
 from vitflow import record_attention
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.errors import ModelError
 from vitflow.progress import shown_by
 from vitflow.text import Generation, explain_generation
 
@@ -181,19 +180,6 @@ def test_a_model_is_taken_by_its_folder(tmp_path):
         explain_generation("nobody/nothing-here", "the key")
 
 
-def test_more_than_the_model_has_positions_for_is_refused_before_anything_is_written():
-    model = built("GPT2LMHeadModel")  # of 64 positions
-    with pytest.raises(OptionError, match="at most 56 new tokens after 9, .*got 1000000000: lower"):
-        written(model, new=10**9)
-    assert written(model, new=56, eos_token_id=None).generated_tokens.length == 56
-    with pytest.raises(OptionError, match="at most 0 new tokens after 66, as GPT2LMHeadModel"):
-        explain_generation(model, torch.ones(1, 66, dtype=torch.long), max_new_tokens=2)
-    with pytest.raises(OptionError, match="at most 56 new tokens .* got 61"):
-        explain_generation(model, prompt(), max_length=70)
-    with pytest.raises(OptionError, match="token ids of GPT2LMHeadModel below 50, got 77"):
-        explain_generation(model, torch.tensor([[5, 77]]), max_new_tokens=2)
-
-
 def ending(model: nn.Module, end: int) -> object:
     config = copy.deepcopy(model.generation_config)
     config.eos_token_id = end
@@ -247,59 +233,6 @@ def test_a_progress_bar_is_reported_of_every_step():
     assert sum(steps) == NEW
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_beams": 3}, "got beam_search.*num_beams=1"),
-        ({"num_beams": 2, "do_sample": True}, "got beam_sample"),
-        ({"prompt_lookup_num_tokens": 2}, "got assisted_generation.*prompt_lookup_num_tokens"),
-        ({"cache_implementation": "static"}, "cache_implementation='static'.*omit it"),
-    ],
-)
-def test_what_a_rollout_cannot_follow_is_refused_by_name(changes, words):
-    with pytest.raises(OptionError, match=words):
-        written(built("GPT2LMHeadModel"), **changes)
-
-
-def wordless() -> object:
-    """A tokenizer that adds no special tokens."""
-    tokenizer = wordpiece_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
-    return tokenizer
-
-
-def test_other_mistakes_are_reported_before_anything_is_written():
-    model = built("GPT2LMHeadModel")
-    with pytest.raises(UnsupportedModelError, match="BertForMaskedLM.*explain_text"):
-        written(built("BertForMaskedLM"))
-    with pytest.raises(OptionError, match="Expected one prompt, got 2: call it once for each"):
-        explain_generation(model, texts("right"), max_new_tokens=2)
-    with pytest.raises(OptionError, match="num_return_sequences is not supported"):
-        written(model, num_return_sequences=2, do_sample=True)
-    with pytest.raises(OptionError, match=r"Expected a text, or .*got list"):
-        explain_generation(model, [1, 2], max_new_tokens=2)
-    with pytest.raises(OptionError, match=r"Expected a text, or .*got list"):
-        explain_generation(model, [], max_new_tokens=2)
-    with pytest.raises(OptionError, match="at least one token, got none"):
-        explain_generation(model, "", tokenizer=wordless(), max_new_tokens=2)
-    with pytest.raises(OptionError, match=r"a text in UTF-8, got “caf.*xe9”"):
-        explain_generation(model, "caf\udce9", tokenizer=wordpiece_tokenizer(), max_new_tokens=2)
-    with pytest.raises(OptionError, match=r"attention_mask of the prompt's shape \(1, 9\), got \(1, 4\)"):
-        explain_generation(model, {"input_ids": prompt(), "attention_mask": torch.ones(1, 4)})
-    for method in ("rollout", "gae"):
-        with pytest.raises(OptionError, match="guidance_scale=1.5 .*omit it"):
-            written(model, method=method, guidance_scale=1.5)
-    with pytest.raises(OptionError, match="Unknown method for texts 'rolout'. Did you mean 'rollout'"):
-        written(model, method="rolout")
-    with pytest.raises(OptionError, match="Unknown gae option 'residual'"):
-        written(model, method="gae", residual=0.5)
-    cache = transformers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(prompt(), **cached(model, cache))
-    with pytest.raises(OptionError, match="cache with 9 tokens"):
-        written(model, **cached(model, cache))
-
-
 def test_arguments_of_tokens_are_those_of_the_prompt_without_its_padding():
     model = built("GPT2LMHeadModel")
     types = torch.full((1, 9), 7)  # GPT-2 adds the embeddings of these ids
@@ -310,14 +243,3 @@ def test_arguments_of_tokens_are_those_of_the_prompt_without_its_padding():
     typed = explain_generation(model, {"input_ids": prompt(), "token_type_ids": types}, **options)
     np.testing.assert_array_equal(actual.values, typed.values)
     assert np.abs(actual.values - explain_generation(model, prompt(), **options).values).max() > 1e-4
-
-
-@pytest.mark.parametrize(
-    "option", [{"causal": "x"}, {"head_fusion": "x"}, {"discard_ratio": 2.0}, {"residual": 1.5}, {"below": "x"}]
-)
-def test_values_are_checked_before_text_is_generated(option, monkeypatch):
-    model = built("GPT2LMHeadModel")
-    monkeypatch.setattr(type(model), "generate", None)  # a call would be a TypeError
-    method = "flow" if "below" in option else "rollout"
-    with pytest.raises(OptionError, match=f"(?i){next(iter(option)).replace('_', '.')}"):
-        explain_generation(model, prompt(), method=method, **option)

@@ -11,7 +11,6 @@ from PIL import Image
 from torch import Tensor
 
 from tests.models.vision_language import NAMES, Family, family
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.models.parts import decoder_of
 from vitflow.text.image_tokens import ImageTokens, image_tokens
 
@@ -147,27 +146,3 @@ def test_an_image_of_one_pixel_has_its_tokens_too(name):
     inputs = one.processor(images=Image.new("RGB", (1, 1)), text=f"{one.prompt} what", return_tensors="pt")
     parts = image_tokens(one.model.config, one.processor, inputs, [(1, 1)])
     assert parts[0].image == 0
-
-
-def prepared(name: str = "llava", text: str = "what is on", **options: object) -> tuple[Family, dict[str, Tensor]]:
-    one = family(name)
-    given = one.processor(images=Image.new("RGB", (30, 30)), text=f"{one.prompt} {text}", return_tensors="pt")
-    return one, {**given, **options}
-
-
-def test_what_is_not_known_is_reported_with_the_way_out():
-    one, inputs = prepared()
-    config, sizes = one.model.config, [(30, 30)]
-    with pytest.raises(
-        UnsupportedModelError, match=r"image tokens of gpt2 .*known families: llava, .*ImageTokens\(positions"
-    ):
-        image_tokens(transformers.GPT2Config(), one.processor, inputs, sizes)
-    with pytest.raises(UnsupportedModelError, match="Expected 72 tokens of 2 images of 30 × 30, 30 × 30 .* got 36"):
-        image_tokens(config, one.processor, {**inputs, "pixel_values": torch.zeros(2, 3, 24, 24)}, sizes * 2)
-
-
-def test_parts_are_checked():
-    with pytest.raises(ShapeError, match="Expected 2 × 2 distinct patch positions, got 4, 3 of them distinct"):
-        ImageTokens([1, 2, 3, 3], 2, 2)
-    with pytest.raises(OptionError, match="Unknown role 'crop'"):
-        ImageTokens([1], 1, 1, role="crop")

@@ -273,13 +273,6 @@ def test_the_towers_rollout_ends_where_its_features_are_taken():
     np.testing.assert_allclose(tower_rows(one.model, inputs, [part])[0], product[1:, 1:], atol=1e-6)
 
 
-def test_towers_that_cannot_be_followed_are_refused():
-    with pytest.raises(UnsupportedModelError, match="uses window attention: omit through_tower"):
-        written("qwen2_5_vl", through_tower=True)
-    with pytest.raises(UnsupportedModelError, match="has 5 inputs for 2 token grids"):
-        written("llava_next", through_tower=True)
-
-
 def test_of_two_images_each_has_its_map():
     one = family("qwen2_vl")
     actual = written("qwen2_vl", [photograph(), photograph(1, (64, 40))], f"{one.prompt} what is on")
@@ -365,24 +358,6 @@ def test_a_layout_takes_the_place_of_an_unknown_one(monkeypatch):
         written(layout=replace(entry, positions=range(5, 41)))
     with pytest.raises(ShapeError):
         replace(entry, rows=5)
-
-
-def test_what_is_no_image_is_reported():
-    one = family("qwen2_vl")
-    with pytest.raises(OptionError, match="Expected one or several images, got an empty list"):
-        written("qwen2_vl", [])
-    with pytest.raises(OptionError, match="With images or a video, the prompt is one text, got list"):
-        explain_generation(one.model, ["what", "is"], image=photograph(), processor=one.processor)
-    with pytest.raises(OptionError, match="through_tower and layout require image"):
-        explain_generation(one.model, "what", processor=one.processor, through_tower=True)
-    with pytest.raises(OptionError, match="Expected a processor for images and text for LlavaFor.*LlavaImageProc"):
-        alone = family("llava").processor.image_processor
-        explain_generation(family("llava").model, "what", image=photograph(), processor=alone)
-    with pytest.raises(OptionError, match="Expected a processor for LlavaFor.*, which was not loaded by name"):
-        explain_generation(family("llava").model, "what", image=photograph())
-    plain = explain_generation(one.model, "what is", tokenizer=one.processor.tokenizer, **saying(one, ANSWER))
-    with pytest.raises(OptionError, match="Expected an image in the prompt, got none: pass image="):
-        plain.image("heart")
 
 
 def test_a_model_by_its_folder_brings_its_processor(tmp_path):

@@ -9,8 +9,8 @@ import vitflow
 from tests import references
 from tests.recording.test_languages import SIZES, built
 from vitflow import record_attention
-from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
-from vitflow.text import Words, explain_text
+from vitflow.errors import ModelError
+from vitflow.text import explain_text
 from vitflow.text.words import words_of
 
 transformers = pytest.importorskip("transformers")
@@ -83,13 +83,6 @@ def test_tokens_stand_as_in_the_text(wordpieces, bytes_tokenizer):
     assert actual.selected == (len(actual.tokens.strings) - 1,) and actual.causal
     assert "".join(words_of(bytes_tokenizer, [0, *actual.tokens.ids, 0]).strings) == "<|end|>The keys é is<|end|>"
     assert actual.text == "The keys é is" and actual.model == "GPT2LMHeadModel"
-
-
-def test_more_layers_of_flow_than_there_are_are_refused_as_for_images_unless_by_default(wordpieces):
-    given = {"model": reads(), "tokenizer": wordpieces, "method": "flow"}
-    assert explain_text(TEXT, **given).options["layers"] == 4  # all two of them
-    with pytest.raises(OptionError, match="a number from 1 to 2, .* got 3"):
-        explain_text(TEXT, layers=3, **given)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +162,6 @@ def test_relative_to_the_receptive_field_the_self_token_stands_next_to(bytes_tok
         assert not np.allclose(actual.weights, raw.weights)
 
 
-def test_one_of_several_mask_tokens_must_be_requested(wordpieces):
-    read = {"model": reads(), "tokenizer": wordpieces, "method": "gae"}
-    with pytest.raises(OptionError, match=r"has 2 mask tokens: pass token= .*\[2, 5\]"):
-        explain_text("The [MASK] is on [MASK]", **read)
-    assert explain_text("The [MASK] is on [MASK]", token=5, **read).selected == (5,)
-
-
 @pytest.mark.parametrize(
     ("problem", "labels", "probability"),
     [
@@ -214,69 +200,4 @@ def test_a_saved_model_is_read_by_its_folder(tmp_path, wordpieces):
     np.testing.assert_allclose(explain_text(TEXT, model=loaded).weights, given.weights, atol=1e-6)
 
 
-def test_value_weighting_that_does_not_apply_is_refused_with_the_way_out(wordpieces, monkeypatch):
-    monkeypatch.setattr("vitflow.recording.projections.output_projection", lambda *_: None)
-    with pytest.raises(UnsupportedModelError, match="Use value_weighted=False"):
-        explain_text(TEXT, model=reads(), tokenizer=wordpieces, value_weighted="output")
-
-
-def test_mistakes_are_reported_with_a_remedy(wordpieces):
-    model = reads()
-    read = {"model": model, "tokenizer": wordpieces}
-    with pytest.raises(OptionError, match=r"'the' is in the text more than once, at tokens 4, 9: pass"):
-        explain_text(TEXT, token="the", **read)
-    with pytest.raises(
-        OptionError, match=r"'lock' is not a word of the text: choose one of 0 '\[CLS\]', 1 'The', 2 'key'"
-    ):
-        explain_text(TEXT, token="lock", **read)
-    with pytest.raises(OptionError, match="token index from 0 to 12"):
-        explain_text(TEXT, token=13, **read)
-    with pytest.raises(OptionError, match="a single token, got 'cabinets', tokenized as"):
-        explain_text(TEXT, method="gae", target="cabinets", **read)
-    for target in (-1, 50_000):  # below 0, and beyond the words that the model knows
-        with pytest.raises(OptionError, match=f"Expected the target, a token id, .*, got {target}"):
-            explain_text(TEXT, method="gae", target=target, **read)
-    assert explain_text(TEXT, name="my reader", **read).model == "my reader"
-    with pytest.raises(OptionError, match="one text as a string"):
-        explain_text([TEXT], **read)
-    with pytest.raises(ModelError, match="pass tokenizer="):
-        explain_text(TEXT, model=model)
-    with pytest.raises(ModelError, match="hub id or a transformers folder"):
-        explain_text(TEXT, model="nobody/nothing-here")
-    headless = transformers.BertModel(model.config).eval()
-    with pytest.raises(OptionError, match="BertModel ends in features.*rollout"):
-        explain_text(TEXT, model=headless, tokenizer=wordpieces, method="gae")
-    t5 = transformers.T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
-    both = transformers.T5ForConditionalGeneration(t5).eval()
-    with pytest.raises(UnsupportedModelError, match=r"T5ForConditionalGeneration has .*model\.get_encoder\(\)"):
-        explain_text(TEXT, model=both, tokenizer=wordpieces)
-    encoder = both.get_encoder()
-    assert explain_text(TEXT, model=encoder, tokenizer=wordpieces).weights.sum() == pytest.approx(1)
-
-
-def test_what_a_model_cannot_read_is_reported(wordpieces):
-    for name in ("BertForMaskedLM", "GPT2LMHeadModel"):  # of 64 positions
-        with pytest.raises(OptionError, match="at most 64 tokens, .* got 82: shorten"):
-            explain_text("the key " * 40, model=reads(name), tokenizer=wordpieces)
-        with pytest.raises(OptionError, match="below 12, got 14: the tokenizer is of another model"):
-            explain_text(TEXT, model=built(name, vocab_size=12), tokenizer=wordpieces)
-    with pytest.raises(OptionError, match="from 0 to 14, got 99999"):
-        explain_text(TEXT, model=reads(), tokenizer=wordpieces, method="gae", target=99999)
-    with pytest.raises(OptionError, match=r"a text in UTF-8, got “caf\\xe9”"):
-        explain_text("caf\udce9", model=reads(), tokenizer=wordpieces)
-    config = transformers.LongformerConfig(
-        **{**SIZES, "vocab_size": 15}, max_position_embeddings=64, attention_window=4, pad_token_id=0
-    )
-    longformer = transformers.LongformerForMaskedLM(config).eval()
-    for weighting in (False, "output"):
-        with pytest.raises(UnsupportedModelError, match="No attention between tokens was seen in .* Longformer"):
-            explain_text(TEXT, model=longformer, tokenizer=wordpieces, value_weighted=weighting)
-        assert not torch.overrides._get_current_function_mode_stack()  # what watched it watches no other model
-
-
 # -- tokens ------------------------------------------------------------------------------------------------------------
-
-
-def test_words_have_one_string_id_and_flag_per_token():
-    with pytest.raises(ShapeError, match="same length, got 1, 2 and 1"):
-        Words(("a",), (1, 2), (False,))

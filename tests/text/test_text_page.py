@@ -203,30 +203,19 @@ def test_even_weights_are_reported_as_such(reading, opened):
     assert page.evaluate("evenness([0, 0])") == "" and page.locator("details.graph img").count() == 1
 
 
-@pytest.mark.parametrize("name", ["read", "read by a decoder", "written", "written raw", "written about an image"])
-def test_the_page_and_the_terminal_give_the_same_verdict(name, reading, opened):
-    options = {"tokenizer": wordpiece_tokenizer(), "method": "gae"}
-    if name == "read":
-        actual = reading
-    elif name == "read by a decoder":
-        actual = explain_text(TEXT, model=reads("GPT2LMHeadModel"), tokenizer=wordpiece_tokenizer())
-    elif name == "written about an image":
-        actual = written()
-    else:
-        options = {"tokenizer": wordpiece_tokenizer(), "method": "gae" if name == "written raw" else "rollout"}
-        model, new = reads("GPT2LMHeadModel"), {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-        actual = explain_generation(model, TEXT, **new, **options)
-    page = opened(actual.page())
-    views = [actual.shaded()]
-    if "written" in name:
-        views = [actual.shaded(index) for index in range(actual.generated_tokens.length)]
-    for word, view in enumerate(views):
-        if "written" in name:
+def test_the_page_and_the_terminal_give_the_same_verdict(reading, generation, opened):
+    decoder, tokenizer = reads("GPT2LMHeadModel"), {"tokenizer": wordpiece_tokenizer()}
+    causal = explain_text(TEXT, model=decoder, **tokenizer)
+    raw = explain_generation(decoder, TEXT, method="gae", max_new_tokens=2, do_sample=False, **tokenizer)
+    results = [(one, None) for one in (reading, causal)] + [(one, 1) for one in (generation, raw, written())]
+    for actual, word in results:
+        page, summary = opened(actual.page()), actual.shaded(*[word] * (word is not None)).summary
+        if word is not None:
             page.evaluate(SHARES, [word, "all"])
-        summary = page.inner_text("#summary")
-        entropy, most = map(float, re.search(r"entropy ([\d.]+) of ([\d.]+) bits", summary).groups())
-        assert view.summary.verdict and view.summary.verdict in summary
-        assert (entropy, most) == pytest.approx((view.summary.entropy, view.summary.max_entropy), abs=0.0051)
+        shown = page.inner_text("#summary")
+        bits = [float(number) for number in re.search(r"entropy ([\d.]+) of ([\d.]+) bits", shown).groups()]
+        assert summary.verdict and summary.verdict in shown
+        assert bits == pytest.approx([summary.entropy, summary.max_entropy], abs=0.0051)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.models.vision_language import Family, family
 from tests.text.test_image_tokens import centre_of, holding, silenced
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.models.parts import decoder_of
 from vitflow.text import Generation, explain_generation
 from vitflow.text.image_tokens import ImageTokens
@@ -153,34 +152,3 @@ def with_inputs(one: Family, frames: np.ndarray) -> dict[str, Any]:
     return dict(
         one.processor(videos=[frames], text=f"{one.video_prompt} what", return_tensors="pt", do_sample_frames=False)
     )
-
-
-def test_a_prompt_with_a_video_is_explained_without_maps_as_well():
-    one = family("qwen2_vl")
-    generation = explain_generation(one.model, with_inputs(one, FRAMES), processor=one.processor, max_new_tokens=1)
-    with pytest.raises(OptionError, match="Expected a video in the prompt, got none: pass video="):
-        generation.clip(0)
-
-
-def test_what_is_not_supported_is_refused_with_the_way_out():
-    one, internvl, llava = family("qwen2_vl"), family("internvl"), family("llava")
-    for given in ({"image": FRAMES[0]}, {"through_tower": True}, {"layout": ImageTokens([1], 1, 1)}):
-        with pytest.raises(OptionError, match="image, layout and through_tower are not supported with video"):
-            explain_generation(one.model, video=FRAMES, processor=one.processor, **given)
-    with pytest.raises(OptionError, match="frames requires video"):
-        explain_generation(one.model, image=FRAMES[0], frames=4, processor=one.processor)
-    with pytest.raises(UnsupportedModelError, match="has no video token in its vocabulary. Pass some frames as images"):
-        explain_generation(llava.model, video=FRAMES, processor=llava.processor)
-    with pytest.raises(UnsupportedModelError, match="has no video token in its vocabulary"):
-        explain_generation(internvl.model, video=FRAMES, processor=internvl.processor)
-    with pytest.raises(OptionError, match="The prompt has a video: use generation.clip"):
-        explained().image(0)
-    with pytest.raises(OptionError, match="Expected frames as images, got a tensor"):
-        explain_generation(one.model, video=torch.zeros(2, 3, 8, 8), processor=one.processor)
-    with pytest.raises(ShapeError, match="Expected a clip with at least one frame"):
-        explain_generation(one.model, video=[], processor=one.processor)
-    still = explain_generation(
-        llava.model, image=FRAMES[0], processor=llava.processor, max_new_tokens=1, method="rollout"
-    )
-    with pytest.raises(OptionError, match="Expected a video in the prompt, got images"):
-        still.clip(0)

@@ -103,7 +103,7 @@ class Strip:
         """Lay out the cells above a sequential colour bar, a diverging one, or both."""
         two_sided = [(each.score, each.class_specific) for each, ends in self._drawn if overlay.has_two_sides(*ends)]
         bars = [self.pen.bar()] if len(two_sided) < len(self._drawn) else []
-        bars += [self.pen.bar(captions.ends_of_all(two_sided))] if two_sided else []
+        bars += [self.pen.bar(captions.common_sign_labels(two_sided))] if two_sided else []
         return figures.draw_bands(bands, bars=bars, note=note, dpi=self.pen.dpi)
 
     def note(self, images: Images) -> str:

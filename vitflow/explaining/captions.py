@@ -41,10 +41,10 @@ def ends(score: Score, class_specific: bool) -> tuple[str, str]:
     return f"lowers {score.name}", f"raises {score.name}"
 
 
-def ends_of_all(targets: Sequence[tuple[Score, bool]]) -> tuple[str, str]:
+def common_sign_labels(targets: Sequence[tuple[Score, bool]]) -> tuple[str, str]:
     """Return labels as of `ends` for several maps with a common colour scale.
 
-    >>> ends_of_all([(Score("cat", 0.9), True), (Score("dog", 0.1), True)])
+    >>> common_sign_labels([(Score("cat", 0.9), True), (Score("dog", 0.1), True)])
     ('against the class', 'for the class')
     """
     labels = {ends(score, specific) for score, specific in targets}
