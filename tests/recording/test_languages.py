@@ -20,6 +20,7 @@ WIDE = {**SIZES, "max_position_embeddings": 64}
 GROUPED = {**WIDE, **SPECIAL, "num_key_value_heads": 2}
 NARROW = {**GROUPED, "head_dim": 8, "sliding_window": 5}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+DEBERTA = {**WIDE, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}  # heads folded into the batch
 MODERN = {
     **WIDE,
     **SPECIAL,
@@ -40,6 +41,7 @@ FAMILIES = [
     ("RobertaForMaskedLM", "RobertaConfig", WIDE, "attention.output.dense", "all"),
     ("DistilBertForMaskedLM", "DistilBertConfig", DISTIL, "attention.out_lin", "all"),
     ("AlbertForMaskedLM", "AlbertConfig", {**WIDE, "embedding_size": 16}, "attention.dense", "all"),
+    ("DebertaV2ForMaskedLM", "DebertaV2Config", DEBERTA, "attention.output.dense", "all"),
     ("ModernBertForMaskedLM", "ModernBertConfig", MODERN, "attn.Wo", "window on both sides"),
     ("GPT2LMHeadModel", "GPT2Config", GPT2, "attn.c_proj", "causal"),
     ("LlamaForCausalLM", "LlamaConfig", GROUPED, "self_attn.o_proj", "causal"),

@@ -177,7 +177,7 @@ def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None
     if tensor.ndim == 4:
         return None
     if tensor.ndim == 3:
-        heads: Any = getattr(module, "num_heads", None)
+        heads: Any = getattr(module, "num_heads", getattr(module, "num_attention_heads", None))
         folded = not is_head_by_head(module) and isinstance(heads, int) and heads > 1
         if folded and len(tensor) % (batch * heads) == 0:
             return lambda tensor: tensor.unflatten(0, (-1, heads))
