@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def draw_app(page: Page) -> bytes:
     """A drawn sample on the page of `vitflow app`, and a patch of its star clicked."""
-    served = serve(["demo"], wait=False)
+    served = serve(["demo"])
     page.goto(served.local_url)
     page.locator("button.gallery-item").first.click()
     figure = page.locator("img[src*='-gae.png']")

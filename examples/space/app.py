@@ -5,4 +5,4 @@ from vitflow.app import serve
 if __name__ == "__main__":
     # A Space is public, and its proxy decides by which name it is reached: every name is allowed.
     public = {"host": "0.0.0.0", "port": 7860, "allowed_hosts": ["*"]}
-    serve(["vit_small_patch16_224.augreg_in21k_ft_in1k", "demo"], ["demo-caption"], **public)
+    serve(["vit_small_patch16_224.augreg_in21k_ft_in1k", "demo"], ["demo-caption"], **public).block_thread()

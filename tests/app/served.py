@@ -42,6 +42,9 @@ if __name__ == "__main__":
     from vitflow.app import serve
 
     limit, *models = sys.argv[1:]
-    page = serve(models, wait=False, time_limit=float(limit), allowed_hosts=["photos.example"])
+    models, samples = (
+        (models[: models.index("--")], models[models.index("--") + 1 :]) if "--" in models else (models, [])
+    )
+    page = serve(models, samples=samples, time_limit=float(limit), allowed_hosts=["photos.example"])
     print(page.local_url, flush=True)
     page.block_thread()

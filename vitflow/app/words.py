@@ -1,4 +1,4 @@
-"""The text tab: attribution of words of a text, of generated text, and of captions."""
+"""The tab for words: attribution of words of a text, of generated text, and of captions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,8 @@ from typing import Any
 import gradio as gr
 
 from vitflow.analysis.strips import draw_words
-from vitflow.app.actions import Models, connect, drawn, image_field, path_of, result_fields
+from vitflow.app.models import Models, drawn, image_field, path_of, result_fields
+from vitflow.demo import sample_images
 from vitflow.errors import OptionError, whole_number
 from vitflow.explaining.captions import python_call
 from vitflow.text.generating import explain_generation
@@ -18,8 +19,6 @@ from vitflow.text.view import ShadedText, color_of
 from vitflow.text.words import grouped_words, labels_of
 
 _CAPTION, _READ, _WRITE = "What is in an image", "What a word rests on", "What is written next"
-# Attention grows quadratically with the length of a text, so the length is limited.
-_CHARACTERS = 2000
 # The colours of words by the names of their shades.
 _SHADES = {str(step): color_of(step / 8) for step in range(9)} | {"selected": "#f0b429"}
 
@@ -33,20 +32,15 @@ class _Answers:
     def words(self, question: str, model: str, image: Any, text: str, method: str, count: float) -> tuple[Any, ...]:
         if question == _READ:
             return self._read(text, model, method or PLAIN)
-        method = method or (IMAGE_DEFAULT if question == _CAPTION else PLAIN)
-        options: dict[str, Any] = {"method": method, "max_new_tokens": int(count), "do_sample": False}
-        if question == _WRITE:
-            generation = explain_generation(inputs=text, **options, **self._models.reader(model))
-            return _row(
-                generation,
-                python_call("vitflow.text.explain_generation", model, text, **options),
-                len(generation.values) - 1,
-            )
-        path, prompt = path_of(image), text or default_prompt(model)
-        generation = explain_generation(inputs=prompt, image=path, **options, **self._models.reader(model, sees=True))
-        return _caption(
-            generation, python_call("vitflow.text.explain_generation", model, prompt, image=path.name, **options)
-        )
+        sees = question == _CAPTION
+        options: dict[str, Any] = {"method": method or (IMAGE_DEFAULT if sees else PLAIN), "max_new_tokens": int(count)}
+        seen: dict[str, Any] = {"image": path_of(image)} if sees else {}
+        prompt = text or default_prompt(model) if sees else text
+        reader = self._models.reader(model, sees=sees)
+        generation = explain_generation(inputs=prompt, do_sample=False, **seen, **options, **reader)
+        named = {"image": seen["image"].name} if sees else {}
+        made = python_call("vitflow.text.explain_generation", model, prompt, do_sample=False, **named, **options)
+        return _caption(generation, made) if sees else _row(generation, made, len(generation.values) - 1)
 
     def _word(self, event: gr.SelectData, click: tuple[Any, str]) -> tuple[Any, ...]:
         """Explain a clicked word."""
@@ -110,19 +104,18 @@ def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
         with gr.Column(scale=2, min_width=320):
             question = gr.Radio([_CAPTION, _READ, _WRITE], value=_CAPTION, label="Question")
             with gr.Column() as seeing:
-                image, examples = image_field(samples)
-            longest: dict[str, Any] = {"lines": 2, "max_length": _CHARACTERS}
-            text = gr.Textbox("", label="Text", info="The text, or what to ask about the image.", **longest)
+                image, examples = image_field(samples or sample_images())
+            text = gr.Textbox("", label="Text", info="The text, or what to ask about the image.", lines=2)
             model = gr.Dropdown(models.words, label="Model")
-            usual = f"{TEXT_METHODS[IMAGE_DEFAULT].title} for images, {TEXT_METHODS[PLAIN].title.lower()} for texts"
-            methods = [(f"Default: {usual}", ""), *((one.title, one.name) for one in TEXT_METHODS.values())]
+            methods = [("Default", ""), *((one.title, one.name) for one in TEXT_METHODS.values())]
             method = gr.Dropdown(methods, value="", label="Method")
             count = gr.Slider(1, 60, value=30, step=1, label="Tokens to write at most")
             go = gr.Button("Explain", variant="primary")
-        with gr.Column(scale=3, min_width=320):
+        with gr.Column(scale=3, min_width=320, elem_classes="answer"):
             words = gr.HighlightedText(show_label=False, color_map=_SHADES, show_inline_category=False, render=False)
             answer = result_fields("Click a word below to see what it rests on.", words)
+    fields = [question, model, image, text, method, count]
     for trigger in (go.click, image.upload, examples.load_input_event.then):
-        connect(trigger, answers.words, [question, model, image, text, method, count], [words, *answer])
-    connect(words.select, answers._word, [answer[1]], [words, *answer])
+        models.connect(trigger, answers.words, fields, [words, *answer])
+    models.connect(words.select, answers._word, [answer[1]], [words, *answer])
     question.change(lambda kind: gr.update(visible=kind == _CAPTION), question, seeing, api_visibility="private")

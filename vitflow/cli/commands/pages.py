@@ -1,5 +1,6 @@
 """`vitflow explore` and `vitflow app`: a page that computes maps in the browser, and the page of a local server."""
 
+import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,11 @@ def app(images: tuple[Path, ...], **given: Any) -> None:
     \b
     vitflow app cat.jpg --model vit_base_patch16_224.augreg2_in21k_ft_in1k
 
-    IMAGEs replace the bundled samples. The app runs locally and contacts no other machine.
+    IMAGEs replace the bundled samples; the first is explained at once. The app contacts no other machine.
     """
-    page = serve(samples=images, wait=False, **given)
+    browser = given.pop("browser")
+    page = serve(samples=images, **given)
     say(f"running on {page.local_url} (press Ctrl-C to stop)")
+    if browser:
+        webbrowser.open(page.local_url)
     page.block_thread()
