@@ -90,14 +90,18 @@ def grid_of(files: list[str]) -> np.ndarray:
 
 
 def test_a_map_is_that_of_the_library_and_its_code_makes_it_again(ask, tmp_path, monkeypatch):
-    figure, files, code, says, beside, *_, notes = ask("explain", SAMPLE, "demo", "gae", "yellow star")
+    figure, files, code, says, baseline_image, *_, notes = ask("explain", SAMPLE, "demo", "gae", "yellow star")
     expected = vitflow.Explainer("demo").explain(SAMPLE, method="gae", target="yellow star")
     np.testing.assert_array_equal(grid_of(files), expected.grid)
     assert f"yellow star, {expected.score.display}" in says and not notes
     assert sorted(Path(file).suffix for file in files) == [".npz", ".pdf", ".png"]
-    expected.figure(tmp_path / "own.png")
-    with Image.open(figure) as drawn, Image.open(tmp_path / "own.png") as own, Image.open(beside) as baselines:
-        np.testing.assert_array_equal(drawn.convert("RGB"), own.convert("RGB"))
+    expected.figure(tmp_path / "expected.png")
+    with (
+        Image.open(figure) as drawn,
+        Image.open(tmp_path / "expected.png") as expected_image,
+        Image.open(baseline_image) as baselines,
+    ):
+        np.testing.assert_array_equal(drawn.convert("RGB"), expected_image.convert("RGB"))
         assert baselines.height > 1.8 * baselines.width  # the random map above the centre prior
     shutil.copy(SAMPLE, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -289,8 +293,8 @@ def visit(page, browser):
         tab = browser.new_context(viewport={"width": width, "height": height}).new_page()
         tab.set_default_timeout(int(os.environ.get("APP_TIMEOUT", 120_000)))  # the machine may be busy
         tab.foreign, tab.complaints = [], []
-        own = ("data:", "blob:", url)
-        tab.on("request", lambda request: request.url.startswith(own) or tab.foreign.append(request.url))
+        known = ("data:", "blob:", url)
+        tab.on("request", lambda request: request.url.startswith(known) or tab.foreign.append(request.url))
         tab.on("pageerror", lambda error: tab.complaints.append(str(error)))
         tab.goto(url)
         tab.get_by_role("button", name="Explain").first.wait_for()
@@ -409,7 +413,7 @@ def test_without_gradio_it_says_what_to_install(monkeypatch):
     assert done.exit_code == 2 and "pip install 'vitflow[app]'" in done.stderr
 
 
-def test_the_command_serves_what_it_was_told(monkeypatch):
+def test_the_command_serves_the_given_options(monkeypatch):
     from vitflow.cli.commands import pages
 
     reported: dict = {}

@@ -57,7 +57,7 @@ class _Answers:
         saliency, *baselines = explainer.explain_batch([path], methods=choices, targets=[target or None])
         strip = Strip(Pen(1.3))
         bands = [([Column(one.definition.title)], [[[strip.cell(one)]]]) for one in baselines]
-        beside, _ = drawn(draw_bands(bands), "baselines")
+        baseline_image, _ = drawn(draw_bands(bands), "baselines")
         figure, name = saliency.figure(), f"{path.stem}-{method}"
         figure_file, files = drawn(figure, name, saliency.save)
         bounds, height = figure.axes[-2].get_window_extent(), figure.bbox.height  # the bar is last
@@ -70,7 +70,7 @@ class _Answers:
         )
         classes = gr.update(choices=["", *(explainer.class_names or [])])
         notes = [saliency.facts["note"]] if "note" in saliency.facts else []
-        return figure_file, click, files, code, f"<b>{says}</b>", beside, method, classes, notes
+        return figure_file, click, files, code, f"<b>{says}</b>", baseline_image, method, classes, notes
 
     def _model(self, name: str) -> tuple[Any, ...]:
         """Show the fields that a model takes, empty the others, and forget the classes of the last model."""
@@ -105,7 +105,7 @@ def images_tab(models: Models, samples: Sequence[str | Path], prompts: Sequence[
             about: dict[str, Any] = {"label": "Class", "info": "Name or index; empty: the most probable."}
             target = gr.Dropdown([""], value="", allow_custom_value=True, **about)
             about = {"label": "Prompts", "info": f"What to ask, one per line, at most {_MOST_PROMPTS}."}
-            asked = gr.Textbox("\n".join(prompts), lines=3, visible=bool(prompts), **about)
+            prompt_box = gr.Textbox("\n".join(prompts), lines=3, visible=bool(prompts), **about)
             box = gr.Textbox("", label="Box", placeholder="left,top,right,bottom in pixels", visible=False)
             go = gr.Button("Explain", variant="primary")
         with gr.Column(scale=3, min_width=320, elem_classes="answer"):
@@ -114,15 +114,15 @@ def images_tab(models: Models, samples: Sequence[str | Path], prompts: Sequence[
                 with gr.Column(scale=4, min_width=240):
                     *answer, notes = result_fields("Click the map to see what a patch of it attends to.")
                 with gr.Column(scale=1, min_width=110):
-                    beside = gr.Image(show_label=False, interactive=False, elem_classes="result", buttons=[])
-    fields = [image, model, method, target, asked, box]
-    outputs = [*answer, says, beside, method, target, notes]
+                    baseline_image = gr.Image(show_label=False, interactive=False, elem_classes="result", buttons=[])
+    fields = [image, model, method, target, prompt_box, box]
+    outputs = [*answer, says, baseline_image, method, target, notes]
     clicked = examples.load_input_event
     if not samples and "demo" in models.images:  # which alone knows the drawn samples
         hidden = gr.update(value="", visible=False)
         unseen: dict[str, Any] = {"api_visibility": "private"}
-        clicked = clicked.then(lambda: ("demo", hidden, hidden), None, [model, asked, box], **unseen)
+        clicked = clicked.then(lambda: ("demo", hidden, hidden), None, [model, prompt_box, box], **unseen)
     for trigger in (go.click, image.upload, clicked.then, *([loaded] if samples else [])):
         models.connect(trigger, answers.explain, fields, outputs)
     models.connect(answer[0].select, answers._patch, [answer[1], *fields], outputs)
-    models.connect(model.input, answers._model, [model], [asked, box, target, notes])
+    models.connect(model.input, answers._model, [model], [prompt_box, box, target, notes])

@@ -134,7 +134,7 @@ class _Page:
 
     def __init__(self, columns: int, width: float, dpi: int) -> None:
         self._width, self._full, self._dpi = width, columns * (width + _COLUMN_GAP) - _COLUMN_GAP, dpi
-        self._figure = QuietFigure(dpi=dpi, facecolor="white", layout="none")
+        self._figure = QuietFigure(dpi=dpi, facecolor="white", layout="none")  # type: ignore[arg-type]
         self._top, self._placed = _MARGIN, list[tuple[Axes, float, float, NDArray[np.uint8]]]()
         self._downwards = Affine2D().scale(1, -1)
         self._to_page = self._downwards + self._figure.dpi_scale_trans
