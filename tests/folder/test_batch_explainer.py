@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from examples.datasets_map import explain as explain_dataset
-from tests.folder.test_run import Picky, image_bytes, tiny_model
-from vitflow import Contrast, Explainer
+from tests.folder.test_run import image_bytes, tiny_model
+from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError
 from vitflow.folder import BatchExplainer
 from vitflow.folder.batch_explainer import map_of
@@ -73,26 +73,6 @@ def test_it_is_small_to_send_and_loads_the_model_where_it_runs():
 def test_what_is_wrong_with_all_is_reported(make, batch, message):
     with pytest.raises(OptionError, match=message):
         make()(batch)
-
-
-def picky_model():
-    return tiny_model(Picky)
-
-
-def test_an_image_on_which_the_model_fails_fails_alone():
-    white = np.full((40, 40, 3), 255, np.uint8)
-    batch = {"id": [1, 2, 3], "image": [image_bytes(1), white, image_bytes(2)]}
-    actual = BatchExplainer(picky_model)(batch)
-    assert actual["error"].tolist() == ["", "ModelError", ""]
-
-
-def test_an_image_of_the_class_that_it_is_set_against_fails_alone():
-    images = [image_bytes(n) for n in range(4)]
-    explainer = Explainer(tiny_model())
-    outputs = [one.predicted for one in explainer.explain_batch(images)]
-    made = BatchExplainer(tiny_model, ["gae"], target=Contrast(None, against=outputs[0]))
-    actual = made({"id": list("abcd"), "image": images})
-    assert actual["error"].tolist() == ["SameClassError" if answer == outputs[0] else "" for answer in outputs]
 
 
 PLACEMENT = '{"image_size": [4, 4], "resized_size": [4, 4], "offset": [0, 0], "input_size": [4, 4]}'

@@ -4,14 +4,12 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 from PIL import Image
 
 import vitflow
 from vitflow.cli import main
 from vitflow.demo import sample_images
-from vitflow.errors import OptionError
-from vitflow.folder.draw import read_grids, report_run
+from vitflow.folder.draw import report_run
 
 
 def test_backgrounds_and_contours_reach_the_overlays_and_the_report(monkeypatch, tmp_path, capsys):
@@ -33,24 +31,6 @@ def test_backgrounds_and_contours_reach_the_overlays_and_the_report(monkeypatch,
     report = tmp_path / "out" / "report.html"
     report.unlink()
     assert report_run(tmp_path / "out") == report  # of the record, which tells how it was drawn
-
-
-@pytest.mark.parametrize("drawing", [{"background": "gray"}, {"contours": [2.0]}, {"cmap": "vridis"}])
-def test_wrong_drawing_stops_a_run_before_it_begins(drawing, tmp_path):
-    with pytest.raises(OptionError):
-        vitflow.explain_folder(sample_images()[0], tmp_path / "out", model="demo", drawing=drawing)
-    assert not (tmp_path / "out").exists()
-
-
-def test_sampling_runs_over_a_folder(tmp_path):
-    options = {"model": "demo", "methods": ["sampling", "consensus"], "masks": 20, "workers": 0, "overlays": False}
-    summary = vitflow.explain_folder(sample_images()[:2], tmp_path / "run", **options)
-    assert summary.explained == 2
-    for (row, maps), image in zip(read_grids(tmp_path / "run"), sample_images()[:2], strict=True):
-        assert row["facts"]["sampling"]["hidden"] == "tokens dropped" and row["facts"]["sampling"]["reliability"]
-        for method, grid in maps.items():
-            alone = vitflow.explain(image, model="demo", method=method, masks=20).grid
-            np.testing.assert_allclose(grid, alone, rtol=2e-3, atol=1e-3 * alone.max())
 
 
 def test_a_run_without_a_report_loads_no_matplotlib():

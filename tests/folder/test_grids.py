@@ -73,16 +73,6 @@ def test_overlays_drawn_on_demand_are_those_of_the_run(both, tmp_path):
             assert np.abs(expected - entry).max() <= 2  # maps are kept in half precision
 
 
-def test_the_report_draws_from_the_grids(both):
-    def images(out):
-        text = report_run(out).read_text()
-        block = text[text.index('{"alpha"') if '{"alpha"' in text else text.index('"images"') :]
-        return block.count('"shape"'), text.count("png-rollout") + text.count("-rollout.png")
-
-    assert images(both / "grids") == (16, 0)
-    assert images(both / "overlays")[0] == 16
-
-
 # -- conditions and the command
 
 
@@ -136,21 +126,6 @@ def test_what_is_read_back_is_what_the_manifest_of_the_latest_run_has(tmp_path, 
     for limit, kept in ((None, 0), (2, 2), (None, 5), (1, 1), (3, 3)):
         summary = run(source, out, model=explainer, overlays=False, limit=limit)
         assert summary.kept == kept and names() == summary.explained == (limit or 5)
-
-
-def test_ctrl_c_keeps_what_is_done(tmp_path, explainer):
-    source, out, stopped = fill(tmp_path / "in", 40), tmp_path / "out", []
-
-    def stop(state):
-        if state.done >= 8 and not stopped:
-            stopped.append(True)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(source, out, model=explainer, overlays=False, progress=stop)
-    done = len(actual(out))
-    assert 8 <= done < 40
-    assert run(source, out, model=explainer, overlays=False).kept == done
 
 
 def test_the_maps_of_a_run_are_exported_as_parquet(both, tmp_path, explainer):

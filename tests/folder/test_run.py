@@ -29,12 +29,11 @@ from vitflow import Contrast, explain_folder
 from vitflow.cli import cli
 from vitflow.errors import ImageError, ModelError, OptionError, VitflowError, VitflowWarning
 from vitflow.folder import pipeline
-from vitflow.folder.batches import Batches
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.draw import draw_run, report_run
 from vitflow.folder.plan import Input, list_inputs
+from vitflow.folder.run import _processes
 from vitflow.folder.saved import SavedRun
-from vitflow.folder.work import compute_maps, draw_files, make_job
 from vitflow.models.identity import weights_sha256
 
 
@@ -148,19 +147,6 @@ def test_each_of_the_top_classes_has_its_row_whatever_the_order_of_methods(tmp_p
             assert row["probability"] == pytest.approx(expected.probability, abs=1e-5)
     listed = sorted(path for row in rows for path in row["outputs"].values())
     assert listed == sorted(path.name for path in (tmp_path / "out").glob("*.jpg"))
-
-
-def test_one_plain_function_does_the_work_of_a_batch(tmp_path):
-    source = fill(tmp_path / "in", 3)
-    summary = run(source, tmp_path / "out")
-    images = [decode_file(str(source / f"{n}.jpg")).named(Input(f"{n}.jpg", "", str(n)).known) for n in range(4)]
-    job = make_job(["rollout"], {})
-    *explained, failed = compute_maps(Batches(vitflow.Explainer(tiny_model()), len(images)), images, job)
-    for (entry, maps), row in zip(explained, summary, strict=True):
-        entry, files = draw_files(entry, maps, job)
-        assert {k: v for k, v in entry.items() if k != "seconds"} == {k: v for k, v in row.items() if k != "seconds"}
-        assert {path: (tmp_path / "out" / path).read_bytes() for path in files} == files
-    assert failed[0]["error"] == "FileNotFoundError" and failed[1] == {}
 
 
 # -- names
@@ -404,20 +390,17 @@ def test_ctrl_c_ends_soon_keeps_what_is_done_and_leaves_no_process(tmp_path):
 
 
 def test_the_command_reports_counts_and_exit_codes(tmp_path):
-    source = fill(tmp_path / "in", 3)
+    source, out = fill(tmp_path / "in", 3), tmp_path / "out"
     (source / "bad.png").write_bytes(b"no image")
-    requested = ["folder", source, "--model", "demo", "-o", tmp_path / "out"]
-    code, output, errors = Typed(*requested, "--method", "centre").ended(timeout=120)
-    assert code == 1, errors
-    assert output == f"{tmp_path / 'out' / 'manifest.jsonl'}\n"
-    assert "images/s" not in errors and "%|" not in errors  # no bar into a file
-    assert errors.splitlines()[-1] == f"3 explained, 1 failed (see {tmp_path / 'out' / 'manifest.jsonl'})"
-    assert "error: UnidentifiedImageError: Expected 'bad.png'" in errors
+    command = ["folder", str(source), "--model", "demo", "-o", str(out), "--workers", "0", "--method"]
+    first = CliRunner().invoke(cli, [*command, "centre"])
+    assert (first.exit_code, first.stdout) == (1, f"{out / 'manifest.jsonl'}\n")
+    assert "images/s" not in first.stderr and "%|" not in first.stderr  # no bar into a file
+    assert "error: UnidentifiedImageError" in first.stderr and "3 explained, 1 failed" in first.stderr.splitlines()[-1]
     (source / "bad.png").unlink()
-    code, _, errors = Typed(*requested, "--method", "centre", "--resume").ended(timeout=120)
-    assert code == 0 and errors.splitlines()[-1] == "3 explained (3 by an earlier run)"
-    code, _, errors = Typed(*requested, "--method", "random").ended(timeout=120)
-    assert code == 2 and errors.startswith("error: The folder")
+    again = CliRunner().invoke(cli, [*command, "centre", "--resume"])
+    assert (again.exit_code, again.stderr.splitlines()[-1]) == (0, "3 explained (3 by an earlier run)")
+    assert CliRunner().invoke(cli, [*command, "random"]).exit_code == 2
 
 
 def listed(source):
@@ -598,17 +581,6 @@ def test_decoding_in_processes_does_not_run_the_caller_s_script_again(tmp_path, 
     assert actual.stdout.split() == ["begun", "3"], actual.stderr
 
 
-def test_decoding_in_processes_works_in_a_notebook(tmp_path):
-    source = fill(tmp_path / "in", 3)
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    code = f"import sys; sys.argv[1:] = [{str(source)!r}, {str(tmp_path / 'out')!r}]\n{SCRIPT}"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-    client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3")
-    client.execute(cwd=str(ROOT), env=os.environ | {"PYTHONPATH": str(ROOT)})
-    shown = "".join(output.get("text", "") for output in notebook.cells[0].outputs)
-    assert (shown.split()[0], shown.split()[-1]) == ("begun", "3"), shown
-
-
 def test_decoders_load_no_torch():
     code = "import sys, vitflow.folder.decoders; sys.exit('torch' in sys.modules or 'cv2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -650,13 +622,10 @@ def test_a_disk_that_is_full_at_the_end_costs_no_image(tmp_path, monkeypatch, na
     def fill_disk(state):
         full.append(state)
 
-    command = ["folder", str(source), "-o", str(out), "--model", "demo", "--report", "--workers", "0"]
     with pytest.raises(VitflowError, match="could not be written to.*run the same command again"):
         run(source, out, report=True, progress=fill_disk)
-    actual = CliRunner().invoke(cli, [*command, "--overwrite"])
-    assert actual.exit_code == 1 and "run the same command again" in actual.stderr and "Traceback" not in actual.output
     full.clear()
-    assert run(source, tmp_path / "other", report=True).explained == 2
+    assert run(source, out, report=True).kept == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can make a small disk")
@@ -755,6 +724,8 @@ def test_a_bad_image_does_not_make_the_batches_after_its_smaller(tmp_path, one_l
         ({"methods": ["rollout", "rollout"]}, OptionError, "rollout was given twice"),
         ({"cmap_": 1}, OptionError, "Unknown rollout option"),
         ({"drawing": {"cmap": "rainbows"}}, OptionError, "Unknown colormap"),
+        ({"drawing": {"background": "gray"}}, OptionError, "grey"),
+        ({"drawing": {"contours": [2.0]}}, OptionError, "contours"),
         ({"target": ["disc", "ring"]}, OptionError, "one class for all"),
         ({"target": 7}, OptionError, "from 0 to 4, got 7"),
         ({"format": "gif"}, OptionError, "jpg, png, webp"),
@@ -769,20 +740,13 @@ def test_what_is_wrong_with_all_stops_the_run_and_writes_nothing(tmp_path, optio
     assert not (tmp_path / "out").exists()
 
 
-def test_no_more_decoders_start_than_there_are_cores_and_images(tmp_path, monkeypatch):
-    source, counts = fill(tmp_path / "in", 2), []
-
-    class Counted(DecoderPool):
-        def __init__(self, workers, **options):
-            counts.append(workers)
-            super().__init__(0, **options)
-
-    monkeypatch.setattr("vitflow.folder.run.DecoderPool", Counted)
-    for cores, number in ((8, 0), (1, 1)):
-        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
-        run(source, tmp_path / f"out{number}", workers=1000)
-    run(fill(tmp_path / "in", 3), tmp_path / "out0", workers=1000)
-    assert counts == [2, 1, 1]
+@pytest.mark.parametrize(
+    ("cores", "images", "workers", "count"),
+    [(8, 2, 1000, 2), (1, 9, 1000, 1), (4, 9, None, 2), (64, 99, None, 8), (8, 9, 0, 0)],
+)
+def test_no_more_decoders_start_than_there_are_cores_and_images(monkeypatch, cores, images, workers, count):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert _processes([Input("", "", "")] * images, workers) == count
 
 
 def test_mutated_images_never_crash_or_hang_and_each_has_its_row(tmp_path):
@@ -837,20 +801,6 @@ def native_explainer() -> vitflow.Explainer:
     return vitflow.Explainer(model, fit="native")
 
 
-def test_cells_larger_than_a_small_image_are_that_image_s_row(tmp_path):
-    source, explainer = fill(tmp_path / "in", 2), native_explainer()
-    (source / "flat.jpg").write_bytes(image_bytes(5, size=(160, 4)))
-    options = {"model": explainer, "methods": ["occlusion"]}
-    summary = run(source, tmp_path / "out", patch_size=16, **options)
-    assert summary.explained == 2
-    [row] = summary.failures()
-    assert (row["input"], row["error"]) == ("flat.jpg", "OptionError") and "patch_size from 1 to 8" in row["message"]
-    again = run(source, tmp_path / "out", patch_size=16, **options)
-    assert (again.kept, again.failed) == (2, 1)
-    with pytest.raises(OptionError, match="patch_size from 1"):  # no image can have such cells
-        run(source, tmp_path / "other", patch_size=64, **options)
-
-
 def test_an_image_of_the_class_that_its_answer_is_set_against_fails_alone(tmp_path):
     source, explainer = fill(tmp_path / "in", 6), vitflow.Explainer(tiny_model())
     outputs = {path.name: explainer.explain(path).predicted for path in source.iterdir()}
@@ -881,21 +831,13 @@ def test_a_patch_that_an_image_does_not_have_is_that_image_s_row(tmp_path):
         run(source, tmp_path / "other", patch=(0, 6))
 
 
-def test_a_model_of_another_library_has_classes_to_explain(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
-    inside = torch.nn.Sequential(tiny_model())  # does not say how many classes it has
-    wanted = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-    for number, model in enumerate((transformers.ViTForImageClassification(config).eval(), inside)):
-        explainer = vitflow.Explainer(model, data_config=wanted)
-        assert explainer.num_classes == 5
-        summary = run(
-            fill(tmp_path / "in", 1), tmp_path / f"out{number}", model=explainer, target=3, methods=["centre"]
-        )
-        assert [row["class_index"] for row in summary] == [3]
-        with pytest.raises(OptionError, match="from 0 to 4"):
-            run(tmp_path / "in", tmp_path / "wrong", model=explainer, target=5)
+def test_the_classes_of_a_model_without_a_count_are_counted(tmp_path):
+    data = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    explainer = vitflow.Explainer(torch.nn.Sequential(tiny_model()), data_config=data)
+    options = {"model": explainer, "methods": ["centre"]}
+    assert [row["class_index"] for row in run(fill(tmp_path / "in", 1), tmp_path / "out", target=3, **options)] == [3]
+    with pytest.raises(OptionError, match="from 0 to 4"):
+        run(tmp_path / "in", tmp_path / "wrong", target=5, **options)
 
 
 def test_the_report_reads_no_more_pixels_than_the_run(tmp_path, monkeypatch):
@@ -928,27 +870,20 @@ def test_the_tree_of_inputs_is_walked_once_and_each_file_read_once(tmp_path, mon
     ]
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_a_large_file_is_read_piece_by_piece_to_the_same_end(tmp_path, monkeypatch, format):
-    path = tmp_path / "image"
-    path.write_bytes(image_bytes(3, format))
-    whole = decode_file(str(path))
-    monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", 10)
-    pieces = decode_file(str(path))
-    assert whole.row == pieces.row and whole.row["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert (whole.image == pieces.image).all()
-
-
-def test_what_is_wrong_with_a_file_is_reported_by_its_name_however_it_was_read(tmp_path, monkeypatch):
+def test_a_large_file_is_read_piece_by_piece_to_the_same_end(tmp_path, monkeypatch):
+    for format in ("JPEG", "PNG", "WEBP", "TIFF"):
+        (tmp_path / format).write_bytes(image_bytes(3, format))
     Image.fromarray(np.full((4, 4), np.nan, np.float32)).save(tmp_path / "nan.tif")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "short.jpg").write_bytes(image_bytes(1)[:400])
-    reported = [decode_file(str(path)).row["message"] for path in sorted(tmp_path.iterdir())]
+    paths = sorted(map(str, tmp_path.iterdir()))
+    whole = [decode_file(path) for path in paths]
     monkeypatch.setattr("vitflow.folder.decoders._AT_ONCE", -1)
-    assert reported == [decode_file(str(path)).row["message"] for path in sorted(tmp_path.iterdir())]
-    assert [name in one for name, one in zip(("empty.png", "nan.tif", "short.jpg"), reported, strict=True)] == [
-        True
-    ] * 3
+    for path, expected in zip(paths, whole, strict=True):
+        actual = decode_file(path)
+        assert actual.row == expected.row and np.array_equal(actual.image, expected.image)
+        assert actual.row["sha256"] == hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        assert actual.image is not None or Path(path).name in actual.row["message"]
 
 
 def test_a_photograph_that_was_replaced_is_never_shown_under_the_old_map(tmp_path):

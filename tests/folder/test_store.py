@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.folder.test_run import fill, image_bytes, run, stored, tiny_model, tree
+from tests.folder.test_run import fill, run, tiny_model, tree
 from tests.typed import forked
 from vitflow import Explainer, explain_folder
 from vitflow.errors import OptionError, VitflowError
@@ -532,39 +532,20 @@ def test_conditions_are_sql(requested, text, names):
         assert [row["input"] for row, _ in run.with_maps(where=text)] == names
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "",
-            "probability <",
-            "import os",
-            "path < 3",
-            "record = ''",
-            "name = 'x'",
-            "position = 1",
-            "probability < 1)",
-        ),
-        *("1; DELETE FROM rows", "(SELECT count(*) FROM maps)", "EXISTS (SELECT 1 FROM sqlite_master)", "x'", "\0 < 1"),
-        *(
-            "probability < 1)",
-            "load_extension('x')",
-            "writefile('x', 'y')",
-            "randomblob(9)",
-            "zeroblob(9) = 1",
-            "printf('%9d', 1) = ''",
-        ),
-        *("hex(input) = ''", "replace(input, 'a', 'bb') = ''", "'\ud800' = ''", "(" * 2000 + "1" + ")" * 2000),
-        *("1) UNION SELECT row FROM maps --", "input LIKE '" + "%a" * 300 + "'", "1 OR " * 5000 + "1"),
-        "1 IN (WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n)",
-    ],
-)
+NO_CONDITIONS = ["", "probability <", "import os", "probability < 1)", "x'", "\0 < 1", "'\ud800' = ''"]
+NO_CONDITIONS += ["path < 3", "record = ''", "name = 'x'", "position = 1"]  # other columns
+NO_CONDITIONS += ["1; DELETE FROM rows", "(SELECT count(*) FROM maps)", "EXISTS (SELECT 1 FROM sqlite_master)"]
+NO_CONDITIONS += ["1) UNION SELECT row FROM maps --"]
+NO_CONDITIONS += ["1 IN (WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n)"]
+NO_CONDITIONS += ["load_extension('x')", "writefile('x', 'y')", "randomblob(9)", "zeroblob(9) = 1", "hex(input) = ''"]
+NO_CONDITIONS += ["printf('%9d', 1) = ''", "replace(input, 'a', 'bb') = ''"]
+NO_CONDITIONS += ["(" * 2000 + "1" + ")" * 2000, "input LIKE '" + "%a" * 300 + "'", "1 OR " * 5000 + "1"]
+
+
+@pytest.mark.parametrize("text", NO_CONDITIONS)
 def test_what_is_no_condition_is_refused(requested, text):
     before = (requested / FILE).read_bytes()
-    with (
-        SavedRun(requested) as run,
-        pytest.raises(OptionError, match="Expected an SQL condition .* Columns: input, size"),
-    ):
+    with SavedRun(requested) as run, pytest.raises(OptionError, match="SQL condition"):
         list(run.with_maps(where=text))
     assert (requested / FILE).read_bytes() == before
 
@@ -579,12 +560,3 @@ def test_a_condition_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
         with pytest.raises(OptionError, match=r"it takes longer than 0.01 seconds"):
             list(run.with_maps(where=slow))
         assert len(list(run.with_maps(where="value = 1"))) == 2000
-
-
-def test_a_photograph_of_a_run_is_drawn_again(tmp_path, explainer):
-    source, out = fill(tmp_path / "in", 3), tmp_path / "out"
-    run(source, out, model=explainer)
-    assert [one.error for one in draw_run(out, tmp_path / "drawn", where="input != '1.jpg'")] == [None, None]
-    assert len(stored(out)) == 3
-    (source / "0.jpg").write_bytes(image_bytes(50))
-    assert "has changed" in draw_run(out, tmp_path / "drawn")[0].error

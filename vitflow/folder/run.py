@@ -28,6 +28,7 @@ from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
 from vitflow.folder.saved import SavedRun
 from vitflow.folder.store import Run, finishing
 from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
+from vitflow.images.geometry import place
 from vitflow.images.pen import Pen
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.registry.choices import MethodChoice
@@ -176,8 +177,10 @@ def explain_folder(
         overlays=overlays,
         has_target=has_target,
     )
-    pen = Pen(None, **job.drawing)
-    pen.limits(np.zeros(2)), pen.bar()  # raise for invalid options
+    pen, grid = Pen(None, **job.drawing), np.eye(2, dtype=np.float32)
+    pen.overlay(
+        grid, place((8, 8), (8, 8)), np.zeros((8, 8, 3), np.uint8), pen.limits(grid)
+    )  # raises for invalid options
     if pen.transparent and format == "jpg":
         raise OptionError("JPEG has no transparency: use format png or webp, or another background than none.")
     # Report errors of the sources before loading a model.
