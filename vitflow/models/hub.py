@@ -232,7 +232,7 @@ def _offline_hint(name: str | Path) -> str | None:
         return None
     return (
         "it is not in the Hugging Face cache, and the hub is unreachable or switched off (HF_HUB_OFFLINE). Fetch it "
-        "with a network connection, or pass its folder."
+        f"with a network connection (hf download {printable(name)} --local-dir FOLDER), and pass its folder."
     )
 
 
