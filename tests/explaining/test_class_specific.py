@@ -103,7 +103,7 @@ def test_custom_targets_survive_groups_of_different_sizes():
         (np.array([0.5, 1.0]), "an array of 2 class indices, one for each image"),
         (np.array(["0", "1"]), "an array of 2 class indices, one for each image"),
         ("class one", "model has no class names"),
-        ([0, 7], "class index from 0 to 4, got 7"),
+        ([[0, 7]], "class index from 0 to 4, got 7"),
     ],
 )
 def test_wrong_targets_are_named(targets, message):
@@ -171,7 +171,7 @@ def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
 
     monkeypatch.setattr(torch.autograd, "grad", counted)
     methods = ["attention", "rollout", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre"]
-    kept.explain_batch(IMAGES, methods=methods, targets=[0, 1, 2])
+    kept.explain_batch(IMAGES, methods=methods, targets=[[0, 1, 2]])
     assert passes == {"forward": 1, "backward": 3}
     kept.explain_batch(IMAGES, methods=["attention", "rollout", "centre"])
     assert passes == {"forward": 2, "backward": 3}
@@ -192,7 +192,7 @@ def test_nothing_is_left_behind_and_the_models_state_does_not_matter(state):
     model = literal_vit.timm_model().float()
     expected = [
         saliency.grid
-        for saliency in Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[1, 2])
+        for saliency in Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[[1, 2]])
     ]
     if state == "with gradients":
         for parameter in itertools.islice(model.parameters(), 0, None, 2):
@@ -206,7 +206,7 @@ def test_nothing_is_left_behind_and_the_models_state_does_not_matter(state):
         model.train()
         model.blocks[0].eval()
     before = state_of(model)
-    actual = Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[1, 2])
+    actual = Explainer(model, data_config=DATA).explain_batch(IMAGES[:2], methods=SPECIFIC, targets=[[1, 2]])
     after = state_of(model)
     for ours, theirs in zip(after, before, strict=True):
         for one, other in zip(ours, theirs, strict=True):
@@ -381,3 +381,16 @@ def test_the_demo_is_multi_label():
     kept = Explainer(load_demo_model())
     assert kept.outputs.activation == "sigmoid"
     assert kept.class_names == list(CLASS_NAMES)
+
+
+@pytest.mark.parametrize("targets", [[1, 2], (1, 2), [np.int64(1), torch.tensor(2)]])
+def test_as_many_classes_as_images_are_asked_for_with_both_spellings(targets):
+    entry = explainer()
+    with pytest.raises(OptionError, match=r"torch\.tensor\(\[1, 2\]\).*\[\[1, 2\]\]"):
+        entry.explain_batch(IMAGES[:2], methods=["gae"], targets=targets)
+    each = entry.explain_batch(IMAGES[:2], methods=["gae"], targets=[targets])
+    assert [saliency.target for saliency in each] == [1, 2, 1, 2]
+    own = entry.explain_batch(IMAGES[:2], methods=["gae"], targets=torch.tensor([1, 2]))
+    np.testing.assert_allclose(own[1].grid, each[3].grid, atol=1e-6)
+    assert [saliency.target for saliency in own] == [1, 2]
+    assert len(entry.explain_batch(IMAGES[:1], methods=["gae"], targets=targets)) == 2

@@ -9,7 +9,7 @@ import transformers
 
 import vitflow
 from vitflow import Explainer
-from vitflow.errors import OptionError, ShapeError, VitflowWarning
+from vitflow.errors import ModelError, OptionError, ShapeError, VitflowWarning
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3), "crop_pct": 1.0}
 IMAGES = [np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8) for seed in range(3)]
@@ -211,3 +211,41 @@ def test_a_tensor_with_part_of_a_patch_is_refused(library):
     assert explainer.explain(torch.full((3, 40, 32), -0.5)).grid.shape == (5, 4)
     with pytest.raises(ShapeError, match=r"multiples of the patches of .*, 8 × 8 pixels, got 36 × 32"):
         explainer.explain(torch.full((3, 36, 32), -0.5))
+
+
+class OtherInputs(torch.nn.Module):
+    """A model that takes a dict, a pair, or a second input by name."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.vit, self.kind = model_of("timm"), kind
+        if kind == "by name":
+            self.forward = self.with_table
+
+    def forward(self, batch) -> torch.Tensor:
+        images = batch["image"] if self.kind == "dict" else batch.image
+        if self.kind == "pair":
+            images, _ = batch
+        return self.vit(images)
+
+    def with_table(self, images: torch.Tensor, *, table: torch.Tensor) -> torch.Tensor:
+        return self.vit(images) + table
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.inner(images)
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("wrap", [Wrapped, torch.nn.Identity()])
+@pytest.mark.parametrize("kind", ["dict", "attribute", "pair", "by name"])
+@pytest.mark.parametrize("method", ["gae", "occlusion"])
+def test_a_model_with_other_inputs_than_one_tensor_is_refused_with_the_remedy(kind, method, wrap):
+    model = wrap(OtherInputs(kind).eval())
+    with pytest.raises(ModelError, match=r"one tensor \(1, 3, 32, 32\).*forward\(pixels\)"):
+        Explainer(model, data_config=DATA).explain(IMAGES[0], method=method)

@@ -457,14 +457,14 @@ def test_attention_that_shows_no_probabilities_is_refused_by_name(implementation
 
 def test_gradient_checkpointing_is_refused_where_it_takes_effect():
     model = built("ViTForImageClassification")
-    for layer in model.modules():
-        if hasattr(layer, "gradient_checkpointing"):
-            layer.gradient_checkpointing = True
-    record_attention(model, gradients=True)  # in eval mode, transformers does not apply it
+    enable = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{enable}_checkpointing_enable")()
+    with record_attention(model, gradients=True):  # in eval mode, transformers does not apply it
+        model(pixels(1))
     model.train()
-    with pytest.raises(UnsupportedModelError, match=r"Call model\.\w+_checkpointing_disable\(\) first"):
-        record_attention(model, gradients=True)
-    record_attention(model)
+    remedy = r"Call model\.\w+_checkpointing_disable\(\) first"
+    with pytest.raises(UnsupportedModelError, match=remedy), record_attention(model, gradients=True):
+        model(pixels(1))
 
 
 def test_models_whose_tokens_have_no_place_are_refused_by_name():

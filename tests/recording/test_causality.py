@@ -177,6 +177,18 @@ def test_the_row_of_a_model_with_tokens_first_is_the_attention_that_it_applies()
     np.testing.assert_allclose(reading.weights, applied.detach() / applied.sum().item(), atol=1e-5)
 
 
+@pytest.mark.parametrize("relative", [True, False])
+def test_heads_folded_into_the_batch_are_the_heads_of_deberta(relative):
+    torch.manual_seed(3)
+    sizes = {**SIZES, "relative_attention": relative, "pos_att_type": ["c2p", "p2c"]}
+    model, tokenizer = of_transformers("DebertaV2Model", "DebertaV2Config", sizes, None), wordpiece_tokenizer()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    reading = explain_text(TEXT, model=model, tokenizer=tokenizer, token=3, method="attention", value_weighted=False)
+    applied = model(**tokenizer(TEXT, return_tensors="pt"), output_attentions=True).attentions[-1][0].mean(0)[3]
+    np.testing.assert_allclose(reading.weights, applied.detach(), atol=1e-6)
+
+
 class Changing(nn.Module):
     """A model that changes its modules, buffers, caches and settings when it runs on a short text."""
 

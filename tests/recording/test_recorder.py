@@ -14,6 +14,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vitflow import attention_rollout, record_attention
 from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, VitflowError
@@ -470,11 +471,42 @@ def test_scripted_models_are_refused():
         record_attention(traced)
 
 
-def test_gradient_checkpointing_is_refused_with_the_remedy():
-    model = tiny()
-    model.set_grad_checkpointing()
-    with pytest.raises(UnsupportedModelError, match=r"set_grad_checkpointing\(False\)"):
-        record_attention(model, gradients=True)
+class ByHand(nn.Module):
+    """A model that checkpoints its blocks itself."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.vit, self.reentrant = tiny(), reentrant
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.vit._pos_embed(self.vit.patch_embed(images))
+        for block in self.vit.blocks:
+            tokens = checkpoint(block, tokens, use_reentrant=self.reentrant)
+        return self.vit.forward_head(self.vit.norm(tokens))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("kind", ["timm", "reentrant", "not reentrant"])
+def test_gradient_checkpointing_is_refused_with_the_remedy(kind):
+    model = tiny() if kind == "timm" else ByHand(kind == "reentrant")
+    expected = r"model\.set_grad_checkpointing\(False\)" if kind == "timm" else "without torch.utils.checkpoint"
+    images = torch.randn(1, 3, 32, 32)
+    with torch.enable_grad():
+        model(images.requires_grad_())[0, 0].backward()
+    if kind == "timm":
+        model.set_grad_checkpointing()
+    with pytest.raises(UnsupportedModelError, match=expected), record_attention(model, gradients=True):
+        model(images)
+    with record_attention(model, head_fusion="mean") as trace, torch.no_grad():
+        model(images)
+    assert len(trace.attentions) == len(tiny().blocks)
+    with record_attention(model, gradients=True, attention=False) as trace:
+        model(images)
+    if kind == "reentrant":
+        with pytest.raises(UnsupportedModelError, match=expected):
+            trace.backward(torch.tensor([0]))
+    else:
+        torch.testing.assert_close(trace.backward(torch.tensor([0])).pixels, images.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_differential_attention_is_refused():

@@ -31,6 +31,7 @@ from vitflow.explaining.targets import (
     Targets,
     check_class_specific,
     contrasts_among,
+    for_every_image,
     is_per_image,
     resolve_targets,
 )
@@ -187,7 +188,8 @@ class Explainer(ImageModel):
             methods: names, or (name, options) pairs; by default gae with targets, prompts, reference images or a
                 function as outputs, else rollout.
             targets: one target for all images; a list of targets, each explained by the class-specific methods
-                ("top5" gives five); or an array with the class index of each image.
+                ("top5" gives five), inside another list if it has as many class indices as there are images; or an
+                array with the class index of each image.
             names: names of the images; by default the path, or "image 1" and so on.
             readout: weights of the tokens at which maps start, [tokens], or of the patches, [rows, cols], for all
                 images; by default the tokens from which each output is computed.
@@ -201,8 +203,10 @@ class Explainer(ImageModel):
         Raises:
             VitflowError: an image cannot be read, or an option is invalid.
         """
+        read = self._read(several(images), names, originals)
+        targets = for_every_image(targets, len(read))
         chosen = choose_methods(methods, options, has_target=self.has_target(targets))
-        return self._explain(self._read(several(images), names, originals), chosen, targets, readout, blank=blank)
+        return self._explain(read, chosen, targets, readout, blank=blank)
 
     def _read(
         self, sources: Sequence[ImageInput], names: Sequence[str] | None, originals: Sequence[ImageSource] | None

@@ -20,7 +20,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import forward_options
 from vitflow.models.blocks import headless
-from vitflow.models.calls import no_logits
+from vitflow.models.calls import no_logits, refused_input
 from vitflow.models.facts import library_data_config, read_facts
 from vitflow.models.identity import library_versions, state_sha256, weights_sha256
 from vitflow.models.loading import load_model
@@ -277,8 +277,17 @@ class ImageModel:
         return self.inputs.tensor(images, self.device, None if parameter is None else parameter.dtype)
 
     def forward(self, pixels: Tensor) -> Any:
-        """Run the model on inputs [batch, channels, height, width] and return its output unchanged."""
-        return self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
+        """Run the model on inputs [batch, channels, height, width] and return its output unchanged.
+
+        Raises:
+            ModelError: the model takes other inputs than one tensor.
+        """
+        try:
+            return self.model(pixels, **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
+        except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+            if (refused := refused_input(type(self.model).__name__, error, pixels.shape)) is None:
+                raise
+            raise refused from error
 
     def record(self, image: ImageInput, **options: Any) -> Trace:
         """Run the model on one image and record its attention; options as for `record_attention`.

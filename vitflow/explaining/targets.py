@@ -108,8 +108,8 @@ class Score:
 
 # A class index, a class name, "top1" … for the most probable ones, or None for the predicted class.
 Target = int | str | None
-# One target, several that are explained in turn, or an array with the class index of each image.
-Targets = Target | Sequence[Target] | NDArray[np.integer[Any]] | Tensor
+# One target, several that are explained in turn (also in another list), or an array with the class of each image.
+Targets = Target | Sequence[Target] | Sequence[Sequence[Target]] | NDArray[np.integer[Any]] | Tensor
 
 
 def resolve_targets(
@@ -148,6 +148,29 @@ def resolve_targets(
         else:
             indices.append(torch.full((batch,), class_index(target, count, class_names), device=probabilities.device))
     return indices
+
+
+def for_every_image(targets: Any, images: int) -> Any:
+    """Return a list of targets for each of several images, which may be given in another list.
+
+    Raises:
+        OptionError: a list of as many class indices as images may also mean one class for each image.
+
+    >>> for_every_image([[0, 1]], 2), for_every_image([0, 1], 3)
+    ([0, 1], [0, 1])
+    """
+    if not isinstance(targets, list | tuple):
+        return targets
+    if len(targets) == 1 and isinstance(targets[0], list | tuple):
+        return targets[0]
+    indices = [each for each in targets if isinstance(each, int | np.integer) or getattr(each, "ndim", None) == 0]
+    if images > 1 and len(indices) == len(targets) == images:
+        listed = [int(index) for index in indices]
+        raise OptionError(
+            f"Expected targets for {images} images, got {images} class indices, {listed}. Use torch.tensor({listed}) "
+            f"for one class per image, or [{listed}] to explain each class in every image."
+        )
+    return targets
 
 
 def is_per_image(targets: Any) -> bool:

@@ -7,6 +7,7 @@ or by queries (MaskFormer, Mask2Former).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -154,6 +155,28 @@ def no_logits(output: Any, model: str) -> ModelError:
         remedy += {1: "[:, None]", 2: "", 3: ".mean(1)"}.get(value.ndim, f".mean({tuple(range(2, value.ndim))})")
     return ModelError(
         f"Expected {model} to return one tensor of logits, or an output with logits, got {in_words(output)}. {remedy}."
+    )
+
+
+def refused_input(model: str, error: Exception, shape: Sequence[int]) -> ModelError | None:
+    """Return the error for a forward pass that takes other inputs than one tensor; None for an error of another cause.
+
+    Args:
+        model: the name of the model.
+        error: the exception that it raised for a tensor.
+        shape: shape of the tensor.
+    """
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if "__torch_function__" not in frame.f_code.co_name]
+    code, values = frames[-1].f_code, frames[-1].f_locals
+    arguments = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
+    # The error is raised where the tensor is used as a dict or a tuple, or where a further argument is missing.
+    used = any(isinstance(value, Tensor) and value.shape == shape for value in arguments)
+    missing = isinstance(error, TypeError) and code.co_filename == nn.modules.module.__file__
+    if not missing and not (used and isinstance(values.get("self"), nn.Module)):
+        return None
+    return ModelError(
+        f"Expected a model whose forward method takes one tensor {tuple(shape)}, but that of {model} failed on it with "
+        f"{type(error).__name__}: {error}. If it takes other inputs, pass a module whose forward(pixels) adds them."
     )
 
 

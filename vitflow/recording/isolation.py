@@ -1,20 +1,29 @@
 """Isolation of recordings: a lock per model, thread-bound hooks, and process-wide settings."""
 
+import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.models.parts import modules_of
 
 # Containers whose changes a trial undoes, and part of the names of those that other threads may change.
 _CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, deque, set), "_hooks"
+# Settings of timm and transformers for gradient checkpointing, and the calls that switch it off.
+_CHECKPOINTING = (
+    ("grad_checkpointing", "set_grad_checkpointing(False)"),
+    ("gradient_checkpointing", "gradient_checkpointing_disable()"),
+    ("gradient_checkpointing", "activation_checkpointing_disable()"),
+)
 _guard = threading.Lock()
 _locks: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
 
@@ -297,14 +306,21 @@ def refuse_without_weights(model: nn.Module) -> None:
 
 
 def refuse_checkpointing(model: nn.Module) -> None:
-    """Raise UnsupportedModelError if a model uses gradient checkpointing."""
-    for module in model.modules():
-        of_timm = getattr(module, "grad_checkpointing", False) is True
-        of_transformers = getattr(module, "gradient_checkpointing", False) is True and module.training
-        if of_timm or of_transformers:
-            newer = hasattr(model, "activation_checkpointing_disable")
-            theirs = f"{'activation' if newer else 'gradient'}_checkpointing_disable()"
-            raise UnsupportedModelError(
-                f"{type(module).__name__} uses gradient checkpointing, which computes the attention a second time "
-                f"during the backward pass. Call model.{'set_grad_checkpointing(False)' if of_timm else theirs} first."
-            )
+    """Raise UnsupportedModelError if called from a function that `torch.utils.checkpoint` runs."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    if frame is not None:
+        raise checkpointing_error(model)
+
+
+def checkpointing_error(model: nn.Module) -> UnsupportedModelError:
+    """Return the error for a model with gradient checkpointing."""
+    remedy = "Run it without torch.utils.checkpoint while it is explained."
+    for setting, call in _CHECKPOINTING:
+        if hasattr(model, call.partition("(")[0]) and any(vars(module).get(setting) for module in modules_of(model)):
+            remedy = f"Call model.{call} first."
+    return UnsupportedModelError(
+        f"{type(model).__name__} uses gradient checkpointing, which computes the attention a second time during the "
+        f"backward pass. {remedy}"
+    )

@@ -18,7 +18,7 @@ from vitflow.recording.attention_kinds import (
     other_attention,
 )
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import is_unrecorded
+from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing
 from vitflow.recording.layers import (
     Arrange,
     AttentionLayer,
@@ -98,6 +98,8 @@ class Listening(Interception):
     def on_attention(self, attention: Attention) -> None:
         """Receive the attention of one module."""
         (name, module), probabilities, visible = self.path[-1], attention.probabilities, attention.visible
+        if self.gradients:
+            refuse_checkpointing(self.model)
         if self._pools():
             self.pooling = probabilities
             return

@@ -131,8 +131,6 @@ class record_attention:
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._head, self._within = layout, readout, head, within
         self._is_open = False
-        if gradients:
-            refuse_checkpointing(self._model)
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
@@ -224,6 +222,8 @@ class record_attention:
             self._finish(logits)
 
     def _keep(self, path: str, args: Any, output: Any) -> None:
+        if self._gradients and not torch.is_grad_enabled():
+            refuse_checkpointing(self._model)
         if path in self.trace.features:  # features of several runs have no common place on the image
             self.trace.feature_layouts[path] = None
         self.trace.features[path] = output if isinstance(output, Tensor) else output[0]

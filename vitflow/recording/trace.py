@@ -16,6 +16,7 @@ from vitflow.models.blocks import block_norms
 from vitflow.models.calls import logits_of
 from vitflow.models.pooling import ClosedReadout
 from vitflow.recording.heads import observed_head
+from vitflow.recording.isolation import checkpointing_error
 from vitflow.recording.layers import NOTHING_RECORDED, AttentionLayer, Backward, RecordedLayers
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import HALF_SCALE, Head, Read, Tap, gradient_taps, readout_words, taps_words
@@ -327,8 +328,13 @@ class Trace(RecordedLayers):
         inputs: list[Tensor] = [*(part.tensor for _, part in parts), *self.features.values(), *pixels, *pooled]
         # Scaled, because the smallest gradients underflow in half precision.
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
-        with torch.inference_mode(False), torch.enable_grad():
-            raw = torch.autograd.grad(scores.float().sum() * scale, inputs, retain_graph=True, allow_unused=True)
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                raw = torch.autograd.grad(scores.float().sum() * scale, inputs, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):  # torch's checkpointing does not support torch.autograd.grad
+                raise
+            raise checkpointing_error(self.model) from error
         head = self.head if any(gradient is None for gradient in raw[: len(parts)]) else None
         unread = set[str]()  # layers above the highest block that the head reads
         if head is not None and head.taps and len(head.blocks) == len(self.layers):
