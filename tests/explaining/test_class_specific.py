@@ -384,13 +384,13 @@ def test_the_demo_is_multi_label():
 
 
 @pytest.mark.parametrize("targets", [[1, 2], (1, 2), [np.int64(1), torch.tensor(2)]])
-def test_as_many_classes_as_images_are_asked_for_with_both_spellings(targets):
+def test_as_many_classes_as_images_are_refused_with_both_spellings(targets):
     entry = explainer()
     with pytest.raises(OptionError, match=r"torch\.tensor\(\[1, 2\]\).*\[\[1, 2\]\]"):
         entry.explain_batch(IMAGES[:2], methods=["gae"], targets=targets)
     each = entry.explain_batch(IMAGES[:2], methods=["gae"], targets=[targets])
     assert [saliency.target for saliency in each] == [1, 2, 1, 2]
-    own = entry.explain_batch(IMAGES[:2], methods=["gae"], targets=torch.tensor([1, 2]))
-    np.testing.assert_allclose(own[1].grid, each[3].grid, atol=1e-6)
-    assert [saliency.target for saliency in own] == [1, 2]
+    single = entry.explain_batch(IMAGES[:2], methods=["gae"], targets=torch.tensor([1, 2]))
+    np.testing.assert_allclose(single[1].grid, each[3].grid, atol=1e-6)
+    assert [saliency.target for saliency in single] == [1, 2]
     assert len(entry.explain_batch(IMAGES[:1], methods=["gae"], targets=targets)) == 2
