@@ -190,10 +190,10 @@ class Saliency:
             heads.insert(0, Column("Compared with"))
             cells.insert(0, [Cell(pen.photograph(self.reference))])
         bar = bar_with_values(self.drawn, pen, limits, captions.ends(self.score, self.class_specific))
-        notes = filter(None, (limits_in_words(pen, limits), pen.note, *self._notes(pen)))
+        notes = filter(None, (limits_in_words(pen, limits), pen.note, *self._notes(marks_unseen=pen.marks_unseen)))
         return written(draw_bands([(heads, [cells])], bars=[bar], note="\n".join(notes), dpi=pen.dpi), path)
 
-    def _notes(self, pen: Pen) -> Iterator[str]:
+    def _notes(self, *, marks_unseen: bool = True) -> Iterator[str]:
         """Yield the notes below the figure."""
         if crop := crop_note(self.placement):
             yield f"{crop[0].upper()}{crop[1:]}."
@@ -214,7 +214,7 @@ class Saliency:
             yield "The frame marks the query patch."
         elif self.significant is not None:
             yield "The outline marks patches that raise the score, significant at 95 %."
-        if pen.marks_unseen and not self.placement.sees_everything:
+        if marks_unseen and not self.placement.sees_everything:
             yield "The line marks the region that the model saw."
         yield f"{image_name(self.source)} · {captions.model_in_words(self.model, self.model_note)}"
 
