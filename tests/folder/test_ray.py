@@ -230,6 +230,7 @@ def test_the_command_sends_no_model(tmp_path):
         "model": "demo",
         "checkpoint": None,
         "num_classes": None,
+        "global_pool": None,
         "class_names": None,
         "name": None,
         "fit": "crop",

@@ -4,6 +4,7 @@ import argparse
 import copy
 import json
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,16 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from click.testing import CliRunner
 from safetensors.torch import save_file
+from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from transformers import ViTConfig, ViTModel
 
 import vitflow
-from vitflow.errors import ModelError, OptionError, VitflowWarning
+from vitflow.cli import cli
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.models import hub
 from vitflow.models.checkpoints import read_checkpoint
 from vitflow.models.facts import read_input_spec
@@ -53,6 +59,77 @@ def test_torch_checkpoints_of_every_kind(model, tmp_path, wrap):
     loaded = vitflow.load_model(ID, checkpoint=tmp_path / "weights.pth")
     assert same_weights(loaded, model)
     assert not loaded.training
+
+
+@pytest.mark.parametrize(
+    ("save", "left_out"),
+    [
+        (
+            lambda ours, zeros: {"state_dict": {f"net.{k}": v for k, v in ours.items()} | {"loss.w": torch.ones(3)}},
+            "loss.w",
+        ),
+        (
+            lambda ours, zeros: {f"encoder.vit.{k}": v for k, v in ours.items()} | {"a": torch.ones(1)},
+            "encoder.vit.*; a",
+        ),
+        (
+            lambda ours, zeros: {
+                "a": {"b": {"c": {f"d.{k}": v for k, v in ours.items()}}, "opt": {"m": torch.ones(9)}}
+            },
+            None,
+        ),
+        (lambda ours, zeros: {"student": zeros, "teacher": {f"backbone.{k}": v for k, v in ours.items()}}, None),
+        (
+            lambda ours, zeros: (
+                {f"model.{k}": v for k, v in zeros.items()} | {f"ema_model.{k}": v for k, v in ours.items()}
+            ),
+            "and [0-9]+ more",
+        ),
+        (lambda ours, zeros: {"module.0." + k: v for k, v in ours.items()} | {"n_averaged": torch.tensor(3)}, None),
+    ],
+)
+def test_any_prefix_is_removed_and_what_is_left_out_is_mentioned(model, tmp_path, save, left_out):
+    ours = model.state_dict()
+    torch.save(save(ours, {k: torch.zeros_like(v) for k, v in ours.items()}), tmp_path / "w.ckpt")
+    with nullcontext() if left_out is None else pytest.warns(VitflowWarning, match=left_out):
+        assert same_weights(vitflow.load_model(ID, checkpoint=tmp_path / "w.ckpt"), model)
+
+
+def test_names_below_a_prefix_that_the_model_lacks_are_refused(model, tmp_path):
+    torch.save(
+        {f"net.{k}": v for k, v in model.state_dict().items()} | {"net.reg_token": torch.ones(1)}, tmp_path / "w.pth"
+    )
+    with pytest.raises(ModelError, match="unknown to the model .*reg_token"):
+        vitflow.load_model(ID, checkpoint=tmp_path / "w.pth")
+
+
+def test_a_checkpoint_of_other_patches_is_refused_with_the_model_that_it_may_be_of(tmp_path):
+    torch.save(timm.create_model("vit_tiny_patch16_224", num_classes=3).state_dict(), tmp_path / "w.pth")
+    with pytest.raises(ModelError, match="patches of 16 × 16 pixels, not 32 × 32; it may be vit_tiny_patch16_224"):
+        vitflow.load_model("vit_small_patch32_224", checkpoint=tmp_path / "w.pth")
+    resampled = vitflow.load_model("vit_tiny_patch16_224", checkpoint=tmp_path / "w.pth", patch_size=32, num_classes=3)
+    assert resampled.patch_embed.patch_size == (32, 32)
+
+
+@pytest.mark.parametrize("fc_norm", [True, False])
+def test_the_pooling_of_a_checkpoint_is_read_from_its_norm_or_given(tmp_path, fc_norm):
+    trained = timm.create_model(ID, global_pool="avg", fc_norm=fc_norm)
+    torch.save(trained.state_dict(), tmp_path / "w.pth")
+    options = {} if fc_norm else {"global_pool": "avg"}
+    with pytest.warns(VitflowWarning, match="global_pool='avg'") if fc_norm else nullcontext():
+        loaded = vitflow.load_model(ID, checkpoint=tmp_path / "w.pth", **options)
+    pixels = torch.rand(1, 3, 160, 160, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(pixels), trained.eval()(pixels))
+    given = {
+        "--model": ID,
+        "--checkpoint": tmp_path / "w.pth",
+        "--global-pool": "avg",
+        "--method": "rollout",
+        "-o": tmp_path,
+    }
+    arguments = [str(each) for pair in given.items() for each in pair]
+    result = CliRunner().invoke(cli, ["explain", str(vitflow.demo.sample_images()[0]), *arguments])
+    assert result.exit_code == 0, result.output
 
 
 def test_a_safetensors_checkpoint_of_other_classes(tmp_path):
@@ -209,7 +286,7 @@ def test_a_missing_checkpoint_is_named(tmp_path):
 
 def test_a_checkpoint_without_tensors_is_named(tmp_path):
     torch.save({"epoch": 3}, tmp_path / "w.pth")
-    with pytest.raises(ModelError, match="state dict"):
+    with pytest.raises(ModelError, match="state dict.*whose keys are epoch"):
         read_checkpoint(tmp_path / "w.pth")
 
 
@@ -390,6 +467,39 @@ def test_a_model_that_does_not_report_its_normalisation_is_requested_it():
         read_input_spec(entry)
     spec = read_input_spec(entry, {"input_size": (3, 64, 48), "mean": (0.5,) * 3, "std": (0.5,) * 3})
     assert spec.size == (64, 48)
+
+
+@pytest.mark.parametrize("wrap", [AveragedModel, ModelEmaV2, ModelEmaV3, nn.DataParallel])
+def test_wrappers_keep_the_names_of_a_model_and_its_classes(model, wrap):
+    explainer = vitflow.Explainer(wrap(model))
+    assert (explainer.model_id, explainer.class_names[281]) == (ID, "tabby")
+    with pytest.raises(UnsupportedModelError, match=r"Pass its \.ema"):
+        vitflow.Explainer(ModelEma(model))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, encoder, head=None):
+        super().__init__()
+        self.encoder, self.head = encoder, head or nn.Identity()
+
+    def forward(self, pixels):
+        output = self.encoder(pixels)
+        return self.head(getattr(output, "pooler_output", output))
+
+
+@pytest.mark.parametrize(
+    ("head", "count"), [(None, 0), (nn.LayerNorm(64), 0), (nn.Linear(64, 4), 4), (nn.Sequential(nn.Linear(64, 64)), 64)]
+)
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_a_module_around_an_encoder_without_head_has_no_classes(head, count, library):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    hugging_face = ViTModel(ViTConfig(**sizes, image_size=160))
+    encoder = timm.create_model(ID, num_classes=0) if library == "timm" else hugging_face
+    config = {"input_size": (3, 160, 160), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    explainer = vitflow.Explainer(Wrapped(encoder, head).eval(), data_config=config)
+    assert explainer.num_classes == count
+    saliency = explainer.explain(vitflow.demo.sample_images()[0], method="rollout")
+    assert (saliency.target is None) is (count == 0)
 
 
 def test_class_names_that_lack_an_index_are_refused(tmp_path):

@@ -165,6 +165,12 @@ model_options = _together(
         metavar="N≥1",
         help="Number of classes to build the model with.",
     ),
+    click.option(
+        "--global-pool",
+        panel="Model",
+        metavar="NAME",
+        help="Pooling that the checkpoint was trained with, such as avg or token; see timm's global_pool.",
+    ),
     click.option("--class-names", panel="Model", type=FILE, help="File with class names: one per line, or JSON."),
     name_option,
     click.option(
@@ -361,6 +367,7 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
         num_classes=given["num_classes"],
         class_names=given["class_names"],
         dynamic_img_size=given["fit"] == "native",
+        **({} if given["global_pool"] is None else {"global_pool": given["global_pool"]}),
     )
     device = given["device"] or default_device()
     settings = {name: given[name] for name in ("dtype", "fit", "name")}

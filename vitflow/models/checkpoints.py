@@ -5,8 +5,9 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -16,13 +17,20 @@ from vitflow.errors import ModelError
 from vitflow.files import is_file
 
 # Keys of the weights in checkpoints of training scripts, averaged ones first.
-_WEIGHT_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict", "net")
+_WEIGHT_KEYS = ("state_dict_ema", "model_ema", "ema", "teacher", "state_dict", "model", "model_state_dict", "net")
 # Prefixes that wrappers (DataParallel, torch.compile, Lightning) add to every name.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
+# Depth of nested dicts in which weights are looked for.
+_DEPTH = 4
+
+Weights = Mapping[str, Tensor]
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """Read the weights in a `.safetensors` file, or in a torch file with `weights_only=True`, without wrapper prefixes.
+def read_checkpoint(path: str | Path) -> dict[str, dict[str, Tensor]]:
+    """Read the tensors in a `.safetensors` file, or in a torch file with `weights_only=True`.
+
+    Returns:
+        The named tensors of each dict in the file, by its keys joined by "."; "" is the file's own dict.
 
     Raises:
         ModelError: the file does not exist, is damaged, or contains objects that could run code.
@@ -30,13 +38,54 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     path = Path(path)
     if not is_file(path):
         raise ModelError(f"Expected a checkpoint, .safetensors or a torch file, got no file at {path}. Check the path.")
-    weights = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    return {"": _read_safetensors(path)} if path.suffix == ".safetensors" else _read_torch(path)
+
+
+def weights_for(names: Collection[str], path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """Read the weights of a model from a file, without the prefix that the file has before the model's names.
+
+    Args:
+        names: names of the model's tensors.
+        path: the file.
+
+    Returns:
+        The weights, and notes on entries next to them that are left out.
+
+    Raises:
+        ModelError: as for `read_checkpoint`; or the tensors are sparse, quantised or expanded.
+    """
+    dicts = read_checkpoint(path)
+    known, matching = set(names), dict[tuple[str, str], int]()
+    for key, weights in dicts.items():
+        for name in weights:
+            for start in (0, *(at.end() for at in re.finditer(r"\.", name))):
+                if name[start:] in known:
+                    matching[key, name[:start]] = matching.get((key, name[:start]), 0) + 1
+    most = max(matching.values(), default=0)
+    if 2 * most < len(known):  # names of another library, or of another model
+        key, prefix = min(dicts, key=_preference), ""
+        weights = _without_prefixes(dicts[key])
+    else:
+        key, prefix = min((place for place, count in matching.items() if count == most), key=_preference)
+        weights = {name.removeprefix(prefix): each for name, each in dicts[key].items() if name.startswith(prefix)}
     for name, weight in weights.items():
         # A view in a file of a few bytes may have the size of a terabyte.
         plain = weight.layout == torch.strided and not weight.is_quantized and not weight.is_meta
         if not plain or weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
             raise ModelError(f"Expected plain tensors in {path}, got a sparse, quantised or expanded {name}.")
-    return _without_prefixes(weights)
+    rest = [name for name in dicts[key] if prefix and not name.startswith(prefix) and name != "n_averaged"]
+    more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
+    chosen = f"{key}.{prefix}" if key else prefix
+    left_out = f"{path.name}: the weights are those of {chosen}*; {', '.join(rest[:3])}{more} are left out."
+    return weights, [left_out] if rest else []
+
+
+def _preference(place: str | tuple[str, str]) -> tuple[int, int, str]:
+    """Return a sort key of a dict in a file, or of a dict and a prefix: averaged weights first, then the outermost."""
+    keys = place.split(".") if isinstance(place, str) else f"{place[0]}.{place[1]}".split(".")
+    rank = min((_WEIGHT_KEYS.index(key) for key in keys if key in _WEIGHT_KEYS), default=len(_WEIGHT_KEYS))
+    averaged = any("ema" in key.split("_") or "averaged" in key for key in keys)
+    return (-1 if averaged else rank), len(keys), ".".join(keys)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -46,7 +95,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"{path} is not a safetensors file or is damaged: {error}.") from error
 
 
-def _read_torch(path: Path) -> dict[str, Tensor]:
+def _read_torch(path: Path) -> dict[str, dict[str, Tensor]]:
     _check_container(path)
     try:
         # timm's training checkpoints contain their parsed command line.
@@ -63,13 +112,22 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         raise ModelError(
             f"{path} is not a torch checkpoint or is damaged ({type(error).__name__}{reason and ': '}{reason})."
         ) from error
-    if isinstance(loaded, Mapping):
-        loaded = next((loaded[key] for key in _WEIGHT_KEYS if isinstance(loaded.get(key), Mapping)), loaded)
-    entries = loaded.items() if isinstance(loaded, Mapping) else ()
-    weights = {name: value for name, value in entries if isinstance(name, str) and isinstance(value, Tensor)}
-    if not weights:
-        raise ModelError(f"Expected a state dict in {path}, got {type(loaded).__name__} without named tensors.")
-    return weights
+    dicts = dict(_dicts_in(loaded))
+    if not dicts:
+        keys = f", whose keys are {', '.join(map(str, [*loaded][:8]))}," if isinstance(loaded, Mapping) else ""
+        raise ModelError(f"Expected a state dict in {path}, got {type(loaded).__name__}{keys} without named tensors.")
+    return dicts
+
+
+def _dicts_in(loaded: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the dicts in a file that have named tensors, with their keys."""
+    if not isinstance(loaded, Mapping):
+        return
+    tensors = {name: value for name, value in loaded.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    if tensors:
+        yield ".".join(path), tensors
+    for key, value in loaded.items() if len(path) < _DEPTH else ():
+        yield from _dicts_in(value, (*path, str(key)))
 
 
 def _check_container(path: Path) -> None:

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from torch import Tensor, nn
+from torch import nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.files import is_file, is_folder
-from vitflow.models.checkpoints import read_checkpoint
+from vitflow.models.checkpoints import Weights, read_checkpoint, weights_for
 from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
 from vitflow.models.names import ClassNames, checked_class_names, class_count, remember_name
-
-Weights = Mapping[str, Tensor]
 
 # Parameters allowed beyond twice those of the file, for classes that the file lacks.
 _EXTRA_PARAMETERS = 25_000_000
@@ -117,9 +115,19 @@ def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path |
 
 def _with_weights(name: str, path: Path, options: dict[str, Any]) -> nn.Module:
     """Build the model with the file's class count and image size, and load the file's weights."""
-    weights, notes = read_checkpoint(path), []
     with without_values():
         draft = create_model(name, pretrained=False, **options)
+    weights, notes = weights_for(draft.state_dict().keys(), path)
+    after_pooling = "fc_norm.weight" in weights  # the norm
+    if hasattr(draft, "fc_norm") and after_pooling != ("fc_norm.weight" in draft.state_dict()):
+        if "global_pool" in options:
+            options.setdefault("fc_norm", after_pooling)
+        elif after_pooling:
+            options["global_pool"] = "avg"
+            notes.append(f"{path.name} has an fc_norm, unlike {name}: using global_pool='avg'.")
+        with without_values():
+            draft = create_model(name, pretrained=False, **options)
+    _check_patches(weights, draft, path, name, options)
     _check_numbers(weights, draft, path)
     if _count(draft.state_dict()) > 2 * _count(weights) + _EXTRA_PARAMETERS:
         raise _mismatch(weights, weights, draft, path, name)  # before memory is allocated
@@ -148,6 +156,18 @@ def _with_weights(name: str, path: Path, options: dict[str, Any]) -> nn.Module:
     for note in notes:  # only once the weights are known to fit
         warnings.warn(note, VitflowWarning, stacklevel=3)
     return model
+
+
+def _check_patches(weights: Weights, draft: nn.Module, path: Path, name: str, options: Mapping[str, Any]) -> None:
+    """Raise ModelError for weights of other patches than the model's, which timm would resample, unless requested."""
+    patches, expected = weights.get("patch_embed.proj.weight"), draft.state_dict().get("patch_embed.proj.weight")
+    if patches is None or expected is None or patches.ndim != expected.ndim or "patch_size" in options:
+        return
+    if patches.shape[2:] != expected.shape[2:]:
+        guess = _plain_model_of(weights)
+        theirs, its = (" × ".join(map(str, each.shape[2:])) for each in (patches, expected))
+        hint = f"it may be {guess}." if guess else "is it the right model id for this file? patch_size= resamples them."
+        raise ModelError(f"The weights in {path} do not fit {name}: patches of {theirs} pixels, not {its}; {hint}")
 
 
 def _count(weights: Weights) -> int:
@@ -194,8 +214,10 @@ def _trained_side(weights: Weights, draft: nn.Module) -> int | None:
         return None
     prefix = 0 if getattr(draft, "no_embed_class", False) else int(getattr(draft, "num_prefix_tokens", 0))
     patches = max(weight.shape[1] - prefix, 0)
-    side = math.isqrt(patches)
-    return int(side * embed.patch_size[0]) if side and side * side == patches else None
+    rows = math.isqrt(patches)
+    kernel = weights.get("patch_embed.proj.weight")  # its patches may be resampled to those of the model
+    side = rows * int(embed.patch_size[0] if kernel is None or kernel.ndim != 4 else kernel.shape[-1])
+    return side if side and rows * rows == patches and (side, side) != embed.img_size else None
 
 
 def _mismatch(raw: Weights, weights: Weights, model: nn.Module, path: Path, name: str, reason: str = "") -> ModelError:

@@ -12,6 +12,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
 from vitflow.errors import ModelError, OptionError, printable
+from vitflow.models.anatomy import transformer_of
 from vitflow.models.parts import CLASSIFIERS, library_id, pretrained_of, unwrap
 
 # Class names as an argument: a file of names, the names in order, or {index: name}.
@@ -84,14 +85,28 @@ def model_note(model: nn.Module) -> str:
 
 
 def class_count(model: nn.Module) -> int | None:
-    """Return the number of classes of a model: 0 if its output is features, None if unknown."""
+    """Return the number of classes of a model: 0 if its output is features, None if unknown.
+
+    >>> import timm
+    >>> class_count(nn.Sequential(timm.create_model("test_vit", num_classes=0)))
+    0
+    """
     pretrained: Any = pretrained_of(model)
     if pretrained is not None:
         if any(hasattr(pretrained, name) for name in CLASSIFIERS):
             return int(pretrained.config.num_labels)
-        return 0 if pretrained is model else None  # the module around it may have a head
-    count = getattr(model, "num_classes", None)
-    return count if isinstance(count, int) else None
+        return None if _has_head(model, pretrained) else 0
+    count, encoder = getattr(model, "num_classes", None), transformer_of(model)
+    if isinstance(count, int):
+        return count
+    features = encoder is not model and getattr(encoder, "num_classes", None) == 0 and not _has_head(model, encoder)
+    return 0 if features else None
+
+
+def _has_head(model: nn.Module, encoder: nn.Module) -> bool:
+    """Return True if a module around an encoder has matrices of its own."""
+    inside = set(map(id, encoder.parameters()))
+    return any(weight.ndim > 1 and id(weight) not in inside for weight in model.parameters())
 
 
 def class_activation(model: nn.Module) -> str:

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from vitflow.errors import UnsupportedModelError
 
@@ -16,6 +17,8 @@ from vitflow.errors import UnsupportedModelError
 CLASSIFIERS = ("classifier", "cls_classifier")
 # Attention implementations of transformers that call functions of torch and can be recorded.
 _RECORDABLE = ("sdpa", "eager")
+# Wrappers of timm with averaged weights.
+_AVERAGED = ("ModelEmaV2", "ModelEmaV3")
 # Types of settings whose values are compared.
 _PLAIN = (bool, int, float, str, NoneType)
 # The number of entries of a weight that are compared, at least; and the size up to which other tensors are compared.
@@ -25,13 +28,14 @@ _caches: WeakKeyDictionary[nn.Module, tuple[list[Any], dict[Any, Any]]] = WeakKe
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile, DataParallel or DistributedDataParallel wrappers.
+    """Return the module inside wrappers of torch.compile, parallel training, and averaged weights.
 
     Raises:
         UnsupportedModelError: `model` is not a module, or is scripted, traced or exported.
     """
     if not isinstance(model, nn.Module):
-        remedy = " Pass its .model." if isinstance(getattr(model, "model", None), nn.Module) else ""
+        inner = [name for name in ("model", "module", "ema") if isinstance(getattr(model, name, None), nn.Module)]
+        remedy = f" Pass its .{inner[0]}." if inner else ""
         raise UnsupportedModelError(f"Expected a model as a torch.nn.Module, got {model!r:.80}.{remedy}")
     while True:
         if isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
@@ -39,8 +43,9 @@ def unwrap(model: nn.Module) -> nn.Module:
                 f"{type(model).__name__}: attention of a scripted, traced or exported model cannot be recorded. "
                 "Pass the original module."
             )
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
+        wraps = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel | AveragedModel)
+        if wraps or type(model).__name__ in _AVERAGED:
+            model = model.module  # type: ignore[assignment]
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
             model = model._orig_mod  # type: ignore[assignment]
         else:

@@ -72,7 +72,7 @@ def _call(given: dict[str, Any]) -> Any:
 
     model, native = given["model"] or shared.DEFAULT_MODEL, given["fit"] == "native"
     fit = None if given["fit"] == "crop" else given["fit"]
-    loading = shared.given_options(given, ("checkpoint", "num_classes", "class_names"))
+    loading = shared.given_options(given, ("checkpoint", "num_classes", "global_pool", "class_names"))
     loading = {name: str(value) if isinstance(value, Path) else value for name, value in loading.items()}
     question = {name: list(map(str, given[name])) for name in ("prompts", "templates", "like") if given[name]}
     arguments = ["--model", model]
