@@ -474,7 +474,7 @@ def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
     assert len(counting.kept) == 3  # of the recorded pass, not of the probe
     model.blocks[1].attn = Custom(model.blocks[1].attn, by_hand)
     assert "blocks.1.attn" in run(model, pixels).refusal
-    assert counting.runs[6:] == [3, 2, 2]  # found in a few tokens, and confirmed in all
+    assert counting.runs[6:] == [3, 2, 2, 1]  # found in a few tokens, confirmed in all; and the place of its tokens
     model.blocks[1].attn.how = in_keywords  # no module was replaced, but more is seen
     assert run(model, pixels).refusal is None
 

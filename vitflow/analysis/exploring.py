@@ -1,7 +1,7 @@
 """Record everything that an interactive page needs to compute maps in the browser."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from vitflow.recording.trace import Trace
 from vitflow.registry.choices import MethodChoice, choose_methods
 from vitflow.registry.method_table import get_method
 from vitflow.viewer.explorer import FUSED, ExploredImage, ExplorerPage, ModelCall, make_explorer
+from vitflow.viewer.pages import placed_grids
 
 #: Methods that the browser does not compute.
 READY_METHODS = ("gae", "gradient_rollout", "sampling", "consensus", "gradcam", "flow")
@@ -121,14 +122,21 @@ class _Explorer:
         """Record and compute everything that the page needs for an image."""
         placed = self.explainer.placed(source, name_of(source, index))
         image, path = placed.image, str(source) if isinstance(source, str | Path) else None
-        explored = ExploredImage(placed.name, path, image, placed.placement.window)
+        explored = ExploredImage(placed.name, path, image)
         trace = self._record(placed, explored)
         self._outputs(trace, explored)
         self._features(trace, explored)
         if explored.layout is not None:
             self._affinities(trace, explored)
             self._heads(placed, explored)
-        explored.maps = [_map(saliency) for saliency in self._computed(placed, explored)]
+        maps = self._computed(placed, explored)
+        explored.maps = [_map(saliency) for saliency in maps]
+        drawn = [(saliency.placement, saliency.grid.shape) for saliency in maps]
+        grids = [explored.features[1]] if explored.features is not None else []
+        grids += [(explored.layout.rows, explored.layout.cols)] if explored.layout is not None else []
+        drawn = [(replace(placed.placement, extent=trace.extent_of(grid)), grid) for grid in reversed(grids)] + drawn
+        for name, value in placed_grids(drawn or [(placed.placement, (1, 1))]).items():
+            setattr(explored, name, value)
         return explored
 
     def _record(self, image: PlacedImage, explored: ExploredImage) -> Trace:

@@ -20,6 +20,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
 from vitflow.explaining.similarity import layer_features
 from vitflow.images import DPI, Interpolation, figures, overlay
+from vitflow.images.extents import Extent
 from vitflow.images.figures import Cell, Column, FigureResult, written
 from vitflow.images.geometry import Placement
 from vitflow.images.pen import Pen
@@ -220,8 +221,12 @@ def feature_maps(
     sources = at_least_one(images)
     explainer = Explainer.of(model, device=device, fit=fit)
     placed = [explainer.placed(source, name_of(source, index)) for index, source in enumerate(sources, start=1)]
-    vectors = [_vectors(explainer, image, layer) for image in placed]
-    inside = [_inside(image.placement, *each.shape[:2]) for image, each in zip(placed, vectors, strict=True)]
+    vectors, placements = [], []
+    for image in placed:
+        vector, extent = _vectors(explainer, image, layer)
+        vectors.append(vector)
+        placements.append(replace(image.placement, extent=extent))
+    inside = [_inside(placement, *each.shape[:2]) for placement, each in zip(placements, vectors, strict=True)]
     shown, basis = inside, _components(vectors, inside, "patches")
     if foreground:
         first = [basis.of(each)[..., 0].numpy() for each in vectors]
@@ -229,26 +234,27 @@ def feature_maps(
         shown = [mask & (side * values > 0) for mask, values in zip(inside, first, strict=True)]
         basis = _components(vectors, shown, "foreground patches")
     features = []
-    for image, vector, mask, kept in zip(placed, vectors, inside, shown, strict=True):
+    for image, placement, vector, mask, kept in zip(placed, placements, vectors, inside, shown, strict=True):
         components = np.where(mask[..., None], basis.of(vector).numpy(), np.nan).astype(np.float32)
-        features.append(ImageFeatures(image.name, image.image, image.placement, components, kept))
+        features.append(ImageFeatures(image.name, image.image, placement, components, kept))
     red, green, blue = basis.shares.tolist()
     layer = check_layer("layer", layer, len(block_paths(explainer.model) or block_norms(explainer.model))) + 1
     return Features(tuple(features), (red, green, blue), explainer.model_id, layer, foreground, explainer.facts.note)
 
 
-def _vectors(explainer: Explainer, image: PlacedImage, layer: int) -> torch.Tensor:
-    """Return the features of the patches of an image, [rows, cols, width]."""
+def _vectors(explainer: Explainer, image: PlacedImage, layer: int) -> tuple[torch.Tensor, Extent | None]:
+    """Return the features of the patches of an image, [rows, cols, width], and their extent."""
     trace = explainer.record(image, attention=False, features=[layer_output(explainer.model, layer)[0]])
     tokens, layout = layer_features(trace, layer)
     patches = tokens[0, layout.patches].cpu()
-    return patches.view(layout.rows, layout.cols, -1)
+    return patches.view(layout.rows, layout.cols, -1), trace.extent_of((layout.rows, layout.cols))
 
 
 def _inside(placement: Placement, rows: int, cols: int) -> NDArray[np.bool_]:
     """Mask of the patches with their centre on the image, not in its padding, [rows, cols]."""
     down, across = (np.arange(count) + 0.5 for count in (rows, cols))
-    y, x = placement.to_image(down * placement.input_size[0] / rows, across * placement.input_size[1] / cols)
+    (top, tall), (left, wide) = placement.cells((rows, cols))
+    y, x = placement.to_image(top + down * tall / rows, left + across * wide / cols)
     height, width = placement.image_size
     mask: NDArray[np.bool_] = ((y >= 0) & (y < height))[:, None] & ((x >= 0) & (x < width))
     return mask

@@ -36,7 +36,7 @@ class _Answers:
         """Explain a patch clicked on the figure of another map."""
         if click is None or not isinstance(event.index, list | tuple) or len(event.index) != 2:
             raise OptionError("Expected a click on a map, got none: press Explain first.")
-        (left, top, right, bottom), placement, grid = click
+        (left, top, right, bottom), grid, placement = click
         down, across = (event.index[1] - top) / (bottom - top), (event.index[0] - left) / (right - left)
         height, width = placement.image_size
         return self._map(*fields, patch=placement.patch_at(down * height, across * width, grid))
@@ -62,7 +62,7 @@ class _Answers:
         figure_file, files = drawn(figure, name, saliency.save)
         bounds, height = figure.axes[-2].get_window_extent(), figure.bbox.height  # the bar is last
         box_of_map = bounds.x0, height - bounds.y1, bounds.x1, height - bounds.y0
-        click = box_of_map, saliency.placement, saliency.facts.get("patch_grid", saliency.grid.shape)
+        click = box_of_map, *saliency.patch_grid
         call = python_call("explainer.explain", path.name, method=method, target=target or None, **more)
         code = f"import vitflow\n\nexplainer = {made}\nsaliency = {call}\nsaliency.figure({f'{name}.png'!r})"
         says = (

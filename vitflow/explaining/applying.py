@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -160,8 +161,9 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
     assert trace.facts is not None
     outputs, saliencies = trace.facts.outputs, []
     readouts = trace.readout_words(trace.targets) if starts_at_readout(chosen) else []
+    extent = trace.extent_of((grids.shape[1], grids.shape[2]))
     for index, image in enumerate(trace.images):
-        score = Score()
+        score, placement = Score(), image.placement
         if trace.probabilities is not None and trace.targets is not None:
             score = Score.of(trace.probabilities[index], int(trace.targets[index]), outputs)
         facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
@@ -171,9 +173,11 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
             grid_of_patch = trace.top.rows, trace.top.cols
             if grid_of_patch != grids[index].shape:
                 facts["patch_grid"] = [*grid_of_patch]
+                if (spans := trace.extent_of(grid_of_patch)) is not None:
+                    facts["patch_extent"] = [list(span) for span in spans]
         saliency = Saliency(
             grid=grids[index],
-            placement=image.placement,
+            placement=placement if extent is None else replace(placement, extent=extent),
             image=image.image,
             source=image.name,
             model=trace.facts.id,

@@ -290,7 +290,7 @@ def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
     rows, cols = trace.grid(patch_size)
     pixels = trace.backward().pixels
     assert pixels is not None
-    return Maps(gradients.input_gradient(pixels, rows=rows, cols=cols))
+    return Maps(gradients.input_gradient(pixels, rows=rows, cols=cols, extent=trace.extent_of((rows, cols))))
 
 
 def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
@@ -299,9 +299,10 @@ def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: 
     rows, cols = trace.grid(patch_size)
     predict = trace.log_odds if score == "log-odds" else trace.predict
     assert trace.pixels is not None
-    options = {"rows": rows, "cols": cols, "batch_size": occlusion_batch}
+    options: dict[str, Any] = {"rows": rows, "cols": cols, "extent": trace.extent_of((rows, cols))}
     with tracking("occlusion", len(trace.pixels) * rows * cols) as progress:
-        return Maps(cells.occlusion(predict, trace.pixels, trace.class_indices, progress=progress, **options))
+        options |= {"batch_size": occlusion_batch, "progress": progress}
+        return Maps(cells.occlusion(predict, trace.pixels, trace.class_indices, **options))
 
 
 def random(trace: Trace, *, random_seed: int) -> Maps:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, load_extra, unknown_name
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.targeted_trace import TargetedTrace
+from vitflow.images.extents import Extent
 from vitflow.methods.cells import cell_owners, sum_cells
 from vitflow.models.anatomy import forward_options
 from vitflow.models.blocks import block_norm
@@ -118,13 +119,14 @@ class _ExternalMethod:
     def captum(self, trace: TargetedTrace, *, peer_options: Mapping[str, Any], layer: int | None = None) -> Maps:
         """Attributions summed over channels and, if they are of pixels, over the pixels of each patch."""
         rows, cols = trace.grid()
+        extent = trace.extent_of((rows, cols))
         with self._running(trace) as (model, pixels):
             attribute = inspect.signature(self.kind.attribute).parameters
             options = dict(peer_options)
             made = {key: options.pop(key) for key in list(options) if self.takes(key) and key not in attribute}
             if layer is not None:
                 made["layer"] = trace.model.get_submodule(block_norm(trace.model, layer))
-            for key, value in _features(attribute, pixels, rows, cols).items():
+            for key, value in _features(attribute, pixels, rows, cols, extent).items():
                 options.setdefault(key, value)
             method = self.kind(model, **made)
             result = method.attribute(
@@ -136,7 +138,7 @@ class _ExternalMethod:
         result = result.detach()
         if result.shape[1:] == pixels.shape[1:]:
             whole = "feature_mask" in attribute or "sliding_window_shapes" in attribute  # each pixel has all of it
-            return _of_pixels(result.mean(dim=1) if whole else result.sum(dim=1), rows, cols, mean=whole)
+            return _of_pixels(result.mean(dim=1) if whole else result.sum(dim=1), rows, cols, extent, mean=whole)
         return Maps(self._of_tokens(trace, result))
 
     def _of_tokens(self, trace: TargetedTrace, result: Tensor) -> Tensor:
@@ -160,6 +162,7 @@ class _ExternalMethod:
         from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
         rows, cols = trace.grid()
+        extent = trace.extent_of((rows, cols))
         target_layer = trace.model.get_submodule(block_norm(trace.model, layer))
 
         def on_grid(tokens: Tensor) -> Tensor:
@@ -181,7 +184,7 @@ class _ExternalMethod:
         maps = torch.from_numpy(result)
         if maps.shape != (len(pixels), *pixels.shape[-2:]):
             raise UnsupportedModelError(f"{self.name} returned maps of shape {tuple(maps.shape)}.")
-        return _of_pixels(maps, rows, cols, mean=True)
+        return _of_pixels(maps, rows, cols, extent, mean=True)
 
     @contextmanager
     def _running(self, trace: TargetedTrace) -> Iterator[tuple[nn.Module, Tensor]]:
@@ -221,12 +224,14 @@ class _ExternalMethod:
                 parameter.requires_grad_(required)
 
 
-def _features(attribute: Mapping[str, Any], pixels: Tensor, rows: int, cols: int) -> dict[str, Any]:
+def _features(
+    attribute: Mapping[str, Any], pixels: Tensor, rows: int, cols: int, extent: Extent | None
+) -> dict[str, Any]:
     """Return the arguments that let a package perturb whole patches, and required baselines."""
     options: dict[str, Any] = {}
     if "feature_mask" in attribute:
         options["feature_mask"] = (
-            cell_owners(pixels.shape[-2], pixels.shape[-1], rows, cols)
+            cell_owners(pixels.shape[-2], pixels.shape[-1], rows, cols, extent)
             .expand(1, *pixels.shape[1:])
             .contiguous()
             .to(pixels.device)
@@ -239,9 +244,9 @@ def _features(attribute: Mapping[str, Any], pixels: Tensor, rows: int, cols: int
     return options
 
 
-def _of_pixels(pixels: Tensor, rows: int, cols: int, *, mean: bool = False) -> Maps:
+def _of_pixels(pixels: Tensor, rows: int, cols: int, extent: Extent | None, *, mean: bool = False) -> Maps:
     """Sum a map of pixels [batch, height, width] over patches, or average it, and keep it for drawing."""
-    grids = sum_cells(pixels.double(), rows, cols)
+    grids = sum_cells(pixels.double(), rows, cols, extent)
     if mean:
-        grids = grids / sum_cells(torch.ones_like(pixels[:1], dtype=torch.float64), rows, cols)
+        grids = grids / sum_cells(torch.ones_like(pixels[:1], dtype=torch.float64), rows, cols, extent)
     return Maps(grids, pixels=pixels.float())

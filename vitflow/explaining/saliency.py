@@ -16,6 +16,7 @@ from vitflow.explaining import captions
 from vitflow.explaining.inputs import crop_note
 from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
+from vitflow.images.extents import Span
 from vitflow.images.geometry import Placement
 from vitflow.images.pen import Mark, Pen, takes_drawing_options
 from vitflow.images.reading import image_name, write_image
@@ -33,7 +34,7 @@ class Saliency:
 
     Attributes:
         grid: the map on the patch grid, float32 [rows, cols], unscaled.
-        placement: position of the model input on the image.
+        placement: position of the model input on the image, and the pixels of it that the grid covers.
         image: the original image, uint8 RGB [height, width, 3].
         source: the image's name.
         model: the model's id.
@@ -154,11 +155,18 @@ class Saliency:
         patch, box = self.options.get("patch"), self.options.get("box")
         if patch is None:
             return None if box is None else tuple(box)
-        rows, cols = self.facts.get("patch_grid", self.grid.shape)
-        height, width = self.placement.input_size[0] / rows, self.placement.input_size[1] / cols
-        top, left = self.placement.to_image(patch[0] * height, patch[1] * width)
-        bottom, right = self.placement.to_image((patch[0] + 1) * height, (patch[1] + 1) * width)
-        return left, top, right, bottom
+        grid, placement = self.patch_grid
+        return placement.patch_box(patch, grid)
+
+    @property
+    def patch_grid(self) -> tuple[tuple[int, int], Placement]:
+        """(rows, columns) of the grid that the option `patch` counts on, and its placement: of the last layer's."""
+        if "patch_grid" not in self.facts:
+            return (self.grid.shape[0], self.grid.shape[1]), self.placement
+        rows, cols = self.facts["patch_grid"]
+        spans = self.facts.get("patch_extent")
+        extent = None if spans is None else (Span(*spans[0]), Span(*spans[1]))
+        return (rows, cols), replace(self.placement, extent=extent)
 
     @property
     def marked(self) -> Mark | None:

@@ -168,7 +168,7 @@ def _log_odds(
         with torch.no_grad():
             logits = run_on_patches(trace.model, image, indices, layout=layout, outputs=read)
         return log_odds(logits, trace.followed.activation)
-    owners = cell_owners(image.shape[-2], image.shape[-1], *grid)
+    owners = cell_owners(image.shape[-2], image.shape[-1], *grid, trace.extent_of(grid))
     visible = kept[:, owners].unsqueeze(1).to(image.device)  # [masks, 1, height, width]
     return trace.log_odds(torch.where(visible, image, image.mean(dim=(2, 3), keepdim=True)))
 

@@ -1,6 +1,7 @@
 """Similarity of patch features to a patch, a box, or the class token."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,10 +71,11 @@ def _shares(placement: Placement, box: Box, layout: TokenLayout) -> Tensor:
     height, width = placement.image_size
     if not (left < width and top < height and right > 0 and bottom > 0):
         raise OutsideImageError(f"The box {tuple(box)} is outside the image of {width} × {height} pixels.")
-    (y0, x0), (y1, x1) = placement.to_input(top, left), placement.to_input(bottom, right)
-    down, across = layout.rows / placement.input_size[0], layout.cols / placement.input_size[1]
+    edges = [placement.to_input(top, left), placement.to_input(bottom, right)]
+    (first, tall), (start, wide) = replace(placement, extent=layout.extent).cells((layout.rows, layout.cols))
+    [(y0, x0), (y1, x1)] = [((y - first) * layout.rows / tall, (x - start) * layout.cols / wide) for y, x in edges]
     try:
-        return feature_methods.area_shares((x0 * across, y0 * down, x1 * across, y1 * down), layout.rows, layout.cols)
+        return feature_methods.area_shares((x0, y0, x1, y1), layout.rows, layout.cols)
     except OutsideGridError as error:
         raise OutsideImageError(
             f"The box {tuple(box)} is outside the region that the model saw, {placement.seen_box}: choose a box "

@@ -217,4 +217,4 @@ def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
         raise ShapeError(
             f"The placement of a map is damaged: expected JSON, got {record.get('placement')!r:.80}."
         ) from error
-    return grid, placement_of(known)
+    return grid, placement_of(known, label)

@@ -10,6 +10,7 @@ so that maps of any scale keep the precision of float16 (the map is the scale ti
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
+from vitflow.images.extents import Extent, Span
 from vitflow.images.geometry import Placement
 
 Row = dict[str, Any]
@@ -173,15 +175,39 @@ def unpack_half(values: Any, rows: Any, cols: Any, scale: Any) -> Grid | None:
     return (half.reshape(rows, cols).astype(np.float64) * scale).clip(-most, most).astype(np.float32)
 
 
-def placement_of(known: Mapping[str, Any]) -> Placement:
-    """Return the placement from the dict of `Placement.to_dict`.
+def placement_row(placements: Mapping[str, Placement]) -> dict[str, Any]:
+    """Return the placement of an image's maps for its row; `extents` has those of maps that are not divided evenly."""
+    first = next(iter(placements.values()))
+    extents = {label: each.to_dict()["extent"] for label, each in placements.items() if each.extent is not None}
+    return replace(first, extent=None).to_dict() | ({"extents": extents} if extents else {})
+
+
+def placement_of(known: Mapping[str, Any], label: str | None = None) -> Placement:
+    """Return the placement of a map from that of its row, or from the dict of `Placement.to_dict`.
+
+    Args:
+        known: the dict.
+        label: the map; None for the model input.
 
     Raises:
         ShapeError: it is not a placement.
     """
     try:
-        fields = {name: value if isinstance(value, str) else tuple(map(int, value)) for name, value in known.items()}
-
-        return Placement(**fields)  # type: ignore[arg-type]
+        fields = {**known}
+        extents, extent = fields.pop("extents", {}), fields.pop("extent", None)
+        fields = {name: value if isinstance(value, str) else tuple(map(int, value)) for name, value in fields.items()}
+        return Placement(**fields, extent=_extent_of(extents.get(label, extent)))
     except (AttributeError, TypeError, ValueError) as error:
         raise ShapeError(f"Expected the placement of a map, got {known!r}.") from error
+
+
+def _extent_of(known: Any) -> Extent | None:
+    """Return the extent from two lists of four numbers; ValueError if they are damaged."""
+    if known is None:
+        return None
+    rows, cols = (Span(float(start), float(step), int(first), int(last)) for start, step, first, last in known)
+    if not all(
+        math.isfinite(each.start) and 0 < each.step < math.inf and each.first < each.last for each in (rows, cols)
+    ):
+        raise ValueError("a span of no pixels")
+    return rows, cols

@@ -149,11 +149,11 @@ def draw_run(
         def draw(row: Row, maps: Maps) -> Drawn:
             try:
                 pixels = read_photograph(row, source)
-                placement = placement_of(row["placement"])
                 paths = []
                 for label in maps:
                     if label not in labels and label.rpartition("-top")[0] not in labels:
                         continue
+                    placement = placement_of(row["placement"], label)
                     saliency = Saliency(maps[label], placement, pixels, row["input"], settings["model"], label, {})
                     path = f"{row['stem']}-{in_file_name(label)}.{format}"
                     if os.path.relpath(os.path.realpath(folder / path), root) in names:
@@ -212,7 +212,7 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
     Raises:
         OptionError: the folder has no run, or its record is damaged.
     """
-    from vitflow.viewer.pages import thumbnail
+    from vitflow.viewer.pages import placed_grids, thumbnail
     from vitflow.viewer.report import write_report
 
     with open_run(output) as saved:
@@ -223,7 +223,8 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
         def images() -> Iterator[list[Row]]:
             """Yield the rows of each explained image, one for each target, with photograph and maps."""
             for row, maps in _explained(saved, None):
-                shown: Row = {"window": placement_of(row["placement"]).window, "photograph": None}
+                placed = [(placement_of(row["placement"], label), grid.shape) for label, grid in maps.items()]
+                shown: Row = {**placed_grids(placed or [(placement_of(row["placement"]), (1, 1))]), "photograph": None}
                 try:
                     shown["photograph"] = thumbnail(read_photograph(row, run["root"]))
                 except (VitflowError, OSError) as error:

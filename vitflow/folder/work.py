@@ -31,7 +31,7 @@ from vitflow.explaining.targets import (
 )
 from vitflow.files import in_file_name
 from vitflow.folder.batches import WAITING_BYTES, Batches
-from vitflow.folder.columns import Row, failed_row, rank_label
+from vitflow.folder.columns import Row, failed_row, placement_row, rank_label
 from vitflow.folder.decoders import Decoded
 from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
 from vitflow.registry.choices import ChosenMethod, check_methods, has_targets
@@ -222,7 +222,7 @@ def explained_row(maps: SaliencyMaps, job: Job) -> Row:
         **_score_columns(first),
         **({"ranks": ranks} if ranks else {}),
         "facts": json.loads(json.dumps(facts, default=float)),
-        "placement": first.placement.to_dict(),
+        "placement": placement_row({label: saliency.placement for label, saliency in maps.items()}),
         "outputs": {},
         "written": {},
     }

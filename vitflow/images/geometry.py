@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, ShapeError, check_known
 from vitflow.images import FITS, Fit
+from vitflow.images.extents import Extent
 
 CropMode = Literal["center", "squash", "border", "floor", "patches", "corner"]
 # Those of timm.
@@ -34,6 +35,7 @@ class Placement:
         offset: (top, left) corner of the model input inside the resized image; negative where padded.
         input_size: size of the model input.
         padding: colour outside the image: the mean of the normalisation, or black.
+        extent: the pixels of the model input that the cells of a map cover; None if they divide it evenly.
 
     >>> placement = place((480, 640), (224, 224), crop_pct=0.875)
     >>> placement.resized_size, placement.offset, placement.seen_box
@@ -45,6 +47,7 @@ class Placement:
     offset: tuple[int, int]
     input_size: Size
     padding: Literal["mean", "black"] = "mean"
+    extent: Extent | None = None
 
     def __post_init__(self) -> None:
         for name in ("image_size", "resized_size", "input_size"):
@@ -58,28 +61,66 @@ class Placement:
 
     @property
     def seen_box(self) -> tuple[int, int, int, int]:
-        """(left, top, right, bottom) of the pixels of the original whose centres are inside the model input.
+        """(left, top, right, bottom) of the pixels of the original whose centres are in the seen part of the input.
 
-        Right and bottom are exclusive. The box is empty only if the model input is between two pixel centres,
-        as in an image a few pixels high and a thousand times as wide.
+        Right and bottom are exclusive. The box is empty only if that part is between two pixel centres, as in an image
+        a few pixels high and a thousand times as wide.
         """
         (top, bottom), (left, right) = (
-            (_first_centre(size, resized, start), _first_centre(size, resized, start + length))
-            for size, resized, start, length in zip(
-                self.image_size, self.resized_size, self.offset, self.input_size, strict=True
+            (_first_centre(size, resized, start + first), _first_centre(size, resized, start + last))
+            for size, resized, start, (first, last) in zip(
+                self.image_size, self.resized_size, self.offset, self._seen, strict=True
             )
         )
         return left, top, right, bottom
 
     @property
+    def _seen(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """First and last edge of the rows and columns of the model input that the map's tokens are computed from."""
+        rows, cols = ((0, length) for length in self.input_size) if self.extent is None else self.extent
+        return (rows[-2], rows[-1]), (cols[-2], cols[-1])
+
+    @property
     def window(self) -> tuple[float, float, float, float]:
-        """(left, top, right, bottom) of the model input on the image; it exceeds the image if the input was padded.
+        """(left, top, right, bottom) of the seen input on the image; it exceeds the image if the input was padded.
 
         >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).window
         (50.0, 0.0, 150.0, 100.0)
         """
-        top, left = self.to_image(0.0, 0.0)
-        bottom, right = self.to_image(float(self.input_size[0]), float(self.input_size[1]))
+        (top, bottom), (left, right) = self._seen
+        return self._on_image((top, bottom), (left, right))
+
+    def area(self, grid: tuple[int, int]) -> tuple[float, float, float, float]:
+        """Return (left, top, right, bottom) of a grid of (rows, columns) on the image; cells may exceed the window."""
+        (top, height), (left, width) = self.cells(grid)
+        return self._on_image((top, top + height), (left, left + width))
+
+    def cells(self, grid: tuple[int, int]) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return first pixel and length in pixels of the rows, and of the columns, of a grid on the model input.
+
+        >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).cells((5, 5))
+        ((0.0, 50.0), (0.0, 50.0))
+        """
+        if self.extent is None:
+            return (0.0, float(self.input_size[0])), (0.0, float(self.input_size[1]))
+        rows, cols = self.extent
+        return (rows.start, rows.step * grid[0]), (cols.start, cols.step * grid[1])
+
+    def patch_box(self, patch: tuple[int, int], grid: tuple[int, int]) -> tuple[float, float, float, float]:
+        """Return (left, top, right, bottom) of a patch (row, column) of a grid on the image, cut at the model input.
+
+        >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).patch_box((0, 1), (5, 5))
+        (70.0, 0.0, 90.0, 20.0)
+        """
+        edges = []
+        for index, count, length, (start, extent) in zip(patch, grid, self.input_size, self.cells(grid), strict=True):
+            step = extent / count
+            edges.append([min(max(start + step * each, 0.0), float(length)) for each in (index, index + 1)])
+        return self._on_image(*edges)
+
+    def _on_image(self, rows: Sequence[float], cols: Sequence[float]) -> tuple[float, float, float, float]:
+        """Return (left, top, right, bottom) on the image of a part of the model input."""
+        (top, left), (bottom, right) = (self.to_image(float(y), float(x)) for y, x in zip(rows, cols, strict=True))
         return left, top, right, bottom
 
     @property
@@ -121,17 +162,23 @@ class Placement:
         if not (0 <= y < self.image_size[0] and 0 <= x < self.image_size[1]):
             width, height = self.image_size[1], self.image_size[0]
             raise OptionError(f"Expected a point inside the image of {width} × {height} pixels, got ({x:g}, {y:g}).")
-        places = zip(self.to_input(y, x), grid, self.input_size, strict=True)
-        row, col = (math.floor(place * count / size) for place, count, size in places)
-        if not (0 <= row < grid[0] and 0 <= col < grid[1]):
+        places = self.to_input(y, x)
+        if not all(first <= place < last for place, (first, last) in zip(places, self._seen, strict=True)):
             raise OptionError(
                 f"Expected a point inside the region that the model saw, {self.seen_box}, got ({x:g}, {y:g})."
             )
+        row, col = (
+            min(max(math.floor((place - start) * count / length), 0), count - 1)
+            for place, count, (start, length) in zip(places, grid, self.cells(grid), strict=True)
+        )
         return row, col
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as lists and strings, for JSON."""
-        return {name: value if isinstance(value, str) else list(value) for name, value in asdict(self).items()}
+        """Return the fields as lists and strings, for JSON, without an even extent."""
+        fields = asdict(replace(self, extent=None))
+        del fields["extent"]
+        fields = {name: value if isinstance(value, str) else list(value) for name, value in fields.items()}
+        return fields if self.extent is None else fields | {"extent": [list(span) for span in self.extent]}
 
 
 def place(

@@ -1,6 +1,7 @@
 """Upsampling of maps from patches to the pixels of the image, by the inverse of the preprocessing."""
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import cv2
@@ -17,8 +18,9 @@ def upsample(
 ) -> NDArray[np.float32]:
     """Upsample a map from patches to the pixels of the original image that the model saw.
 
-    The grid is resized to the model input, which is mapped back by the inverse of the resize and crop of the
-    preprocessing. Pixel centres are aligned; beyond the outermost patch centres the values are constant.
+    The grid is resized to the pixels that its cells cover in the model input, which are mapped back by the inverse of
+    the resize and crop of the preprocessing. Pixel centres are aligned; beyond the outermost patch centres the values
+    are constant.
 
     Args:
         grid: one value per patch, [rows, cols].
@@ -53,16 +55,18 @@ def upsample(
         heatmap[top:bottom, left:right] = grid[np.ix_(rows, cols)]
     elif interpolation == "smooth":
         centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5
-        y, x = placement.to_input(centres[0], centres[1])
-        wide = np.ascontiguousarray(_splined(grid.T, x / placement.input_size[1]).T)
+        (y, x), (first, other) = placement.to_input(centres[0], centres[1]), placement.cells(grid.shape)
+        wide = np.ascontiguousarray(_splined(grid.T, (x - other[0]) / other[1]).T)
         seen = heatmap[top:bottom, left:right]
         low, high = grid.min(), grid.max()  # rounding would leave some values beyond them
         for strip in strips(*seen.shape):
-            np.clip(_splined(wide, y[strip] / placement.input_size[0]), low, high, out=seen[strip])
+            np.clip(_splined(wide, (y[strip] - first[0]) / first[1]), low, high, out=seen[strip])
     else:
+        cells = placement.cells(grid.shape)
+        height, width = (max(1, round(length)) for _, length in cells)
         heatmap[top:bottom, left:right] = cv2.warpAffine(
-            cv2.resize(grid, placement.input_size[::-1], interpolation=cv2.INTER_LINEAR),
-            _pixel_to_input(placement, left, top),
+            cv2.resize(grid, (width, height), interpolation=cv2.INTER_LINEAR),
+            _pixel_to_cells(placement, left, top, cells, (height, width)),
             (right - left, bottom - top),
             flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
             borderMode=cv2.BORDER_REPLICATE,
@@ -104,7 +108,8 @@ def merge_maps(
 
 def _edges(placement: Placement, axis: int, count: int) -> NDArray[np.float64]:
     """Return the boundaries of a grid's patches along an axis of the image, [count + 1]."""
-    along = np.arange(count + 1, dtype=np.float64) * (placement.input_size[axis] / count)
+    start, length = placement.cells((count, count))[axis]
+    along = start + np.arange(count + 1, dtype=np.float64) * (length / count)
     return placement.to_image(along, along)[axis]
 
 
@@ -131,11 +136,23 @@ def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray
     return blended
 
 
-def _pixel_to_input(placement: Placement, left: int, top: int) -> NDArray[np.float64]:
-    """Return the 2 × 3 matrix from pixel indices, counted from (left, top) in the image, to those of the input."""
+def _pixel_to_cells(
+    placement: Placement, left: int, top: int, cells: Sequence[tuple[float, float]], size: tuple[int, int]
+) -> NDArray[np.float64]:
+    """Return the 2 × 3 matrix from pixel indices, counted from (left, top) in the image, to those of resized cells.
+
+    Args:
+        cells: first pixel and length of the rows and columns in the model input.
+        size: (height, width) to which they were resized.
+    """
     # OpenCV counts from pixel centres: index k stands for the coordinate k + 1/2.
-    y0, x0 = placement.to_input(top + 0.5, left + 0.5)
-    y1, x1 = placement.to_input(top + 1.5, left + 1.5)
+    (y0, x0), (y1, x1) = (
+        [
+            (place - start) * (pixels / length)
+            for place, (start, length), pixels in zip(placement.to_input(top + k, left + k), cells, size, strict=True)
+        ]
+        for k in (0.5, 1.5)
+    )
     return np.array([[x1 - x0, 0.0, x0 - 0.5], [0.0, y1 - y0, y0 - 0.5]])
 
 
@@ -144,4 +161,9 @@ def _patch_of_pixels(axis: int, first: int, last: int, count: int, placement: Pl
     size, resized = placement.image_size[axis], placement.resized_size[axis]
     # In whole numbers, as Placement.seen_box does: (k + 1/2) · resized / size − offset, in units of patches.
     centres = (2 * np.arange(first, last, dtype=np.int64) + 1) * resized - 2 * size * placement.offset[axis]
-    return centres * count // (2 * size * placement.input_size[axis])
+    if placement.extent is None:
+        return centres * count // (2 * size * placement.input_size[axis])
+    start, length = (Fraction(each).limit_denominator(1000) for each in placement.cells((count, count))[axis])
+    numerator = (centres * start.denominator - 2 * size * start.numerator) * count * length.denominator
+    patches = numerator // (2 * size * length.numerator * start.denominator)
+    return patches.clip(0, count - 1)

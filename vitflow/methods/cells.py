@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, whole_number
+from vitflow.images.extents import Extent, Span
 
 # Default number of cells on the shorter side, that of a 224-pixel input in 16-pixel patches.
 DEFAULT_CELLS = 14
@@ -39,42 +40,48 @@ def cell_grid(
     return round(height / patch_size), round(width / patch_size)
 
 
-def cell_edges(length: int, count: int) -> list[int]:
-    """Return the boundaries of `count` cells on a side of `length` pixels, equal to within a pixel.
+def cell_edges(length: int, count: int, span: Span | None = None) -> list[int]:
+    """Return the boundaries of `count` cells on a side of `length` pixels: those of a span, or equal to within a pixel.
+
+    The outermost cells reach to the borders of the image, as pixels beyond the span have no influence of their own.
 
     Raises:
         ShapeError: there are more cells than pixels.
 
-    >>> cell_edges(224, 14)[:3], cell_edges(10, 4)
-    ([0, 16, 32], [0, 2, 5, 8, 10])
+    >>> cell_edges(224, 14)[:3], cell_edges(10, 4), cell_edges(10, 3, Span(0, 3, 0, 9))
+    ([0, 16, 32], [0, 2, 5, 8, 10], [0, 3, 6, 10])
     """
     if not 1 <= count <= length:
         raise ShapeError(f"Expected 1 to {length} cells on a side of {length} pixels, got {count}.")
-    return [round(number * length / count) for number in range(count + 1)]
+    if span is None:
+        return [round(number * length / count) for number in range(count + 1)]
+    inner = span.edges(count)[1:-1].clip(0, length)
+    return [0, *(round(edge) for edge in inner.tolist()), length]
 
 
-def cell_owners(height: int, width: int, rows: int, cols: int) -> Tensor:
+def cell_owners(height: int, width: int, rows: int, cols: int, extent: Extent | None = None) -> Tensor:
     """Return the index of the cell of each pixel, in raster order from the top left, [height, width].
 
     >>> cell_owners(2, 4, 1, 2)
     tensor([[0, 0, 1, 1],
             [0, 0, 1, 1]])
     """
+    spans = extent or (None, None)
     of_row, of_col = (
-        torch.repeat_interleave(torch.arange(count), torch.tensor(cell_edges(length, count)).diff())
-        for length, count in ((height, rows), (width, cols))
+        torch.repeat_interleave(torch.arange(count), torch.tensor(cell_edges(length, count, span)).diff())
+        for length, count, span in zip((height, width), (rows, cols), spans, strict=True)
     )
     return of_row[:, None] * cols + of_col
 
 
-def sum_cells(values: Tensor, rows: int, cols: int) -> Tensor:
+def sum_cells(values: Tensor, rows: int, cols: int, extent: Extent | None = None) -> Tensor:
     """Sum of an image [..., height, width] over the pixels of each cell, [..., rows, cols].
 
     >>> sum_cells(torch.arange(8.0).reshape(2, 4), 1, 2)
     tensor([[10., 18.]])
     """
-    for axis, count in ((-2, rows), (-1, cols)):
-        edges = torch.tensor(cell_edges(values.shape[axis], count), device=values.device)
+    for axis, count, span in zip((-2, -1), (rows, cols), extent or (None, None), strict=True):
+        edges = torch.tensor(cell_edges(values.shape[axis], count, span), device=values.device)
         owner = torch.repeat_interleave(torch.arange(count, device=values.device), edges.diff())
         shape = list(values.shape)
         shape[axis] = count
@@ -89,6 +96,7 @@ def occlusion(
     *,
     rows: int,
     cols: int,
+    extent: Extent | None = None,
     batch_size: int = 32,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Tensor:
@@ -104,6 +112,7 @@ def occlusion(
         targets: class index of each image, [batch].
         rows: patches from top to bottom.
         cols: patches from left to right.
+        extent: the pixels of the patches; None if they divide the image evenly.
         batch_size: images with a blanked patch per call of `predict`; affects the time only.
         progress: called with the number of patches occluded since the last call.
 
@@ -130,7 +139,8 @@ def occlusion(
         )
     pixels = pixels.detach()
     means = pixels.mean(dim=(2, 3), keepdim=True)  # [batch, channels, 1, 1]
-    tops, lefts = cell_edges(pixels.shape[2], rows), cell_edges(pixels.shape[3], cols)
+    down, across = extent or (None, None)
+    tops, lefts = cell_edges(pixels.shape[2], rows, down), cell_edges(pixels.shape[3], cols, across)
     jobs = [(image, row, col) for image in range(len(pixels)) for row in range(rows) for col in range(cols)]
     remaining = []
     for start in range(0, len(jobs), batch_size):

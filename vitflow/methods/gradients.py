@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError
+from vitflow.images.extents import Extent
 from vitflow.methods.cells import sum_cells
 from vitflow.methods.fusion import HeadFusion, check_head_fusion, fuse_heads, normalize_rows
 
@@ -45,7 +46,7 @@ def grad_cam(features: Tensor, gradients: Tensor, *, num_prefix_tokens: int = 1)
     return (weights * features).sum(dim=-1).clamp_min(0.0)
 
 
-def input_gradient(gradients: Tensor, *, rows: int, cols: int) -> Tensor:
+def input_gradient(gradients: Tensor, *, rows: int, cols: int, extent: Extent | None = None) -> Tensor:
     """Input gradient: |∂ logit / ∂ pixel| summed over the channels and pixels of each patch.
 
     Pixels are those of the normalised model input.
@@ -54,6 +55,7 @@ def input_gradient(gradients: Tensor, *, rows: int, cols: int) -> Tensor:
         gradients: gradient of each image's target logit by its pixels, [batch, channels, height, width].
         rows: patches from top to bottom.
         cols: patches from left to right.
+        extent: the pixels of the patches; None if they divide the image evenly.
 
     Returns:
         [batch, rows, cols].
@@ -70,7 +72,7 @@ def input_gradient(gradients: Tensor, *, rows: int, cols: int) -> Tensor:
     """
     if gradients.ndim != 4:
         raise ShapeError(f"Expected gradients [batch, channels, height, width], got {tuple(gradients.shape)}.")
-    return sum_cells(at_least_float32(gradients).abs().sum(dim=1), rows, cols)
+    return sum_cells(at_least_float32(gradients).abs().sum(dim=1), rows, cols, extent)
 
 
 def legrad(gradients: Sequence[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import ShapeError
+from vitflow.images.extents import overlaps
 from vitflow.methods.fusion import (
     carry_rows,
     check_fraction,
@@ -69,14 +70,15 @@ def staged_rollout(
     residual: float | Sequence[float] = 0.5,
     start_layer: int = 1,
     additive: bool = False,
+    passed: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, TokenLayout]:
     """Compute the row qᵀ Â_L ⋯ Â_s of attention rollout, for layers with windows and stages.
 
     Each layer equals its dense matrix: Â = rownorm(α I + (1 − α) W), where W contains the probabilities of each window
     at its tokens, summed if windows overlap, and 0 at padding. If layers differ in their tokens, it is assumed that
     operations between attention layers (merging, convolution, pooling) preserve positions, and that each coarse
-    token covers its area uniformly, regardless of the merge weights. A class token that is added in a late layer keeps
-    its share.
+    token covers its area uniformly, regardless of the merge weights: the area in pixels if the extents of the layouts
+    are measured, else an even share of the image. A class token that is added in a late layer keeps its share.
 
     Args:
         matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first.
@@ -87,6 +89,8 @@ def staged_rollout(
         residual: α, the share of the residual connection, of all layers or of each.
         start_layer: s, the first layer of the product.
         additive: multiply by I + W instead, without normalisation, as generic attention explainability does.
+        passed: for each layer, mask of the tokens at its input that the layer below computed, bool [batch, tokens], or
+            None for all. The columns of the others are 0: they were replaced or zeroed, and what they had is lost.
 
     Returns:
         The row, [batch, tokens], and the layout of its tokens: the finest that the layers down to s have.
@@ -116,8 +120,11 @@ def staged_rollout(
     layout = tokens[-1].queries
     first = check_layer("start_layer", start_layer, len(matrices))
     row = check_readout(readout, len(matrices[0]), layout.num_tokens).to(matrices[-1])
-    for matrix, layer, share in reversed(list(zip(checked, tokens, shares, strict=True))[first:]):
+    masks = [None] * len(matrices) if passed is None else list(passed)
+    for matrix, layer, share, mask in reversed(list(zip(checked, tokens, shares, masks, strict=True))[first:]):
         row, layout = _through(row, layout, matrix, layer, discard_ratio, share, additive)
+        if mask is not None:
+            row = row * _spread(mask.to(row), layer.keys, layout)
     return row, layout
 
 
@@ -263,37 +270,42 @@ def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
     prefix = row.new_zeros(len(row), target.num_prefix_tokens)
     if source.num_prefix_tokens == target.num_prefix_tokens:
         prefix = row[:, : source.num_prefix_tokens]
-    return torch.cat([prefix, _by_area(row, source, target, source)], dim=1)
+    return torch.cat([prefix, _by_area(row, source, target, mean=False)], dim=1)
 
 
-def _by_area(values: Tensor, source: TokenLayout, target: TokenLayout, unit: TokenLayout) -> Tensor:
-    """Return each patch of the target as the sum over patches of the source, weighted by overlapping area.
+def _by_area(values: Tensor, source: TokenLayout, target: TokenLayout, *, mean: bool) -> Tensor:
+    """Return each patch of the target as the sum (or mean) over patches of the source, weighted by overlapping area.
+
+    Patches of a sum are shared among the cells of the target that they overlap; a mean is 1 where nothing overlaps.
 
     Args:
         values: over the tokens of the source, [batch, tokens].
         source, target: layouts over the same image.
-        unit: the layout whose patch area is 1: `source` to sum, `target` to average.
 
     Returns:
         [batch, patches of the target].
     """
-    down = (_overlaps(source.rows, target.rows) * unit.rows).to(values)
-    across = (_overlaps(source.cols, target.cols) * unit.cols).to(values)
-    patches: Tensor = down @ source.to_grid(values) @ across.T
+    grid = source.to_grid(values)
+    measured = source.extent is not None and target.extent is not None
+    down, across = (_shares(source, target, axis, mean).to(values) for axis in (0, 1))
+    patches: Tensor = 1 + down @ (grid - 1) @ across.T if measured and mean else down @ grid @ across.T
     return patches.flatten(1)
 
 
-def _overlaps(source: int, target: int) -> Tensor:
-    """Return the common length of cell i of `target` and cell j of `source` cells, [target, source]."""
-    from_edges = torch.arange(source + 1, dtype=torch.float64) / source
-    to_edges = torch.arange(target + 1, dtype=torch.float64) / target
-    low = torch.maximum(to_edges[:-1, None], from_edges[None, :-1])
-    high = torch.minimum(to_edges[1:, None], from_edges[None, 1:])
-    return (high - low).clamp_min(0.0)
+def _shares(source: TokenLayout, target: TokenLayout, axis: int, mean: bool) -> Tensor:
+    """Return the shares of overlap along an axis, [target, source]; columns sum to 1, or rows if `mean`."""
+    counts = [(layout.rows, layout.cols)[axis] for layout in (source, target)]
+    if source.extent is None or target.extent is None:
+        edges = [torch.arange(count + 1, dtype=torch.float64).numpy() / count for count in counts]
+        return torch.from_numpy(overlaps(*edges)) * counts[mean]
+    edges = [span.edges(count) for span, count in zip((source.extent[axis], target.extent[axis]), counts, strict=True)]
+    shared = torch.from_numpy(overlaps(*edges))
+    totals = shared.sum(dim=int(mean), keepdim=True)
+    return torch.where(totals > 0, shared / totals, 0.0)
 
 
 def _spread(factors: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
-    """Return factors of tokens for a finer layout: means by area, [batch, tokens of target]."""
+    """Return factors of tokens for another layout: means by area, [batch, tokens of target]."""
     if source == target:
         return factors
-    return torch.cat([factors[:, : target.num_prefix_tokens], _by_area(factors, source, target, target)], dim=1)
+    return torch.cat([factors[:, : target.num_prefix_tokens], _by_area(factors, source, target, mean=True)], dim=1)

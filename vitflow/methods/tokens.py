@@ -1,13 +1,14 @@
 """Token layout: prefix tokens, patch tokens with their grid, and suffix tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, OutsideGridError, ShapeError, check_known, whole_number
+from vitflow.images.extents import Extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class TokenLayout:
         rows: patches from top to bottom.
         cols: patches from left to right; patch tokens are in raster order.
         num_suffix_tokens: tokens that follow the patches, such as the detection tokens of YOLOS.
+        extent: the pixels of the model input that the patches cover, if measured; it is not compared.
 
     >>> TokenLayout(1, 14, 14).num_tokens, TokenLayout(1, 14, 14, num_suffix_tokens=100).num_tokens
     (197, 297)
@@ -28,6 +30,7 @@ class TokenLayout:
     rows: int
     cols: int
     num_suffix_tokens: int = 0
+    extent: Extent | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("num_prefix_tokens", "rows", "cols", "num_suffix_tokens"):

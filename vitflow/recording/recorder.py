@@ -5,8 +5,10 @@ While a model runs inside `record_attention`, a torch function mode intercepts `
 attention does not call, is not needed. Afterwards the model is restored exactly.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -34,10 +36,11 @@ from vitflow.recording.isolation import (
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import FusionKey, stack_of
 from vitflow.recording.listening import Listening
+from vitflow.recording.places import find_extents, place_layers
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
-from vitflow.recording.unseen import block_layouts, misplaced, unseen_mixing
+from vitflow.recording.unseen import unseen_mixing
 
 
 class record_attention:
@@ -286,7 +289,7 @@ class record_attention:
         for path, features in trace.features.items():
             if path not in trace.feature_layouts:
                 located = feature_layout(self._model, size, features, layout)
-                trace.feature_layouts[path] = None if located and self._is_misplaced(path, located[0]) else located
+                trace.feature_layouts[path] = located and self._placed(trace.call, path, *located)
 
     def _locate_tokens(self, call: Call, size: tuple[int, int]) -> TokenLayout | None:
         """Find token positions and readouts; return the layout if it is known."""
@@ -301,11 +304,12 @@ class record_attention:
         if layers and refusal is None:
             layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
             if not self._within:
-                refusal = unseen_mixing(call, layouts, self._listening.recorded) or misplaced(
-                    call, block_layouts(self._model, layers, trace.names)
+                refusal = unseen_mixing(call, layouts, self._listening.recorded) or place_layers(
+                    call, layers, trace.names
                 )
+                layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         if not layers or refusal is not None:
-            layout, trace.refusal = self._layout_without_attention(size), refusal
+            layout, trace.refusal = self._layout_without_attention(call, size), refusal
             trace.locate(layers, layout)
             return layout
         layout, top = max(layouts, key=lambda layout: layout.num_patches), layers[-1].tokens.queries
@@ -315,20 +319,31 @@ class record_attention:
         trace.pooled = self._listening.pooling if trace.closed[0].name == ATTENTION_POOLING else None
         return layout
 
-    def _layout_without_attention(self, size: tuple[int, int]) -> TokenLayout | None:
+    def _layout_without_attention(self, call: Call, size: tuple[int, int]) -> TokenLayout | None:
         """Return the layout that the model declares, or None, as methods without attention need none."""
         tokens = next((features.shape[1] for features in self.trace.features.values() if features.ndim == 3), None)
         try:
-            return self._layout or read_layout(self._model, size, tokens)
+            layout = self._layout or read_layout(self._model, size, tokens)
         except UnsupportedModelError:
             return None
+        extents, _ = find_extents(call, dict.fromkeys(block_paths(self._model)[:1], (layout,)))
+        return replace(layout, extent=extents.get(layout))
 
-    def _is_misplaced(self, path: str, layout: TokenLayout) -> bool:
-        """Return True if the tokens of a module, and of the first block, are not the patches of this layout."""
-        blocks = block_paths(self._model)
-        around = [block for n, block in enumerate(blocks) if n == 0 or f"{path}.".startswith(f"{block}.")]
-        call = self.trace.call
-        return call is not None and misplaced(call, dict.fromkeys(around, layout)) is not None
+    def _placed(
+        self, call: Call, path: str, layout: TokenLayout, channels_last: bool
+    ) -> tuple[TokenLayout, bool] | None:
+        """Return the layout of a module's tokens with its extent; None if they are not at their places.
+
+        In models of stages without a list of blocks, strides of 2 to a power that divide the input are not measured.
+        """
+        stages = not block_paths(self._model)
+        strides = [side / count for side, count in zip(call.pixels.shape[-2:], (layout.rows, layout.cols), strict=True)]
+        if stages and all(math.frexp(stride)[0] == 0.5 for stride in strides):
+            return layout, channels_last
+        extents, refusal = find_extents(call, {path: (layout,)})
+        if refusal is not None and not stages:
+            return None
+        return replace(layout, extent=extents.get(layout)), channels_last
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:

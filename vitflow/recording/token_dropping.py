@@ -17,9 +17,9 @@ from vitflow.models.blocks import library_blocks
 from vitflow.models.calls import logits_of
 from vitflow.models.parts import module_paths, output_cache, unwrap
 from vitflow.recording.isolation import Hook, evaluating, hooked
+from vitflow.recording.places import find_extents
 from vitflow.recording.probing import Call
 from vitflow.recording.readout import Read
-from vitflow.recording.unseen import misplaced
 
 
 def run_on_patches(
@@ -190,8 +190,8 @@ def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: 
             call = Call(model, (noise,), forward_options(model, (noise.shape[-2], noise.shape[-1])), noise)
             first = _blocks(model)[0]
             block = next(path for path, module in module_paths(model) if module is first)
-            if misplaced(call, {block: layout}) is not None:
-                return "Its tokens are not the patches at their places on the image."
+            if (refusal := find_extents(call, {block: (layout,)})[1]) is not None:
+                return refusal
             order = torch.randperm(layout.num_patches, generator=random).to(noise.device)
             half = order[: max(layout.num_patches // 2, 1)]
             every, _ = _run(model, noise, order.sort().values[None], layout, outputs)

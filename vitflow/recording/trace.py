@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.images.extents import Extent
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.gradients import at_least_float32
 from vitflow.methods.refinement import Affinity
@@ -123,6 +124,18 @@ class Trace(RecordedLayers):
         layout = self._layout
         patches = None if layout is None else (layout.rows, layout.cols)
         return cell_grid(self.pixels.shape[-2], self.pixels.shape[-1], patch_size, patches)
+
+    def extent_of(self, grid: tuple[int, int]) -> Extent | None:
+        """Return the measured pixels of a grid of (rows, columns) of tokens; None if it divides the input evenly."""
+        located = [layer.located for layer in self.layers if layer.located is not None]
+        layouts = [self._layout, *(layout for each in located for layout in (each.queries, each.keys))]
+        layouts += [each[0] for each in self.feature_layouts.values() if each is not None]
+        fitting = (each.extent for each in layouts if each is not None and (each.rows, each.cols) == grid)
+        extent = next(filter(None, fitting), None)
+        if extent is None or self.pixels is None:
+            return None
+        sides = zip(extent, grid, self.pixels.shape[-2:], strict=True)
+        return None if all(span.is_even(count, length) for span, count, length in sides) else extent
 
     @property
     def readout(self) -> Tensor:

@@ -37,7 +37,7 @@ FUSED: tuple[Fused, ...] = (
     *(("mean", "output"), ("min", False), ("min", "output")),
 )
 # Fields of an image that the page contains unchanged.
-_AS_THEY_ARE = ("path", "window", "pooling", "maps", "answers", "refused", "uniform")
+_AS_THEY_ARE = ("path", "window", "areas", "pooling", "maps", "answers", "refused", "uniform")
 # Longer side of the images, in pixels.
 _PHOTOGRAPH = 1024
 _MEGABYTE = 10**6
@@ -51,7 +51,8 @@ class ExploredImage:
         name: display name.
         path: path of its file, or None.
         image: uint8 RGB [height, width, 3].
-        window: (left, top, right, bottom) of the model input on it.
+        window: [left, top, right, bottom] of the part that the model saw.
+        areas: those of grids that do not fill it, by "rows,columns".
         layout: prefix tokens and patch grid; None if layers differ in their tokens.
         readout: weight of each token in the output, [tokens].
         pooling: description of the readout.
@@ -68,7 +69,8 @@ class ExploredImage:
     name: str
     path: str | None
     image: NDArray[np.uint8]
-    window: tuple[float, float, float, float]
+    window: list[float] = field(default_factory=list)
+    areas: dict[str, list[float]] = field(default_factory=dict)
     layout: TokenLayout | None = None
     readout: Floats | None = None
     pooling: str = ""

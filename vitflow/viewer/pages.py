@@ -12,6 +12,7 @@ import html
 import io
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -26,6 +27,7 @@ from PIL import Image
 
 from vitflow.errors import printable
 from vitflow.files import write_atomically
+from vitflow.images.geometry import Placement
 from vitflow.images.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, SEQUENTIAL, color_table
 from vitflow.images.typesetting import decimal
 
@@ -58,6 +60,17 @@ class Page:
             f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts allow-downloads" '
             'title="vitflow" style="width: 100%; height: 900px; border: 0"></iframe>'
         )
+
+
+def placed_grids(placed: Sequence[tuple[Placement, tuple[int, int]]]) -> dict[str, Any]:
+    """Return where the scripts draw grids of (rows, columns): the seen "window" of the image, and uneven "areas".
+
+    >>> placed_grids([(Placement((4, 4), (4, 4), (0, 0), (4, 4)), (2, 2))])
+    {'window': [0.0, 0.0, 4.0, 4.0], 'areas': {}}
+    """
+    uneven = {grid: each.area(grid) for each, grid in reversed(placed) if each.extent is not None}
+    areas = {f"{rows},{cols}": [round(edge, 3) for edge in area] for (rows, cols), area in uneven.items()}
+    return {"window": [round(edge, 3) for edge in placed[0][0].window], "areas": areas}
 
 
 def make_html(name: str, *scripts: str, **values: Any) -> str:

@@ -36,7 +36,7 @@ def write_report(
         output: output folder of the run, which receives the pages.
         run: settings of the run: "root", "model", "methods", "options", "drawing", …
         images: the rows of each explained image, one for each target, with its "photograph" as JPEG, or None and the
-            reason as "no_photograph"; the "grids" of its maps; and the "window" of the image that the model saw.
+            reason as "no_photograph"; the "grids" of its maps; and their `pages.placed_grids`.
         failures: rows of the images that failed.
         explained: number of explained images.
         departures: differences of each method's options from its publication, as text.
@@ -84,7 +84,8 @@ def _entry(row: Mapping[str, Any], run: Mapping[str, Any], output: Path) -> dict
         "link": _link(os.path.relpath(source, output)),
         "image": photograph and f"data:image/jpeg;base64,{base64.b64encode(photograph).decode()}",
         "size": [row["width"], row["height"]],
-        "window": [round(edge, 3) for edge in row["window"]],
+        "window": row["window"],
+        "areas": row["areas"],
         "label": row["target"] or "",
         "probability": row["probability"],
         "maps": {name: _map(grid, run, row["facts"].get(name, {}) | record) for name, grid in row["grids"].items()},

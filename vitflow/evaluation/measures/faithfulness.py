@@ -18,6 +18,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import TargetedTrace
+from vitflow.images.extents import Extent
 from vitflow.methods.cells import cell_owners
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.isolation import evaluating
@@ -150,12 +151,12 @@ def faithfulness_curves(
     pixels = explainer.pixels(placed)
     no_patches = replace == "drop" and pools_patches(explainer, placed, maps[0].target)
     with torch.no_grad(), evaluating(explainer.model):
-        whole = Choice(np.arange(orders[0].size), maps[0].grid.shape)
-        choices = [whole, Choice(whole.kept[:0], whole.grid)]
+        whole = Choice(np.arange(orders[0].size), maps[0].grid.shape, maps[0].placement.extent)
+        choices = [whole, whole._replace(kept=whole.kept[:0])]
         for saliency, order in zip(maps, orders, strict=True):
             removed = removed_counts(order.size, points)[1:-1]
             kept = [order[count:] for count in removed] + [order[: order.size - count] for count in removed]
-            choices += [Choice(patches, saliency.grid.shape) for patches in kept]
+            choices += [Choice(patches, saliency.grid.shape, saliency.placement.extent) for patches in kept]
         logits = logits_of_kept(explainer, pixels, choices, replace, batch_size, blank_if_empty=no_patches)
     if not torch.isfinite(logits).all():
         raise ModelError(f"{explainer.model_id} returned NaN or infinite logits for an image with removed patches.")
@@ -279,10 +280,12 @@ class Choice(NamedTuple):
     Attributes:
         kept: indices of the patches on the grid, in raster order from the top left.
         grid: rows and columns of all patches.
+        extent: the pixels of the patches; None if they divide the model input evenly.
     """
 
     kept: Indices
-    grid: tuple[int, ...]
+    grid: tuple[int, int]
+    extent: Extent | None = None
 
 
 def pools_patches(explainer: Explainer, placed: PlacedImage, target: int | None) -> bool:
@@ -337,14 +340,15 @@ def logits_of_kept(
         return _with_dropped_tokens(explainer, pixels, choices, batch_size, blank_if_empty)
     height, width = pixels.shape[-2:]
     filler = blank(pixels) if replace == "blank" else blur(pixels)
-    owners = {grid: cell_owners(height, width, *grid) for grid in {choice.grid for choice in choices}}
+    grids = {(choice.grid, choice.extent) for choice in choices}
+    owners = {(grid, extent): cell_owners(height, width, *grid, extent) for grid, extent in grids}
     logits = []
     for start in range(0, len(choices), batch_size):
         visible = []
         for choice in choices[start : start + batch_size]:
             keeps = torch.zeros(choice.grid[0] * choice.grid[1], dtype=torch.bool)
             keeps[torch.from_numpy(choice.kept)] = True
-            visible.append(keeps[owners[choice.grid]][None])
+            visible.append(keeps[owners[choice.grid, choice.extent]][None])
         images = torch.where(torch.stack(visible).to(pixels.device), pixels, filler)
         logits.append(explainer.logits(images).cpu())
     return torch.cat(logits)

@@ -21,23 +21,27 @@ const factsOf = (facts) => Object.entries(facts)
   .map(([name, value]) => `${name.replaceAll("_", " ")}: ${typeof value === "number" ? short(value) : value}`).join(" · ");
 
 // --- a map over its photograph ---------------------------------------------------------------------------------------
-// An image has size [width, height] and window [left, top, right, bottom], the part that the model saw; a map has shape
+// An image has size [width, height], window [left, top, right, bottom], the part that the model saw, and the areas of grids
+// that do not fill it, by "rows,columns"; a map has shape
 // [rows, cols], values, and the limits low and high of its colours.
+
+const areaOf = (image, [rows, cols]) => image.areas?.[`${rows},${cols}`] ?? image.window;
 
 // For `length` pixels along one side of `count` patches, the nearest patch and the weights of it and its neighbours by the
 // quadratic B-spline, which never goes beyond the values; null where the model saw nothing.
-function splines(count, length, size, start, end) {
+function splines(count, length, size, [first, last], [start, end]) {
   return Array.from({ length }, (_, pixel) => {
-    const inside = (((pixel + 0.5) / length) * size - start) / (end - start);
-    if (inside < 0 || inside > 1) return null;
-    const at = inside * count - 0.5, nearest = Math.round(at), beside = at - nearest, held = (patch) => Math.min(Math.max(patch, 0), count - 1);
+    const place = ((pixel + 0.5) / length) * size;
+    if (place < first || place > last) return null;
+    const at = ((place - start) / (end - start)) * count - 0.5, nearest = Math.round(at), beside = at - nearest, held = (patch) => Math.min(Math.max(patch, 0), count - 1);
     return { patches: [held(nearest - 1), held(nearest), held(nearest + 1)], weights: [(0.5 - beside) ** 2 / 2, 0.75 - beside ** 2, (0.5 + beside) ** 2 / 2] };
   });
 }
 
 // The map at every pixel of width × height, as vitflow's own overlays spread it; NaN where the model saw nothing.
-function spread({ shape: [rows, cols], values }, { size, window: [left, top, right, bottom] }, width, height) {
-  const xs = splines(cols, width, size[0], left, right), ys = splines(rows, height, size[1], top, bottom);
+function spread({ shape: [rows, cols], values }, image, width, height) {
+  const { size, window: [left, top, right, bottom] } = image, [x0, y0, x1, y1] = areaOf(image, [rows, cols]);
+  const xs = splines(cols, width, size[0], [left, right], [x0, x1]), ys = splines(rows, height, size[1], [top, bottom], [y0, y1]);
   const out = new Float64Array(width * height).fill(NaN), line = new Float64Array(cols);
   for (let y = 0; y < height; y++) {
     if (!ys[y]) continue;
@@ -169,11 +173,13 @@ function fit(element, [width, height], margin) {
 }
 
 // The patch [row, col] under the pointer, or null where the model saw nothing.
-function patchAt(event, frame, { size, window: [left, top, right, bottom] }, [rows, cols]) {
-  const box = frame.getBoundingClientRect(), scale = box.width / size[0];
-  const col = Math.floor((((event.clientX - box.left) / scale - left) / (right - left)) * cols);
-  const row = Math.floor((((event.clientY - box.top) / scale - top) / (bottom - top)) * rows);
-  return row >= 0 && row < rows && col >= 0 && col < cols ? [row, col] : null;
+function patchAt(event, frame, image, [rows, cols]) {
+  const box = frame.getBoundingClientRect(), scale = box.width / image.size[0];
+  const x = (event.clientX - box.left) / scale, y = (event.clientY - box.top) / scale;
+  const [left, top, right, bottom] = image.window, [x0, y0, x1, y1] = areaOf(image, [rows, cols]);
+  if (x < left || x >= right || y < top || y >= bottom) return null;
+  const patch = (place, start, end, count) => Math.min(Math.max(Math.floor(((place - start) / (end - start)) * count), 0), count - 1);
+  return [patch(y, y0, y1, rows), patch(x, x0, x1, cols)];
 }
 
 // Lay an element over a part of the frame, given in pixels of the image.
@@ -186,7 +192,7 @@ function lay(element, { size }, [left, top, right, bottom]) {
 function outline(element, image, shape, patch) {
   element.hidden = !patch;
   if (!patch) return;
-  const [left, top, right, bottom] = image.window, [rows, cols] = shape;
+  const [left, top, right, bottom] = areaOf(image, shape), [rows, cols] = shape;
   const wide = (right - left) / cols, high = (bottom - top) / rows;
   const x = left + patch[1] * wide, y = top + patch[0] * high;
   lay(element, image, [x, y, x + wide, y + high]);

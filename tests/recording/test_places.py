@@ -1,0 +1,208 @@
+"""Places of tokens: extents of grids that do not tile the input, stages of odd sizes, tokens that are not in order."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from vitflow import Explainer, record_attention
+from vitflow.errors import UnsupportedModelError
+from vitflow.images.extents import Span
+from vitflow.methods import TokenLayout
+
+CONFIG = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0, "crop_mode": "squash"}
+TINY = {"depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 4}
+
+
+def vit(**options) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("vit_tiny_patch16_224", **{**TINY, **options}).eval()
+
+
+def siglip(side: int, patch: int) -> nn.Module:
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    small = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
+    return SiglipVisionModel(SiglipVisionConfig(image_size=side, patch_size=patch, **small)).eval()
+
+
+def dino(side: int, patch: int) -> nn.Module:
+    from transformers import Dinov2Config, Dinov2Model
+
+    small = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "mlp_ratio": 1}
+    return Dinov2Model(Dinov2Config(image_size=side, patch_size=patch, **small)).eval()
+
+
+class Changed(nn.Module):
+    """A model that changes its input, or the tokens of its patches, first."""
+
+    def __init__(self, model: nn.Module, images=lambda images: images, tokens=lambda tokens: tokens) -> None:
+        super().__init__()
+        self.vit, self.images = model, images
+        model.norm_pre = Function(tokens)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.vit(self.images(images))
+
+
+class Function(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given):
+        return self.function(*given)
+
+
+def padded(model: nn.Module, top: int, left: int) -> nn.Module:
+    return Changed(model, lambda images: nn.functional.pad(images, (left, 16 - left, top, 16 - top)))
+
+
+# Model, size of its input, and first pixel and pixels per cell of its rows and columns.
+EXTENTS = {
+    "SigLIP, 27 × 14 of 384": (lambda: siglip(384, 14), (384, 384), (0, 14), (0, 14)),
+    "DINOv2, 7 × 14 of 100": (lambda: dino(100, 14), (100, 100), (0, 14), (0, 14)),
+    "padded at the end": (lambda: vit(dynamic_img_size=True, dynamic_img_pad=True), (70, 101), (0, 16), (0, 16)),
+    "cropped inside": (lambda: Changed(vit(img_size=64), lambda x: x[..., 5:69, 7:71]), (74, 72), (5, 16), (7, 16)),
+    "padded inside": (lambda: padded(vit(img_size=80), 6, 9), (64, 64), (-6, 16), (-9, 16)),
+    "halved inside": (
+        lambda: Changed(vit(img_size=64), lambda x: nn.functional.avg_pool2d(x, 2)),
+        (128, 128),
+        (0, 32),
+        (0, 32),
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "size", "rows", "cols"), EXTENTS.values(), ids=EXTENTS)
+def test_a_patch_is_drawn_clicked_and_occluded_at_its_pixels(build, size, rows, cols):
+    explainer = Explainer(build(), data_config={**CONFIG, "input_size": (3, *size)})
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    saliency = explainer.explain(image, method="rollout")
+    grid = saliency.grid.shape
+    for place in ((0, 0), (grid[0] - 1, grid[1] - 1), (grid[0] // 2, 1)):
+        one = np.zeros_like(saliency.grid)
+        one[place] = 1
+        heat = dataclasses.replace(saliency, grid=one).heatmap
+        box = dataclasses.replace(saliency, grid=one, options={"patch": place}).patch_box
+        for axis, (start, step) in enumerate((rows, cols)):
+            begin, end = start + step * place[axis], start + step * (place[axis] + 1)
+            inside = max(begin, 0), min(end, size[axis])
+            assert (box[1 - axis], box[3 - axis]) == inside
+            if 0 < place[axis] < grid[axis] - 1:  # at the edges the value is constant outwards
+                line = np.nansum(heat, axis=1 - axis)
+                assert abs((line * (np.arange(size[axis]) + 0.5)).sum() / line.sum() - (begin + end) / 2) < 0.5
+        left, top, right, bottom = box
+        assert saliency.placement.patch_at((top + bottom) / 2, (left + right) / 2, grid) == place
+    reach = [
+        min(start + step * count, side) for (start, step), count, side in zip((rows, cols), grid, size, strict=True)
+    ]
+    seen = np.zeros(size, bool)
+    seen[max(rows[0], 0) : int(reach[0]), max(cols[0], 0) : int(reach[1])] = True
+    assert (np.isfinite(saliency.heatmap) == seen).all()
+    # The gradient of the pixels is summed over the pixels of each token.
+    if saliency.class_specific or explainer.num_classes:
+        sums = explainer.explain(image, method="input_gradient")
+        pixels = explainer.pixels(image).requires_grad_()
+        explainer.model(pixels)[0, sums.target].backward()
+        row, col = grid[0] // 2, 1
+        cells = [slice(start + step * n, start + step * (n + 1)) for (start, step), n in ((rows, row), (cols, col))]
+        expected = pixels.grad[0].abs().sum(dim=0)[tuple(cells)].sum()
+        assert float(sums.grid[row, col]) == pytest.approx(float(expected), rel=1e-4)
+
+
+def four_in_a_row(tokens: Tensor) -> Tensor:
+    return torch.cat([tokens[:, :1], tokens[:, 1:].unflatten(1, (-1, 4)).mean(2)], 1)
+
+
+def one_dropped(tokens: Tensor) -> Tensor:
+    return tokens * (torch.arange(tokens.shape[1]) != 7)[:, None]
+
+
+ORDER = torch.randperm(49, generator=torch.Generator().manual_seed(1))
+# Models that are refused, and a word of the reason.
+REFUSED = {
+    "flipped": (lambda: Changed(vit(img_size=112), lambda x: x.flip(3)), 112, "flipped"),
+    "rolled by half a patch": (lambda: Changed(vit(img_size=112), lambda x: x.roll(8, 3)), 112, "other"),
+    "in another order": (
+        lambda: Changed(vit(img_size=112), tokens=lambda x: torch.cat([x[:, :1], x[:, 1:][:, ORDER]], 1)),
+        112,
+        "another order",
+    ),
+    "two swapped": (
+        lambda: Changed(vit(img_size=112), tokens=lambda x: x[:, [*range(17), 18, 17, *range(19, 50)]]),
+        112,
+        "another order",
+    ),
+    "one dropped": (lambda: Changed(vit(img_size=112), tokens=one_dropped), 112, "dropped"),
+    "four in a row": (lambda: Changed(vit(img_size=224), tokens=four_in_a_row), 224, "another order"),
+}
+
+
+@pytest.mark.parametrize(("build", "side", "reason"), REFUSED.values(), ids=REFUSED)
+def test_tokens_that_are_not_in_order_are_refused_by_the_measured_reason(build, side, reason):
+    with record_attention(build()) as trace, torch.no_grad():
+        trace.model(torch.randn(1, 3, side, side))
+    assert "misplaced" in trace.refusal and reason in trace.refusal and "crop" not in trace.refusal
+
+
+STAGES = [((116, 204), 4), ((240, 240), 4), ((60, 300), 4)]
+
+
+@pytest.mark.parametrize(("size", "patch"), STAGES)
+def test_stages_cover_the_cells_that_they_were_merged_from(size, patch):
+    torch.manual_seed(0)
+    options = {"img_size": size, "depths": (1, 1, 1, 1), "embed_dim": 16, "num_heads": (1, 2, 2, 4), "num_classes": 3}
+    model = timm.create_model("swin_tiny_patch4_window7_224", **options).eval()
+    explainer = Explainer(model, data_config={**CONFIG, "input_size": (3, *size)})
+    image = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    trace = explainer.record(image)
+    for stage, layer in enumerate(trace.layers):
+        step = patch * 2**stage
+        layout = layer.tokens.queries
+        assert (layout.rows, layout.cols) == tuple(-(-side // step) for side in size)
+        assert layout.extent == tuple(Span(0, step, 0, side) for side in size)
+    # Grad-CAM of the last stage is drawn on cells of its stride.
+    saliency = explainer.explain(image, method="gradcam")
+    assert saliency.placement.area(saliency.grid.shape)[2:] == tuple(32 * count for count in saliency.grid.shape[::-1])
+    # A coarse token's weight goes to the fine tokens that it was merged from, in equal parts.
+    from vitflow.methods.staged_rollout import carry
+
+    top, fine = trace.layers[-1].tokens.queries, trace.layers[0].tokens.queries
+    weights = torch.rand(1, top.num_tokens)
+    literal = torch.zeros(fine.rows, fine.cols)
+    for row, col in np.ndindex(top.rows, top.cols):
+        block = literal[row * 8 : row * 8 + 8, col * 8 : col * 8 + 8]
+        block += weights[0, row * top.cols + col] / block.numel()
+    assert (carry(weights, top, fine) - literal.flatten()).abs().max() < 1e-6
+
+
+def test_the_fine_cell_at_the_padded_edge_is_its_coarse_cell():
+    from vitflow.methods.staged_rollout import carry
+
+    fine = TokenLayout(0, 1, 3, extent=(Span(0, 4, 0, 4), Span(0, 4, 0, 12)))
+    coarse = TokenLayout(0, 1, 2, extent=(Span(0, 4, 0, 4), Span(0, 8, 0, 12)))
+    assert carry(torch.tensor([[4.0, 8.0]]), coarse, fine).tolist() == [[2, 2, 8]]
+    assert carry(torch.tensor([[1.0, 2.0, 3.0]]), fine, coarse).tolist() == [[3, 3]]
+
+
+@pytest.mark.parametrize("kernel", [3, 5])  # receptive fields of 7 pixels, and of 11, which overlap
+def test_tokens_of_convolutional_stems_are_drawn_around_their_centres(kernel):
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.GELU(), nn.Conv2d(8, 48, kernel, 4, kernel // 2))
+    model = vit(img_size=64, patch_size=8)
+    model.patch_embed.proj = stem
+    with record_attention(model) as trace, torch.no_grad():
+        model(torch.randn(1, 3, 64, 64))
+    assert [span[:2] for span in trace.layout.extent] == [(-3.5, 8)] * 2  # pixel 8 i is in the middle of token i
+
+
+def test_a_refused_layout_names_the_remedy():
+    model = Changed(vit(img_size=64), lambda x: x.mT)
+    with pytest.raises(UnsupportedModelError, match="layout=TokenLayout"):
+        Explainer(model, data_config={**CONFIG, "input_size": (3, 64, 64)}).explain(
+            np.zeros((64, 64, 3), np.uint8), method="rollout"
+        )
