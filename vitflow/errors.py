@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from importlib import import_module
 from operator import index
@@ -32,6 +32,14 @@ class SameClassError(OptionError):
 
 class ShapeError(VitflowError, ValueError):
     """A tensor or array has a wrong shape or invalid values."""
+
+
+class FrameError(ShapeError):
+    """An annotation does not fit its image; `fits` returns True for the (height, width) that it fits."""
+
+    def __init__(self, message: str, fits: Callable[[tuple[int, int]], bool]) -> None:
+        super().__init__(message)
+        self.fits = fits
 
 
 class ImageError(VitflowError):

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 from vitflow.demo import CLASS_NAMES, draw_image
 from vitflow.errors import ImageError, OptionError, ShapeError
 from vitflow.evaluation import Region, open_dataset
-from vitflow.evaluation.annotations import Labelled, union
+from vitflow.evaluation.samples import Labelled
 from vitflow.evaluation.targets import choose_target
 
 SIZE = (30, 40)  # height, width
@@ -37,7 +37,7 @@ def painted(*boxes) -> np.ndarray:
 
 
 def union_of(image: Labelled) -> np.ndarray:
-    return union(image.regions, image.image.shape[:2])
+    return image.union(image.regions)
 
 
 # --- Drawn images --------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_a_mask_value_without_a_class_is_reported(folder):
 
 def test_a_mask_of_another_size_is_reported(folder):
     Image.fromarray(np.ones((10, 10), np.uint8)).save(folder / "cat_mask.png")
-    with pytest.raises(ShapeError, match=r"30 × 40 pixels .* got 10 × 10"):
+    with pytest.raises(ShapeError, match=r"\(10, 10\)"):
         choose_target(by_name(open_dataset(folder))["cat.jpg"], 0, None)
 
 
@@ -170,15 +170,142 @@ def test_json_of_boxes(folder, key):
 
 def test_annotations_for_an_image_of_another_size_are_reported(folder):
     (folder / "boxes.json").write_text(json.dumps([{"file": "cat.jpg", "size": [30, 40], "boxes": []}]))
-    with pytest.raises(OptionError, match=r"expected an image of 40 × 30 .* got 30 × 40"):
+    with pytest.raises(ShapeError, match=r"got \(40, 30\)"):
         by_name(open_dataset(folder))
 
 
 def test_a_box_owns_the_pixels_whose_centres_it_holds():
     assert Region(None, (0.4, 0.0, 2.6, 1.0)).mask((1, 4)).tolist() == [[True, True, True, False]]
     assert Region(None, (0.6, 0.0, 2.4, 1.0)).mask((1, 4)).tolist() == [[False, True, False, False]]
-    assert Region(None, (-9, -9, 99, 99)).mask((2, 3)).all()
-    assert not Region(None, (-9, -9, -2, -2)).mask((2, 3)).any()
+    assert Region(None, (-0.5, -1, 4, 3)).mask((2, 3)).all()  # a pixel of rounding, or of counting from 1
+
+
+# --- Annotations of another frame or format ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def turned(folder):
+    """An image of 40 × 30 pixels as displayed, which is 30 × 40 in its file."""
+    exif = Image.Exif()
+    exif[274] = 6
+    image = Image.open(folder / "cat.jpg").transpose(Image.Transpose.ROTATE_90)
+    assert image.size == (30, 40)
+    image.save(folder / "cat.jpg", exif=exif)
+    return folder
+
+
+NO_OBJECTS: dict[str, list] = {"annotations": []}
+RUNS = {"size": [40, 30], "counts": [0, 1200]}
+TURNED = {
+    "a box": {"boxes.json": [{"file": "cat.jpg", "boxes": [[5, 6, 20, 38]]}]},
+    "the size of boxes": {"boxes.json": [{"file": "cat.jpg", "size": [30, 40], "boxes": [[1, 1, 5, 5]]}]},
+    "COCO's size": {
+        "a.json": {"images": [{"id": 1, "file_name": "cat.jpg", "width": 30, "height": 40}], "annotations": []}
+    },
+    "COCO's polygon": {"a.json": {"segmentation": [[2, 2, 9, 2, 9, 38]]}},
+    "COCO's runs": {"a.json": {"segmentation": RUNS}},
+    "COCO's bbox": {"a.json": {"bbox": [5, 6, 10, 33]}},
+}
+
+
+def write_annotations(folder, files) -> None:
+    for name, content in files.items():
+        if isinstance(content, dict) and "images" not in content:
+            content = coco([content])
+        (folder / name).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("kind", TURNED)
+def test_annotations_before_the_exif_turn_name_it(turned, kind):
+    write_annotations(turned, TURNED[kind])
+    with pytest.raises(ShapeError, match="EXIF"):
+        choose_target(by_name(open_dataset(turned))["cat.jpg"], 0, None)
+
+
+def test_a_mask_and_boxes_in_python_before_the_exif_turn_name_it(turned):
+    path = turned / "cat.jpg"
+    with Image.open(path) as opened:
+        opened.load()
+        for source in (path, opened):
+            labelled = open_dataset([(source, [[5, 6, 20, 38]])]).samples[0].read()
+            with pytest.raises(ShapeError, match="EXIF"):
+                choose_target(labelled, 0, None)
+    Image.fromarray(np.ones((40, 30), np.uint8)).save(turned / "cat_mask.png")
+    with pytest.raises(ShapeError, match="EXIF"):
+        by_name(open_dataset(turned))
+
+
+@pytest.mark.parametrize("shape", [(5, 6, 20, 32), (-3, 0, 4, 4), [[2, 2, 9, 2, 9, 33]], (0, 0, 42, 10)])
+def test_what_reaches_out_of_the_image_is_refused_with_its_size(folder, shape):
+    labelled = open_dataset([(folder / "cat.jpg", {"boxes": [[1, 1, 2, 2]]})]).samples[0].read()
+    labelled = Labelled(labelled.image, (Region(None, shape),), source=folder / "cat.jpg")
+    with pytest.raises(ShapeError, match="40 × 30") as caught:
+        choose_target(labelled, 0, None)
+    assert "EXIF" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "keyword"),
+    [
+        ([[1, 1, 4, 4], [20, 10, 15, 8]], "width"),  # [left, top, width, height]
+        ([[0.1, 0.2, 0.5, 1.0], [0, 0, 1, 1]], "Multiply"),
+        ([[0.5, 0.5, 0.25, 0.3]], "width"),  # YOLO's
+    ],
+)
+def test_boxes_of_another_format_are_refused(folder, boxes, keyword):
+    (folder / "boxes.json").write_text(json.dumps([{"file": "cat.jpg", "boxes": boxes}]))
+    for data in (folder, [(folder / "cat.jpg", np.array(boxes))], [(folder / "cat.jpg", {"boxes": boxes})]):
+        with pytest.raises(OptionError, match=keyword):
+            by_name(open_dataset(data))
+
+
+def test_boxes_of_torchvision_say_their_format(folder):
+    from torchvision.tv_tensors import BoundingBoxes
+
+    boxes = BoundingBoxes([[1, 1, 5, 5]], format="XYXY", canvas_size=SIZE)
+    assert open_dataset([(folder / "cat.jpg", {"boxes": boxes})]).has_regions
+    with pytest.raises(OptionError, match="XYWH"):
+        open_dataset([(folder / "cat.jpg", BoundingBoxes([[1, 1, 5, 5]], format="XYWH", canvas_size=SIZE))])
+
+
+# --- Folders of classes -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_for_each_class(folder):
+    for name, label in (("cat.jpg", "tabby"), ("dog.jpg", "pug"), ("two birds.png", "7")):
+        (folder / "data" / label).mkdir(parents=True)
+        (folder / name).rename(folder / "data" / label / name)
+    dataset = open_dataset(folder / "data")
+    assert {name: image.label for name, image in by_name(dataset).items()} == {
+        "7/two birds.png": 7,
+        "pug/dog.jpg": "pug",
+        "tabby/cat.jpg": "tabby",
+    }
+    assert not dataset.has_regions and "3 folders" in dataset.kind
+    with pytest.raises(ImageError, match="pass .*data"):
+        open_dataset(folder)
+
+
+def test_a_folder_images_is_not_a_class(folder):
+    (folder / "set" / "images").mkdir(parents=True)
+    (folder / "set" / "masks").mkdir()
+    (folder / "cat.jpg").rename(folder / "set" / "images" / "cat.jpg")
+    Image.fromarray(painted((5, 4, 20, 12)).astype(np.uint8)).save(folder / "set" / "masks" / "cat.png")
+    images = by_name(open_dataset(folder / "set"))
+    assert (union_of(images["cat.jpg"]) == painted((5, 4, 20, 12))).all()
+
+
+@pytest.mark.parametrize("place", ["cat.xml", "../labels/cat.txt", "../Annotations/cat.xml"])
+def test_annotations_that_are_not_read_are_mentioned(folder, place):
+    (folder / "images").mkdir()
+    (folder / "cat.jpg").rename(folder / "images" / "cat.jpg")
+    target = (folder / "images" / place).resolve()
+    target.parent.mkdir(exist_ok=True)
+    target.write_text("")
+    [note] = open_dataset(folder / "images").notes
+    assert f"1 {target.suffix[1:].upper()} file" in note and "COCO" in note
+    (folder / "images" / "classes.txt").write_text("")
+    assert open_dataset([folder / "dog.jpg"]).notes == ()
 
 
 # --- COCO ------------------------------------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, draw_image
 from vitflow.errors import OptionError, ShapeError
 from vitflow.evaluation import evaluate, open_dataset
-from vitflow.evaluation.annotations import Labelled
-from vitflow.evaluation.datasets import Dataset, Sample
 from vitflow.evaluation.measures.localisation import score_cell, score_object
 from vitflow.evaluation.report import verdict
+from vitflow.evaluation.samples import Dataset, Labelled, Sample
 from vitflow.evaluation.targets import make_grids, tile
 from vitflow.images.reading import write_image
 

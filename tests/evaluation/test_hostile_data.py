@@ -16,12 +16,11 @@ from PIL import EpsImagePlugin, Image
 from pycocotools import mask as coco
 
 from vitflow import Explainer
-from vitflow.errors import ImageError, ModelError, OptionError, ShapeError, VitflowError
+from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation import Region, evaluate, open_dataset
 from vitflow.evaluation.targets import choose_target
 from vitflow.folder.decoders import decode_file
 from vitflow.images.reading import read_image
-from vitflow.models.names import read_class_names
 
 HEIGHT, WIDTH = 30, 40
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 30\n%%EndComments\nshowpage\n%%EOF\n"
@@ -85,7 +84,7 @@ def test_a_mask_that_is_a_bomb_costs_its_row(folder, side):
     Image.new("L", (WIDTH, HEIGHT), 255).save(folder / "dog_mask.png")
     actual = results(open_dataset(folder))
     assert actual["dog.jpg"] is None
-    assert f"got {side} × {side}" in actual["cat.jpg"]
+    assert f"got ({side}, {side})" in actual["cat.jpg"]
 
 
 def test_a_transparent_mask_marks_what_is_neither_black_nor_transparent(folder):
@@ -153,8 +152,8 @@ def runs(counts, size=(HEIGHT, WIDTH)):
 @pytest.mark.parametrize(
     ("annotation", "reported"),
     [
-        (runs([10**10], (10**5, 10**5)), "of 30 × 40 pixels, got [100000, 100000]"),
-        (runs([1200], "big"), "of 30 × 40"),
+        (runs([10**10], (10**5, 10**5)), "got (100000, 100000)"),
+        (runs([1200], "big"), "('b'"),
         (runs([10]), "sum to 1200 pixels, got [10]"),
         (runs([]), "sum to 1200"),
         (runs([-1, 1201]), "sum to 1200"),
@@ -167,8 +166,8 @@ def runs(counts, size=(HEIGHT, WIDTH)):
         (runs("0"), "sum to 1200"),
         (runs("Ω"), "in COCO's form"),
         (runs(""), "sum to 1200"),
-        ({"segmentation": [[0, 0, 1e9, 0, 1e9, 1e9]]}, "in pixels of its image"),
-        ({"segmentation": [[0, 0, 9e5, 0] * 100]}, "in pixels of its image"),
+        ({"segmentation": [[0, 0, 1e9, 0, 1e9, 1e9]]}, "inside the image"),
+        ({"segmentation": [[0, 0, 40, 0] * 20_000]}, "outline"),
         ({"segmentation": [[0, 0, float("nan"), 0, 5, 5]]}, "finite numbers"),
         ({"segmentation": [[0, 0, 5, 0, 5]]}, "got 5 numbers"),
         ({"segmentation": [[0, 0, 5, 0, 5, 5]] * 1001}, "at most 1000 polygons"),
@@ -191,7 +190,7 @@ def test_a_hostile_object_costs_its_images_row(folder, annotation, reported):
 def test_a_hostile_size_costs_its_row(folder, size):
     actual = results(open_dataset(annotate(folder, coco_file(runs([1200]), **size))))
     assert actual["dog.jpg"] is None
-    assert "Could not read the annotations" in actual["cat.jpg"]
+    assert "Expected annotations for an image of (30, 40)" in actual["cat.jpg"]
 
 
 def test_too_many_objects_cost_their_row(folder):
@@ -213,7 +212,10 @@ def test_run_lengths_are_read_as_coco_reads_them(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_polygons_are_painted_as_coco_paints_them(seed):
     random = np.random.default_rng(seed)
-    polygons = [random.uniform(-20, 70, 2 * count).tolist() for count in random.integers(3, 9, 3)]
+    polygons = [
+        (random.uniform(-0.02, 1.02, (count, 2)) * (WIDTH, HEIGHT)).ravel().tolist()
+        for count in random.integers(3, 9, 3)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of pycocotools about numpy
         expected = coco.decode(coco.merge(coco.frPyObjects(polygons, HEIGHT, WIDTH))).astype(bool)
@@ -246,10 +248,8 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(folder, write, way):
     name = str(folder.parent / "secret.png") if way == "ABSOLUTE" else way
     file, content = write(name)
     path = annotate(folder, content, file)
-    dataset = open_dataset(path, images=folder)
-    actual = results(dataset)
-    assert [reported for reported in actual.values() if reported is not None] == [actual[name]]
-    assert "is outside the image folders" in actual[name] and "--images" in actual[name]
+    [reported] = filter(None, results(open_dataset(path, images=folder)).values())
+    assert f"{name!r}, which is outside the image folders" in reported and "--images" in reported
 
 
 def test_names_below_a_linked_folder_and_absolute_ones_inside_are_detected(folder, tmp_path):
@@ -283,7 +283,6 @@ def test_names_below_a_linked_folder_and_absolute_ones_inside_are_detected(folde
         {"file": "cat.jpg", "boxes": BOX, "label_index": 2.5},
         {"file": "cat.jpg", "boxes": BOX, "label_index": float("nan")},
         {"file": "cat.jpg", "boxes": BOX, "size": 7},
-        {"file": "cat.jpg", "boxes": BOX, "size": [1e300, 5]},
         [1, 2],
         None,
         7,
@@ -314,13 +313,6 @@ def test_a_hostile_file_is_refused_in_a_sentence(folder, name, text, reported):
     assert reported in str(caught.value) and len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[[[1]]]", '{"0": {"a": 1}}', '{"a": "b"}', "3", "[null]"])
-def test_nested_class_names_are_refused(tmp_path, text):
-    (tmp_path / "names.json").write_text(text)
-    with pytest.raises(ModelError, match="Expected a JSON list of names, or an object"):
-        read_class_names(tmp_path / "names.json")
-
-
 def test_an_evaluation_loses_only_the_rows_of_bad_entries(folder, tmp_path):
     model = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64, depth=1).eval()
     explainer = Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
@@ -331,23 +323,19 @@ def test_an_evaluation_loses_only_the_rows_of_bad_entries(folder, tmp_path):
         path, model=explainer, methods=["rollout"], metrics=["localisation"], images=folder, output=output
     )
     assert [image["input"] for image in actual.images] == ["dog.jpg"]
-    assert [row["input"] for row in actual.failures] == ["entry 1", "../secret.png", "cat.jpg"]
-    assert all(row["error"] == "OptionError" for row in actual.failures)
+    assert [row["input"] for row in actual.failures] == ["entry 1", "secret.png", "cat.jpg"]
+    assert [row["error"] for row in actual.failures] == ["OptionError"] * 3
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells a program's peak memory on Linux only")
-def test_mutated_data_gives_rows_or_a_sentence_and_touches_nothing_outside(tmp_path, capsys):
+def test_mutated_data_gives_rows_or_a_sentence_and_touches_nothing_outside(tmp_path):
     script = Path(__file__).with_name("fuzz_data.py")
-    command = [sys.executable, "-W", "error", str(script), str(tmp_path / "fuzz"), "1200", "300", "300"]
+    command = [sys.executable, "-W", "error", str(script), str(tmp_path / "fuzz"), "1200", "300"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     actual = json.loads(done.stdout)
-    with capsys.disabled():
-        print("\n", {name: value for name, value in actual.items() if name != "failures"})
     assert not actual["failures"], "\n".join(actual["failures"][:3])
-    assert not actual["outside"]
-    assert actual["peak, MiB"] - actual["memory before, MiB"] < 300
+    assert not actual["outside"] and actual["MiB"] < 300
     for kind in ("annotations", "masks"):  # or the mutations prove nothing
-        assert min(actual[kind][name] for name in ("refused", "rows", "rows with an error")) > 20
-    assert min(actual["class names"][name] for name in ("refused", "read")) > 50
+        assert min(actual[kind].values()) > 20

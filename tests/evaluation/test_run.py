@@ -29,7 +29,7 @@ from vitflow.evaluation import (
     results,
     run,
 )
-from vitflow.evaluation.datasets import Dataset
+from vitflow.evaluation.samples import Dataset
 from vitflow.folder.saved import SavedRun
 from vitflow.registry.method_table import METHODS
 

@@ -18,9 +18,10 @@ from vitflow import Explainer, explain_folder, prompts, similarity_to
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError
 from vitflow.evaluation import Labelled, Sample, evaluate, results
-from vitflow.evaluation.datasets import Dataset, open_dataset
+from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measuring import Protocol
 from vitflow.evaluation.run import _settings, choose
+from vitflow.evaluation.samples import Dataset
 from vitflow.folder.draw import read_grids
 from vitflow.folder.fingerprints import fingerprint_difference
 from vitflow.folder.run import _fingerprint

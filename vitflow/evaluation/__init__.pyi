@@ -1,7 +1,3 @@
-from .annotations import Labelled as Labelled
-from .annotations import Region as Region
-from .datasets import Dataset as Dataset
-from .datasets import Sample as Sample
 from .datasets import open_dataset as open_dataset
 from .measures.faithfulness import Curves as Curves
 from .measures.faithfulness import can_drop_tokens as can_drop_tokens
@@ -24,8 +20,12 @@ from .measures.sanity import shift_stability as shift_stability
 from .measures.sanity import stage_names as stage_names
 from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
+from .regions import Region as Region
 from .results import Evaluation as Evaluation
 from .run import evaluate as evaluate
+from .samples import Dataset as Dataset
+from .samples import Labelled as Labelled
+from .samples import Sample as Sample
 from .statistics import Difference as Difference
 from .statistics import Estimate as Estimate
 from .statistics import estimate_means as estimate_means

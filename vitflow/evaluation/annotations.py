@@ -1,224 +1,113 @@
-"""Labelled regions of an image, from boxes, polygons, run lengths or masks, and annotation files.
+"""Annotation files: COCO JSON, and JSON lists of boxes.
 
-Annotations are untrusted: invalid annotations of one image are an error of that image only, and sizes are checked
-before anything is painted.
+Invalid annotations of one image are an error of that image only.
 """
 
 import json
-import math
+import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from pycocotools import mask as coco
-
-from vitflow.errors import OptionError, ShapeError, VitflowError
-from vitflow.images.reading import check_mask_size
-
-Mask = NDArray[np.bool_]
-Size = tuple[int, int]
-
-# A class index of the model, a class name or WordNet id, or None if unknown.
-Label = int | str | None
-
-# Limits far above real annotations, to bound memory and time.
-_MOST_OBJECTS = 10_000  # of one image
-_MOST_POLYGONS = 1000  # of one object
-_LONGEST_OUTLINE = 1_000_000  # pixels of one polygon; also the largest coordinate of a corner
-_LONGEST_NUMBER = 7  # characters of a packed run length, five bits each
-LONGEST_MESSAGE = 200  # characters of an error message, which may quote the file
-
-#: Exceptions raised when values of wrong types are read.
-WRONG = (
-    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, OSError),
-    VitflowError,
+from vitflow.errors import FrameError, OptionError, VitflowError
+from vitflow.evaluation.regions import (
+    LONGEST_MESSAGE,
+    WRONG,
+    Label,
+    Region,
+    Size,
+    as_label,
+    check_boxes,
+    check_size,
+    read_box,
+    with_turn,
 )
+from vitflow.evaluation.samples import Dataset, Labelled, Sample, digest_of, distinct
+from vitflow.files import is_file
+from vitflow.folder.saved import is_inside
+from vitflow.images.reading import read_image
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Region:
-    """One labelled object of an image.
-
-    Attributes:
-        label: class index, class name or WordNet id; None if unknown.
-        shape: the pixels, as one of
-
-            - a box (left, top, right, bottom) by its edges in pixels, right and bottom exclusive; a pixel is in the box
-              if its centre is;
-            - polygons [[x, y, x, y, …], …], painted as in COCO's evaluation;
-            - COCO's run lengths {"size": [height, width], "counts": numbers or packed text};
-            - a mask [height, width] of the image's size, nonzero in the object, or a function that returns it.
-        unknown: exclude the pixels from all metrics, as for crowds.
-    """
-
-    label: Label
-    shape: Any
-    unknown: bool = False
-
-    def paint(self, mask: Mask) -> None:
-        """Mark the pixels in a mask of the image's size.
-
-        Raises:
-            ShapeError: the shape is none of the above, or has another image size.
-        """
-        shape = self.shape() if callable(self.shape) else self.shape
-        if isinstance(shape, np.ndarray) and shape.ndim == 2:
-            check_mask_size(shape.shape, mask.shape)
-            mask |= shape != 0
-        elif isinstance(shape, Mapping):
-            if (size := shape.get("size")) not in (None, list(mask.shape)):
-                raise ShapeError(
-                    f"Expected run lengths of {mask.shape[0]} × {mask.shape[1]} pixels, got {reprlib.repr(size)}."
-                )
-            _paint_runs(_read_runs(shape.get("counts"), mask.size), mask)
-        elif isinstance(shape, list | tuple) and shape and isinstance(shape[0], list | tuple | np.ndarray):
-            _paint_polygons(shape, mask)
-        else:
-            left, top, right, bottom = (max(math.ceil(edge - 0.5), 0) for edge in _read_box(shape))
-            mask[top:bottom, left:right] = True
-
-    def mask(self, size: Size) -> Mask:
-        """Return the mask for an image of this (height, width), bool [height, width].
-
-        >>> Region("cat", (1, 0, 3, 1)).mask((1, 4)).tolist()
-        [[False, True, True, False]]
-        >>> Region("cat", {"size": [2, 2], "counts": [1, 2, 1]}).mask((2, 2)).tolist()
-        [[False, True], [True, False]]
-        """
-        return union([self], size)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Labelled:
-    """An image and its annotations.
-
-    Attributes:
-        image: RGB uint8 [height, width, 3].
-        regions: the objects; None if the data has no masks or boxes.
-        label: class of the whole image, if known.
-
-    Raises:
-        ShapeError: there are too many objects.
-    """
-
-    image: NDArray[np.uint8]
-    regions: tuple[Region, ...] | None = None
-    label: Label = None
-
-    def __post_init__(self) -> None:
-        if self.regions is not None and len(self.regions) > _MOST_OBJECTS:
-            raise ShapeError(f"Expected at most {_MOST_OBJECTS} objects in an image, got {len(self.regions)}.")
-
-
-def union(regions: Sequence[Region], size: Size) -> Mask:
-    """Return the union of the regions, bool [height, width]."""
-    mask = np.zeros(size, dtype=np.bool_)
-    for region in regions:
-        region.paint(mask)
-    return mask
-
-
-# --- Painting --------------------------------------------------------------------------------------------------------
-
-
-def _numbers(values: Any) -> list[float]:
-    """Return the values as finite floats, converted from text if needed; ShapeError for anything else."""
-    try:
-        numbers = [] if isinstance(values, str | bytes) else [float(value) for value in values]
-    except (TypeError, ValueError, OverflowError):
-        numbers = []
-    if not numbers or not all(map(math.isfinite, numbers)):
-        raise ShapeError(f"Expected finite numbers, got {reprlib.repr(values)}.")
-    return numbers
-
-
-def _read_box(box: Any) -> list[float]:
-    edges = _numbers(box)
-    if len(edges) != 4:
-        raise ShapeError(f"Expected a box of four finite numbers, got {reprlib.repr(box)}.")
-    return edges
-
-
-def _paint_polygons(polygons: Sequence[Any], mask: Mask) -> None:
-    if len(polygons) > _MOST_POLYGONS:
-        raise ShapeError(f"Expected at most {_MOST_POLYGONS} polygons, got {len(polygons)}.")
-    areas = [numbers for numbers in map(_outline, polygons) if len(numbers) >= 6]  # fewer corners cover no pixel
-    for packed in coco.frPyObjects(areas, *mask.shape) if areas else ():
-        _paint_runs(_read_runs(packed["counts"], mask.size), mask)
-
-
-def _outline(polygon: Any) -> list[float]:
-    """Return the flat coordinates of a polygon; ShapeError if drawing it would take too much memory."""
-    numbers = _numbers(polygon)
-    if len(numbers) % 2:
-        raise ShapeError(f"Expected a polygon as x, y, x, y, …, got {len(numbers)} numbers.")
-    corners = np.array(numbers).reshape(-1, 2)
-    outline = np.abs(corners - np.roll(corners, 1, axis=0)).max(axis=1).sum()
-    if max(outline, np.abs(corners).max()) > _LONGEST_OUTLINE:
-        raise ShapeError(f"Expected a polygon in pixels of its image, got {reprlib.repr(polygon)}.")
-    return numbers
-
-
-def _paint_runs(runs: Sequence[int], mask: Mask) -> None:
-    """Mark every other run, column by column; the runs must fill the mask."""
-    mask |= np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(mask.shape, order="F")
-
-
-def _read_runs(counts: Any, pixels: int) -> list[int]:
-    """Return run lengths that sum to this number of pixels, or raise ShapeError.
-
-    Packed run lengths are decoded here: the decoder of pycocotools 2.0.11 returns uninitialised memory for those that
-    sum to too few pixels, and a DeprecationWarning under NumPy 2.
-    """
-    if isinstance(counts, str | bytes):
-        runs = _unpack(counts, pixels)
-    elif isinstance(counts, list | tuple) and all(isinstance(count, int) for count in counts):
-        runs = list(counts)
-    else:
-        raise ShapeError(f"Expected run lengths as whole numbers or packed text, got {reprlib.repr(counts)}.")
-    if sum(runs) != pixels or min(runs) < 0:
-        raise ShapeError(f"Expected run lengths that sum to {pixels} pixels, got {reprlib.repr(runs)}.")
-    return runs
-
-
-def _unpack(text: str | bytes, pixels: int) -> list[int]:
-    """Decode COCO's packed run lengths: five bits per character; from the fourth run, minus the run two before."""
-    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-    wrong = ShapeError(f"Expected packed run lengths of {pixels} pixels in COCO's form, got {reprlib.repr(text)}.")
-    if len(data) > 2 * pixels + 16:  # one-pixel runs take no more than this
-        raise wrong
-    runs: list[int] = []
-    number = bits = 0
-    for code in data:
-        if not 48 <= code < 112 or bits == 5 * _LONGEST_NUMBER:
-            raise wrong
-        number |= (code - 48 & 31) << bits
-        bits += 5
-        if code < 80:  # the number's last character, which has its sign
-            number -= (code - 48 & 16) << bits - 4
-            runs.append(number + (runs[-2] if len(runs) > 2 else 0))
-            number = bits = 0
-    if bits:
-        raise wrong
-    return runs
-
-
-# --- Files -----------------------------------------------------------------------------------------------------------
+_LONGEST_NAME = 4096  # bytes of a path
 
 #: Regions and class of an image of this size.
 Parse = Callable[[Size], tuple[tuple[Region, ...], Label]]
 
 
-def read_annotations(path: Path) -> list[tuple[Any, Parse]]:
+def open_annotated(path: Path, name: str, images: Path | None) -> Dataset:
+    """Open the images of an annotation file."""
+    entries = _read_entries(path)
+    here = path.resolve().parent
+    folders = [images] if images is not None else [here, here / "images", here.parent / "images", here.parent]
+    names = distinct([_row_name(file, number) for number, (file, _) in enumerate(entries, start=1)])
+    samples = []
+    for unique, (file, parse) in zip(names, entries, strict=True):
+        try:
+            place = _find_image(file, folders)
+            samples.append(Sample(unique, partial(_read_annotated, path, unique, place, parse), (place,)))
+        except WRONG as error:
+            samples.append(Sample(unique, partial(_refuse, unreadable(path, error, unique))))
+    if not any(is_file(file) for sample in samples for file in sample.files):
+        if not samples[0].files:
+            samples[0].read()  # raises a more specific error
+        raise OptionError(
+            f"None of the {len(samples)} images of {path.name!r} exists, such as {names[0]!r}. Pass their folder with "
+            "--images (images=…)."
+        )
+    return Dataset(name, "images with annotated regions", samples, True, {"annotations": digest_of([path])})
+
+
+def _row_name(file: Any, number: int) -> str:
+    """Return the name of an entry's row: the file's name, without its folders if they may lead out."""
+    candidates = [file, Path(file).name] if _is_name(file) else []
+    return next(filter(is_inside, candidates), f"entry {number}")
+
+
+def _is_name(file: Any) -> bool:
+    try:
+        return isinstance(file, str) and file != "" and "\0" not in file and len(os.fsencode(file)) <= _LONGEST_NAME
+    except UnicodeEncodeError:
+        return False
+
+
+def _find_image(file: Any, folders: Sequence[Path]) -> Path:
+    """Return the path of an image in one of the folders; if it does not exist, its path in the first folder.
+
+    Paths and links to images outside the folders are rejected.
+    """
+    if not _is_name(file):
+        raise ValueError(f"expected an image's file name, got {reprlib.repr(file)}")
+    inside = [folder / file for folder in folders if (folder / file).resolve().is_relative_to(folder.resolve())]
+    existing = next(filter(is_file, inside), None)
+    if existing is None and len(inside) < len(folders):
+        raise OptionError(
+            f"The annotations name {file[:LONGEST_MESSAGE]!r}, which is outside the image folders ("
+            f"{', '.join(repr(str(folder)) for folder in folders)}). To allow it, pass its folder with --images "
+            "(images=…)."
+        )
+    return existing or inside[0]
+
+
+def _read_annotated(path: Path, name: str, place: Path, parse: Parse) -> Labelled:
+    image = read_image(place)
+    try:
+        return Labelled(image, *parse((image.shape[0], image.shape[1])), source=place)
+    except FrameError as error:
+        raise with_turn(error, place) from error
+    except WRONG as error:
+        raise unreadable(path, error, name) from error
+
+
+def _refuse(problem: VitflowError) -> Labelled:
+    raise problem
+
+
+def _read_entries(path: Path) -> list[tuple[Any, Parse]]:
     """Read COCO JSON, or a JSON list of boxes: the file name of each image, and a function that parses its entry.
 
     Raises:
-        OptionError: the file is neither.
+        OptionError: the file is neither, or its boxes have another format.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -230,9 +119,9 @@ def read_annotations(path: Path) -> list[tuple[Any, Parse]]:
     return entries
 
 
-def unreadable(path: Path, error: Exception, entry: str = "") -> OptionError:
+def unreadable(path: Path, error: Exception, entry: str = "") -> VitflowError:
     """Return the error for an invalid annotation file or an invalid entry of it."""
-    if isinstance(error, OptionError):
+    if isinstance(error, OptionError | FrameError):
         return error
     reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
     reason = "it is nested too deeply" if isinstance(error, RecursionError) else reason
@@ -244,43 +133,29 @@ def unreadable(path: Path, error: Exception, entry: str = "") -> OptionError:
     )
 
 
-def as_label(value: Any) -> Label:
-    """Return a class name, or a class index as int; ValueError for anything else."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and float(value).is_integer():
-        return int(value)
-    raise ValueError(f"expected a class name or a class index, got {reprlib.repr(value)}")
-
-
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"expected a list, got {reprlib.repr(value)}")
     return value
 
 
-def _check_size(width: Any, height: Any, size: Size) -> None:
-    if (height, width) != size:
-        raise ShapeError(
-            f"expected an image of {reprlib.repr(height)} × {reprlib.repr(width)} pixels (height × width), got "
-            f"{size[0]} × {size[1]}"
-        )
-
-
 def _box_entries(content: Any) -> Iterator[tuple[Any, Parse]]:
     for entry in _list(content):
-        yield entry.get("file") if isinstance(entry, dict) else entry, partial(_parse_boxes, entry)
+        known = isinstance(entry, dict)
+        if known and isinstance(boxes := entry.get("boxes", entry.get("boxes_xyxy")), list):
+            check_boxes(box.get("box") if isinstance(box, dict) else box for box in boxes)
+        yield entry.get("file") if known else entry, partial(_parse_boxes, entry)
 
 
 def _parse_boxes(entry: Mapping[str, Any], size: Size) -> tuple[tuple[Region, ...], Label]:
     """Parse an entry of a JSON list: boxes and class."""
     if "size" in entry:
         width, height = entry["size"]
-        _check_size(width, height, size)
+        check_size((height, width), size, "boxes")
     label = _label_of(entry)
     boxes = _list(entry["boxes"] if "boxes" in entry else entry["boxes_xyxy"])
     boxes = [box if isinstance(box, dict) else {"box": box, "label": label} for box in boxes]
-    return tuple(Region(_label_of(box), _read_box(box["box"])) for box in boxes), label
+    return tuple(Region(_label_of(box), read_box(box["box"])) for box in boxes), label
 
 
 def _label_of(entry: Mapping[str, Any]) -> Label:
@@ -304,15 +179,14 @@ def _parse_coco(
     size: Size,
 ) -> tuple[tuple[Region, ...], Label]:
     """Parse an image of a COCO file; crowds are unknown regions."""
-    _check_size(entry["width"], entry["height"], size)
+    check_size((entry["height"], entry["width"]), size, "annotations")
     regions = []
     for annotation in by_image.get(entry["id"], ()):
         category = annotation["category_id"]
         if names and category not in names:
             raise ValueError(f"no category {reprlib.repr(category)}")
-        shape = annotation.get("segmentation")
-        if not shape:
-            left, top, width, height = _read_box(annotation["bbox"])
+        if not (shape := annotation.get("segmentation")):
+            left, top, width, height = read_box(annotation["bbox"])
             shape = (left, top, left + width, top + height)
         regions.append(Region(as_label(names.get(category)), shape, unknown=bool(annotation.get("iscrowd"))))
     return tuple(regions), None

@@ -1,13 +1,12 @@
 """Data sets for evaluation: demo images, folders with masks, boxes or classes, COCO JSON, and Python iterables."""
 
-import contextlib
 import csv
-import hashlib
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,85 +14,20 @@ from typing import Any
 import numpy as np
 
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_image
-from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
-from vitflow.evaluation.annotations import (
-    LONGEST_MESSAGE,
-    WRONG,
-    Label,
-    Labelled,
-    Parse,
-    Region,
-    as_label,
-    read_annotations,
-    unreadable,
-)
+from vitflow.errors import FrameError, ImageError, OptionError, ShapeError, VitflowError
+from vitflow.evaluation.annotations import open_annotated, unreadable
+from vitflow.evaluation.regions import WRONG, Label, Region, as_label, with_turn
+from vitflow.evaluation.samples import Dataset, Labelled, Sample, digest_of, distinct
 from vitflow.files import find_images, is_file, is_folder, is_there
 from vitflow.images.reading import read_image, read_mask
 
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")
 _UNKNOWN = 255  # mask value of unknown pixels, as in Pascal VOC
-_LONGEST_NAME = 4096  # bytes of a path
 _PROBED = 20  # items of an iterable that are read to detect regions
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """An image of a data set, read when needed.
-
-    Attributes:
-        name: unique name in tables.
-        read: returns the image and its annotations, or raises VitflowError.
-        files: files that it is read from, to detect changes.
-        fixed: True if the name determines the image, as for demo images.
-    """
-
-    name: str
-    read: Callable[[], Labelled]
-    files: tuple[Path, ...] = ()
-    fixed: bool = False
-
-    def stamp(self) -> list[Any]:
-        """Return size and modification time of its files, or a hash of an image in memory, to detect changes."""
-        stamps: list[Any] = []
-        for file in self.files:
-            try:
-                status = file.stat()
-                stamps.append([status.st_size, status.st_mtime_ns])
-            except OSError:
-                stamps.append([])
-        if not self.files and not self.fixed:
-            with contextlib.suppress(VitflowError, OSError):
-                content = self.read()
-                digest = hashlib.sha256(f"{content.image.shape} {content.label!r}".encode("utf-8", "surrogatepass"))
-                digest.update(content.image.tobytes())
-                for region in content.regions or ():
-                    digest.update(f"{region.label!r} {region.unknown}".encode("utf-8", "surrogatepass"))
-                    digest.update(region.mask((content.image.shape[0], content.image.shape[1])).tobytes())
-                stamps.append(digest.hexdigest())
-        return stamps
-
-
-@dataclass(frozen=True, slots=True)
-class Dataset:
-    """Images with their annotations.
-
-    Attributes:
-        name: name of the data set.
-        kind: the kind of the images, for display.
-        samples: the images.
-        has_regions: True if it has masks or boxes, which localisation requires.
-        identity: fingerprint as JSON data.
-    """
-
-    name: str
-    kind: str
-    samples: Sequence[Sample] = field(repr=False)
-    has_regions: bool
-    identity: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.samples)
+# Folders of images, and of annotations next to them, which are not classes.
+_IMAGE_FOLDERS = ("images", "JPEGImages")
+_ANNOTATION_FOLDERS = ("labels", "annotations", "Annotations")
 
 
 def open_dataset(
@@ -108,12 +42,13 @@ def open_dataset(
     - COCO JSON (boxes, polygons, run lengths), or a JSON list such as boxes.json, with entries
       `{"file": …, "boxes": [[left, top, right, bottom], …], "label": …}`; a folder with one of these. `label` is a
       class name and `label_index` an index, `size` [width, height] is compared with the image, and a box may be
-      `{"box": […], "label": …}`. Edges are in pixels; right and bottom are exclusive.
+      `{"box": […], "label": …}`. Edges are in pixels of the image as displayed; right and bottom are exclusive.
     - A folder with masks: the mask of `NAME.jpg` is `NAME_mask.png`, `NAME-mask.png` or `NAME.mask.png` next to it, or
       `masks/NAME.png`. Pixels other than 0 are the region. If there is a file `classes.txt` next to the masks or the
       images, pixels of value k have the class in its line k, and 255 is unknown.
     - A folder with `labels.csv` (`file,label_index` or `file,label`), optionally with masks: one class per image.
-    - Any other folder: images without annotations.
+    - A folder for each class, as for torchvision's ImageFolder: the folder's name is the class, or a class index.
+    - Any other folder: images without annotations. Pascal VOC's XML and YOLO's text files are not read.
     - In Python any iterable or torch dataset: image files (with their masks), images, or pairs of an image and its
       truth. An image is a path, a PIL image or an array. The truth is a mask [height, width], boxes [objects,
       4], a class (index or name), or a dict with any of `masks`, `boxes`, `labels` (of the objects) and `label`.
@@ -153,7 +88,7 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
     if isinstance(data, str) and (match := _DEMO.fullmatch(data)) and not is_there(data):
         return _drawn(data, int(match[1] or 100), int(match[2] or 0))
     if is_file(path):
-        return _annotated(path, path.name, images) if path.suffix.lower() == ".json" else _images(path.name, [path])
+        return open_annotated(path, path.name, images) if path.suffix.lower() == ".json" else _images(path.name, [path])
     if not is_folder(path):
         raise OptionError(
             f"No data at {str(path)!r}. Expected a folder with images, an annotation file, or demo:500 for demo images."
@@ -166,8 +101,11 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
             "them instead of the folder."
         )
     if files:
-        return _annotated(files[0], path.name, images or path)
-    return _images(path.name, find_images(images or path), path / "labels.csv")
+        return open_annotated(files[0], path.name, images or path)
+    folder = images or path
+    if not (paths := find_images(folder)):
+        paths = next((find_images(folder / name) for name in _IMAGE_FOLDERS if is_folder(folder / name)), [])
+    return _images(path.name, paths, labels=path / "labels.csv") if paths else _by_class(folder)
 
 
 def _drawn(name: str, count: int, seed: int) -> Dataset:
@@ -199,8 +137,12 @@ def _open_iterable(data: Any) -> Dataset:
     samples = [Sample(f"image {index + 1}", partial(_read_item, items, index)) for index in range(count)]
     has_regions = False
     for sample in samples[:_PROBED]:
-        with contextlib.suppress(VitflowError, OSError):  # reported in its row
+        try:
             has_regions = has_regions or sample.read().regions is not None
+        except OptionError:  # boxes of another format
+            raise
+        except (VitflowError, OSError):
+            continue  # reported in its row
     return Dataset(name, "images", samples, has_regions)
 
 
@@ -211,12 +153,15 @@ def _read_item(items: Any, index: int) -> Labelled:
     source, truth = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
     image = read_image(source)
     try:
-        return Labelled(image, *_truth(truth, image.shape[:2]))
+        regions, label = _truth(truth, image.shape[:2])
+    except OptionError:
+        raise
     except (TypeError, ValueError, LookupError) as error:
         raise ShapeError(
             "Expected for each image a mask of its size, boxes [objects, 4], a class, or a dict with masks or boxes, "
             f"labels and label, got {reprlib.repr(truth)}."
         ) from error
+    return Labelled(image, regions, label, source)
 
 
 def _truth(truth: Any, size: tuple[int, ...]) -> tuple[tuple[Region, ...] | None, Label]:
@@ -227,10 +172,14 @@ def _truth(truth: Any, size: tuple[int, ...]) -> tuple[tuple[Region, ...] | None
         values = np.asarray(truth)
         if values.ndim == 0:
             return None, as_label(values.item())
-        truth = {"boxes": values} if values.shape != size and values.shape[-1] == 4 else {"masks": [values]}
+        boxes = values.shape != size and values.shape[-1] == 4
+        truth = {"boxes": truth} if boxes else {"masks": [values]}
     shapes, label = truth.get("masks", truth.get("boxes")), as_label(truth.get("label"))
     if shapes is None:
         return None, label
+    order = getattr(shapes, "format", None)  # of torchvision's BoundingBoxes
+    if (order := getattr(order, "value", "XYXY")) != "XYXY":
+        raise OptionError(f"Expected boxes in the format XYXY, got {order}: convert_bounding_box_format converts them.")
     shapes = [np.asarray(shape) for shape in shapes]
     labels = np.asarray(truth.get("labels", [None] * len(shapes)), dtype=object).tolist()
     return tuple(
@@ -239,109 +188,80 @@ def _truth(truth: Any, size: tuple[int, ...]) -> tuple[tuple[Region, ...] | None
     ), label
 
 
-# --- Files -----------------------------------------------------------------------------------------------------------
+# --- Folders ---------------------------------------------------------------------------------------------------------
 
 
-def _annotated(path: Path, name: str, images: Path | None) -> Dataset:
-    """Open the images of an annotation file."""
-    entries = read_annotations(path)
-    here = path.resolve().parent
-    folders = [images] if images is not None else [here, here / "images", here.parent / "images", here.parent]
-    names = _distinct([file if _is_name(file) else f"entry {n}" for n, (file, _) in enumerate(entries, start=1)])
-    samples = []
-    for unique, (file, parse) in zip(names, entries, strict=True):
-        try:
-            place = _find_image(file, folders)
-            samples.append(Sample(unique, partial(_read_annotated, path, unique, place, parse), (place,)))
-        except WRONG as error:
-            samples.append(Sample(unique, partial(_refuse, unreadable(path, error, unique))))
-    if not any(is_file(file) for sample in samples for file in sample.files):
-        if not samples[0].files:
-            samples[0].read()  # raises a more specific error
-        raise OptionError(
-            f"None of the {len(samples)} images of {path.name!r} exists, such as {names[0]!r}. Pass their folder with "
-            "--images (images=…)."
-        )
-    return Dataset(name, "images with annotated regions", samples, True, {"annotations": _digest([path])})
+def _by_class(root: Path) -> Dataset:
+    """Open a folder with a folder of images for each class."""
+    folders = [folder for folder in sorted(root.iterdir()) if is_folder(folder) and not folder.name.startswith(".")]
+    members = {folder: paths for folder in folders if (paths := find_images(folder))}
+    if not members:
+        within = next((str(deep) for folder in folders for deep in folder.glob("*/") if find_images(deep)), "")
+        hint = f" Images are in {within!r}: pass {str(Path(within).parent)!r}." if within else ""
+        raise ImageError(f"Expected at least one image in {root.name!r} or its folders, got none.{hint}")
+    classes = {path: folder.name for folder, paths in members.items() for path in paths}
+    dataset = _images(root.name, list(classes), classes=classes)
+    return replace(dataset, kind=f"images in {len(members)} folders, one for each class")
 
 
-def _is_name(file: Any) -> bool:
-    try:
-        return isinstance(file, str) and file != "" and "\0" not in file and len(os.fsencode(file)) <= _LONGEST_NAME
-    except UnicodeEncodeError:
-        return False
-
-
-def _find_image(file: Any, folders: Sequence[Path]) -> Path:
-    """Return the path of an image in one of the folders; if it does not exist, its path in the first folder.
-
-    Paths and links to images outside the folders are rejected.
-    """
-    if not _is_name(file):
-        raise ValueError(f"expected an image's file name, got {reprlib.repr(file)}")
-    candidates: list[Path] = [folder / file for folder in folders]
-    inside = [
-        place
-        for place, folder in zip(candidates, folders, strict=True)
-        if place.resolve().is_relative_to(folder.resolve())
-    ]
-    existing = next(filter(is_file, inside), None)
-    if existing is None and len(inside) < len(candidates):
-        raise OptionError(
-            f"The annotations name {file[:LONGEST_MESSAGE]!r}, which is outside the image folders ("
-            f"{', '.join(repr(str(folder)) for folder in folders)}). To allow it, pass its folder with --images "
-            "(images=…)."
-        )
-    return existing or inside[0]
-
-
-def _read_annotated(path: Path, name: str, place: Path, parse: Parse) -> Labelled:
-    image = read_image(place)
-    try:
-        return Labelled(image, *parse((image.shape[0], image.shape[1])))
-    except WRONG as error:
-        raise unreadable(path, error, name) from error
-
-
-def _refuse(problem: VitflowError) -> Labelled:
-    raise problem
-
-
-def _images(name: str, paths: Sequence[Path], labels: Path | None = None) -> Dataset:
-    """Open images with their masks and classes, if any."""
+def _images(
+    name: str, paths: Sequence[Path], *, labels: Path | None = None, classes: Mapping[Path, str] | None = None
+) -> Dataset:
+    """Open images with their masks and classes, if any: of `labels.csv`, or the class name or index of each path."""
     masks = {path: mask for path in paths if (mask := _find_mask(path)) is not None}
-    taken = set(masks.values())
-    paths = [path for path in paths if path not in taken]
+    paths = [path for path in paths if path not in set(masks.values())]
     if not paths:
         raise ImageError(f"Expected at least one image in {name!r}, got none.")
     folders = dict.fromkeys(path.parent for path in (*masks.values(), *paths))
-    classes = next((folder / "classes.txt" for folder in folders if is_file(folder / "classes.txt")), None)
+    names_file = next((folder / "classes.txt" for folder in folders if is_file(folder / "classes.txt")), None)
     try:
-        lines = [] if classes is None else classes.read_text(encoding="utf-8-sig").splitlines()
+        lines = [] if names_file is None else names_file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"Expected class names in 'classes.txt', one per line, got {error}.") from error
     labels = labels if labels is not None and is_file(labels) else None
     rows = {} if labels is None else _read_labels(labels)
+    written = {path: rows.get(path.name, ("", "")) for path in paths}
+    for path, label in (classes or {}).items():
+        written[path] = (label, "") if label.isdecimal() else ("", label)
     mixed = len({path.is_absolute() for path in paths}) > 1
-    root = os.path.commonpath([path.absolute().parent if mixed else path.parent for path in paths])
-    names = _distinct([path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path) for path in paths])
+    places = [path.absolute() for path in paths] if mixed else paths
+    root = os.path.commonpath([place.parent for place in places])
+    names = distinct([place.relative_to(root).as_posix() for place in places])
     samples = [
         Sample(
             unique,
-            partial(_read_masked, path, masks.get(path), lines, rows.get(path.name, ("", ""))),
+            partial(_read_masked, path, masks.get(path), lines, written[path]),
             (path, masks[path]) if path in masks else (path,),
         )
         for path, unique in zip(paths, names, strict=True)
     ]
     kind = "images" + (" with masks" if masks else "") + (" with classes" if rows else "")
-    facts = [file for file in (labels, classes) if file is not None]
-    return Dataset(name, kind, samples, bool(masks), {"root": root, "annotations": _digest(facts)})
+    identity = {"root": root, "annotations": digest_of([file for file in (labels, names_file) if file is not None])}
+    return Dataset(name, kind, samples, bool(masks), identity, _unread(paths))
 
 
 def _find_mask(image: Path) -> Path | None:
-    """Return the mask of an image, next to it or in a folder `masks`, or None."""
+    """Return the mask of an image: next to it, in a folder `masks`, or in one next to its folder `images`; or None."""
     candidates = [image.with_name(f"{image.stem}{ending}.png") for ending in _MASK_ENDINGS]
-    return next(filter(is_file, [*candidates, image.parent / "masks" / f"{image.stem}.png"]), None)
+    candidates.append(image.parent / "masks" / f"{image.stem}.png")
+    if image.parent.name in _IMAGE_FOLDERS:
+        candidates.append(image.parent.parent / "masks" / f"{image.stem}.png")
+    return next(filter(is_file, candidates), None)
+
+
+def _unread(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Return a note on XML and text files of these images, which are not read."""
+    counts: Counter[str] = Counter()
+    for folder, stem in ((path.parent, path.stem) for path in paths):
+        places = [folder, *(folder.parent / name for name in _ANNOTATION_FOLDERS)]
+        counts.update(kind for kind in ("XML", "TXT") if any(is_file(p / f"{stem}.{kind.lower()}") for p in places))
+    if not counts:
+        return ()
+    listed = " and ".join(f"{count} {kind}" for kind, count in counts.items())
+    return (
+        f"Not read: {listed} file{'s' if sum(counts.values()) > 1 else ''} of these images, which may be annotations "
+        "of Pascal VOC or YOLO. Boxes are read from COCO JSON or boxes.json.",
+    )
 
 
 def _read_labels(path: Path) -> dict[str, tuple[str, str]]:
@@ -362,7 +282,10 @@ def _read_masked(path: Path, mask: Path | None, names: Sequence[str], written: t
         raise OptionError(f"Expected a class index in labels.csv, got {reprlib.repr(written[0])}.") from error
     if mask is None:
         return Labelled(image, None, label)
-    values = read_mask(mask, (image.shape[0], image.shape[1]))
+    try:
+        values = read_mask(mask, (image.shape[0], image.shape[1]))
+    except FrameError as error:
+        raise with_turn(error, path) from error
     if not names:
         return Labelled(image, (Region(label, values > 0),), label)
     present = np.unique(values[values > 0]).tolist()
@@ -374,25 +297,3 @@ def _read_masked(path: Path, mask: Path | None, names: Sequence[str], written: t
         name = None if unknown else names[int(value) - 1].strip()
         regions.append(Region(name, partial(np.equal, values, value), unknown))
     return Labelled(image, tuple(regions), label)
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Return the names, with a number appended to duplicates."""
-    distinct: dict[str, None] = {}
-    for name in names:
-        unique, number = name, 1
-        while unique in distinct:
-            number += 1
-            unique = f"{name} ({number})"
-        distinct[unique] = None
-    return list(distinct)
-
-
-def _digest(files: Sequence[Path]) -> str:
-    """Return a hash of the annotation files, to detect changes."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode("utf-8", "surrogateescape"))
-        with contextlib.suppress(OSError):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -164,10 +164,14 @@ def _notes(tables: Tables) -> list[str]:
             f" on {_count(labelled, 'image')}, and the predicted class on the other {count - labelled}, whose labels "
             "are not classes of the model"
         )
+    elif not labelled and "class" in tables.kind:
+        target += ", because no label is a class of the model: pass its class names"
     notes = [
         f"{len(tables.rows)} {tables.kind}, {measured}. Tables show means over images ± standard error.",
         f"Class-specific methods explain {target}.",
     ]
+    if turned := sum(image.get("turned", False) for image in images):
+        notes.append(f"{_count(turned, 'image')} turned by EXIF: annotations are read in the frame that is displayed.")
     if "replace_by" in settings:
         notes.append(f"{_REPLACED[settings['replace_by']]} Curves have {settings['points']} points.")
     if settings["blurred_control"]:

@@ -12,11 +12,12 @@ from typing import Any, Unpack
 from torch import nn
 
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, stops_all, whole_number
-from vitflow.evaluation.datasets import Dataset, Sample, open_dataset
+from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, can_drop_tokens
 from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
 from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals
 from vitflow.evaluation.results import Evaluation
+from vitflow.evaluation.samples import Dataset, Sample
 from vitflow.evaluation.targets import Grid, choose_target, draw_grids, make_grids, random_order
 from vitflow.explaining.explainer import Explainer
 from vitflow.folder.batches import Batches, RunProgress, Tally
@@ -115,6 +116,7 @@ def evaluate(
     dataset = open_dataset(data, images=images, limit=limit)
     explainer = explainer_for(model)
     groups, notes = _possible_groups(groups, dataset, explainer, chosen)
+    notes += dataset.notes
     if methods is None or methods == "all":
         chosen, refused = _applicable_methods(explainer, dataset, chosen)
         notes += refused

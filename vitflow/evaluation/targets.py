@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from vitflow.analysis.comparison import Comparison
 from vitflow.analysis.strips import columns_of
 from vitflow.errors import OptionError, VitflowError
-from vitflow.evaluation.annotations import Label, Labelled, Mask, Region, union
-from vitflow.evaluation.datasets import Sample
 from vitflow.evaluation.measures.localisation import CELLS, score_cell
+from vitflow.evaluation.regions import Label, Mask, Region
+from vitflow.evaluation.samples import Labelled, Sample
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import class_index
@@ -71,7 +71,6 @@ def choose_target(image: Labelled, num_classes: int, class_names: Sequence[str] 
     Raises:
         ShapeError: a region is invalid.
     """
-    size = image.image.shape[0], image.image.shape[1]
     target = _index(image.label, num_classes, class_names)
     if image.regions is None:
         return TargetRegion(target)
@@ -80,11 +79,11 @@ def choose_target(image: Labelled, num_classes: int, class_names: Sequence[str] 
     by_class: dict[int | None, list[Region]] = {}
     for region in known:
         by_class.setdefault(_index(region.label, num_classes, class_names), []).append(region)
-    objects = {index: union(regions, size) for index, regions in by_class.items() if index is not None}
+    objects = {index: image.union(regions) for index, regions in by_class.items() if index is not None}
     if target is None:  # the first of tied classes
         target = max(objects, key=lambda index: int(objects[index].sum()), default=None)
-    region_mask = objects[target] if target in objects else union(known, size)
-    return TargetRegion(target, region_mask, union(unknown, size) & ~region_mask if unknown else None, objects)
+    region_mask = objects[target] if target in objects else image.union(known)
+    return TargetRegion(target, region_mask, image.union(unknown) & ~region_mask if unknown else None, objects)
 
 
 def _index(label: Label, num_classes: int, class_names: Sequence[str] | None) -> int | None:

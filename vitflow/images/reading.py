@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
-from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError, VitflowWarning
+from vitflow.errors import FrameError, ImageError, OptionError, ShapeError, VitflowError, VitflowWarning
 from vitflow.files import is_file, is_folder, is_there, write_atomically
 from vitflow.images import WRITE_OPTIONS
 
@@ -114,24 +114,19 @@ def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[An
 
     Raises:
         ImageError: the file is missing, empty, truncated, or not an image.
-        ShapeError: it has another size.
+        FrameError: it has another size.
     """
     with _decoding(path, MAX_PIXELS, "the mask "), _open(path) as opened:
-        check_mask_size((opened.height, opened.width), size)
+        if (actual := (opened.height, opened.width)) != size:
+            raise FrameError(
+                f"Expected a mask of the image's size, {size} pixels (height, width), got {actual}.",
+                lambda other: other == actual,
+            )
         values = np.asarray(opened)
         transparent = opened.getbands()[-1] in ("A", "a")
     if transparent:
         values = values[..., :-1] * (values[..., -1:] > 0)
     return values.max(axis=2) if values.ndim == 3 else values
-
-
-def check_mask_size(mask_size: tuple[int, ...], size: tuple[int, ...]) -> None:
-    """Raise ShapeError unless a mask has its image's (height, width)."""
-    if mask_size != size:
-        raise ShapeError(
-            f"Expected a mask of the image's size, {size[0]} × {size[1]} pixels (height × width), got {mask_size[0]} × "
-            f"{mask_size[1]}. Create the mask for this image, without its EXIF rotation."
-        )
 
 
 def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
