@@ -326,7 +326,7 @@ def test_layers_are_reported_in_the_words_of_the_command_line(here, images):
 def test_an_output_with_an_unknown_suffix_is_no_folder(here, images, tmp_path):
     code, out, err = here("explain", "--model", "demo", images[0], "-o", "foo.xyz")
     assert (code, out, list(tmp_path.iterdir())) == (2, "", [])
-    assert "Expected an output that ends in .png, .jpg, .jpeg, .webp, or a folder (ending in /" in err
+    assert "or a folder (ending in /" in err
     assert "got 'foo.xyz'" in err
     (tmp_path / "run.2").mkdir()
     assert here("explain", "--model", "demo", images[0], "-o", "run.2")[0] == 0

@@ -1,5 +1,6 @@
 """Options shared by commands: models, methods, drawing and runs, and the objects built from them."""
 
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
@@ -50,6 +51,28 @@ class PathOrURL(click.Path):
         return value if is_remote(value) else super().convert(value, param, ctx)
 
 
+def option(panel: str, flags: str, kind: Any, help: str, **more: Any) -> Callable[[_Command], _Command]:
+    """Return an option of a command.
+
+    Args:
+        panel: its group in the help.
+        flags: its flags and its parameter name, separated by spaces.
+        kind: a type of click; the least whole number; the choices; bool for a flag; or the placeholder of a text.
+        help: its help, with the default if that is no value.
+        more: other arguments of `click.option`.
+    """
+    shape: dict[str, Any] = {"type": kind}
+    if isinstance(kind, str):
+        shape = {"metavar": kind}
+    elif kind is bool:
+        shape = {"is_flag": True}
+    elif isinstance(kind, int):
+        shape = {"type": click.IntRange(min=kind), "metavar": f"N≥{kind}"}
+    elif isinstance(kind, tuple):
+        shape = {"type": click.Choice(kind)}
+    return click.option(*flags.split(), panel=panel or None, help=help, **shape, **more)
+
+
 def method_options(command: Callable[..., None], methods: Iterable[Method] | None = None) -> Callable[..., None]:
     """Add every option of these methods to a command; by default of all image methods.
 
@@ -79,26 +102,20 @@ def _in_words(having: Sequence[str], table: Sequence[str]) -> str:
     return ", ".join(having)
 
 
-def table_option(option: Option, panel: str, default: str) -> Callable[[_Command], _Command]:
+def table_option(row: Option, panel: str, default: str) -> Callable[[_Command], _Command]:
     """Command-line option for a row of the option table, with its default as text."""
-    kind: Any = option.kind
-    if option.kind == "choice":
-        kind = click.Choice(option.choices)
-    elif option.limits and option.kind is float:
-        kind = click.FloatRange(*option.limits)
-    elif option.choices or option.kind not in (int, float, str):  # click's own help and errors suit these
-        kind = _Value(option)
-    shape: dict[str, Any] = {"type": kind, "metavar": None if option.kind == "choice" else option.values}
-    if option.kind is bool and option.scope == "drawing":
-        shape = {"is_flag": True}
-    return click.option(
-        flag_of(option.name),
-        option.name,
-        default=None,
-        help=f"{option.help}  [default: {default}]" if default else option.help,
-        panel=panel,
-        **shape,
-    )
+    kind: Any = row.kind
+    if row.kind == "choice":
+        kind = row.choices
+    elif row.kind is bool and row.scope == "drawing":
+        kind = bool
+    elif row.limits and row.kind is float:
+        kind = click.FloatRange(*row.limits)
+    elif row.choices or row.kind not in (int, float, str):  # click's own help and errors suit these
+        kind = _Value(row)
+    more = {} if isinstance(kind, tuple) or kind is bool else {"metavar": row.values}
+    help = f"{row.help}  [default: {default}]" if default else row.help
+    return option(panel, f"{flag_of(row.name)} {row.name}", kind, help, default=None, **more)
 
 
 def drawing_option(name: str, default: str | None = None) -> Callable[[_Command], _Command]:
@@ -126,20 +143,15 @@ def _together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], 
     return lambda command: reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
 
 
-name_option = click.option(
-    "--name",
-    panel="Model",
-    metavar="TEXT",
-    help="Name of the model in figures and rows.  [default: its id]",
-)
+name_option = option("Model", "--name", "TEXT", "Name of the model in figures and rows.  [default: its id]")
 #: Options of language models, in addition to --model.
 language_model_options = _together(
     name_option,
-    click.option(
+    option(
+        "Model",
         "--trust-remote-code",
-        panel="Model",
-        is_flag=True,
-        help="Run Python code from the model's repository. Without this, such models are refused.",
+        bool,
+        "Run Python code from the model's repository. Without this, such models are refused.",
     ),
 )
 #: Called with its default and its help: the single method of a command for texts.
@@ -149,84 +161,72 @@ text_method_options = partial(method_options, methods=TEXT_METHODS.values())
 
 #: Options for the model and its device.
 model_options = _together(
-    click.option(
+    option(
+        "Model",
         "--model",
-        panel="Model",
-        metavar="ID|demo|PATH",
-        help="Model id of timm or transformers, hf-hub:…, local-dir:…, a folder, a weights file, or demo (bundled; "
+        "ID|demo|PATH",
+        "Model id of timm or transformers, hf-hub:…, local-dir:…, a folder, a weights file, or demo (bundled; "
         "knows eight drawn shapes only). For prompts also demo-text (bundled) and open_clip:MODEL/WEIGHTS.  "
         f"[default: {DEFAULT_MODEL}]",
     ),
-    click.option("--checkpoint", panel="Model", type=FILE, help="Weights for the model: safetensors or a torch file."),
-    click.option(
-        "--num-classes",
-        panel="Model",
-        type=click.IntRange(min=1),
-        metavar="N≥1",
-        help="Number of classes to build the model with.",
-    ),
-    click.option(
+    option("Model", "--checkpoint", FILE, "Weights for the model: safetensors or a torch file."),
+    option("Model", "--num-classes", 1, "Number of classes to build the model with."),
+    option(
+        "Model",
         "--global-pool",
-        panel="Model",
-        metavar="NAME",
-        help="Pooling that the checkpoint was trained with, such as avg or token; see timm's global_pool.",
+        "NAME",
+        "Pooling that the checkpoint was trained with, such as avg or token; see timm's global_pool.",
     ),
-    click.option("--class-names", panel="Model", type=FILE, help="File with class names: one per line, or JSON."),
+    option("Model", "--class-names", FILE, "File with class names: one per line, or JSON."),
     name_option,
-    click.option(
+    option(
+        "Model",
         "--data-config",
-        panel="Model",
-        type=FILE,
-        help="JSON file with input_size, mean and std, for a model that does not state its preprocessing.",
+        FILE,
+        "JSON file with input_size, mean and std, for a model that does not state its preprocessing.",
     ),
-    click.option(
-        "--device", panel="Model", metavar="cpu|cuda|mps|…", help="Device to run on.  [default: a GPU if available]"
-    ),
-    click.option(
-        "--dtype", panel="Model", type=click.Choice(DTYPES), help="Floating-point precision.  [default: the model's]"
-    ),
-    click.option(
+    option("Model", "--device", "cpu|cuda|mps|…", "Device to run on.  [default: a GPU if available]"),
+    option("Model", "--dtype", DTYPES, "Floating-point precision.  [default: the model's]"),
+    option(
+        "Images",
         "--fit",
-        panel="Images",
-        type=click.Choice(FITS),
-        default="crop",
-        help="How to fit the image to the model input: the model's centre crop, squash the whole image, pad it, or "
+        FITS,
+        "How to fit the image to the model input: the model's centre crop, squash the whole image, pad it, or "
         "keep its aspect ratio and size (native).",
+        default="crop",
     ),
 )
 
 #: Options that explain other outputs than classes.
 question_options = _together(
-    click.option(
-        "--prompt",
-        "prompts",
-        panel="Question",
-        metavar="TEXT",
-        multiple=True,
-        help="Explain the similarity to this text instead of a class; repeatable. For CLIP, SigLIP, SigLIP 2, "
+    option(
+        "Question",
+        "--prompt prompts",
+        "TEXT",
+        "Explain the similarity to this text instead of a class; repeatable. For CLIP, SigLIP, SigLIP 2, "
         "open_clip and the bundled demo-text; for OWL-ViT and OWLv2, the object to detect.",
-    ),
-    click.option(
-        "--template",
-        "templates",
-        panel="Question",
-        metavar="TEXT",
         multiple=True,
-        help="Template whose {} is replaced by each prompt, such as 'a photo of {}'; repeatable.",
     ),
-    click.option(
+    option(
+        "Question",
+        "--template templates",
+        "TEXT",
+        "Template whose {} is replaced by each prompt, such as 'a photo of {}'; repeatable.",
+        multiple=True,
+    ),
+    option(
+        "Question",
         "--like",
-        panel="Question",
-        type=FILE,
+        FILE,
+        "Explain the similarity to this image (cosine of pooled features), for any model; repeatable.",
         multiple=True,
         metavar="IMAGE",
-        help="Explain the similarity to this image (cosine of pooled features), for any model; repeatable.",
     ),
-    click.option(
+    option(
+        "Question",
         "--raw",
-        panel="Question",
-        is_flag=True,
-        help="Explain the score of a prompt itself, not its difference from the mean of the other prompts.",
+        bool,
+        "Explain the score of a prompt itself, not its difference from the mean of the other prompts.",
     ),
 )
 
@@ -234,24 +234,20 @@ question_options = _together(
 drawing_options = _together(*(drawing_option(name) for name in options_of("drawing")))
 
 # Options of runs over many images.
-limit_option = click.option(
-    "--limit", panel="Images", type=click.IntRange(min=1), metavar="N", help="Use the first N images only."
+limit_option = option("Images", "--limit", 1, "Use the first N images only.")
+batch_size_option = option(
+    "Model", "--batch-size", 1, "Images per forward pass.  [default: by device; halved if memory runs out]"
 )
-batch_size_option = click.option(
-    "--batch-size",
-    panel="Model",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Images per forward pass.  [default: by device; halved if memory runs out]",
-)
-resume_option = click.option(
+resume_option = option(
+    "",
     "--resume/--overwrite",
+    None,
+    "Compute missing or changed images of an earlier run with the same options, or start over.",
     default=True,
-    help="Compute missing or changed images of an earlier run with the same options, or start over.",
 )
 
 images_argument = click.argument("images", nargs=-1, required=True, metavar="IMAGE…", type=click.Path(path_type=Path))
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
+json_option = option("", "--json as_json", bool, "Print one JSON object per image.")
 #: Called with its help: an output file or folder.
 output_option = partial(click.option, "-o", "--output", type=click.Path(path_type=str))
 
@@ -278,28 +274,28 @@ def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> 
 def method_option(help: str) -> Callable[[_Command], _Command]:
     """Option for a single method."""
     help += "  [default: gae with --class, --against, --prompt or --like; else rollout]"
-    return click.option("--method", panel="Method", metavar="NAME", multiple=True, callback=_only, help=help)
+    return option("Method", "--method", "NAME", help, multiple=True, callback=_only)
 
 
 #: Called with its metavar and help: the class of a command that explains one.
 class_option = partial(click.option, "--class", "target", panel="Method", multiple=True, callback=_only)
 #: Called with its help: the classes of a command that shows several.
 classes_option = partial(click.option, "--class", "targets", panel="Method", metavar="NAME|INDEX|top5", multiple=True)
-against_option = click.option(
+against_option = option(
+    "Method",
     "--against",
-    panel="Method",
-    metavar="NAME|INDEX|rest",
-    help="Explain the difference between the class and this one (class-specific methods only). rest: the mean of all "
+    "NAME|INDEX|rest",
+    "Explain the difference between the class and this one (class-specific methods only). rest: the mean of all "
     "other classes.",
 )
 
 
-same_scale_option = click.option(
+same_scale_option = option(
+    "Drawing",
     "--same-scale",
-    panel="Drawing",
-    is_flag=True,
+    bool,
+    "Use the same colour limits for all maps of a method in a strip.  [default: separate limits for each map]",
     default=None,
-    help="Use the same colour limits for all maps of a method in a strip.  [default: separate limits for each map]",
 )
 
 
@@ -351,6 +347,11 @@ def drawing_values(given: Mapping[str, Any]) -> dict[str, Any]:
 def given_options(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
     """Return those of the named options that the user gave."""
     return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given values of the parameters of a function, without the options of the table."""
+    return given_options(given, [name for name in inspect.signature(function).parameters if name not in OPTIONS])
 
 
 def make_explainer(given: Mapping[str, Any]) -> Any:

@@ -14,54 +14,37 @@ from vitflow.text.method_table import IMAGE_DEFAULT, text_method
 
 @click.command(short_help="Caption an image or video, with a map for each word.", panel="Texts")
 @click.argument("image", type=click.Path(path_type=Path))
-@click.option(
+@shared.option(
+    "Text",
     "--prompt",
-    panel="Text",
-    help="Prompt about the image.  [default: 'Describe the image.', or the prompt that the bundled model was trained "
+    None,
+    "Prompt about the image.  [default: 'Describe the image.', or the prompt that the bundled model was trained "
     "with; none if the model takes no prompt]",
 )
-@click.option(
-    "--generate",
-    panel="Text",
-    type=click.IntRange(min=1),
-    default=30,
-    metavar="N",
-    help="Maximum number of tokens to generate.",
-)
-@click.option(
-    "--frames",
-    panel="Text",
-    type=click.IntRange(min=1),
-    metavar="N≥1",
-    help=f"Frames of a video, evenly spaced ({', '.join(VIDEO_FORMATS)}).  [default: 8]",
-)
-@click.option(
+@shared.option("Text", "--generate", 1, "Maximum number of tokens to generate.", default=30)
+@shared.option("Text", "--frames", 1, f"Frames of a video, evenly spaced ({', '.join(VIDEO_FORMATS)}).  [default: 8]")
+@shared.option(
+    "Model",
     "--model",
-    panel="Model",
+    "ID|demo-caption|PATH",
+    "transformers id or folder of a vision–language model, or demo-caption (bundled; knows drawn shapes only).",
     required=True,
-    metavar="ID|demo-caption|PATH",
-    help="transformers id or folder of a vision–language model, or demo-caption (bundled; knows drawn shapes only).",
 )
 @shared.language_model_options
 @shared.text_method_option(
     default=IMAGE_DEFAULT, help="Method. gae needs a backward pass for each token, rollout none."
 )
 @shared.text_method_options
-@click.option(
-    "--through-tower", panel="Method", is_flag=True, help="Propagate the maps to the patches of the vision tower."
-)
-@click.option(
-    "--blank",
-    panel="Method",
-    is_flag=True,
-    help="Also report the probability of each word with the image replaced by its mean colour.",
+@shared.option("Method", "--through-tower", bool, "Propagate the maps to the patches of the vision tower.")
+@shared.option(
+    "Method", "--blank", bool, "Also report the probability of each word with the image replaced by its mean colour."
 )
 @shared.output_option(
     help="File for the strip of maps, .png, .pdf or .svg; or a folder, with / at its end.  [default: "
     "IMAGE-caption.png here]",
 )
-@click.option("--html", type=shared.NEW_FILE, help="Also write an interactive page: click a word to see its map.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the map of each word instead.")
+@shared.option("", "--html", shared.NEW_FILE, "Also write an interactive page: click a word to see its map.")
+@shared.option("", "--json as_json", bool, "Print one JSON object with the map of each word instead.")
 def caption(image: Path, **given: Any) -> None:
     """Caption IMAGE, or a video, with a vision–language model, and map each generated word onto it.
 
@@ -83,21 +66,10 @@ def caption(image: Path, **given: Any) -> None:
     from vitflow.text.generating import explain_generation
     from vitflow.text.languages import called
 
-    generation = explain_generation(
-        given["model"],
-        given["prompt"],
-        image=None if is_video else image,
-        video=image if is_video else None,
-        frames=given["frames"],
-        method=given["method"],
-        name=given["name"] or called(given["model"]),
-        trust_remote_code=given["trust_remote_code"],
-        through_tower=given["through_tower"],
-        blank=given["blank"],
-        max_new_tokens=given["generate"],
-        do_sample=False,
-        **options,
-    )
+    given["name"] = given["name"] or called(given["model"])
+    source = {"video" if is_video else "image": image}
+    arguments = shared.arguments_of(explain_generation, given) | {"max_new_tokens": given["generate"], **options}
+    generation = explain_generation(inputs=given["prompt"], do_sample=False, **source, **arguments)
     say_model_note(generation.model, generation.model_note)
     words, left_out = generation.words()
     explained, draw = (generation.clip, draw_clip_words) if is_video else (generation.image, draw_words)
@@ -114,14 +86,8 @@ def caption(image: Path, **given: Any) -> None:
             {"word": word, **saliency.to_dict(), "map": saliency.grid.tolist()}
             for word, saliency in zip(words, maps, strict=True)
         ]
-        say_record(
-            {
-                "answer": generation.answer,
-                "words": entries,
-                "left_out": left_out,
-                "output": str(output) if maps else None,
-            }
-        )
+        written = str(output) if maps else None
+        say_record({"answer": generation.answer, "words": entries, "left_out": left_out, "output": written})
         return
     click.echo(f"{printable(generation.answer)}\n")
     for word, saliency in zip(words, maps, strict=True):

@@ -27,80 +27,60 @@ class _MethodOrAll(MethodWithOptions):
 @click.argument("data")
 @shared.model_options
 @shared.question_options
-@click.option(
-    "--method",
-    "methods",
-    panel="Method",
-    type=_MethodOrAll(),
-    multiple=True,
-    metavar="NAME[:OPTION=VALUE,…]|all",
-    help="Method to measure, optionally with options: rollout:preset=paper; repeatable. all: every method that the "
+@shared.option(
+    "Method",
+    "--method methods",
+    _MethodOrAll(),
+    "Method to measure, optionally with options: rollout:preset=paper; repeatable. all: every method that the "
     "model supports. Baselines are always included.  [default: all but similarity and the slow methods: occlusion, "
     "sampling, consensus, LeGrad]",
-)
-@click.option(
-    "--metric",
-    "metrics",
-    panel="Measurement",
     multiple=True,
-    metavar="NAME|GROUP|all",
-    help="Metric or group (localisation, faithfulness, sanity, grid, intervals, correlation); repeatable.  "
+    metavar="NAME[:OPTION=VALUE,…]|all",
+)
+@shared.option(
+    "Measurement",
+    "--metric metrics",
+    "NAME|GROUP|all",
+    "Metric or group (localisation, faithfulness, sanity, grid, intervals, correlation); repeatable.  "
     "[default: the first three groups]",
+    multiple=True,
 )
-@click.option(
-    "-o",
-    "--output",
-    type=shared.NEW_FOLDER,
-    help="Folder for rows, tables, figures and report.html; makes the run resumable.",
+@shared.option(
+    "", "-o --output", shared.NEW_FOLDER, "Folder for rows, tables, figures and report.html; makes the run resumable."
 )
-@click.option(
+@shared.option(
+    "Images",
     "--images",
-    panel="Images",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder with the images of an annotation file.  [default: the folder of the file]",
+    click.Path(exists=True, file_okay=False, path_type=Path),
+    "Folder with the images of an annotation file.  [default: the folder of the file]",
 )
 @shared.limit_option
-@click.option(
-    "--replace",
-    "replace_by",
-    panel="Measurement",
-    type=click.Choice(["drop", "blank", "blur"]),
-    help="How to remove patches: drop their tokens, fill with the image's mean colour, or blur.  "
+@shared.option(
+    "Measurement",
+    "--replace replace_by",
+    ("drop", "blank", "blur"),
+    "How to remove patches: drop their tokens, fill with the image's mean colour, or blur.  "
     "[default: drop if the model supports it, else blank]",
 )
-@click.option(
-    "--points",
-    panel="Measurement",
-    type=click.IntRange(min=2),
-    metavar="N",
-    default=11,
-    help="Points of the deletion and insertion curves.",
-)
-@click.option(
+@shared.option("Measurement", "--points", 2, "Points of the deletion and insertion curves.", default=11)
+@shared.option(
+    "Measurement",
     "--blurred-control/--no-blurred-control",
-    panel="Measurement",
+    None,
+    "Also measure a blurred copy of each map: the control for smoothness.",
     default=True,
-    help="Also measure a blurred copy of each map: the control for smoothness.",
 )
-@click.option(
+@shared.option(
+    "Measurement",
     "--sanity-images",
-    panel="Measurement",
-    type=click.IntRange(min=0),
+    0,
+    "Measure sanity and rank correlation (many forward passes) on N randomly chosen images.",
     default=24,
-    metavar="N",
-    help="Measure sanity and rank correlation (many forward passes) on N randomly chosen images.",
 )
 @shared.batch_size_option
-@click.option(
-    "--seed",
-    panel="Measurement",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=0,
-    help="Seed of all random choices.",
-)
+@shared.option("Measurement", "--seed", 0, "Seed of all random choices.", default=0)
 @shared.resume_option
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object instead of tables.")
+@shared.option("", "--json as_json", bool, "Print everything as one JSON object instead of tables.")
 @shared.method_options
 def evaluate(data: str, **given: Any) -> None:
     """Measure the quality of each method's maps on DATA, with two baselines.
@@ -131,23 +111,12 @@ def _run(data: str, given: dict[str, Any]) -> Any:
 
     if data.startswith("demo:"):
         given["model"] = given["model"] or "demo"
-    methods: Any = list(given["methods"]) or None
-    if methods and "all" in methods:
-        if len(methods) > 1:
+    given["methods"], given["metrics"] = list(given["methods"]) or None, given["metrics"] or None
+    if given["methods"] and "all" in given["methods"]:
+        if len(given["methods"]) > 1:
             raise OptionError("--method all cannot be combined with other methods.")
-        methods = "all"
-    same = (
-        *("output", "images", "limit", "replace_by", "points", "blurred_control", "sanity_images", "batch_size"),
-        "seed",
-    )
+        given["methods"] = "all"
     with resumable(kept=given["output"] is not None), images_bar() as progress:
-        return evaluate(
-            data,
-            model=lambda: shared.make_explainer(given),
-            methods=methods,
-            metrics=given["metrics"] or None,
-            overwrite=not given["resume"],
-            progress=progress,
-            **{name: given[name] for name in same},
-            **shared.method_values(given),
-        )
+        arguments = shared.arguments_of(evaluate, given) | {"model": lambda: shared.make_explainer(given)}
+        overwrite = not given["resume"]
+        return evaluate(data, overwrite=overwrite, progress=progress, **arguments, **shared.method_values(given))

@@ -40,20 +40,18 @@ from vitflow.registry.choices import choose_methods
 @shared.drawing_options
 @shared.same_scale_option
 @shared.output_option(help="File for one image, folder for several.  [default: here]")
-@click.option(
-    "--figure",
-    is_flag=True,
-    help="Write a figure: the overlay with method, target and colour bar; also .pdf or .svg.",
+@shared.option(
+    "", "--figure", bool, "Write a figure: the overlay with method, target and colour bar; also .pdf or .svg."
 )
-@click.option("--save-map", is_flag=True, help="Also write the unscaled map as .npz next to the overlay.")
-@click.option(
+@shared.option("", "--save-map", bool, "Also write the unscaled map as .npz next to the overlay.")
+@shared.option(
+    "",
     "--frames",
-    type=click.IntRange(min=1),
-    metavar="N≥1",
-    help=f"Frames of a video, evenly spaced ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
+    1,
+    f"Frames of a video, evenly spaced ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
 )
-@click.option("--controls", is_flag=True, help="Video models: compare with shuffled frames and a repeated first frame.")
-@click.option("--blank", is_flag=True, help="Also report the score of the image replaced by its mean colour.")
+@shared.option("", "--controls", bool, "Video models: compare with shuffled frames and a repeated first frame.")
+@shared.option("", "--blank", bool, "Also report the score of the image replaced by its mean colour.")
 @shared.json_option
 def explain(images: tuple[Path, ...], **given: Any) -> None:
     """Draw a saliency map over each IMAGE, or over frames of a video."""

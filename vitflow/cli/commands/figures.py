@@ -49,14 +49,13 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
 @shared.images_argument
 @shared.model_options
 @shared.question_options
-@click.option(
-    "--method",
-    "methods",
-    panel="Method",
-    type=MethodWithOptions(),
-    multiple=True,
-    help="Method to show, optionally with options: rollout:head_fusion=max,discard_ratio=0.9; repeatable.  "
+@shared.option(
+    "Method",
+    "--method methods",
+    MethodWithOptions(),
+    "Method to show, optionally with options: rollout:head_fusion=max,discard_ratio=0.9; repeatable.  "
     "[default: all fast methods and two baselines]",
+    multiple=True,
 )
 @shared.classes_option(help="Class to explain; repeat it for more rows.  [default: the predicted class]")
 @shared.against_option
@@ -110,20 +109,19 @@ def layers(image: Path, **given: Any) -> None:
 @click.command(short_help="Show three principal components of patch features as colours.", panel="Images")
 @shared.images_argument
 @shared.model_options
-@click.option(
-    "--layer",
-    "of_layer",
-    panel="Method",
-    type=int,
+@shared.option(
+    "Method",
+    "--layer of_layer",
+    int,
+    "Layer of the features, counted from 1; -1 is the last.",
     default=-1,
     metavar="N≥1|-1",
-    help="Layer of the features, counted from 1; -1 is the last.",
 )
-@click.option(
+@shared.option(
+    "Method",
     "--foreground",
-    panel="Method",
-    is_flag=True,
-    help="Hide background patches: those on the side of the first component that covers more of the image border.",
+    bool,
+    "Hide background patches: those on the side of the first component that covers more of the image border.",
 )
 @shared.drawing_option("alpha", "1")
 @shared.drawing_option("interpolation")

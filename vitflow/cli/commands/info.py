@@ -27,7 +27,7 @@ _PATIENCE = 2.0
 
 @click.command(short_help="List the methods, or describe one.", panel="Setup")
 @click.argument("name", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
+@shared.option("", "--json as_json", bool, "Print the table as JSON.")
 def methods(name: str | None, as_json: bool) -> None:
     """List the methods, their questions and sources.
 
@@ -94,8 +94,8 @@ def _values(method: Method, name: str) -> str:
 
 @click.command(short_help="List timm's models and which methods apply to each.", panel="Setup")
 @click.argument("pattern", default="*vit*")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per model.")
-@click.option("--all", "untrained", is_flag=True, help="Include architectures without pretrained weights.")
+@shared.option("", "--json as_json", bool, "Print JSON, one object per model.")
+@shared.option("", "--all untrained", bool, "Include architectures without pretrained weights.")
 def models(pattern: str, as_json: bool, untrained: bool) -> None:
     """List timm's pretrained models whose id matches PATTERN (with * as a wildcard), and the methods they support.
 
@@ -138,7 +138,7 @@ def _line(width: int, *columns: Any) -> str:
 
 
 @click.command(short_help="Explain the bundled images with the bundled model.", panel="Setup")
-@click.option("-o", "--output", type=shared.NEW_FOLDER, default=Path("vitflow-demo"), help="Folder for the overlays.")
+@shared.option("", "-o --output", shared.NEW_FOLDER, "Folder for the overlays.", default=Path("vitflow-demo"))
 def demo(output: Path) -> None:
     """Explain the bundled images with the bundled model: overlays, and a strip of the first three by four methods."""
     from vitflow.analysis.comparison import compare
@@ -155,7 +155,7 @@ def demo(output: Path) -> None:
 
 
 @click.command(short_help="Check the installation.", panel="Setup")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@shared.option("", "--json as_json", bool, "Print one JSON object.")
 def doctor(as_json: bool) -> None:
     """Report versions, the device, installed extras, and whether a model runs and the hub can be reached.
 

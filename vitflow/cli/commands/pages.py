@@ -17,23 +17,23 @@ from vitflow.registry.choices import choose_methods
 @shared.images_argument
 @shared.model_options
 @shared.question_options
-@click.option(
-    "--method",
-    "methods",
-    panel="Method",
-    metavar="NAME",
-    multiple=True,
-    help="Map to compute in advance, in addition to those that the page computes; repeatable.  [default: the "
+@shared.option(
+    "Method",
+    "--method methods",
+    "NAME",
+    "Map to compute in advance, in addition to those that the page computes; repeatable.  [default: the "
     "class-specific methods and flow, if the model supports them]",
+    multiple=True,
 )
 @shared.classes_option(help="Class for class-specific maps; repeatable.  [default: top3]")
-@click.option(
+@shared.option(
+    "",
     "--max-size",
-    type=click.FloatRange(min=0, min_open=True),
+    click.FloatRange(min=0, min_open=True),
+    "Maximum size of the page. Data that does not fit is left out, single heads first, or stored in 8 bits; the "
+    "page reports it.",
     default=40.0,
     metavar="MB",
-    help="Maximum size of the page. Data that does not fit is left out, single heads first, or stored in 8 bits; the "
-    "page reports it.",
 )
 @shared.output_option(
     help="The page, .html; or a folder.  [default: IMAGE-explore.html here; of several, IMAGE-and-N-more-explore.html]"
@@ -92,69 +92,53 @@ def _call(given: dict[str, Any]) -> Any:
 
 @click.command(short_help="Open the web app in a browser.", panel="Images")
 @click.argument("images", nargs=-1, metavar="[IMAGE…]", type=shared.FILE)
-@click.option(
-    "--model",
-    "models",
-    panel="Model",
+@shared.option(
+    "Model",
+    "--model models",
+    "ID|demo|PATH",
+    "Image model to offer; repeatable. The first is selected.",
     multiple=True,
     default=(shared.DEFAULT_MODEL, "demo"),
-    metavar="ID|demo|PATH",
-    help="Image model to offer; repeatable. The first is selected.",
 )
-@click.option(
-    "--language-model",
-    "language_models",
-    panel="Model",
+@shared.option(
+    "Model",
+    "--language-model language_models",
+    "ID|demo-caption|PATH",
+    "Model for texts and captions to offer; repeatable.",
     multiple=True,
     default=("demo-caption",),
-    metavar="ID|demo-caption|PATH",
-    help="Model for texts and captions to offer; repeatable.",
 )
-@click.option(
-    "--checkpoint", panel="Model", type=shared.FILE, help="Weights for the first --model: safetensors or a torch file."
-)
-@click.option(
-    "--class-names", panel="Model", type=shared.FILE, help="File with its class names: one per line, or JSON."
-)
-@click.option(
-    "--prompt",
-    "prompts",
-    panel="Model",
+@shared.option("Model", "--checkpoint", shared.FILE, "Weights for the first --model: safetensors or a torch file.")
+@shared.option("Model", "--class-names", shared.FILE, "File with its class names: one per line, or JSON.")
+@shared.option(
+    "Model",
+    "--prompt prompts",
+    "TEXT",
+    "Prompt to begin with, if the first --model is an image-text model; repeatable.",
     multiple=True,
-    metavar="TEXT",
-    help="Prompt to begin with, if the first --model is an image-text model; repeatable.",
 )
-@click.option(
-    "--host",
-    panel="Server",
-    metavar="ADDRESS",
-    default="127.0.0.1",
-    help="Address to listen on; 0.0.0.0 also accepts other machines.",
+@shared.option(
+    "Server", "--host", "ADDRESS", "Address to listen on; 0.0.0.0 also accepts other machines.", default="127.0.0.1"
 )
-@click.option(
-    "--allowed-host",
-    "allowed_hosts",
-    panel="Server",
+@shared.option(
+    "Server",
+    "--allowed-host allowed_hosts",
+    "NAME",
+    "Additional host name to accept, such as that of a proxy; repeatable. *.NAME: any subdomain; *: any name.",
     multiple=True,
-    metavar="NAME",
-    help="Additional host name to accept, such as that of a proxy; repeatable. *.NAME: any subdomain; *: any name.",
 )
-@click.option(
-    "--port",
-    panel="Server",
-    type=click.IntRange(1, 65535),
-    metavar="N",
-    help="Port.  [default: the first free port from 7860]",
+@shared.option(
+    "Server", "--port", click.IntRange(1, 65535), "Port.  [default: the first free port from 7860]", metavar="N"
 )
-@click.option(
+@shared.option(
+    "Server",
     "--time-limit",
-    panel="Server",
-    type=click.FloatRange(min=0, min_open=True),
+    click.FloatRange(min=0, min_open=True),
+    "Maximum time for one request.",
     default=30.0,
     metavar="SECONDS",
-    help="Maximum time for one request.",
 )
-@click.option("--open/--no-open", "browser", panel="Server", default=True, help="Open the page in a browser.")
+@shared.option("Server", "--open/--no-open browser", None, "Open the page in a browser.", default=True)
 def app(images: tuple[Path, ...], **given: Any) -> None:
     """Open the web app: upload a photograph, click a patch, click a word.
 

@@ -16,52 +16,36 @@ from vitflow.text.method_table import PLAIN, text_method
 
 @click.command(panel="Texts")
 @click.argument("text", required=False)
-@click.option("--prompt", panel="Text", help="Generate text from this prompt, and explain each generated token.")
-@click.option(
-    "--generate",
-    panel="Text",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Number of tokens to generate.  [default: 20]",
-)
-@click.option(
-    "--model",
-    panel="Model",
-    required=True,
-    metavar="ID|PATH",
-    help="transformers id, or a folder with model and tokenizer.",
-)
+@shared.option("Text", "--prompt", None, "Generate text from this prompt, and explain each generated token.")
+@shared.option("Text", "--generate", 1, "Number of tokens to generate.  [default: 20]")
+@shared.option("Model", "--model", "ID|PATH", "transformers id, or a folder with model and tokenizer.", required=True)
 @shared.language_model_options
-@click.option(
+@shared.option(
+    "Text",
     "--token",
-    panel="Text",
-    metavar="WORD|INDEX",
-    help="Word or token index to explain (-1: the last token); with --prompt, the generated one that --png shows.  "
+    "WORD|INDEX",
+    "Word or token index to explain (-1: the last token); with --prompt, the generated one that --png shows.  "
     "[default: the masked word, the last token of a decoder, else the class token]",
 )
 @shared.text_method_option(default=PLAIN, help="Method.")
-@click.option(
+@shared.option(
+    "Method",
     "--target",
-    panel="Method",
-    metavar="WORD|INDEX",
-    help="Output word (a single token) to explain with gae.  [default: the most probable]",
+    "WORD|INDEX",
+    "Output word (a single token) to explain with gae.  [default: the most probable]",
 )
 @shared.text_method_options
-@click.option(
-    "--view",
-    type=click.Choice(["text", "graph"]),
-    default="text",
-    help="View of TEXT to print and draw: the text, or graphs.",
-)
-@click.option("--hide-special", is_flag=True, help="Hide special tokens; the caption says so.")
-@click.option(
+@shared.option("", "--view", ("text", "graph"), "View of TEXT to print and draw: the text, or graphs.", default="text")
+@shared.option("", "--hide-special", bool, "Hide special tokens; the caption says so.")
+@shared.option(
+    "",
     "--hide-stop-words",
-    metavar="english|FILE",
-    help="Do not shade these words (a file with one word per line); the caption says so.",
+    "english|FILE",
+    "Do not shade these words (a file with one word per line); the caption says so.",
 )
-@click.option("--html", type=shared.NEW_FILE, help="Write an interactive page.")
-@click.option("--png", type=shared.NEW_FILE, help="Write the view as .png, .pdf or .svg.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all values instead of the view.")
+@shared.option("", "--html", shared.NEW_FILE, "Write an interactive page.")
+@shared.option("", "--png", shared.NEW_FILE, "Write the view as .png, .pdf or .svg.")
+@shared.option("", "--json as_json", bool, "Print one JSON object with all values instead of the view.")
 def read(text: str | None, **given: Any) -> None:
     """Attribute a word of TEXT, or each generated word, to the input tokens.
 
@@ -135,20 +119,16 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
     if text is not None:
         from vitflow.text.reading import explain_text
 
-        token, target = _token(given["token"]), _token(given["target"])
-        chosen: dict[str, Any] = {"method": given["method"], "name": given["name"], **options}
-        return explain_text(text, model=model, tokenizer=tokenizer, token=token, target=target, **chosen)
+        given = dict(given) | {"model": model}
+        for name in ("token", "target"):
+            if (value := given[name]) is not None and value.removeprefix("-").isdecimal():
+                given[name] = int(value)
+        return explain_text(text, tokenizer=tokenizer, **shared.arguments_of(explain_text, given), **options)
     from vitflow.text.generating import explain_generation
 
-    return explain_generation(
-        model,
-        given["prompt"],
-        tokenizer=tokenizer,
-        method=given["method"],
-        name=given["name"],
-        max_new_tokens=given["generate"] or 20,
-        **options,
-    )
+    arguments = shared.arguments_of(explain_generation, given) | {"model": model, **options}
+    count = given["generate"] or 20
+    return explain_generation(inputs=given["prompt"], tokenizer=tokenizer, max_new_tokens=count, **arguments)
 
 
 def _print(result: Any, shown: str, given: Mapping[str, Any]) -> None:
