@@ -4,7 +4,6 @@ import json
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -197,18 +196,6 @@ def test_models_for_images_are_refused_with_a_remedy(tmp_path):
         done = read("a", "--model", name)
         assert done.exit_code == 2
         assert f"got the image model {name}. Use vitflow explain IMAGE --model {name}." in done.stderr
-
-
-def test_help_and_usage_errors_of_read_load_no_torch():
-    code = (
-        "import sys\nfrom vitflow.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
-    )
-    for arguments in (["--help"], ["--prompt", "a", "--model", "x", "--view", "graph"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, "read", *arguments], capture_output=True, text=True, timeout=60
-        )
-        assert done.stderr.strip().endswith("False False"), done.stderr
 
 
 def with_code(folder, place):

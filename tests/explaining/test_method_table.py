@@ -58,25 +58,3 @@ def test_one_method_twice_is_refused_unless_its_options_differ():
     check_methods(["rollout", ("rollout", {"residual": 0.3})], {})
     with pytest.raises(OptionError, match="rollout was given twice"):
         check_methods(["rollout", ("rollout", {"residual": 0.3})], {"residual": 0.3})
-
-
-UNKNOWN = ["--method", "rolout"], "Unknown method 'rolout'. Did you mean 'rollout'?"
-FOREIGN = ["--method", "centre", "--layers", "3"], "Unknown centre option 'layers'"
-
-
-@pytest.mark.parametrize(
-    ("command", "choice", "reported"),
-    [
-        *(("explain x.png", *UNKNOWN), ("compare x.png", *UNKNOWN), ("evaluate demo:1", *UNKNOWN)),
-        *(("folder x -o out", *FOREIGN), ("explain x.png", *FOREIGN), ("compare x.png", *FOREIGN)),
-    ],
-)
-def test_every_command_refuses_what_the_table_does_not_have_before_it_loads_torch(command, choice, reported):
-    code = (
-        "import sys\nfrom vitflow.cli import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
-        "    print(stop.code, 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command.split(), *choice], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "2 False\n" and reported in done.stderr, done.stderr
