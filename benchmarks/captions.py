@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 import vitflow
-from vitflow.demo import DEMO_CAPTION, Scene, draw_scene
-from vitflow.demo.sentences import COLOURS, SHAPES
+from examples.scenes import COLOURS, SHAPES, Scene, draw_scene
+from vitflow.demo import DEMO_CAPTION
 from vitflow.evaluation.measures.localisation import energy_in_region, pointing_game
 from vitflow.evaluation.statistics import Estimate, estimate_means
 from vitflow.methods.cells import centre_prior

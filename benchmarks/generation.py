@@ -23,7 +23,8 @@ import torch
 import transformers
 
 from benchmarks.overhead import memory
-from vitflow.demo import DEMO_CAPTION, draw_scene
+from examples.scenes import draw_scene
+from vitflow.demo import DEMO_CAPTION
 from vitflow.text import explain_generation
 from vitflow.text.languages import load_processor
 from vitflow.text.method_table import TEXT_METHODS

@@ -21,8 +21,8 @@ from itertools import count, islice
 import numpy as np
 
 import vitflow
+from examples.scenes import COLOURS, SHAPES, Scene, draw_scene
 from vitflow import Explainer, load_model
-from vitflow.demo import COLOURS, SHAPES, Scene, draw_scene
 from vitflow.evaluation.measures.localisation import energy_in_region, score_object
 from vitflow.evaluation.statistics import estimate_means
 

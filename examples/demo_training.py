@@ -22,13 +22,14 @@ from demo_scenes import GRID, PATCH, SIZE, Batch, Scenes, kind_of
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from scenes import COLOURS, SHAPES, SIDES
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from transformers import PreTrainedTokenizerFast, SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
-from vitflow.demo import COLOURS, FIRST_TRAINING_SEED, SHAPES, SIDES
+from vitflow.demo import FIRST_TRAINING_SEED
 
 FRESH_IMAGES = 2000  # of the seeds 0, 1, …, all below FIRST_TRAINING_SEED
 SEEN_PATCHES = 24  # of all: while it learns what patches show, the tower leaves out much of the ground

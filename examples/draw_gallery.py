@@ -17,12 +17,13 @@ import transformers
 from draw_readme_images import STRIP_QUALITY, load_photographs, parse, strip_bytes, write_jpeg
 from drawn import Choice, keep
 from PIL import Image
+from scenes import draw_scene
 from timm.data import resolve_model_data_config
 from torch import nn
 
 import vitflow
 from vitflow.analysis.strips import draw_words
-from vitflow.demo import draw_images, draw_scene, load_demo_model, sample_images
+from vitflow.demo import draw_images, load_demo_model, sample_images
 from vitflow.images.figures import figure_bytes
 
 

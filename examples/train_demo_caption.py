@@ -35,6 +35,7 @@ from demo_training import (
     word_tokenizer,
 )
 from numpy.typing import NDArray
+from scenes import caption
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import cross_entropy
@@ -49,7 +50,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from vitflow.demo import DEMO_CAPTION, caption
+from vitflow.demo import DEMO_CAPTION
 
 DECODER = {
     "hidden_size": 96,

@@ -34,6 +34,7 @@ from demo_training import (
     word_tokenizer,
 )
 from numpy.typing import NDArray
+from scenes import COLOURS, SHAPES, Phrase, Sentence, Thing, caption
 from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, normalize
@@ -45,7 +46,7 @@ from transformers import (
     SiglipProcessor,
 )
 
-from vitflow.demo import COLOURS, DEMO_CAPTION, DEMO_TEXT, SHAPES, Phrase, Sentence, Thing, caption
+from vitflow.demo import DEMO_CAPTION, DEMO_TEXT
 
 LENGTH = 16  # tokens of a sentence
 DRAWN_TOGETHER = 20_000  # images in a file of the kept folder

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from scenes import Scene, Sentence, draw_scenes
 
 from vitflow import Explainer, VitflowWarning, prompts
-from vitflow.demo import DEMO_CAPTION, DEMO_TEXT, FIRST_TRAINING_SEED, Scene, Sentence, draw_scenes
+from vitflow.demo import DEMO_CAPTION, DEMO_TEXT, FIRST_TRAINING_SEED
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,6 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from vitflow import demo
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_ground, draw_image, draw_images
+from vitflow.demo.model import DEMO_WEIGHTS, demo_metadata
 from vitflow.errors import ModelError, OptionError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -131,10 +132,10 @@ def test_bad_seed_and_size_are_reported() -> None:
 
 
 def test_the_file_is_small_half_precision_and_says_what_it_is() -> None:
-    assert demo.DEMO_WEIGHTS.stat().st_size <= 3_000_000
-    with safe_open(demo.DEMO_WEIGHTS, framework="pt") as file:
+    assert DEMO_WEIGHTS.stat().st_size <= 3_000_000
+    with safe_open(DEMO_WEIGHTS, framework="pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float16}  # noqa: SIM118
-    metadata = demo.demo_metadata()
+    metadata = demo_metadata()
     assert tuple(json.loads(metadata["class_names"])) == CLASS_NAMES
     assert json.loads(metadata["input_size"]) == [3, 96, 96]
     assert metadata["activation"] == "sigmoid" and metadata["license"] == "MIT"
@@ -215,12 +216,12 @@ def test_training_writes_a_file_that_loads_and_repeats(tmp_path: Path, capsys: p
     assert "of labels" in capsys.readouterr().out
     first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
     # The order of the entries in the header is the writer's own affair.
-    assert demo.demo_metadata(first) == demo.demo_metadata(second)
+    assert demo_metadata(first) == demo_metadata(second)
     torch.testing.assert_close(load_file(first), load_file(second), rtol=0, atol=0)
     assert list(first.parent.iterdir()) == [first]  # nothing else is left behind
     trained = demo.load_demo_model(weights=first)
     assert trained(torch.zeros(1, 3, 96, 96)).shape == (1, len(CLASS_NAMES))
-    assert demo.demo_metadata(first)["trained_by"].endswith("--images 48 --seed 0 --batch-size 16")
+    assert demo_metadata(first)["trained_by"].endswith("--images 48 --seed 0 --batch-size 16")
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,20 +4,9 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from scenes import COLOURS, SHAPES, SIDES, Phrase, Sentence, Thing, caption, draw_scene, draw_scenes
 
-from vitflow.demo import (
-    COLOURS,
-    SHAPES,
-    SIDES,
-    Phrase,
-    Sentence,
-    Thing,
-    caption,
-    draw_ground,
-    draw_image,
-    draw_scene,
-    draw_scenes,
-)
+from vitflow.demo import draw_ground, draw_image
 from vitflow.errors import OptionError
 
 SIZES = [64, 33, (64, 97), (150, 100)]

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from scenes import draw_scene
 
 import vitflow
-from vitflow.demo import draw_scene, sample_images
+from vitflow.demo import sample_images
 
 
 def test_the_blank_score_is_that_of_the_mean_colour():

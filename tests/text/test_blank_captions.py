@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from scenes import draw_scene
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vitflow.cli import cli
-from vitflow.demo import DEMO_CAPTION, draw_scene, sample_images
+from vitflow.demo import DEMO_CAPTION, sample_images
 from vitflow.text import explain_generation
 
 

@@ -10,16 +10,4 @@ from .drawing import draw_image as draw_image
 from .drawing import draw_images as draw_images
 from .drawing import sample_images as sample_images
 from .drawing import sample_masks as sample_masks
-from .model import DEMO_WEIGHTS as DEMO_WEIGHTS
-from .model import demo_metadata as demo_metadata
 from .model import load_demo_model as load_demo_model
-from .sentences import COLOURS as COLOURS
-from .sentences import SHAPES as SHAPES
-from .sentences import SIDES as SIDES
-from .sentences import Phrase as Phrase
-from .sentences import Scene as Scene
-from .sentences import Sentence as Sentence
-from .sentences import Thing as Thing
-from .sentences import caption as caption
-from .sentences import draw_scene as draw_scene
-from .sentences import draw_scenes as draw_scenes
