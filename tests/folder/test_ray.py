@@ -52,7 +52,8 @@ def ray_cluster():
 def requested_for(source, out, model=plain, change=(), **options):
     """The inputs of a run, and what its actors are told."""
     job = make_job(["rollout"], options, overlays=False)
-    requested = Request(model, plain().fingerprint() | dict(change), job, 4, 10**6)
+    fingerprint = (plain if model is broken else model)().fingerprint()
+    requested = Request(model, fingerprint | dict(change), job, 4, 10**6)
     return list_inputs([source], out, urls=True).plan(job.endings), cloudpickle().dumps(requested)
 
 
