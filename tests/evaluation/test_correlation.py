@@ -3,29 +3,16 @@
 import networkx as nx
 import numpy as np
 import pytest
-import timm
 import torch
 from scipy.stats import spearmanr
-from torch import nn
 
 from tests import references
 from tests.recording.test_recorder import generators, state_of
+from tests.small import DATA, custom_model
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError
 from vitflow.evaluation import Evaluation, rank_correlation
 from vitflow.evaluation.report import draw_correlation
-
-CUSTOM = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
-DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
-
-
-def custom_model(**options) -> nn.Module:
-    torch.manual_seed(0)
-    model = timm.models.vision_transformer.VisionTransformer(**{**CUSTOM, **options}).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import timm
 import torch
 from PIL import Image
 from scipy.stats import spearmanr
-from torch import nn
 
 import vitflow
+from tests.small import DATA, custom_model, photo
 from tests.typed import typed_here
 from vitflow import Comparison, Explainer
 from vitflow.analysis.comparison import DEFAULT_METHODS, Agreement, compare, measure_agreement, spearman, top_overlap
@@ -29,27 +29,12 @@ from vitflow.images.typesetting import readable
 from vitflow.registry import method_table
 from vitflow.registry.options import REFINING
 
-CUSTOM = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
-DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
 NAMES = ["cat", "狗", "$x$ and $y", "goldfish, Carassius auratus", "a name so long that it can never fit " * 2]
-
-
-def custom_model(**options) -> nn.Module:
-    torch.manual_seed(0)
-    model = timm.models.vision_transformer.VisionTransformer(**{**CUSTOM, **options}).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
 
 
 @pytest.fixture(scope="module")
 def explainer() -> Explainer:
     return Explainer(custom_model(), data_config=DATA, class_names=NAMES)
-
-
-def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 IMAGES = [photo(40, 60), photo(80, 35, 1), photo(9, 70, 2)]

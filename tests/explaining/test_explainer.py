@@ -17,6 +17,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from transformers.utils import ModelOutput
 
 import vitflow
+from tests.small import DATA, custom_model, photo
 from vitflow import Contrast, Explainer
 from vitflow.errors import ImageError, ModelError, OptionError, UnsupportedModelError
 from vitflow.explaining.captions import class_lines
@@ -24,25 +25,9 @@ from vitflow.explaining.targets import class_index, resolve_targets
 from vitflow.methods import TokenLayout
 from vitflow.models.names import class_names_of
 
-CUSTOM = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
-DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 0.9}
-
-
-def custom_model(**options) -> nn.Module:
-    torch.manual_seed(0)
-    model = timm.models.vision_transformer.VisionTransformer(**{**CUSTOM, **options}).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
 
 def explainer(fit: str = "crop", **options) -> Explainer:
     return Explainer(custom_model(**options), fit=fit, data_config=DATA)
-
-
-def photo(height: int, width: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 IMAGES = [photo(40, 60), photo(80, 35, 1), photo(32, 32, 2), photo(33, 61, 3), photo(9, 7, 4)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests import references
 from tests.recording.test_languages import built, texts
 from tests.recording.test_recorder import generators, state_of
-from tests.text.test_reading import byte_tokenizer, reads, wordpiece_tokenizer
+from tests.text.test_reading import byte_tokenizer
 from vitflow import record_attention
 from vitflow.errors import ModelError
 from vitflow.progress import shown_by
@@ -165,19 +165,6 @@ def test_strings_end_a_text_too():
     np.testing.assert_allclose(actual.values, whole.values[:length], atol=1e-6)
     with pytest.raises(ModelError, match="pass tokenizer="):
         written(model, stop_strings=[word])
-
-
-def test_a_model_is_taken_by_its_folder(tmp_path):
-    model, tokenizer = reads("GPT2LMHeadModel"), wordpiece_tokenizer()
-    expected = explain_generation(model, "the key", tokenizer=tokenizer, max_new_tokens=2, do_sample=False)
-    for one in (model, tokenizer):
-        one.save_pretrained(tmp_path)
-    for name in (tmp_path, str(tmp_path)):
-        actual = explain_generation(name, "the key", max_new_tokens=2, do_sample=False)
-        assert actual.generated_tokens == expected.generated_tokens and actual.model == str(tmp_path)
-        np.testing.assert_allclose(actual.values, expected.values, atol=1e-6)
-    with pytest.raises(ModelError, match="hub id or a transformers folder"):
-        explain_generation("nobody/nothing-here", "the key")
 
 
 def ending(model: nn.Module, end: int) -> object:

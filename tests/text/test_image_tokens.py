@@ -49,6 +49,11 @@ def embedded(one: Family, image: np.ndarray, **options: object) -> tuple[dict[st
 
 def embedded_of(one: Family, images: object, text: str, **options: object) -> tuple[dict[str, Tensor], Tensor]:
     inputs = dict(one.processor(images=images, text=text, return_tensors="pt", **options))
+    return inputs, decoder_inputs(one, inputs)
+
+
+def decoder_inputs(one: Family, inputs: dict[str, Tensor]) -> Tensor:
+    """Run a model and return the embeddings that its decoder gets, [tokens, width]."""
     kept: list[Tensor] = []
     hook = decoder_of(one.model).register_forward_pre_hook(
         lambda _module, args, kwargs: kept.append(kwargs["inputs_embeds"].clone()), with_kwargs=True
@@ -56,7 +61,7 @@ def embedded_of(one: Family, images: object, text: str, **options: object) -> tu
     with torch.no_grad():
         one.model(**inputs)
     hook.remove()
-    return inputs, kept[0][0]
+    return kept[0][0]
 
 
 def box_of(part: ImageTokens, row: int, col: int) -> tuple[float, float, float, float]:

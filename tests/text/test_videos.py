@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.models.vision_language import Family, family
-from tests.text.test_image_tokens import centre_of, holding, silenced
-from vitflow.models.parts import decoder_of
+from tests.text.test_image_tokens import centre_of, decoder_inputs, holding, silenced
 from vitflow.text import Generation, explain_generation
 from vitflow.text.image_tokens import ImageTokens
 from vitflow.text.prompts import Video, with_images
@@ -31,14 +30,7 @@ def embedded(one: Family, frames: np.ndarray) -> tuple[dict[str, Any], tuple[Ima
     """Return the inputs for a video and a question, the layout, and the embeddings of the decoder."""
     prompt = f"{one.video_prompt} what is on"
     inputs, _, images = with_images(one.model, prompt, Video(frames, "clip", 2.0), one.processor, None)
-    kept: list[Tensor] = []
-    hook = decoder_of(one.model).register_forward_pre_hook(
-        lambda _module, args, kwargs: kept.append(kwargs["inputs_embeds"].clone()), with_kwargs=True
-    )
-    with torch.no_grad():
-        one.model(**inputs)
-    hook.remove()
-    return dict(inputs), images.parts, kept[0][0]
+    return dict(inputs), images.parts, decoder_inputs(one, inputs)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=["landscape", "portrait"])
