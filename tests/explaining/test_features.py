@@ -227,8 +227,8 @@ def test_padding_has_no_part_in_the_components():
     actual = vitflow.feature_maps(image, model=explainer)
     patches = tokens_of(explainer, image)[1:].reshape(4, 4, 24)[1:3].reshape(8, 24)  # the image's own rows
     wanted = mathematics.principal_components(torch.from_numpy(patches))
-    [components], [entry] = actual.components, actual.images
-    assert np.isnan(components[[0, 3]]).all() and entry.shown.tolist() == [
+    [components], [image] = actual.components, actual.images
+    assert np.isnan(components[[0, 3]]).all() and actual.shown[0].tolist() == [
         [False] * 4,
         [True] * 4,
         [True] * 4,
@@ -236,7 +236,7 @@ def test_padding_has_no_part_in_the_components():
     ]
     assert components[1:3].reshape(8, 3) == pytest.approx(wanted.of(torch.from_numpy(patches)).numpy(), abs=1e-5)
     pen = Pen(1.0, dpi=64, interpolation="nearest", alpha=1.0)
-    drawn = _coloured(entry, actual.colours[0], pen)
+    drawn = _coloured(image, actual.colours[0], actual.shown[0], pen)
     assert drawn.shape == (32, 64, 3)
     assert drawn[4, 4].tolist() == np.rint(255 * actual.colours[0][1, 0]).tolist()
 
@@ -250,7 +250,7 @@ def test_the_foreground_is_the_side_that_has_less_of_the_edge():
         actual = vitflow.feature_maps(image, model=explainer, foreground=True)
         wanted = np.zeros((4, 4), bool)
         wanted[1:3, 1:3] = True
-        assert (actual.images[0].shown == wanted).all()
+        assert (actual.shown[0] == wanted).all()
         assert actual.foreground and actual.records()[0]["patches_shown"] == 4
 
 

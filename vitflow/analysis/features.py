@@ -19,8 +19,7 @@ from vitflow.explaining.captions import model_in_words
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
 from vitflow.explaining.similarity import layer_features
-from vitflow.images import DPI, Interpolation, figures, overlay
-from vitflow.images.extents import Extent
+from vitflow.images import figures, overlay
 from vitflow.images.figures import Cell, Column, FigureResult, written
 from vitflow.images.geometry import Placement
 from vitflow.images.pen import Pen
@@ -34,50 +33,14 @@ _MOST_COLUMNS = 6
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
-class ImageFeatures:
-    """Three principal components for each patch of an image.
-
-    Attributes:
-        source: the image's name.
-        image: the image, uint8 RGB [height, width, 3].
-        placement: position of the model input on the image.
-        components: float32 [rows, cols, 3]; NaN for patches in the padding.
-        shown: patches from which the components were computed: those of the image, or of its foreground; bool
-            [rows, cols].
-    """
-
-    source: str
-    image: NDArray[np.uint8]
-    placement: Placement
-    components: NDArray[np.float32]
-    shown: NDArray[np.bool_]
-
-
-def _coloured(image: ImageFeatures, colours: NDArray[np.float32], pen: Pen) -> NDArray[np.uint8]:
-    """Draw the colours [rows, cols, 3] of the shown patches over their image; other patches show the background."""
-    photograph = pen.photograph(image.image)
-    placement = replace(image.placement, image_size=photograph.shape[:2])
-    # Outside the image the colours of its edge are repeated, so that interpolation does not mix in others.
-    nearest = tuple(distance_transform_edt(np.isnan(colours[..., 0]), return_distances=False, return_indices=True))
-    red, green, blue, covered = (
-        upsample(values[nearest], placement, interpolation=pen.interpolation)
-        for values in (*np.moveaxis(colours, 2, 0), image.shown)
-    )
-    plain = np.where(np.isnan(covered), covered, 0)
-    drawn = overlay.blend(photograph, plain, **pen.blending | {"mark_unseen": False})
-    alpha = pen.blending["alpha"]
-    mixed = alpha * 255 * np.stack([red, green, blue], axis=-1) + (1 - alpha) * photograph
-    coloured = covered > 0.5
-    drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
-    return overlay.blend(drawn, plain, alpha=0)
-
-
-@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Features(FigureResult):
     """First three principal components of the patch features of all images.
 
     Attributes:
-        images: the images with their components.
+        images: the images, with the position of the model input on each.
+        components: components of each image, float32 [rows, cols, 3]; NaN for patches in the padding.
+        shown: patches from which the components were computed: those of the image, or of its foreground; bool
+            [rows, cols].
         shares: share of the variance explained by each component.
         model: the model's id.
         layer: layer of the features, counted from 1.
@@ -85,8 +48,10 @@ class Features(FigureResult):
         model_note: note for readers that the model carries, or an empty string.
     """
 
-    images: tuple[ImageFeatures, ...]
-    shares: tuple[float, float, float]
+    images: tuple[PlacedImage, ...]
+    components: tuple[NDArray[np.float32], ...]
+    shown: tuple[NDArray[np.bool_], ...]
+    shares: tuple[float, ...]
     model: str
     layer: int
     foreground: bool
@@ -98,91 +63,75 @@ class Features(FigureResult):
         return f"Features({count} image{'s' if count > 1 else ''}, layer {self.layer}, {shares} of the variance)"
 
     @property
-    def components(self) -> tuple[NDArray[np.float32], ...]:
-        """Components of each image, [rows, cols, 3]; NaN in the padding."""
-        return tuple(image.components for image in self.images)
-
-    @property
     def colours(self) -> tuple[NDArray[np.float32], ...]:
         """Components of each image as red, green and blue from 0 to 1, [rows, cols, 3]; NaN in the padding.
 
         0 and 1 are the 2nd and the 98th percentile of each component over all images, so that colours are comparable.
         """
-        shown = np.concatenate([image.components[image.shown] for image in self.images])
+        shown = np.concatenate([each[mask] for each, mask in zip(self.components, self.shown, strict=True)])
         low, high = np.percentile(shown, overlay.ROBUST_PERCENTILES, axis=0)
         spread = np.where(high > low, high - low, np.inf)
         middle = np.where(high > low, 0.0, 0.5)
         return tuple(np.clip((each - low) / spread + middle, 0.0, 1.0).astype(np.float32) for each in self.components)
 
-    def figure(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        width: float = 1.5,
-        dpi: int = DPI,
-        alpha: float = 1.0,
-        interpolation: Interpolation = "smooth",
-    ) -> Figure:
+    def figure(self, path: str | os.PathLike[str] | None = None, *, width: float = 1.5, **drawing: Any) -> Figure:
         """Draw each image with its components as colours below it.
 
         Args:
             path: also write the figure here: .png, .pdf or .svg.
             width: width of an image, in inches.
-            dpi: pixels per inch of the images.
-            alpha: opacity of the colours, from 0 to 1.
-            interpolation: "smooth", "linear", or "nearest" to see the patches.
-
-        Raises:
-            OptionError: a drawing option is out of range, or the file type is not supported.
+            drawing: alpha (by default 1), dpi and interpolation as for `Saliency.figure`.
         """
-        pen = Pen(width, dpi=dpi, interpolation=interpolation, alpha=alpha)
+        pen = Pen(width, **{"alpha": 1.0, **drawing})
         columns = []
-        for image, colours in zip(self.images, self.colours, strict=True):
-            photograph = Cell(pen.photograph(image.image), (), (image_name(image.source),))
-            columns.append((Column(""), [photograph, Cell(_coloured(image, colours, pen))]))
+        for image, colours, shown in zip(self.images, self.colours, self.shown, strict=True):
+            photograph = Cell(pen.photograph(image.image), (), (image_name(image.name),))
+            columns.append((Column(""), [photograph, Cell(_coloured(image, colours, shown, pen))]))
         bands = [([head for head, _ in row], [[cells for _, cells in row]]) for row in in_rows(columns, _MOST_COLUMNS)]
-        return written(figures.draw_bands(bands, note=self._note(), dpi=pen.dpi), path)
-
-    def _note(self) -> str:
         together = "" if len(self.images) == 1 else " over all images"
-        patches = "foreground patch" if self.foreground else "patch"
-        red, green, blue = (f"{share:.0%}" for share in self.shares)
-        return (
-            f"First three principal components of the {patches} features{together} as red, green and blue: {red}, "
-            f"{green} and {blue} of the variance.\n"
+        note = (
+            f"First three principal components of the {'foreground ' if self.foreground else ''}patch features"
+            f"{together} as red, green and blue: {', '.join(f'{each:.0%}' for each in self.shares)} of the variance.\n"
             f"Model: {model_in_words(self.model, self.model_note)}, layer {self.layer}."
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything for JSON: the records with the components of each patch."""
-        images = [
-            record
-            | {
-                "components": [
-                    [None if np.isnan(patch[0]) else patch.tolist() for patch in row] for row in image.components
-                ],
-                "shown": image.shown.tolist(),
-            }
-            for record, image in zip(self.records(), self.images, strict=True)
-        ]
-        return {"model": self.model, "layer": self.layer, "images": images}
+        return written(figures.draw_bands(bands, note=note, dpi=pen.dpi), path)
 
     def records(self) -> list[dict[str, Any]]:
         """Return a record of each image for JSON, without values."""
+        shared = {"model": self.model, "layer": self.layer, "foreground": self.foreground, "shares": list(self.shares)}
         return [
-            {
-                "input": image.source,
-                "model": self.model,
-                "layer": self.layer,
-                "foreground": self.foreground,
-                "shares": list(self.shares),
-                "grid_rows": image.shown.shape[0],
-                "grid_columns": image.shown.shape[1],
-                "patches_shown": int(image.shown.sum()),
-                "placement": image.placement.to_dict(),
-            }
-            for image in self.images
+            {"input": image.name, **shared, "placement": image.placement.to_dict(), "patches_shown": int(mask.sum())}
+            for image, mask in zip(self.images, self.shown, strict=True)
         ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything for JSON: the records with the components of each patch, null in the padding."""
+        patches = [np.where(np.isnan(each), None, each.astype(object)).tolist() for each in self.components]
+        images = [
+            {**record, "components": values, "shown": mask.tolist()}
+            for record, values, mask in zip(self.records(), patches, self.shown, strict=True)
+        ]
+        return {"model": self.model, "layer": self.layer, "images": images}
+
+
+def _coloured(
+    image: PlacedImage, colours: NDArray[np.float32], shown: NDArray[np.bool_], pen: Pen
+) -> NDArray[np.uint8]:
+    """Draw the colours [rows, cols, 3] of the shown patches over their image; other patches show the background."""
+    photograph = pen.photograph(image.image)
+    placement = replace(image.placement, image_size=photograph.shape[:2])
+    # Outside the image the colours of its edge are repeated, so that interpolation does not mix in others.
+    nearest = tuple(distance_transform_edt(np.isnan(colours[..., 0]), return_distances=False, return_indices=True))
+    *channels, covered = (
+        upsample(values[nearest], placement, interpolation=pen.interpolation)
+        for values in (*np.moveaxis(colours, 2, 0), shown)
+    )
+    plain = np.where(np.isnan(covered), covered, 0)
+    drawn = overlay.blend(photograph, plain, **pen.blending | {"mark_unseen": False})
+    alpha, coloured = pen.blending["alpha"], covered > 0.5
+    mixed = alpha * 255 * np.stack(channels, axis=-1) + (1 - alpha) * photograph
+    drawn[coloured] = np.rint(mixed[coloured]).clip(0, 255)
+    return overlay.blend(drawn, plain, alpha=0)
 
 
 def feature_maps(
@@ -219,35 +168,29 @@ def feature_maps(
     [(12, 12, 3), (12, 12, 3)]
     """
     sources = at_least_one(images)
-    explainer = Explainer.of(model, device=device, fit=fit)
-    placed = [explainer.placed(source, name_of(source, index)) for index, source in enumerate(sources, start=1)]
-    vectors, placements = [], []
-    for image in placed:
-        vector, extent = _vectors(explainer, image, layer)
-        vectors.append(vector)
-        placements.append(replace(image.placement, extent=extent))
-    inside = [_inside(placement, *each.shape[:2]) for placement, each in zip(placements, vectors, strict=True)]
+    explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
+    placed, vectors = [], []
+    for index, source in enumerate(sources, start=1):
+        image = explainer.placed(source, name_of(source, index))
+        trace = explainer.record(image, attention=False, features=[layer_output(explainer.model, layer)[0]])
+        tokens, layout = layer_features(trace, layer)
+        vectors.append(tokens[0, layout.patches].cpu().view(layout.rows, layout.cols, -1))
+        extent = trace.extent_of((layout.rows, layout.cols))
+        placed.append(replace(image, placement=replace(image.placement, extent=extent)))
+    inside = [_inside(image.placement, *each.shape[:2]) for image, each in zip(placed, vectors, strict=True)]
     shown, basis = inside, _components(vectors, inside, "patches")
     if foreground:
         first = [basis.of(each)[..., 0].numpy() for each in vectors]
         side = _side(first, inside)
         shown = [mask & (side * values > 0) for mask, values in zip(inside, first, strict=True)]
         basis = _components(vectors, shown, "foreground patches")
-    features = []
-    for image, placement, vector, mask, kept in zip(placed, placements, vectors, inside, shown, strict=True):
-        components = np.where(mask[..., None], basis.of(vector).numpy(), np.nan).astype(np.float32)
-        features.append(ImageFeatures(image.name, image.image, placement, components, kept))
-    red, green, blue = basis.shares.tolist()
+    components = tuple(
+        np.where(mask[..., None], basis.of(vector).numpy(), np.nan).astype(np.float32)
+        for vector, mask in zip(vectors, inside, strict=True)
+    )
     layer = check_layer("layer", layer, len(block_paths(explainer.model) or block_norms(explainer.model))) + 1
-    return Features(tuple(features), (red, green, blue), explainer.model_id, layer, foreground, explainer.facts.note)
-
-
-def _vectors(explainer: Explainer, image: PlacedImage, layer: int) -> tuple[torch.Tensor, Extent | None]:
-    """Return the features of the patches of an image, [rows, cols, width], and their extent."""
-    trace = explainer.record(image, attention=False, features=[layer_output(explainer.model, layer)[0]])
-    tokens, layout = layer_features(trace, layer)
-    patches = tokens[0, layout.patches].cpu()
-    return patches.view(layout.rows, layout.cols, -1), trace.extent_of((layout.rows, layout.cols))
+    about = explainer.model_id, layer, foreground, explainer.facts.note
+    return Features(tuple(placed), components, tuple(shown), tuple(basis.shares.tolist()), *about)
 
 
 def _inside(placement: Placement, rows: int, cols: int) -> NDArray[np.bool_]:

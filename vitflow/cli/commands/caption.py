@@ -67,7 +67,7 @@ def caption(image: Path, **given: Any) -> None:
     from vitflow.text.languages import called
 
     given["name"] = given["name"] or called(given["model"])
-    source = {"video" if is_video else "image": image}
+    source: dict[str, Any] = {"video" if is_video else "image": image}
     arguments = shared.arguments_of(explain_generation, given) | {"max_new_tokens": given["generate"], **options}
     generation = explain_generation(inputs=given["prompt"], do_sample=False, **source, **arguments)
     say_model_note(generation.model, generation.model_note)
