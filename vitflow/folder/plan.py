@@ -140,7 +140,7 @@ def list_inputs(
         whole_number("limit", limit, 1)
     output = Path(output)
     items = [sources] if isinstance(sources, str | os.PathLike) else sources
-    given = [os.fspath(source) for source in items]
+    given = [os.fspath(source).removeprefix("" if urls else "file://") for source in items]
     if url := next(filter(is_remote, given), None):
         if not urls:
             raise OptionError(
