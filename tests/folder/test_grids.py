@@ -1,9 +1,8 @@
 """Maps first, overlays later: a run without overlays keeps its maps, which are drawn on demand and exported."""
 
 import json
-import shutil
-import sqlite3
-from contextlib import closing
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from vitflow.cli import cli
 from vitflow.errors import OptionError
 from vitflow.folder.batch_explainer import map_of
 from vitflow.folder.draw import draw_run, read_grids, report_run
-from vitflow.folder.saved import FILE
 
 
 def actual(out: Path) -> dict[str, dict[str, np.ndarray]]:
@@ -46,19 +44,12 @@ def both(tmp_path_factory, explainer):
 
 
 def test_the_maps_are_those_of_a_run_with_overlays_and_no_overlay_is_there(both):
-    drawn, kept = actual(both / "overlays"), actual(both / "grids")
-    assert list(drawn) == list(kept) and len(kept) == 8
-    for name, maps in kept.items():
-        assert list(maps) == ["rollout", "gae"]
-        for label, grid in maps.items():
-            assert grid.dtype == np.float32
-            assert (grid == drawn[name][label]).all()
-    assert [path.suffix for path in both.joinpath("grids").rglob("*") if path.suffix in (".png", ".jpg", ".npz")] == []
-    rows = [
-        [{key: row.get(key) for key in ("input", "status", "class_index", "probability", "sha256")} for row in rows]
-        for rows in ([row for row, _ in read_grids(both / name)] for name in ("overlays", "grids"))
-    ]
-    assert rows[0] == rows[1]
+    drawn, kept = (list(read_grids(both / name)) for name in ("overlays", "grids"))
+    assert len(kept) == 8 and not [*both.glob("grids/*.png"), *both.glob("grids/*.jpg")]
+    for (row, maps), (other, its) in zip(kept, drawn, strict=True):
+        same = ("input", "status", "class_index", "probability", "sha256")
+        assert [row[name] for name in same] == [other[name] for name in same] and list(maps) == ["rollout", "gae"]
+        assert all(grid.dtype == np.float32 and (grid == its[label]).all() for label, grid in maps.items())
 
 
 def test_overlays_drawn_on_demand_are_those_of_the_run(both, tmp_path):
@@ -73,32 +64,17 @@ def test_overlays_drawn_on_demand_are_those_of_the_run(both, tmp_path):
             assert np.abs(expected - entry).max() <= 2  # maps are kept in half precision
 
 
-# -- conditions and the command
-
-
 def test_the_command_draws_what_is_requested_and_reports_what_it_could_not(both, tmp_path):
-    place = shutil.copytree(both, tmp_path / "both", ignore=shutil.ignore_patterns("overlays"))
-    with closing(sqlite3.connect(place / "grids" / FILE)) as db:
-        db.execute("UPDATE run SET fingerprint = replace(fingerprint, ?, ?)", (str(both), str(place)))
-        db.commit()
-    (place / "in/1.jpg").write_bytes(image_bytes(50))
-    (place / "in/2.jpg").unlink()
-    command = ["draw", str(place / "grids"), "-o", str(tmp_path / "drawn"), "--method", "gae"]
+    command = ["draw", str(both / "grids"), "-o", str(tmp_path / "drawn"), "--method", "gae"]
     some = CliRunner().invoke(cli, [*command, "--where", "input in ('0.jpg', '3.jpg')", "--cmap", "viridis"])
-    assert some.exit_code == 0, some.output
-    assert some.stdout.splitlines() == [str(tmp_path / f"drawn/{n}-gae.png") for n in (0, 3)]
-    every = CliRunner().invoke(cli, [*command, "--limit", "3", "--format", "webp"])
-    assert every.exit_code == 1 and "1 drawn, 2 failed" in every.stderr
-    assert "1.jpg: The image has changed" in every.stderr and "2.jpg: Could not read" in every.stderr
-    assert CliRunner().invoke(cli, [*command, "--where", "oops"]).exit_code == 2
-    python = CliRunner().invoke(cli, [*command, "--where", "{[1]: 2} == 1"])
-    assert python.exit_code == 2 and "Expected an SQL condition" in python.stderr
-    most = CliRunner().invoke(cli, [*command, "--limit", "9" * 20])
-    assert most.exit_code == 1 and "6 drawn, 2 failed" in most.stderr
-    with pytest.raises(OptionError, match="limit of at least 1, got -1"):
-        draw_run(place / "grids", tmp_path / "drawn", limit=-1)
-    assert CliRunner().invoke(cli, [*command, "--method", "rolout"]).exit_code == 2
-    assert CliRunner().invoke(cli, ["draw", str(tmp_path), "-o", str(tmp_path)]).exit_code == 2
+    assert some.exit_code == 0 and some.stdout.splitlines() == [str(tmp_path / f"drawn/{n}-gae.png") for n in (0, 3)]
+    copied = fill(tmp_path / "copy", 1)
+    most = CliRunner().invoke(cli, [*command, "--images", str(copied), "--limit", "9" * 20, "--format", "webp"])
+    assert most.exit_code == 1 and "1 drawn, 7 failed" in most.stderr and "2.jpg: Could not read" in most.stderr
+    for wrong in (["--where", "oops"], ["--where", "{[1]: 2} == 1"], ["--method", "rolout"]):
+        assert CliRunner().invoke(cli, [*command, *wrong]).exit_code == 2
+    with pytest.raises(OptionError, match="limit"):
+        draw_run(both / "grids", tmp_path / "drawn", limit=-1)
 
 
 def test_drawing_replaces_no_photograph(tmp_path, explainer):
@@ -108,9 +84,6 @@ def test_drawing_replaces_no_photograph(tmp_path, explainer):
     first, second = sorted(draw_run(tmp_path / "out", source), key=lambda one: one.input)
     assert "would overwrite an input image" in str(first.error) + str(second.error)
     assert (source / "0-rollout.jpg").read_bytes() == image_bytes(4)
-
-
-# -- resume and faults
 
 
 def test_what_is_read_back_is_what_the_manifest_of_the_latest_run_has(tmp_path, explainer):
@@ -144,3 +117,21 @@ def test_the_maps_of_a_run_are_exported_as_parquet(both, tmp_path, explainer):
     assert not [name for name in parquet.read_table(out / "manifest.parquet").column_names if "grid" in name]
     run(both / "in", out, **options)
     assert not (out / "manifest.parquet").exists()
+
+
+def test_backgrounds_and_contours_reach_the_overlays_and_the_report(tmp_path, explainer):
+    drawing = {"background": "dim", "contours": True, "interpolation": "nearest"}
+    source, out = fill(tmp_path / "in", 1), tmp_path / "out"
+    run(source, out, model=explainer, format="png", report=True, drawing=drawing)
+    saliency = explainer.explain(source / "0.jpg")
+    drawn = np.asarray(Image.open(out / "0-rollout.png")).astype(int)
+    assert np.abs(drawn - saliency.overlay(**drawing)).max() <= 1
+    assert np.abs(drawn - saliency.overlay()).mean() > 2
+    before = (out / "report.html").read_text()
+    assert report_run(out).read_text() == before  # the record says how it was drawn
+
+
+def test_a_run_without_a_report_loads_no_matplotlib():
+    code = "import sys, vitflow.folder.run\nprint('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
