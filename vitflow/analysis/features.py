@@ -106,7 +106,10 @@ class Features(FigureResult):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything for JSON: the records with the components of each patch, null in the padding."""
-        patches = [np.where(np.isnan(each), None, each.astype(object)).tolist() for each in self.components]
+        patches = [
+            [[None if np.isnan(patch[0]) else patch.tolist() for patch in row] for row in each]
+            for each in self.components
+        ]
         images = [
             {**record, "components": values, "shown": mask.tolist()}
             for record, values, mask in zip(self.records(), patches, self.shown, strict=True)
