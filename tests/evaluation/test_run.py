@@ -25,7 +25,6 @@ from vitflow.evaluation import (
     flip_stability,
     localise,
     measuring,
-    open_dataset,
     results,
     run,
 )
@@ -121,8 +120,12 @@ def test_each_method_has_a_blurred_control_next_to_it(explainer):
     pairs = {(one.first, one.second) for one in actual.differences("roc_auc")}
     assert ("gae", "gae (blurred)") in pairs and ("rollout", "gae") in pairs
     assert not {("rollout", "gae (blurred)"), ("rollout (blurred)", "gae"), ("gae (blurred)", "random")} & pairs
-    assert any("blurred control" in note for note in actual.notes)
+    assert any("Blurred control" in note for note in actual.notes)
     assert actual.settings["blurred_control"] is True
+    lines = [line.split(" | ") for line in actual.to_markdown().splitlines()]
+    assert ["| method", "ROC-AUC ↑", "ROC-AUC, blurred |"] in lines and len(lines[2]) == 3
+    control = actual.blurred("roc_auc", "gae").estimate.mean
+    assert next(line[2] for line in lines if line[0] == "| gae") == f"{control:.3f} |"
 
 
 def test_class_specific_methods_find_the_requested_object_and_baselines_do_not(explainer):
@@ -471,11 +474,6 @@ def test_a_folder_run_is_not_written_over(folder, explainer, tmp_path):
         evaluate(folder, model=explainer, methods=["gae"], metrics=["roc_auc"], output=tmp_path / "out")
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 # --- Files -----------------------------------------------------------------------------------------------------------
 
 
@@ -489,57 +487,49 @@ def saved(tmp_path_factory, explainer) -> tuple[Evaluation, Path]:
 def test_a_saved_evaluation_holds_every_number(saved):
     actual, place = saved
     assert {path.name for path in place.iterdir()} == {
-        *("run.sqlite", "results.csv", "summary.csv", "differences.csv", "summary.json", "report.html", "figures")
+        *("run.sqlite", "results.csv", "summary.json", "report.html", "figures")
     }
-    rows = read_csv(place / "results.csv")
     localised, faithful, checked = 5, 5, 4
-    assert len(rows) == 4 * (4 * (localised + faithful) + 2 * checked)
-    for row in rows:
+    assert len(actual.rows) == 4 * (4 * (localised + faithful) + 2 * checked)
+    with (place / "results.csv").open(newline="") as file:
+        stored = list(csv.DictReader(file))
+    for row, written in zip(actual.rows, stored, strict=True):
         number, method = int(row["input"].removeprefix("demo-")), actual.methods.index(row["method"])
         value = actual.values[row["metric"]][number, method]
-        assert (row["value"] == "") == np.isnan(value)
-        assert not row["value"] or float(row["value"]) == value
-    summary = {(row["metric"], row["method"]): row for row in read_csv(place / "summary.csv")}
-    for metric in actual.metrics:
-        for row in actual.table(metric.name):
-            assert float(summary[metric.name, row.method]["mean"]) == row.estimate.mean
+        assert row["value"] == value or (row["value"] is None and np.isnan(value))
+        assert row["baseline"] == (row["method"] in ("random", "centre"))
+        assert {name: "" if each is None else str(each) for name, each in row.items()} == written
     record = json.loads((place / "summary.json").read_text())
     assert record == json.loads(json.dumps(actual.to_dict()))
+    summary = {(row["metric"], row["method"]): row for row in record["summary"]}
+    for metric in actual.metrics:
+        for row in actual.table(metric.name):
+            assert summary[metric.name, row.method]["mean"] == row.estimate.mean
     assert record["metrics"]["roc_auc"]["limitations"]
-    assert len([row for row in record["differences"] if row["metric"] == "gap"]) == 6
-    assert len(read_csv(place / "differences.csv")) == 6 * len(actual.metrics)
-    names = {path.name for path in (place / "figures").iterdir()}
-    assert names == {
-        f"{name}.{kind}"
-        for name in ("localisation", "faithfulness", "curves", "sanity", "randomisation")
-        for kind in ("png", "svg")
+    assert len(record["differences"]) == 6 * len(actual.metrics)
+    assert {path.name for path in (place / "figures").iterdir()} == {
+        f"{name}.{kind}" for name in ("localisation", "faithfulness", "curves", "sanity") for kind in ("png", "svg")
     }
 
 
-def test_no_cell_of_a_csv_is_a_formula(saved):
-    actual = replace(saved[0], rows=tuple({**one, "class_name": "=1+2"} for one in saved[0].rows))
-    text = actual.results().to_csv()
-    assert ",'=1+2," in text and ",=1+2," not in text
-
-
-def test_tables_for_other_programs(saved, monkeypatch):
-    actual, place = saved
+def test_rows_for_other_programs(saved, monkeypatch):
+    actual = replace(saved[0], records=tuple({**one, "class_name": "=1+2"} for one in saved[0].records))
+    text = actual.to_csv()
+    assert ",'=1+2," in text and ",=1+2," not in text  # no formula
     pandas = pytest.importorskip("pandas")
-    for name, table in (("results", actual.results()), ("summary", actual.summary()), ("differences", actual.pairs())):
-        assert (place / f"{name}.csv").read_text(encoding="utf-8") == table.to_csv()
-        frame, records = table.to_pandas(), table.to_dicts()
-        assert tuple(frame.columns) == table.columns and len(frame) == len(records) == len(table.rows)
-        pandas.testing.assert_frame_equal(frame, pandas.DataFrame(records))
-    best = actual.summary().to_pandas().query("metric == 'roc_auc' and method in @actual.main_methods")["mean"].max()
-    assert actual.ranking("roc_auc")[0][1] == best
+    means = saved[0].to_pandas().groupby(["metric", "method"])["value"].mean()
+    for row in saved[0].table("roc_auc"):
+        assert means["roc_auc", row.method] == pytest.approx(row.estimate.mean)
+    assert isinstance(saved[0].to_pandas(), pandas.DataFrame)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(OptionError, match="pip install pandas"):
-        actual.summary().to_pandas()
+        actual.to_pandas()
 
 
 def test_the_text_has_a_table_for_each_group(saved):
     text = str(saved[0])
     assert text == saved[0].to_markdown()
+    assert text.startswith("On your 4 images: fewer than 10 images") and "\n4 drawn images" in text
     assert "| method | pointing game ↑ |" in text
     assert text.count("| random |") == 3
 
@@ -558,11 +548,6 @@ def test_the_order_of_the_table_is_that_of_the_metrics():
     )
     assert all(metric.description.endswith(".") and metric.limitations.endswith(".") for metric in METRICS.values())
     assert all(metric.better in ("higher", "lower") and metric.name == name for name, metric in METRICS.items())
-
-
-def test_default_baselines_are_added_once():
-    assert [method.label for method in run.choose(["random", "gae"], {})] == ["gae", "random", "centre"]
-    assert len(open_dataset("demo:5")) == 5
 
 
 @pytest.mark.shared

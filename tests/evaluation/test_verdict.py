@@ -3,8 +3,8 @@
 import numpy as np
 
 from vitflow.evaluation.metrics import METRICS
-from vitflow.evaluation.report import verdict
 from vitflow.evaluation.tables import Tables
+from vitflow.evaluation.verdict import verdict
 
 DICE = np.random.default_rng(0)
 
@@ -74,6 +74,10 @@ def test_where_no_map_is_better_than_a_random_one_none_is_named():
     actual.values["roc_auc"][:, 1] = actual.values["roc_auc"][::-1, 0]
     reported = "On your 40 images: no map is clearly better than a random one for where the object is."
     assert verdict(actual) == reported
+
+
+def test_a_map_that_is_clearly_worse_than_a_random_one_is_not_named():
+    assert "no map is clearly better" in verdict(measured(roc_auc={"gae": 0.3, "random": 0.5}))
 
 
 def test_without_a_method_or_an_answer_nothing_is_reported():

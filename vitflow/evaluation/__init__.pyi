@@ -30,5 +30,4 @@ from .statistics import Difference as Difference
 from .statistics import Estimate as Estimate
 from .statistics import estimate_means as estimate_means
 from .statistics import paired_differences as paired_differences
-from .tables import Table as Table
 from .tables import TableRow as TableRow

@@ -51,7 +51,6 @@ class Group:
         needs: requirements, of "regions" (in the data), "classes" (of the model) and "intervals" (of a method).
         default: True if the group is measured by default.
         costly: True if it takes many forward passes per image, and is measured on a random subset of the images.
-        series: name of a chart that follows the bars, of values with several numbers per image and method.
         undefined: reasons for undefined values.
         limitations: what the group does not show, if it has no metrics.
     """
@@ -61,7 +60,6 @@ class Group:
     needs: tuple[str, ...] = ()
     default: bool = False
     costly: bool = False
-    series: str = ""
     undefined: str = ""
     limitations: str = ""
 
@@ -80,7 +78,6 @@ GROUPS = {
         "Does the prediction depend on the patches that the map ranks highest?",
         needs=("classes",),
         default=True,
-        series="curves",
         undefined="a constant map does not rank patches",
     ),
     "sanity": Group(
@@ -88,7 +85,6 @@ GROUPS = {
         "Does the map depend on the weights, follow the image and differ between classes?",
         default=True,
         costly=True,
-        series="randomisation",
         undefined="a map is constant, or does not shift by whole patches",
     ),
     "grid": Group(
@@ -259,11 +255,13 @@ _LIMITS = {
     "class_sensitivity": (0.0, 2.0),
 }
 
-METRICS: dict[str, Metric] = {
-    row[0]: Metric(group, *row, limits=_LIMITS.get(row[0], (0.0, 1.0)), share=row[0] in _SHARES)
-    for group, rows in _ROWS.items()
-    for row in rows
-}
+
+def _metric(group: str, name: str, title: str, description: str, limitations: str, better: str = "higher") -> Metric:
+    limits = _LIMITS.get(name, (0.0, 1.0))
+    return Metric(group, name, title, description, limitations, better, limits, name in _SHARES)
+
+
+METRICS: dict[str, Metric] = {row[0]: _metric(group, *row) for group, rows in _ROWS.items() for row in rows}
 
 
 def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], list[str]]:

@@ -149,7 +149,7 @@ def evaluate(
         model=explainer.model_id,
         methods=tuple(measured[0]["values"]),
         metrics=tuple(metric for metric in shown if metric.group in groups),
-        rows=tuple(rows),
+        records=tuple(rows),
         settings=settings | {"versions": versions()},
         kind=dataset.kind,
         skipped=tuple(notes),

@@ -1,18 +1,16 @@
-"""Tables of an evaluation: values of all images, and estimates, differences and rankings for each metric."""
+"""Values of an evaluation, and the estimates, differences and rankings computed from them."""
 
-import csv
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, check_known
+from vitflow.errors import check_known
 from vitflow.evaluation.measures.localisation import accumulated_iou
 from vitflow.evaluation.measures.references import LAYER_METHODS, REFERENCES
 from vitflow.evaluation.metrics import METRICS, Metric, blurred_label, has_intervals, is_blurred
@@ -25,70 +23,38 @@ from vitflow.evaluation.statistics import (
     paired_differences,
 )
 from vitflow.explaining.captions import departures_from_paper
-from vitflow.folder.columns import escape_formula
+from vitflow.folder.columns import kinds_in
 from vitflow.images.typesetting import decimal
 from vitflow.registry.method_table import BASELINES, METHODS, split_label
 
 # Display names in the tables of rank correlation.
-LAYER_TITLES = {
+_LAYER_TITLES = {
     "attention": "raw attention",
     "rollout": "attention rollout",
     "flow": "attention flow",
     "occlusion": "occlusion",
     "input_gradient": "input gradient",
 }
+# Columns of an image in the tidy table.
+_IMAGE = tuple(kinds_in("results"))
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows with named columns, for export.
+class Table(NamedTuple):
+    """Text in named columns, for display.
 
-    Attributes:
-        columns: their names.
-        rows: the values of each row; None if a value is undefined.
-
-    >>> table = Table(("method", "mean"), [("rollout", 0.5), ("random", None)])
-    >>> print(table.to_csv(), end="")
-    method,mean
-    rollout,0.5
-    random,
-    >>> print(table.to_markdown())
+    >>> print(Table(("method", "mean"), [("rollout", "0.5")]).to_markdown())
     | method | mean |
     | --- | ---: |
     | rollout | 0.5 |
-    | random | – |
     """
 
     columns: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the rows as dicts for JSON."""
-        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
-
-    def to_csv(self) -> str:
-        """Return the rows as CSV; undefined values are empty, and cells that look like formulas are escaped."""
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows(map(escape_formula, row) for row in [self.columns, *self.rows])
-        return text.getvalue()
+    rows: list[tuple[str, ...]]
 
     def to_markdown(self) -> str:
         """Return a Markdown table, with all columns but the first aligned to the right."""
         rule = ["---", *["---:"] * (len(self.columns) - 1)]
-        rows = [["–" if value is None else str(value) for value in row] for row in self.rows]
-        return "\n".join(f"| {' | '.join(row)} |" for row in [self.columns, rule, *rows])
-
-    def to_pandas(self) -> Any:
-        """Return the rows as a pandas DataFrame.
-
-        Raises:
-            OptionError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise OptionError("to_pandas() requires pandas: pip install pandas, or use to_csv().") from error
-        return pandas.DataFrame(self.to_dicts(), columns=list(self.columns))
+        return "\n".join(f"| {' | '.join(row)} |" for row in [self.columns, rule, *self.rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +83,10 @@ class Tables:
         model: the model's id.
         methods: labels, baselines last.
         metrics: the requested metrics that were measured.
-        rows: the row of each image, from `measure`, or with its error.
+        records: the record of each image, from `measure`, or with its error.
         settings: all other settings that the numbers depend on, as JSON data.
         kind: the kind of the images.
-        skipped: notes on groups and methods that were left out.
+        skipped: notes on groups, methods and files that were left out.
         grids: figures of some grids of four images with their maps, if grids were measured and saved.
     """
 
@@ -128,7 +94,7 @@ class Tables:
     model: str
     methods: tuple[str, ...]
     metrics: tuple[Metric, ...]
-    rows: tuple[Mapping[str, Any], ...]
+    records: tuple[Mapping[str, Any], ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "images"
     skipped: tuple[str, ...] = ()
@@ -136,13 +102,24 @@ class Tables:
 
     @cached_property
     def images(self) -> tuple[Mapping[str, Any], ...]:
-        """Rows of the measured images: name, class, probability, share of the area covered by the region, …."""
-        return tuple(row for row in self.rows if row["status"] == "measured")
+        """Records of the measured images: name, class, probability, share of the area covered by the region, …."""
+        return tuple(record for record in self.records if record["status"] == "measured")
 
     @cached_property
     def failures(self) -> tuple[Mapping[str, Any], ...]:
-        """Rows of the images that could not be measured."""
-        return tuple(row for row in self.rows if row["status"] != "measured")
+        """Records of the images that could not be measured."""
+        return tuple(record for record in self.records if record["status"] != "measured")
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The tidy table: a row per image, method and metric, with the value; None if it is undefined."""
+        return [
+            {name: image.get(name) for name in _IMAGE}
+            | {"method": method, "baseline": self.is_baseline(method), "metric": metric.name}
+            | {"value": image["values"].get(method, {}).get(metric.name)}
+            for image, method, metric in product(self.images, self.methods, self.metrics)
+            if metric.group in image["groups"]
+        ]
 
     @cached_property
     def values(self) -> dict[str, NDArray[np.float64]]:
@@ -189,7 +166,12 @@ class Tables:
     @property
     def main_methods(self) -> list[str]:
         """Methods without baselines and blurred controls."""
-        return [name for name in self.methods if not (self.is_baseline(name) or is_blurred(name))]
+        return [name for name in self.shown_methods if not self.is_baseline(name)]
+
+    @property
+    def shown_methods(self) -> list[str]:
+        """Methods and baselines, without blurred controls, which tables show next to their method."""
+        return [name for name in self.methods if not is_blurred(name)]
 
     def is_measured(self, method: str, metric: Metric) -> bool:
         """Return True if the metric was measured for the method; blurred controls have no sanity checks or grids."""
@@ -216,6 +198,8 @@ class Tables:
         means = defined_means(self.series[name]).tolist()
         return {method: list(map(optional, line)) for method, line in zip(self.methods, means, strict=True)}
 
+    # --- Estimates ---------------------------------------------------------------------------------------------------
+
     def table(self, metric: str) -> list[TableRow]:
         """Return the table of a metric: a row per method, in the requested order.
 
@@ -223,19 +207,22 @@ class Tables:
             OptionError: the metric was not measured.
         """
         check_known("metric of this evaluation", metric, self.values)
-        return list(self._tables[metric])
+        return list(self._tables[metric].values())
+
+    def row(self, metric: str, method: str) -> TableRow | None:
+        """Return the row of a method in the table of a measured metric; None for an unknown method."""
+        return self._tables[metric].get(method)
 
     @cached_property
-    def _tables(self) -> dict[str, list[TableRow]]:
-        tables = {}
+    def _tables(self) -> dict[str, dict[str, TableRow]]:
+        tables: dict[str, dict[str, TableRow]] = {}
         for metric in self.metrics:
             estimates = estimate_means(self.measured_values(metric), limits=metric.limits, share=metric.share)
-            rows = []
+            tables[metric.name] = {}
             for method, estimate in zip(self.methods, estimates, strict=True):
                 measured = self.is_measured(method, metric)
                 shown = estimate if measured else replace(estimate, undefined=0)
-                rows.append(TableRow(method, self.is_baseline(method), measured, shown))
-            tables[metric.name] = rows
+                tables[metric.name][method] = TableRow(method, self.is_baseline(method), measured, shown)
         return tables
 
     def differences(self, metric: str) -> list[Difference]:
@@ -263,9 +250,8 @@ class Tables:
         ]
         differences = {}
         for metric in self.metrics:
-            values = self.measured_values(metric)
-            bounds: Any = {"limits": metric.limits, "share": metric.share}
-            estimated = paired_differences(list(self.methods), values, pairs, **bounds)
+            values, bounds = self.measured_values(metric), {"limits": metric.limits, "share": metric.share}
+            estimated = paired_differences(list(self.methods), values, pairs, **bounds)  # type: ignore[arg-type]
             differences[metric.name] = {(pair.first, pair.second): pair for pair in estimated}
         return differences
 
@@ -296,15 +282,26 @@ class Tables:
             return "" if pair is None else "unclear"
         return "better" if (pair.estimate.mean > 0) == (METRICS[metric].better == "higher") else "worse"
 
+    # --- Tables for display ------------------------------------------------------------------------------------------
+
+    def blurred(self, metric: str, method: str) -> TableRow | None:
+        """Return the row of a method's blurred control; None if it was not measured."""
+        row = self.row(metric, blurred_label(method))
+        return row if row is not None and row.measured else None
+
     def overview(self, group: str) -> Table:
-        """Return the means ± standard errors of a group as text: a row per method, a column per metric."""
+        """Return means ± standard errors of a group: a row per method; columns per metric, also of its control."""
         metrics = [metric for metric in self.metrics if metric.group == group]
-        columns = [
-            [str(row.estimate) if row.measured else "not measured" for row in self.table(metric.name)]
-            for metric in metrics
-        ]
-        heads = [f"{metric.title} {metric.arrow}" for metric in metrics]
-        return Table(("method", *heads), list(zip(self.methods, *columns, strict=True)))
+        columns: dict[str, list[str]] = {"method": self.shown_methods}
+        for metric in metrics:
+            rows = [self._tables[metric.name][method] for method in self.shown_methods]
+            columns[f"{metric.title} {metric.arrow}"] = [
+                str(row.estimate) if row.measured else "not measured" for row in rows
+            ]
+            controls = [self.blurred(metric.name, method) for method in self.shown_methods]
+            if any(controls):
+                columns[f"{metric.title}, blurred"] = [decimal(row.estimate.mean) if row else "" for row in controls]
+        return Table(tuple(columns), list(zip(*columns.values(), strict=True)))
 
     def accumulated_mean_iou(self) -> dict[str, float | None]:
         """Return the mean IoU accumulated over all images for each method, as reported by Chefer et al."""
@@ -324,20 +321,28 @@ class Tables:
         spread = np.ma.masked_invalid(self.correlation).std(axis=0, ddof=1).filled(np.nan)
         return np.stack([defined_means(self.correlation), spread])
 
-    def correlations(self) -> Table:
+    def correlations(self) -> list[dict[str, Any]]:
         """Return a row per reference, method and layer: mean and standard deviation of Spearman's ρ over images."""
-        means = np.moveaxis(self.correlation_means, 0, -1)  # [references, methods, layers, 2]
-        cells = product(REFERENCES, LAYER_METHODS, range(1, means.shape[2] + 1))
-        rows = [(*cell, *map(optional, pair)) for cell, pair in zip(cells, means.reshape(-1, 2), strict=True)]
-        return Table(("reference", "method", "layer", "mean", "standard_deviation"), rows)
+        means, spreads = self.correlation_means
+        cells = product(enumerate(REFERENCES), enumerate(LAYER_METHODS), range(means.shape[-1]))
+        return [
+            {
+                "reference": reference,
+                "method": method,
+                "layer": layer + 1,
+                "mean": optional(means[i, j, layer]),
+                "standard_deviation": optional(spreads[i, j, layer]),
+            }
+            for (i, reference), (j, method), layer in cells
+        ]
 
     def correlation_tables(self) -> list[Table]:
         """Return a table per reference, as in the paper: mean ± standard deviation, a row per method."""
         tables = []
         for reference, means, spreads in zip(REFERENCES, *self.correlation_means, strict=True):
-            head = (f"Spearman with {LAYER_TITLES[reference]}", *(f"L{layer + 1}" for layer in range(means.shape[1])))
+            head = (f"Spearman with {_LAYER_TITLES[reference]}", *(f"L{layer + 1}" for layer in range(means.shape[1])))
             lines = zip(LAYER_METHODS, means.tolist(), spreads.tolist(), strict=True)
-            rows = [(LAYER_TITLES[name], *map(_with_spread, *numbers)) for name, *numbers in lines]
+            rows = [(_LAYER_TITLES[name], *map(_with_spread, *numbers)) for name, *numbers in lines]
             tables.append(Table(head, rows))
         return tables
 

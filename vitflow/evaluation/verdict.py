@@ -1,0 +1,168 @@
+"""Sentences about an evaluation: the verdict, and notes on what was measured."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from vitflow.evaluation.metrics import GROUPS
+from vitflow.evaluation.statistics import MIN_CLEAR
+from vitflow.evaluation.tables import Tables
+from vitflow.registry.method_table import get_method, is_slow, split_label
+
+# Questions of the verdict, and the metrics that answer them; the first measured metric counts.
+_QUESTIONS = {
+    "where the object is": ("roc_auc", "mean_iou", "average_precision", "energy", "pointing_game"),
+    "what the prediction depends on": ("gap", "deletion_auc", "insertion_auc"),
+    "one class against another": ("grid_auc", "separation", "grid_energy", "class_sensitivity"),
+}
+_BLUR_NOTE = (
+    "Blurred controls are the same maps after a Gaussian blur of one patch. Blur improves localisation, because "
+    "objects are larger than a patch, and worsens deletion. A method that improves both does more than blur."
+)
+_REPLACED = {
+    "drop": "Tokens of removed patches are dropped from the sequence.",
+    "blank": "Removed patches are filled with the image's mean colour.",
+    "blur": "Removed patches are blurred.",
+}
+
+
+def verdict(evaluation: Tables) -> str:
+    """Return a sentence with the best method for each question, the best fast method, and ties.
+
+    Only measured metrics count; the sentence is empty if none of them answers a question. On fewer than ten images no
+    method is called better than another.
+
+    >>> from vitflow.evaluation import evaluate
+    >>> verdict(evaluate("demo:12", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
+    'On your 12 images: GAE for where the object is.'
+    """
+    winners: dict[str, list[str]] = {}  # questions by their best method
+    best_of_few: dict[str, list[str]] = {}
+    unclear: list[str] = []
+    answered: list[str] = []  # metrics measured on enough images
+    for question, names in _QUESTIONS.items():
+        metric = next((name for name in names if name in evaluation.values), None)
+        if metric is None or not (ranking := evaluation.ranking(metric)):
+            continue
+        best = ranking[0][0]
+        if evaluation.count(metric) < MIN_CLEAR:
+            best_of_few.setdefault(best, []).append(question)
+            continue
+        answered.append(metric)
+        if evaluation.state(metric, best, "random") == "better":
+            winners.setdefault(best, []).append(question)
+        else:
+            unclear.append(question)
+    parts, named = _best_of(winners), list(winners)
+    if named and not unclear and any(map(_is_slow, named)):
+        fast = next((name for name, _ in evaluation.ranking(answered[0]) if not _is_slow(name)), None)
+        if fast is not None and fast not in named:
+            parts.append(f"{_title(fast)} if speed matters")
+            named.append(fast)
+    if unclear:
+        parts.append(f"no map is clearly better than a random one for {_listed(unclear)}")
+    sentences = [", ".join(parts)] if parts else []
+    sentences += _ties(evaluation, named, answered)
+    if best_of_few:
+        sentences.append(
+            f"fewer than {MIN_CLEAR} images show no clear difference, and the best means are those of "
+            f"{', '.join(_best_of(best_of_few))}"
+        )
+    return f"On your {counted(len(evaluation.images), 'image')}: {'; '.join(sentences)}." if sentences else ""
+
+
+def _best_of(questions: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{_title(method)} for {_listed(names)}" for method, names in questions.items()]
+
+
+def _ties(evaluation: Tables, named: Sequence[str], metrics: Sequence[str]) -> list[str]:
+    """Return a sentence for each named method that does not differ clearly from others in any of the metrics."""
+    sentences = []
+    for index, method in enumerate(named):
+        ties = [
+            _title(other)
+            for other in evaluation.main_methods
+            if other not in named[: index + 1]
+            and not {"better", "worse"} & {evaluation.state(metric, method, other) for metric in metrics}
+        ]
+        if ties:
+            sentences.append(f"no clear difference between {_title(method)} and {_listed(ties)}")
+    return sentences
+
+
+def _is_slow(label: str) -> bool:
+    return is_slow(split_label(label)[0])
+
+
+def _title(label: str) -> str:
+    name, options = split_label(label)
+    return f"{get_method(name).title} ({options})" if options else get_method(name).title
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def notes_on(tables: Tables) -> list[str]:
+    """Return notes on data, targets, replacement, controls, grids and sanity checks."""
+    images, settings = tables.images, tables.settings
+    count, failed = len(images), len(tables.failures)
+    measured = f"{count} measured, {failed} failed" if failed else "all measured"
+    labelled = sum(image["target_source"] == "label" for image in images)
+    target = "the labelled class" if labelled else "the predicted class"
+    if 0 < labelled < count:
+        target += (
+            f" on {counted(labelled, 'image')}, and the predicted class on the other {count - labelled}, whose labels "
+            "are not classes of the model"
+        )
+    elif not labelled and "class" in tables.kind:
+        target += ", because no label is a class of the model: pass its class names"
+    notes = [
+        f"{len(tables.records)} {tables.kind}, {measured}. Tables show means over images ± standard error.",
+        f"Class-specific methods explain {target}.",
+    ]
+    if turned := sum(image.get("turned", False) for image in images):
+        notes.append(f"{counted(turned, 'image')} turned by EXIF: annotations are read in the frame that is displayed.")
+    if "replace_by" in settings:
+        notes.append(f"{_REPLACED[settings['replace_by']]} Curves have {settings['points']} points.")
+    if settings["blurred_control"]:
+        notes.append(_BLUR_NOTE)
+    if "grid" in settings["groups"]:
+        grids = [tuple(image["grid"]) for image in images if image["grid"]]
+        made = f"{counted(len(grids), 'target')} in {counted(len(set(grids)), 'grid')}" if grids else "no grid"
+        notes.append(
+            f"The grid pointing game has {made} of four images of different classes, drawn with the seed among images "
+            "whose labelled class is predicted with a probability above 0.5."
+        )
+    checked = sum("sanity" in image["groups"] for image in images)
+    if checked:
+        notes.append(f"The sanity checks used {counted(checked, 'image')}.")
+        if settings["unchecked"]:
+            notes[-1] += (
+                f" Methods without sanity checks, because they run the model many times: "
+                f"{', '.join(settings['unchecked'])}; select a method with --method to check it."
+            )
+    return notes
+
+
+def undefined_values(tables: Tables) -> list[str]:
+    """Return notes on undefined values, which the means exclude."""
+    notes = []
+    for name, group in GROUPS.items():
+        counts: dict[str, int] = {}
+        for metric in (metric for metric in tables.metrics if metric.group == name and group.undefined):
+            missing = np.isnan(tables.measured_values(metric)).sum(axis=0).tolist()
+            for label, count in zip(tables.methods, missing, strict=True):
+                if tables.is_measured(label, metric):
+                    counts[label] = max(counts.get(label, 0), count)
+        listed = [f"{label} on {counted(count, 'image')}" for label, count in counts.items() if count]
+        if listed:
+            everywhere = len(listed) == len(tables.methods) and len(set(counts.values())) == 1
+            where = f"all methods on {counted(max(counts.values()), 'image')}" if everywhere else ", ".join(listed)
+            notes.append(f"Undefined values in {name}, because {group.undefined}: {where}.")
+    return notes
+
+
+def counted(count: int, word: str) -> str:
+    """Return a number with its word, such as "1 image"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}".replace(",", " ")
