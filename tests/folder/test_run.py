@@ -33,7 +33,7 @@ from vitflow.folder import pipeline
 from vitflow.folder.decoders import DecoderPool, decode_file
 from vitflow.folder.draw import draw_run, report_run
 from vitflow.folder.plan import Input, list_inputs
-from vitflow.folder.run import _processes
+from vitflow.folder.run import decoder_count
 from vitflow.folder.saved import SavedRun
 from vitflow.models.identity import weights_sha256
 
@@ -737,7 +737,7 @@ def test_what_is_wrong_with_all_stops_the_run_and_writes_nothing(tmp_path, optio
 )
 def test_no_more_decoders_start_than_there_are_cores_and_images(monkeypatch, cores, images, workers, count):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert _processes([Input("", "", "")] * images, workers) == count
+    assert decoder_count([Input("", "", "")] * images, workers) == count
 
 
 def test_mutated_images_never_crash_or_hang_and_each_has_its_row(tmp_path):

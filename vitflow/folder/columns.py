@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,58 +31,47 @@ Maps = Mapping[str, AnyGrid]
 _LARGEST_SCALE = 2.0**128
 
 
-class Column(NamedTuple):
-    """The type of a column, and the tables that contain it.
+_SCORE = "manifest record condition"
 
-    The kind "json" is a list or a dict; `values` are the types of the dict's values. Rows are "folder" (all rows of a
-    folder run); tables are the "manifest", a "record", the columns of an SQL "condition", the
-    "score" of each target of an image, and the "results" of an evaluation.
-    """
-
-    kind: str
-    where: str = ""
-    values: tuple[type, ...] = ()
-
-
-_SCORE = "manifest record condition score"
-
-#: The columns of all rows, in table order.
-COLUMNS = {
-    "input": Column("text", "folder manifest condition results"),
-    "target_source": Column("text", "results"),
-    "stem": Column("text", "folder"),
-    "status": Column("text", "manifest record"),
-    "error": Column("text", "manifest record"),
-    "message": Column("text", "manifest record"),
-    "size": Column("whole", "folder manifest condition"),
-    "mtime_ns": Column("whole", "folder manifest"),
-    "sha256": Column("text", "folder manifest"),
-    "width": Column("whole", "manifest record condition"),
-    "height": Column("whole", "manifest record condition"),
-    "class_index": Column("whole", f"{_SCORE} results"),
-    "class_name": Column("text", f"{_SCORE} results"),
-    "probability": Column("number", f"{_SCORE} results"),
-    "target": Column("text", _SCORE),
-    "value": Column("number", _SCORE),
-    "predicted_index": Column("whole", f"{_SCORE} results"),
-    "ranks": Column("json"),
-    "model": Column("text", "manifest"),
-    "weights_sha256": Column("text", "manifest"),
-    "methods": Column("json", "manifest"),
-    "options": Column("json", "manifest"),
-    "outputs": Column("json", "manifest", (str,)),
-    "written": Column("json", values=(int,)),
-    "facts": Column("json", "manifest record", (dict,)),
-    "placement": Column("json", "record", (list, str)),
-    "seconds": Column("number", "manifest condition"),
-    "region_share": Column("number", "results"),
+# The kind of each column, in table order, and the tables that contain it. The kind "json" is a list or a dict. Rows are
+# "folder" (all rows of a folder run); tables are the "manifest", a "record", the columns of an SQL "condition", and the
+# "results" of an evaluation.
+_COLUMNS = {
+    "input": ("text", "folder manifest condition results"),
+    "target_source": ("text", "results"),
+    "stem": ("text", "folder"),
+    "status": ("text", "manifest record"),
+    "error": ("text", "manifest record"),
+    "message": ("text", "manifest record"),
+    "size": ("whole", "folder manifest condition"),
+    "mtime_ns": ("whole", "folder manifest"),
+    "sha256": ("text", "folder manifest"),
+    "width": ("whole", "manifest record condition"),
+    "height": ("whole", "manifest record condition"),
+    "class_index": ("whole", f"{_SCORE} results"),
+    "class_name": ("text", f"{_SCORE} results"),
+    "probability": ("number", f"{_SCORE} results"),
+    "target": ("text", _SCORE),
+    "value": ("number", _SCORE),
+    "predicted_index": ("whole", f"{_SCORE} results"),
+    "ranks": ("json", ""),
+    "model": ("text", "manifest"),
+    "weights_sha256": ("text", "manifest"),
+    "methods": ("json", "manifest"),
+    "options": ("json", "manifest"),
+    "outputs": ("json", "manifest"),
+    "written": ("json", ""),
+    "facts": ("json", "manifest record"),
+    "placement": ("json", "record"),
+    "seconds": ("number", "manifest condition"),
+    "region_share": ("number", "results"),
 }
 
 
 @cache
-def kinds_in(where: str) -> Mapping[str, str]:
-    """Return the columns of a table with their kinds."""
-    return {name: column.kind for name, column in COLUMNS.items() if where in column.where.split()}
+def kinds_in(table: str | None = None) -> Mapping[str, str]:
+    """Return the columns of a table, by default of all tables, with their kinds."""
+    return {name: kind for name, (kind, tables) in _COLUMNS.items() if table is None or table in tables.split()}
 
 
 # Spreadsheets evaluate text with these prefixes; the apostrophe is included to keep the escape reversible.

@@ -200,7 +200,7 @@ def explain_folder(
         if wanted and engine == "ray":
             run_on_ray(wanted, Request(model, known, job, size, max_pixels), run, tally, address, actors)
         elif wanted:
-            with DecoderPool(_processes(wanted, workers), max_pixels=max_pixels) as decoders:
+            with DecoderPool(decoder_count(wanted, workers), max_pixels=max_pixels) as decoders:
                 Pipeline(explainer, job, decoders, run, tally, batch_size=size).run(inputs, missing)
         record = {
             "command": list(command) if command else None,
@@ -246,7 +246,7 @@ def _finish(
     return FolderSummary(run.folder, table, **totals, kept=kept, seconds=seconds, report=page)
 
 
-def _processes(inputs: Sequence[Input], workers: int | None) -> int:
+def decoder_count(inputs: Sequence[Input], workers: int | None) -> int:
     """Return the number of processes that read images."""
     cores = os.cpu_count() or 2
     return min(min(8, max(1, cores // 2)) if workers is None else workers, cores, len(inputs))

@@ -20,7 +20,7 @@ import numpy as np
 
 from vitflow.errors import OptionError, VitflowError
 from vitflow.files import is_file, is_link, is_there, remove_leftovers, write_inside
-from vitflow.folder.columns import COLUMNS, Maps, Row, failed_row, kinds_in, pack_half, printable_name
+from vitflow.folder.columns import Maps, Row, failed_row, kinds_in, pack_half, printable_name
 from vitflow.folder.fingerprints import check_same_run
 from vitflow.folder.saved import APPLICATION, CONDITION_COLUMNS, FILE, SCHEMA, VERSION, SavedRun, checksum
 
@@ -224,10 +224,10 @@ class Run(SavedRun):
 def _encoded(row: Mapping[str, Any], maps: Maps) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """Return the values of a row and its maps for SQLite; those of a failed row if a value is invalid."""
     try:
-        table = COLUMNS if "stem" in row else kinds_in("results")  # evaluations have further columns of their own
+        kinds = kinds_in(None if "stem" in row else "results")  # evaluations have further columns of their own
         for name, value in row.items():
-            if name in table and value is not None and not isinstance(value, _TYPES[COLUMNS[name].kind]):
-                raise TypeError(f"Expected {COLUMNS[name].kind} as {name}, got {value!r:.80}.")
+            if name in kinds and value is not None and not isinstance(value, _TYPES[kinds[name]]):
+                raise TypeError(f"Expected {kinds[name]} as {name}, got {value!r:.80}.")
             if isinstance(value, str) and name != "input":
                 value.encode()  # raises for surrogates
         record = json.dumps({name: value for name, value in row.items() if name != "input"}, allow_nan=False)
