@@ -310,48 +310,38 @@ class Both(Words):
 # --- what cannot be asked --------------------------------------------------------------------------------------------
 
 
-def test_a_pair_that_is_requested_nothing_says_what_to_write():
-    with pytest.raises(UnsupportedModelError, match=r'outputs=vitflow.prompts\(\["a dog", "a cat"\]\)'):
-        Explainer(pair("clip"), data_config=DATA)
+def of_clip(texts=PROMPTS, model=None, **options) -> Explainer:
+    explaining = {name: options.pop(name) for name in ("class_names",) if name in options}
+    asked = {"outputs": prompts(texts, **{"processor": Words(), **options})}
+    return Explainer(pair("clip") if model is None else model, data_config=DATA, **asked, **explaining)
 
 
-def test_a_tower_without_its_texts_says_what_to_load():
-    with pytest.raises(UnsupportedModelError, match=r"transformers\.CLIPModel\.from_pretrained"):
-        Explainer(pair("clip").vision_model, outputs=prompts(PROMPTS), data_config=DATA)
-    with pytest.raises(UnsupportedModelError, match="has no text encoder"):
-        Explainer("demo", outputs=prompts(PROMPTS))
-
-
-def test_a_tower_without_a_head_is_refused():
+def without_head() -> nn.Module:
     vision = pair("siglip").config.vision_config.to_dict() | {"vision_use_head": False}
-    config = transformers.SiglipConfig(vision_config=vision, text_config=pair("siglip").config.text_config.to_dict())
-    with pytest.raises(UnsupportedModelError, match="no pooling head"):
-        Explainer(transformers.SiglipModel(config), outputs=prompts(PROMPTS, processor=Words()), data_config=DATA)
+    text = pair("siglip").config.text_config.to_dict()
+    return transformers.SiglipModel(transformers.SiglipConfig(vision_config=vision, text_config=text))
 
 
 @pytest.mark.parametrize(
-    ("options", "reported"),
+    ("ask", "error", "words"),
     [
-        ({"texts": "a dog"}, "as a list of texts"),
-        ({"texts": []}, "as a list of texts"),
-        ({"texts": ["a dog", " "]}, "as a list of texts"),
-        ({"texts": ["red", "red"]}, "every prompt once"),
-        ({"templates": ["a photo"]}, "templates with one {}"),
+        (lambda: Explainer(pair("clip"), data_config=DATA), UnsupportedModelError, r"outputs=vitflow.prompts\("),
+        (lambda: of_clip(model=pair("clip").vision_model), UnsupportedModelError, r"CLIPModel\.from_pretrained"),
+        (lambda: Explainer("demo", outputs=prompts(PROMPTS)), UnsupportedModelError, "no text encoder"),
+        (lambda: of_clip(model=without_head()), UnsupportedModelError, "no pooling head"),
+        (lambda: of_clip("a dog"), OptionError, "list of texts"),
+        (lambda: of_clip([]), OptionError, "list of texts"),
+        (lambda: of_clip(["a dog", " "]), OptionError, "list of texts"),
+        (lambda: of_clip(["red", "red"]), OptionError, "every prompt once"),
+        (lambda: of_clip(templates=["a photo"]), OptionError, "templates with one {}"),
+        (lambda: of_clip(class_names=["a"]), OptionError, "class_names"),
+        (lambda: of_clip(processor=None), ModelError, "processor=transformers"),
+        (lambda: load_model("someone/clip-vit", num_classes=3), OptionError, "includes weights"),
     ],
 )
-def test_invalid_prompts_are_refused(options, reported):
-    with pytest.raises(OptionError, match=reported):
-        prompts(**{"texts": PROMPTS, **options})
-
-
-def test_prompts_take_no_class_names():
-    with pytest.raises(OptionError, match="class_names cannot be used"):
-        Explainer(pair("clip"), outputs=prompts(PROMPTS, processor=Words()), class_names=["a"], data_config=DATA)
-
-
-def test_a_tokenizer_that_is_not_at_hand_is_reported():
-    with pytest.raises(ModelError, match="processor=transformers"):
-        Explainer(pair("clip"), outputs=prompts(PROMPTS), data_config=DATA)
+def test_what_cannot_be_asked_is_refused_with_the_way_out(ask, error, words):
+    with pytest.raises(error, match=words):
+        ask()
 
 
 # --- by name ---------------------------------------------------------------------------------------------------------
@@ -396,8 +386,6 @@ def test_an_id_that_is_not_at_hand_says_what_to_do_in_seconds():
     with pytest.raises(ModelError, match="hf download someone/clip-vit --local-dir"):
         load_model("someone/clip-vit")
     assert time.perf_counter() - started < 20
-    with pytest.raises(OptionError, match="includes weights"):
-        load_model("someone/clip-vit", num_classes=3)
 
 
 def test_a_model_that_reads_texts_alone_is_refused(tmp_path):

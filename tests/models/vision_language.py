@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -73,52 +73,60 @@ def _text(name: str = "Llama", **changes: Any) -> Any:
     return getattr(transformers, f"{name}Config")(**{**_READS, **changes})
 
 
+#: A tower for images of 24 pixels, and how a processor resizes and crops to them.
+_CROP = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
+_PINPOINTS = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]]
+_TILES = {"patch_size": 4, "num_additional_image_tokens": 1}
+
+
+def _clip() -> Any:
+    return transformers.CLIPVisionConfig(**_SEES, image_size=24)
+
+
+def _siglip(size: int = 24) -> Any:
+    return transformers.SiglipVisionConfig(**_SEES, image_size=size, vision_use_head=False)
+
+
 def llava(strategy: str = "default", **options: Any) -> Family:
-    words = tokenizer(image_token="<image>")
+    """LLaVA; with the strategy "full", the class token is among the image's tokens."""
     config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**_SEES, image_size=24),
+        vision_config=_clip(),
         text_config=_text(),
         image_token_index=4,
         image_seq_length=36,
         vision_feature_select_strategy=strategy,
     )
-    options = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}, **options}
-    images = transformers.LlavaImageProcessor(**options)
-    processor = transformers.LlavaProcessor(
-        images, words, patch_size=4, vision_feature_select_strategy=strategy, num_additional_image_tokens=1
-    )
+    images, words = transformers.LlavaImageProcessor(**{**_CROP, **options}), tokenizer(image_token="<image>")
+    processor = transformers.LlavaProcessor(images, words, vision_feature_select_strategy=strategy, **_TILES)
     return Family(_made("LlavaForConditionalGeneration", config), processor, "user <image>")
 
 
-def llava_full() -> Family:
-    """With the class token among the image's tokens."""
-    return llava(strategy="full")
-
-
-def llava_padded() -> Family:
-    return llava(do_pad=True)
-
-
-def llava_squashed() -> Family:
-    return llava(size={"height": 24, "width": 24}, do_center_crop=False)
-
-
 def llava_next() -> Family:
-    words = tokenizer(image_token="<image>")
-    pinpoints = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]]
     config = transformers.LlavaNextConfig(
-        vision_config=transformers.CLIPVisionConfig(**_SEES, image_size=24),
+        vision_config=_clip(), text_config=_text(), image_token_index=4, image_grid_pinpoints=_PINPOINTS
+    )
+    images = transformers.LlavaNextImageProcessor(**_CROP, image_grid_pinpoints=_PINPOINTS)
+    words = tokenizer(image_token="<image>")
+    processor = transformers.LlavaNextProcessor(images, words, vision_feature_select_strategy="default", **_TILES)
+    return Family(_made("LlavaNextForConditionalGeneration", config), processor, "user <image>")
+
+
+def llava_next_video() -> Family:
+    config = transformers.LlavaNextVideoConfig(
+        vision_config=_clip(),
         text_config=_text(),
         image_token_index=4,
-        image_grid_pinpoints=pinpoints,
+        video_token_index=5,
+        image_grid_pinpoints=_PINPOINTS,
     )
-    images = transformers.LlavaNextImageProcessor(
-        size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24}, image_grid_pinpoints=pinpoints
+    processor = transformers.LlavaNextVideoProcessor(
+        transformers.LlavaNextVideoVideoProcessor(**_CROP),
+        transformers.LlavaNextImageProcessor(**_CROP, image_grid_pinpoints=_PINPOINTS),
+        tokenizer(image_token="<image>", video_token="<video>"),
+        vision_feature_select_strategy="default",
+        **_TILES,
     )
-    processor = transformers.LlavaNextProcessor(
-        images, words, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
-    )
-    return Family(_made("LlavaNextForConditionalGeneration", config), processor, "user <image>")
+    return Family(_made("LlavaNextVideoForConditionalGeneration", config), processor, "user <image>", "user <video>")
 
 
 def llava_onevision() -> Family:
@@ -126,7 +134,7 @@ def llava_onevision() -> Family:
     words = tokenizer(image_token="<image>", video_token="<video>")
     pinpoints = [[26 * rows, 26 * cols] for rows in range(1, 5) for cols in range(1, 5)]
     config = transformers.LlavaOnevisionConfig(
-        vision_config=transformers.SiglipVisionConfig(**_SEES, image_size=26, vision_use_head=False),
+        vision_config=_siglip(26),
         text_config=_text("Qwen2"),
         image_token_index=4,
         video_token_index=5,
@@ -143,28 +151,6 @@ def llava_onevision() -> Family:
         vision_aspect_ratio="anyres_max_4",
     )
     return Family(_made("LlavaOnevisionForConditionalGeneration", config), processor, "user <image>", "user <video>")
-
-
-def llava_next_video() -> Family:
-    words = tokenizer(image_token="<image>", video_token="<video>")
-    pinpoints = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]]
-    config = transformers.LlavaNextVideoConfig(
-        vision_config=transformers.CLIPVisionConfig(**_SEES, image_size=24),
-        text_config=_text(),
-        image_token_index=4,
-        video_token_index=5,
-        image_grid_pinpoints=pinpoints,
-    )
-    size = {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}
-    processor = transformers.LlavaNextVideoProcessor(
-        transformers.LlavaNextVideoVideoProcessor(**size),
-        transformers.LlavaNextImageProcessor(**size, image_grid_pinpoints=pinpoints),
-        words,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
-    return Family(_made("LlavaNextVideoForConditionalGeneration", config), processor, "user <image>", "user <video>")
 
 
 def _qwen(name: str, sees: dict[str, Any], reads: str, images: Any) -> Family:
@@ -249,14 +235,6 @@ def _idefics3(name: str) -> Family:
     return Family(_made(f"{name}ForConditionalGeneration", config), processor, "user <image>")
 
 
-def idefics3() -> Family:
-    return _idefics3("Idefics3")
-
-
-def smolvlm() -> Family:
-    return _idefics3("SmolVLM")
-
-
 def internvl() -> Family:
     words = tokenizer(
         context_image_token="<IMG_CONTEXT>", start_image_token="<img>", end_image_token="</img>", video_token="<video>"
@@ -275,7 +253,7 @@ def internvl() -> Family:
 def paligemma() -> Family:
     words = tokenizer(image_token="<image>")
     config = transformers.PaliGemmaConfig(
-        vision_config=transformers.SiglipVisionConfig(**_SEES, image_size=24, vision_use_head=False),
+        vision_config=_siglip(),
         text_config=_text("Gemma"),
         image_token_index=4,
         projection_dim=32,
@@ -293,7 +271,7 @@ def gemma3() -> Family:
     words = tokenizer(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>")
     config = transformers.Gemma3Config(
         text_config=_text("Gemma3Text", sliding_window=64, layer_types=["sliding_attention", "full_attention"]),
-        vision_config=transformers.SiglipVisionConfig(**_SEES, image_size=24, vision_use_head=False),
+        vision_config=_siglip(),
         mm_tokens_per_image=9,
         image_token_index=4,
         boi_token_index=5,
@@ -308,24 +286,21 @@ def gemma3() -> Family:
 
 
 _FAMILIES: dict[str, Callable[[], Family]] = {
-    one.__name__: one
-    for one in (
-        llava,
-        llava_full,
-        llava_padded,
-        llava_squashed,
-        llava_next,
-        llava_onevision,
-        llava_next_video,
-        qwen2_vl,
-        qwen2_5_vl,
-        qwen3_vl,
-        idefics3,
-        smolvlm,
-        internvl,
-        paligemma,
-        gemma3,
-    )
+    "llava": llava,
+    "llava_full": partial(llava, "full"),
+    "llava_padded": partial(llava, do_pad=True),
+    "llava_squashed": partial(llava, size={"height": 24, "width": 24}, do_center_crop=False),
+    "llava_next": llava_next,
+    "llava_onevision": llava_onevision,
+    "llava_next_video": llava_next_video,
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "idefics3": partial(_idefics3, "Idefics3"),
+    "smolvlm": partial(_idefics3, "SmolVLM"),
+    "internvl": internvl,
+    "paligemma": paligemma,
+    "gemma3": gemma3,
 }
 NAMES = tuple(_FAMILIES)
 
