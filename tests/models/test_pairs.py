@@ -307,13 +307,13 @@ class Both(Words):
         self.image_processor = image_processor
 
 
-# --- what cannot be asked --------------------------------------------------------------------------------------------
+# --- what cannot be requested ----------------------------------------------------------------------------------------
 
 
 def of_clip(texts=PROMPTS, model=None, **options) -> Explainer:
     explaining = {name: options.pop(name) for name in ("class_names",) if name in options}
-    asked = {"outputs": prompts(texts, **{"processor": Words(), **options})}
-    return Explainer(pair("clip") if model is None else model, data_config=DATA, **asked, **explaining)
+    requested = {"outputs": prompts(texts, **{"processor": Words(), **options})}
+    return Explainer(pair("clip") if model is None else model, data_config=DATA, **requested, **explaining)
 
 
 def without_head() -> nn.Module:
@@ -339,7 +339,7 @@ def without_head() -> nn.Module:
         (lambda: load_model("someone/clip-vit", num_classes=3), OptionError, "includes weights"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_with_the_way_out(ask, error, words):
+def test_what_cannot_be_requested_is_refused_with_the_way_out(ask, error, words):
     with pytest.raises(error, match=words):
         ask()
 
