@@ -157,10 +157,11 @@ class _Explorer:
                 explored.refused["live"] = str(error)
                 return explainer.record(image, attention=False, features=features)
         try:
-            if trace.staged or trace.layout.num_suffix_tokens:
+            if trace.staged or trace.layout.num_suffix_tokens or trace.replaces_tokens:
                 raise UnsupportedModelError(
-                    f"{type(explainer.model).__name__} has windows, stages with different tokens, or tokens after the "
-                    "patches, which the browser does not support. Only maps computed in advance are available."
+                    f"{type(explainer.model).__name__} has windows, stages with different tokens, tokens after the "
+                    "patches, or tokens that are replaced between blocks, which the browser does not support. Only "
+                    "maps computed in advance are available."
                 )
         except UnsupportedModelError as error:
             explored.refused["live"] = str(error)

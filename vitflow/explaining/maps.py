@@ -124,7 +124,8 @@ def _through_layers(
             f"The tokens of layer {count} of {type(trace.model).__name__} differ from those of its last layer: use "
             "end_layer=-1."
         )
-    row, layout = staged_rollout(trace.windows(matrices)[:count], tokens, readout=readout, **options)
+    passed = [layer.passed for layer in trace.layers[:count]]
+    row, layout = staged_rollout(trace.windows(matrices)[:count], tokens, readout=readout, passed=passed, **options)
     return Maps(layout.to_grid(row))
 
 
@@ -187,6 +188,11 @@ def flow(
         raise UnsupportedModelError(
             f"Attention flow requires the same tokens in every layer, and {type(trace.model).__name__} has windows or "
             "stages. Use rollout, attention, gradient_rollout or gradcam."
+        )
+    if trace.replaces_tokens:
+        raise UnsupportedModelError(
+            f"{type(trace.model).__name__} replaces or zeroes tokens between its blocks, which attention flow does not "
+            "support. Use rollout, attention, gradient_rollout or gae."
         )
     matrices = trace.fused(head_fusion, value_weighted=value_weighted)
     layers = default_window(layers, len(matrices))

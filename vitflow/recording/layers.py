@@ -87,6 +87,8 @@ class AttentionLayer:
         visible: attention mask, bool [batch or 1, queries, keys], if requested and not all True.
         multiplied: the number of layers in the rollout product (with residuals) that replaces its fused matrix; `name`
             is the top layer's. 0 for plain attention.
+        passed: mask of the tokens that this layer receives from the layer below, bool [batch, tokens]; None for all.
+            Others were replaced or zeroed between the blocks.
     """
 
     name: str
@@ -98,6 +100,7 @@ class AttentionLayer:
     mixed: bool = False
     visible: Tensor | None = None
     multiplied: int = 0
+    passed: Tensor | None = None
 
     @property
     def heads(self) -> Tensor | None:
@@ -267,15 +270,19 @@ def close_layer(
     return layer
 
 
-def append_to_product(layers: list[AttentionLayer], layer: AttentionLayer, residual: float, normal: bool) -> None:
+def append_to_product(
+    layers: list[AttentionLayer], layer: AttentionLayer, residual: float, *, normal: bool, anew: bool
+) -> None:
     """Append a layer, or multiply it into the last product (at most three layers per product, stored as one matrix).
 
-    `normal` is True if the rows of each head sum to 1.
+    Args:
+        normal: True if the rows of each head sum to 1.
+        anew: True to begin another product.
     """
     [((fusion, weighting), fused)] = layer.fused.items()
     normal = not layer.mixed and (bool(weighting) or (normal and fusion == "mean"))
     below = layers[-1] if layers else None
-    if below is None or below.multiplied % _MULTIPLIED == 0 or below.example.shape != fused.shape:
+    if anew or below is None or below.multiplied % _MULTIPLIED == 0 or below.example.shape != fused.shape:
         layer.multiplied, product = 1, rollout_step(fused, None, residual, normal=normal)
         layers.append(layer)
     else:

@@ -17,6 +17,7 @@ from vitflow.recording.attention_kinds import (
     is_pooling,
     other_attention,
 )
+from vitflow.recording.between import BetweenBlocks
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing
 from vitflow.recording.layers import (
@@ -42,6 +43,7 @@ class Listening(Interception):
         model: the unwrapped model.
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
         gradients, values, keys, visible, residual, within: as for `record_attention`.
+        between: the comparison of tokens between blocks of this pass.
         pooling: attention of a pooling head, if there is one.
         batch: the number of images or texts of the pass.
         recorded_any: True if any attention was recorded.
@@ -61,6 +63,7 @@ class Listening(Interception):
         within: str,
     ) -> None:
         super().__init__()
+        self.between = BetweenBlocks(model, ())
         self.model, self.fusions, self.values = model, fusions, values
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
         self.residual, self.within = residual, within
@@ -75,6 +78,7 @@ class Listening(Interception):
     def begin_pass(self) -> None:
         """Reset for a new forward pass."""
         self.path = []
+        self.between.begin()
         self.pooling: Tensor | None = None
         self.batch = 1
         self.recorded: list[str] = []
@@ -236,8 +240,9 @@ class Listening(Interception):
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.recorded_any = True
         self.recorded.append(layer.name)
-        if self.residual and self._is_whole(layer.example.shape):
-            append_to_product(self._trace.layers, layer, self.residual, normal)
+        if self.residual and self._is_whole(layer.example.shape) and self.between.contains(layer.name):
+            anew = self.between.is_changed
+            append_to_product(self._trace.layers, layer, self.residual, normal=normal, anew=anew)
         else:
             self._trace.layers.append(layer)
 

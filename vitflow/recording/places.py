@@ -360,10 +360,10 @@ def _aligned(edges: Mapping[tuple[int, int], Edges], axis: int, count: int, leng
         float(furthest([end - place[axis] * step for place, end in ends.items()]))
         for furthest, ends in ((np.min, lows), (np.max, highs))
     ]
-    for place, ends in edges.items():
-        for begin, end in zip(begins, ends, strict=True):
+    for place, both in edges.items():
+        for begin, edge in zip(begins, both, strict=True):
             expected = min(max(begin + place[axis] * step, 0.0), length)
-            if step <= 0 or abs(end - expected) > _TOLERANCE * step + 0.5:
+            if step <= 0 or abs(edge - expected) > _TOLERANCE * step + 0.5:
                 return None
     return Span((begins[0] + begins[1] - step) / 2, step, first, last)
 

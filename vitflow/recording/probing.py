@@ -119,12 +119,13 @@ class Call:
         return model_cache(self.model)
 
     def __call__(self, other: Tensor) -> Any:
-        """Return the model's output for other pixels; further inputs are those of the first image."""
+        """Return the model's output for other pixels, whose further inputs are those of the first image."""
 
         def replaced(value: Any) -> Any:
             if value is self.pixels:
                 return other.clone()  # the model may change it in place
             of_images = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(self.pixels)
+            of_images = of_images and other is not self.pixels
             return value[:1].expand(len(other), *value.shape[1:]) if of_images else value
 
         args, kwargs = tuple(map(replaced, self.args)), {name: replaced(value) for name, value in self.kwargs.items()}

@@ -26,6 +26,7 @@ from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_stat
 from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
 from vitflow.models.pooling import ATTENTION_POOLING, closed_readouts
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
+from vitflow.recording.between import BetweenBlocks, find_passed
 from vitflow.recording.isolation import (
     Hook,
     hooked,
@@ -178,6 +179,9 @@ class record_attention:
             yield Hook(embedding, _begin_graph, before=False)
         for path, module in self._features.items():
             yield Hook(module, partial(self._keep, path), before=False)
+        if self._attention and not self._within:  # blocks are known after a pass
+            self._listening.between = BetweenBlocks.of(self._model)
+            yield from self._listening.between.hooks()
         if self._head is not None and self._head.taps:
             for path in self._head.blocks:
                 yield Hook(_submodule(self._model, path), _stop_graph, before=True)
@@ -304,8 +308,10 @@ class record_attention:
         if layers and refusal is None:
             layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
             if not self._within:
-                refusal = unseen_mixing(call, layouts, self._listening.recorded) or place_layers(
-                    call, layers, trace.names
+                refusal = (
+                    unseen_mixing(call, layouts, self._listening.recorded)
+                    or place_layers(call, layers, trace.names)
+                    or find_passed(call, layers, trace.names, self._listening.between)
                 )
                 layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         if not layers or refusal is not None:

@@ -113,6 +113,11 @@ class Trace(RecordedLayers):
         layout = self.layout
         return any(not layer.tokens.dense or layer.tokens.queries != layout for layer in self.layers)
 
+    @property
+    def replaces_tokens(self) -> bool:
+        """True if tokens are replaced or zeroed between blocks, so that their columns are 0 in a product of layers."""
+        return any(layer.passed is not None for layer in self.layers)
+
     def grid(self, patch_size: int | None = None) -> tuple[int, int]:
         """Return the rows and columns of a map: the model's patch grid, or cells of about `patch_size` pixels.
 

@@ -7,7 +7,7 @@ pooling or linear attention inside the block explains that.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -58,25 +58,27 @@ def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[st
     known, key = call.cache, (unseen_mixing, *names)
     if key not in known and not call.pixels.is_meta:
         known[key] = _find(call, layouts, names)
-    path: str | None = known.get(key)
-    if path is None:
+    fault: tuple[str, str] | None = known.get(key)
+    if fault is None:
         return None
+    path, reason = fault
     return (
-        f"{type(model.get_submodule(path)).__name__} ({path}) in {type(model).__name__} mixes its tokens in a way that "
-        "was not seen, so a product of layers would be incomplete. Use sampling, occlusion, gradcam or input_gradient; "
-        "the recorded attention is in trace.attentions."
+        f"{type(model.get_submodule(path)).__name__} ({path}) in {type(model).__name__} {reason}, so a product of "
+        "layers would be incomplete. Use sampling, occlusion, gradcam or input_gradient; the recorded attention is in "
+        "trace.attentions."
     )
 
 
-def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> str | None:
-    """Return the path of the first innermost module with unrecorded token mixing, or None."""
+def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> tuple[str, str] | None:
+    """Return path and fault of the first innermost module with unrecorded token mixing, or of a block; or None."""
     model, pixels, noise = call.model, call.pixels, call.noise(1).expand(2, -1, -1, -1)
     explained: set[str] = set()
     # First with a few tokens per block, which is cheap; then with all tokens, and once more if known mixing was inside
     # a larger module.
-    for shortened in (block_paths_of(model, names), (), ()):
+    blocks = block_paths_of(model, names)
+    for shortened in (blocks, (), ()):
         known = explained if not shortened else set[str]()
-        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, known)
+        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, known, blocks)
         try:
             with (
                 trial(model, pixels.device),
@@ -89,10 +91,10 @@ def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> s
             if shortened:
                 continue
             return None
-        if probe.mixing is None and not probe.missed and probe.checked.issuperset(shortened):
+        if probe.fault is None and not probe.missed and probe.checked.issuperset(shortened):
             return None
-        if probe.mixing is not None and not shortened:
-            return probe.mixing
+        if probe.fault is not None and not shortened:
+            return probe.fault
     return None
 
 
@@ -113,27 +115,34 @@ class _Call:
         tokens: the number of its input tokens, if only the changed ones differ; otherwise 0.
         begins: True if the tokens were changed at its input.
         explained: True if it contains known token mixing.
+        changed: mask of the changed tokens at the input of a block; None for other modules, which may reorder tokens.
     """
 
     path: str
     tokens: int = 0
     begins: bool = False
     explained: bool = False
+    changed: Tensor | None = None
 
 
 class _Probe(Interception):
     """Runs two images through a model; the second becomes the first with some tokens changed."""
 
     def __init__(
-        self, model: nn.Module, size: tuple[int, int], layouts: Sequence[TokenLayout], explained: set[str]
+        self,
+        model: nn.Module,
+        size: tuple[int, int],
+        layouts: Sequence[TokenLayout],
+        explained: set[str],
+        blocks: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self._model, self._size, self._explained = model, size, explained
+        self._model, self._size, self._explained, self._blocks = model, size, explained, blocks
         self._counts = {layout.num_tokens for layout in layouts} | {FEW_TOKENS}
         self._attending = may_attend(model)
         self._calls: list[_Call] = []
         self._changed = False  # True while a module with changed tokens runs
-        self.mixing: str | None = None  # path of the module with unrecorded mixing
+        self.fault: tuple[str, str] | None = None  # path and fault of the module with unrecorded mixing
         self.missed = False  # True if a module could not be checked
         self.checked: set[str] = set()  # paths of the checked modules
 
@@ -159,11 +168,15 @@ class _Probe(Interception):
         tokens = self._tokens(given)
         assert tokens is not None
         if self._changed:
-            call.tokens = tokens.shape[1] if self._share(tokens) <= _limits(tokens)[0] else 0
+            call.tokens = tokens.shape[1] if _share(tokens) <= _limits(tokens)[0] else 0
+            if path in self._blocks:
+                apart = _difference(tokens)
+                call.changed = apart > apart.max() * _limits(tokens)[1] ** 2
             return None
         if path in self._explained:
             return None
         call.tokens, call.begins, self._changed = tokens.shape[1], True, True
+        call.changed = self._which(tokens) if path in self._blocks else None
         with torch._C.DisableTorchFunction():  # not part of the model
             other = self._change(given, tokens)
 
@@ -183,8 +196,9 @@ class _Probe(Interception):
         checked = tokens is not None and tokens.shape[1] == call.tokens and not call.explained
         if checked:
             self.checked.add(path)
-        if checked and tokens is not None and self.mixing is None and self._share(tokens) > _limits(tokens)[1]:
-            self.mixing = path
+        if checked and tokens is not None and self.fault is None:
+            fault = _fault(tokens, call.changed)
+            self.fault = None if fault is None else (path, fault)
         if call.begins:
             self._changed = False
             if not checked:
@@ -238,17 +252,6 @@ class _Probe(Interception):
         channels_first = given.ndim == 4 and grid_axis(given.shape, self._size) == 2
         return (both.mT if channels_first else both).reshape(given.shape)
 
-    def _share(self, tokens: Tensor) -> float:
-        """Return the difference between the images of unchanged tokens relative to that of changed tokens.
-
-        The smallest differences count as those of unchanged tokens, because tokens may be reordered.
-        """
-        with torch._C.DisableTorchFunction():  # not part of the model
-            apart = (tokens[1] - tokens[0]).float().square().mean(dim=-1).sort().values
-            others, moved = apart.tensor_split([len(apart) - len(apart) // 2])
-            share = float((others.mean() / moved.mean()).sqrt())
-        return share if math.isfinite(share) else 0.0
-
     # -- functions ----------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -289,6 +292,41 @@ def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     over = {dim % source.ndim for dim in dims}
     return bool(over == {1} if source.ndim == 3 else source.ndim == 4 and len(over - {0}) > 1)
+
+
+def _difference(tokens: Tensor) -> Tensor:
+    """Return the mean squared difference of each token between the images, [tokens]."""
+    with torch._C.DisableTorchFunction():  # not part of the model
+        return (tokens[1] - tokens[0]).float().square().mean(dim=-1)
+
+
+def _share(tokens: Tensor, changed: Tensor | None = None) -> float:
+    """Return the difference between the images of unchanged tokens relative to that of changed tokens.
+
+    The smallest differences count as those of unchanged tokens if it is unknown which these are.
+    """
+    with torch._C.DisableTorchFunction():
+        apart = _difference(tokens)
+        if changed is None:
+            apart = apart.sort().values
+            others, moved = apart.tensor_split([len(apart) - len(apart) // 2])
+        else:
+            others, moved = apart[~changed], apart[changed]
+        share = float((others.mean() / moved.mean()).sqrt())
+    return share if math.isfinite(share) else 0.0
+
+
+def _fault(tokens: Tensor, changed: Tensor | None) -> str | None:
+    """Return what a module does besides recorded attention, given its output and the tokens that were changed."""
+    limit = _limits(tokens)[1]
+    if _share(tokens) > limit:
+        return "mixes its tokens in a way that was not seen"
+    if changed is None or not changed.any():
+        return None
+    if _share(tokens, changed) > limit:
+        return "reorders its tokens"
+    apart = _difference(tokens)[changed]
+    return "zeroes or replaces some of its tokens" if (apart <= limit**4 * apart.mean()).any() else None
 
 
 def _limits(tokens: Tensor) -> tuple[float, float]:

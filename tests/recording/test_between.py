@@ -1,0 +1,205 @@
+"""Tokens that are replaced, zeroed, reordered or changed between blocks, on the image that is explained."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from vitflow import Explainer, record_attention
+from vitflow.errors import UnsupportedModelError
+from vitflow.methods import TokenLayout
+
+CONFIG = {"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
+DEPTH, PREFIX, PATCHES = 7, 3, 16
+
+
+class Between(nn.Module):
+    """A ViT with two registers and a function of the tokens before each block; it keeps which tokens are replaced."""
+
+    def __init__(self, function, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"img_size": 64, "embed_dim": 48, "num_heads": 3, "depth": DEPTH, "num_classes": 5}
+        self.vit = timm.create_model("vit_tiny_patch16_224", **options, reg_tokens=PREFIX - 1)
+        with torch.no_grad():
+            for parameter in self.vit.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        self.function, self.replaced = function, [None] * DEPTH
+        self.prompts = nn.Parameter(torch.randn(DEPTH, PREFIX - 1, 48))
+        self.to(dtype).eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.vit._pos_embed(self.vit.patch_embed(images))
+        for index, block in enumerate(self.vit.blocks):
+            if index:
+                x = self.function(self, x, index)
+            x = block(x)
+        return self.vit.head(self.vit.norm(x)[:, 0])
+
+
+def prompts(model: Between, x: Tensor, index: int) -> Tensor:
+    model.replaced[index] = torch.zeros(len(x), PREFIX + PATCHES, dtype=torch.bool)
+    model.replaced[index][:, 1:PREFIX] = True
+    return torch.cat([x[:, :1], model.prompts[index].expand(len(x), -1, -1), x[:, PREFIX:]], 1)
+
+
+def halting(model: Between, x: Tensor, index: int) -> Tensor:
+    """Zero patches that are large, more of them in each layer; which depends on the image."""
+    size = x[:, PREFIX:].norm(dim=-1)
+    halted = nn.functional.pad(size > size.sort(dim=1).values[:, -index, None], (PREFIX, 0))
+    model.replaced[index] = halted
+    return x * ~halted[..., None]
+
+
+def pruned_once(model: Between, x: Tensor, index: int) -> Tensor:
+    if index != 4:
+        return x
+    model.replaced[index] = torch.arange(PREFIX + PATCHES).expand(len(x), -1) % 5 == 4
+    return torch.where(
+        model.replaced[index][..., None], torch.randn(48, generator=torch.Generator().manual_seed(1)).to(x), x
+    )
+
+
+def literal(model: Between, trace, backward=None) -> Tensor:
+    """Return the row of the class token in the product of layers whose columns of replaced tokens are 0."""
+    layers = list(zip(trace.attentions, model.replaced, strict=True))
+    row = torch.eye(PREFIX + PATCHES, dtype=torch.float64)[:1].expand(len(trace.logits), -1)
+    for index in reversed(range(DEPTH)):
+        attention, replaced = layers[index]
+        if backward is None:
+            matrix = attention.double().mean(1) / 2 + torch.eye(PREFIX + PATCHES) / 2
+        else:
+            matrix = torch.eye(PREFIX + PATCHES) + (attention * backward[index]).double().clamp_min(0).mean(1)
+        if replaced is not None:
+            matrix = matrix.masked_fill(replaced[:, None], 0.0)
+        row = (row[:, None] @ matrix)[:, 0]
+    return row[:, PREFIX:].unflatten(1, (4, 4)).detach()
+
+
+def images(count: int = 2) -> list[np.ndarray]:
+    return list(np.random.default_rng(0).integers(0, 256, (count, 64, 64, 3), np.uint8))
+
+
+@pytest.mark.parametrize("function", [prompts, halting, pruned_once])
+def test_columns_of_tokens_that_are_replaced_or_zeroed_are_0(function):
+    model = Between(function)
+    explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
+    for _ in range(2):  # the blocks are known in the second pass
+        maps = explainer.explain_batch(
+            images(), methods=["rollout", "gae"], preset="paper", targets=torch.tensor([1, 2])
+        )
+        pixels = torch.cat([explainer.pixels(image) for image in images()])
+        with record_attention(model, gradients=True, layout=TokenLayout(PREFIX, 4, 4)) as trace:
+            model(pixels)
+        expected = literal(model, trace)
+        assert np.abs(np.stack([each.grid for each in maps[::2]]) - expected.numpy()).max() < 1e-6
+        expected = literal(model, trace, trace.backward(torch.tensor([1, 2])).attentions).float()
+        actual = torch.stack([torch.from_numpy(each.grid) for each in maps[1::2]])
+        assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+    with pytest.raises(UnsupportedModelError, match="replaces or zeroes tokens"):
+        explainer.explain(images()[0], method="flow")
+
+
+def in_place(model: Between, x: Tensor, index: int) -> Tensor:
+    x += model.prompts[index, :1]
+    return x
+
+
+UNCHANGED = {
+    "a clone": lambda model, x, index: x.clone(),
+    "a view": lambda model, x, index: x.view(x.shape),
+    "positions added": lambda model, x, index: x + model.vit.pos_embed[:, :1],
+    "positions added in place": in_place,
+    "a norm": lambda model, x, index: model.vit.norm(x),
+}
+
+
+@pytest.mark.parametrize("function", UNCHANGED.values(), ids=UNCHANGED)
+def test_changes_of_each_token_alone_are_no_replacements(function):
+    model = Between(function)
+    explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
+    saliency = explainer.explain(images()[0], method="rollout", preset="paper")
+    with record_attention(model, layout=TokenLayout(PREFIX, 4, 4)) as trace, torch.no_grad():
+        model(explainer.pixels(images()[0]))
+    assert trace.refusal is None and not trace.replaces_tokens
+    assert np.abs(saliency.grid - literal(model, trace)[0].numpy()).max() < 1e-6
+
+
+def at_block_5(function):
+    return lambda model, x, index: function(x) if index == 5 else x
+
+
+def patches(function):
+    return lambda x: torch.cat([x[:, :PREFIX], function(x[:, PREFIX:])], 1)
+
+
+def flipped_for_a_while(model: Between, x: Tensor, index: int) -> Tensor:
+    return patches(lambda tokens: tokens.flip(1))(x) if index in (3, 5) else x
+
+
+def sorted_by_size(tokens: Tensor) -> Tensor:
+    order = tokens.norm(dim=-1).argsort(1)
+    return tokens.gather(1, order[..., None].expand_as(tokens))
+
+
+def frozen(model: Between, x: Tensor, index: int) -> Tensor:
+    """Large tokens stay as they were before the block below."""
+    before, model.before = getattr(model, "before", None), x
+    if index == 1:
+        return x
+    return torch.where((x.norm(dim=-1) > x.norm(dim=-1).median())[..., None], before, x)
+
+
+def halves_merged(tokens: Tensor) -> Tensor:
+    means = (tokens[:, :8] + tokens[:, 8:]) / 2
+    return torch.cat([means, means], 1)
+
+
+ORDER = torch.randperm(PATCHES, generator=torch.Generator().manual_seed(1))
+REFUSED = {
+    "permuted": (at_block_5(patches(lambda tokens: tokens[:, ORDER])), "reorders"),
+    "two swapped": (at_block_5(patches(lambda tokens: tokens[:, [1, 0, *range(2, 16)]])), "reorders"),
+    "sorted": (at_block_5(patches(sorted_by_size)), "reorders"),
+    "flipped": (flipped_for_a_while, "reorders"),
+    "rolled": (at_block_5(patches(lambda tokens: tokens.roll(1, 1))), "reorders"),
+    "merged": (at_block_5(patches(halves_merged)), "merges"),
+    "copied": (at_block_5(patches(lambda tokens: torch.cat([tokens[:, :15], tokens[:, 3:4]], 1))), "by others"),
+    "frozen": (frozen, "by others"),
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), REFUSED.values(), ids=REFUSED)
+def test_tokens_that_are_reordered_or_come_from_elsewhere_are_refused(function, reason):
+    explainer = Explainer(Between(function), data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
+    for method in ("rollout", "gae"):
+        with pytest.raises(UnsupportedModelError, match=f"{reason}.*between vit.blocks"):
+            explainer.explain(images()[0], method=method)
+
+
+class ReordersInside(nn.Module):
+    def __init__(self, block: nn.Module, function) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
+        self.function = function
+
+    def forward(self, x: Tensor, **_) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return self.function(x + self.mlp(self.norm2(x)))
+
+
+INSIDE = {
+    "permuted": patches(lambda tokens: tokens[:, ORDER]),
+    "flipped": patches(lambda tokens: tokens.flip(1)),
+    "sorted": patches(sorted_by_size),
+    "zeroed": lambda x: x * (torch.arange(PREFIX + PATCHES) % 4 != 3)[:, None],
+}
+
+
+@pytest.mark.parametrize("function", INSIDE.values(), ids=INSIDE)
+def test_tokens_that_are_reordered_or_zeroed_inside_a_block_are_refused(function):
+    model = Between(lambda model, x, index: x)
+    model.vit.blocks[4] = ReordersInside(model.vit.blocks[4], function)
+    explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
+    with pytest.raises(UnsupportedModelError, match=r"vit.blocks.4.*(reorders|zeroes|mixes)"):
+        explainer.explain(images()[0], method="rollout")
