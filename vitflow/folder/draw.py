@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -212,13 +213,16 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
     Raises:
         OptionError: the folder has no run, or its record is damaged.
     """
-    from vitflow.viewer.pages import placed_grids, thumbnail
+    from vitflow.viewer.pages import FAILURES_SHOWN, placed_grids, thumbnail
     from vitflow.viewer.report import write_report
 
     with open_run(output) as saved:
         run = saved.fingerprint
-        failures = [row for row, _ in saved.with_maps() if row["status"] == "failed"]
-        explained = sum(1 for _ in saved.rows()) - len(failures)
+        counts, failures = Counter[str](), list[Row]()
+        for row, _ in saved.with_maps():
+            counts[row["status"]] += 1
+            if row["status"] == "failed" and len(failures) < FAILURES_SHOWN:
+                failures.append(row)
 
         def images() -> Iterator[list[Row]]:
             """Yield the rows of each explained image, one for each target, with photograph and maps."""
@@ -232,7 +236,7 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
                 yield [each | shown | {"grids": grids} for each, grids in by_rank(row, maps)]
 
         notes = {label: _departures(run, label) for label in run["methods"]}
-        return write_report(saved.folder, run, images(), failures, explained=explained, departures=notes, **options)
+        return write_report(saved.folder, run, images(), failures, counts, departures=notes, **options)
 
 
 def _departures(run: Mapping[str, Any], label: str) -> str:

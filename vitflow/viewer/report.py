@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vitflow.errors import printable
 from vitflow.files import natural_order
 from vitflow.images.overlay import is_soft, scale_range
-from vitflow.viewer.pages import FAILURES_SHOWN, drawing_of, one_table, write_html
+from vitflow.viewer.pages import drawing_of, one_table, write_html
 
 
 def write_report(
@@ -22,8 +22,8 @@ def write_report(
     run: Mapping[str, Any],
     images: Iterable[Sequence[Mapping[str, Any]]],
     failures: Sequence[Mapping[str, Any]],
+    counts: Mapping[str, int],
     *,
-    explained: int,
     departures: Mapping[str, str] | None = None,
     per_page: int = 300,
 ) -> Path:
@@ -37,8 +37,8 @@ def write_report(
         run: settings of the run: "root", "model", "methods", "options", "drawing", …
         images: the rows of each explained image, one for each target, with its "photograph" as JPEG, or None and the
             reason as "no_photograph"; the "grids" of its maps; and their `pages.placed_grids`.
-        failures: rows of the images that failed.
-        explained: number of explained images.
+        failures: rows of the first images that failed.
+        counts: number of "explained" and "failed" images.
         departures: differences of each method's options from its publication, as text.
         per_page: number of images per page.
     """
@@ -46,7 +46,7 @@ def write_report(
     cmap, soft = drawing.get("cmap"), is_soft(drawing.get("vmin"), drawing.get("vmax"), True)
     drawn = drawing_of(drawing.get("background", "grey"), soft=soft, contours=bool(drawing.get("contours")))
     tables = {"one_side": one_table(cmap, False), "two_sides": one_table(cmap, True)}
-    count = max(-(-explained // per_page), 1)
+    count = max(-(-counts["explained"] // per_page), 1)
     names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, count + 1)]
     for number, name in enumerate(names, start=1):
         entries = [_entry(row, run, output) for rows in islice(remaining, per_page) for row in rows]
@@ -56,9 +56,9 @@ def write_report(
             "report",
             title=output.resolve().name,
             run=run,
-            explained=explained,
-            failed=len(failures),
-            failures=failures[:FAILURES_SHOWN] if number == 1 else [],
+            explained=counts["explained"],
+            failed=counts["failed"],
+            failures=failures if number == 1 else [],
             classes=sorted({entry["label"] for entry in entries}, key=natural_order),
             methods=list(run["methods"]),
             data={
