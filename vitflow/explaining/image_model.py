@@ -12,27 +12,27 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, check_known, printable, unknown_name
 from vitflow.explaining.inputs import ImageInput, ModelInputs, PlacedImage, at_least_one, name_of
-from vitflow.explaining.regions import Boxes, Masks, Regions, boxes
+from vitflow.explaining.regions import Boxes, Masks, boxes
 from vitflow.images import FITS
 from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.images.reading import ImageSource, image_name
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import forward_options
+from vitflow.models.binding import Binding
 from vitflow.models.blocks import headless
 from vitflow.models.calls import no_logits, refused_input
 from vitflow.models.facts import library_data_config, read_facts
 from vitflow.models.identity import library_versions, state_sha256, weights_sha256
 from vitflow.models.loading import load_model
-from vitflow.models.names import ClassNames, check_name_count, checked_class_names, model_id
+from vitflow.models.names import ClassNames, check_name_count, model_id
 from vitflow.models.outputs import Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import (
-    PromptedDetector,
     Prompts,
+    bind_tower,
     is_pair,
     is_prompted_detector,
     pair_of,
-    prompt_outputs,
     refuse_without_prompts,
 )
 from vitflow.models.parts import refuse_joint_text, unwrap
@@ -51,6 +51,14 @@ class SimilarityTo:
     """Similarity to reference images as the outputs of a model; see `similarity_to`."""
 
     images: tuple[ImageSource, ...]
+
+    def bind(self, binding: Binding) -> Binding:
+        """Bind the encoder of a model, without its classifier."""
+        binding.refuse_class_names()
+        if is_pair(binding.model):
+            binding = bind_tower(binding, pair_of(binding.model))
+        config = binding.data_config or library_data_config(binding.model)
+        return replace(binding, model=headless(binding.model), outputs=Outputs(count=0), data_config=config)
 
 
 def similarity_to(images: ImageSource | Sequence[ImageSource]) -> SimilarityTo:
@@ -97,62 +105,21 @@ class ImageModel:
             raise OptionError(unknown_name("fit", fit, FITS))
         if dtype is not None:
             check_known("dtype", dtype, DTYPES)
-        loading: dict[str, Any] = {"checkpoint": checkpoint, "num_classes": num_classes}
-        if isinstance(model, str | Path):
-            model = load_model(model, dynamic_img_size=fit == "native", **loading)
-            device = device or default_device()
-        elif any(value is not None for value in loading.values()):
-            raise OptionError(f"checkpoint= and num_classes= require a model id, got a {type(model).__name__}.")
-        self.model = unwrap(model)
-        refuse_joint_text(self.model)
-        references = outputs.images if isinstance(outputs, SimilarityTo) else None
-        if isinstance(outputs, Prompts) and is_prompted_detector(self.model):
-            outputs = boxes(prompts=outputs)
-        prompted = outputs.prompts if isinstance(outputs, Boxes) else None
-        named = isinstance(outputs, Prompts | SimilarityTo)
-        if (named or prompted) and class_names is not None:
-            raise OptionError("class_names cannot be used with prompts or reference images.")
-        if isinstance(outputs, Prompts) or (references is not None and is_pair(self.model)):
-            pair = pair_of(self.model, getattr(outputs, "processor", None))
-            self.model, data_config, name = pair.tower, data_config or pair.data_config, name or pair.name
-            outputs = prompt_outputs(pair, outputs) if isinstance(outputs, Prompts) else outputs
-        if references is not None:
-            data_config = data_config or library_data_config(self.model)
-            self.model, outputs = headless(self.model), Outputs(count=0)
-        if prompted is not None:
-            data_config = data_config or library_data_config(self.model, prompted.processor)
-            name = name or model_id(self.model)
-            self.model = PromptedDetector(self.model, prompted)
-        self.regions: Regions | None = None
-        if isinstance(outputs, Boxes | Masks):
-            given = None if class_names is None else list(checked_class_names(class_names, None))
-            self.regions = Regions(outputs, given, activation)
-            outputs, class_names, activation, named = self.regions.outputs(), None, None, True
-        refuse_without_prompts(self.model)
-        if is_video_model(self.model):
-            name = name or model_id(self.model)
-            self.model, data_config, layout = _stacked(self.model, data_config)
+        loaded = _loaded(model, checkpoint, num_classes, dynamic=fit == "native")
+        device = default_device() if device is None and loaded is not model else device
+        binding = Binding(unwrap(loaded), outputs, data_config, class_names, activation, layout, name)
+        binding = _bound(binding, outputs)
+        self.model, self.regions = binding.model, binding.selects
         self._heads: dict[bool, Head | None] = {}  # for the outputs (False) and their contrasts with the rest (True)
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
-        self.facts = read_facts(
-            self.model,
-            data_config=data_config,
-            class_names=class_names,
-            activation=activation,
-            layout=layout,
-            name=name,
-            outputs=outputs,
-        )
+        names = ("data_config", "class_names", "activation", "layout", "name", "outputs")
+        self.facts = read_facts(self.model, **{name: getattr(binding, name) for name in names})
         self.inputs = ModelInputs(self.facts.preprocessing(fit), self.model_id)
-        if references is not None:
-            self.facts = replace(self.facts, outputs=self._similarities(references))
+        if isinstance(outputs, SimilarityTo):
+            self.facts = replace(self.facts, outputs=self._similarities(outputs.images))
         elif outputs is not None:  # errors come before the first image
-            with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
-                noise = torch.cat([self.pixels(image) for image in self.inputs.two_images()])
-                tried = self.outputs.tried(lambda images: self.forward(images.clone()), noise, alone=not named)
-                tried = tried if self.regions is None else self.regions.completed(tried, self.model)
-            self.facts = replace(self.facts, outputs=tried)
-        if class_names is not None and self.facts.outputs.count is None:
+            self.facts = replace(self.facts, outputs=self._tried(binding))
+        if binding.class_names is not None and self.facts.outputs.count is None:
             check_name_count(self.facts.outputs.names or (), self.num_classes)
 
     def _similarities(self, references: Sequence[ImageSource]) -> Outputs:
@@ -162,6 +129,13 @@ class ImageModel:
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
             vectors = [features_of(self.forward(self._tensor([image]))) for image in placed]
         return similarity_outputs(torch.cat(vectors), names, [image.image for image in placed])
+
+    def _tried(self, binding: Binding) -> Outputs:
+        """Return the outputs after a trial run on noise."""
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
+            noise = torch.cat([self.pixels(image) for image in self.inputs.two_images()])
+            tried = self.outputs.tried(lambda images: self.forward(images.clone()), noise, alone=binding.check_batch)
+            return tried if binding.complete is None else binding.complete(tried, self.model)
 
     def __repr__(self) -> str:
         count = "" if self.facts.outputs.count is None else f", {self.facts.outputs.count} classes"
@@ -351,6 +325,32 @@ class ImageModel:
         if logits is None:
             raise no_logits(output, self.model_id)
         return logits
+
+
+def _loaded(
+    model: str | Path | nn.Module, checkpoint: str | Path | None, num_classes: int | None, *, dynamic: bool
+) -> nn.Module:
+    """Return a model, loaded if it is given by its id."""
+    if isinstance(model, str | Path):
+        return load_model(model, checkpoint=checkpoint, num_classes=num_classes, dynamic_img_size=dynamic)
+    if checkpoint is not None or num_classes is not None:
+        raise OptionError(f"checkpoint= and num_classes= require a model id, got a {type(model).__name__}.")
+    return model
+
+
+def _bound(binding: Binding, outputs: Any) -> Binding:
+    """Return the model and settings for what is explained; a video model reads its frames as one tall image."""
+    refuse_joint_text(binding.model)
+    if isinstance(outputs, Prompts) and is_prompted_detector(binding.model):
+        outputs = boxes(prompts=outputs)
+    if isinstance(outputs, Prompts | SimilarityTo | Boxes | Masks):
+        binding = outputs.bind(binding)
+    refuse_without_prompts(binding.model)
+    if is_video_model(binding.model):
+        model, config, layout = _stacked(binding.model, binding.data_config)
+        name = binding.name or model_id(binding.model)
+        binding = replace(binding, model=model, data_config=config, layout=layout, name=name)
+    return binding
 
 
 def _stacked(model: nn.Module, data_config: Any) -> tuple[StackedFrames, dict[str, Any], TokenLayout]:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,19 @@ from vitflow.errors import OptionError, OutsideImageError, ShapeError
 from vitflow.explaining.similarity import check_box
 from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
+from vitflow.models.binding import Binding
 from vitflow.models.calls import dense_logits_of, detections_of
-from vitflow.models.names import NO_OBJECT, config_labels, is_segmenting, output_names
+from vitflow.models.facts import library_data_config
+from vitflow.models.names import (
+    NO_OBJECT,
+    checked_class_names,
+    config_labels,
+    is_segmenting,
+    model_id,
+    output_names,
+)
 from vitflow.models.outputs import Outputs, activate
-from vitflow.models.pairs import Prompts
+from vitflow.models.pairs import PromptedDetector, Prompts
 from vitflow.models.pairs import prompts as prompts_of
 
 _SAME = 0.5  # detections of one class with a larger IoU are of one object
@@ -32,12 +41,32 @@ class Boxes:
     box: tuple[float, float, float, float] | None = None
     prompts: Prompts | None = None
 
+    def bind(self, binding: Binding) -> Binding:
+        """Bind a detector; with prompts, one whose classes are these."""
+        if self.prompts is not None:
+            binding.refuse_class_names()
+            config = binding.data_config or library_data_config(binding.model, self.prompts.processor)
+            model, name = PromptedDetector(binding.model, self.prompts), binding.name or model_id(binding.model)
+            binding = replace(binding, model=model, data_config=config, name=name)
+        return _bind_regions(binding, self)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masks:
     """A class inside a region as the outputs of a model; see `masks`."""
 
     region: Any = None
+
+    def bind(self, binding: Binding) -> Binding:
+        """Bind a segmentation model."""
+        return _bind_regions(binding, self)
+
+
+def _bind_regions(binding: Binding, question: "Boxes | Masks") -> Binding:
+    names = None if binding.class_names is None else list(checked_class_names(binding.class_names, None))
+    regions = Regions(question, names, binding.activation)
+    binding = replace(binding, class_names=None, activation=None, check_batch=False)  # `completed` has both
+    return replace(binding, outputs=regions.outputs(), complete=regions.completed, selects=regions)
 
 
 def boxes(box: Sequence[float] | None = None, *, prompts: Sequence[str] | Prompts | None = None) -> Boxes:

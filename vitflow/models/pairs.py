@@ -5,7 +5,7 @@ The texts are embedded once. The image tower with its projection is recorded.
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.models.anatomy import embedding_of, pair
+from vitflow.models.binding import Binding
 from vitflow.models.blocks import without
 from vitflow.models.facts import library_data_config
 from vitflow.models.identity import state_sha256
@@ -250,6 +251,18 @@ class Prompts:
     templates: tuple[str, ...]
     processor: Any
     raw: bool
+
+    def bind(self, binding: Binding) -> Binding:
+        """Bind the image tower of an image–text model to the scores of these prompts."""
+        binding.refuse_class_names()
+        pair = pair_of(binding.model, self.processor)
+        return replace(bind_tower(binding, pair), outputs=prompt_outputs(pair, self), check_batch=False)
+
+
+def bind_tower(binding: Binding, pair: Pair) -> Binding:
+    """Bind the image tower of an image–text model, with its preprocessing and the model's name."""
+    config, name = binding.data_config or pair.data_config, binding.name or pair.name
+    return replace(binding, model=pair.tower, data_config=config, name=name)
 
 
 def prompts(
