@@ -82,18 +82,3 @@ def test_a_batch_explainer_follows_the_rule_or_asks_for_the_method(demo):
     with pytest.raises(OptionError, match=r"An explainer of prompts, .* requires methods .*methods=\['gae'\]"):
         BatchExplainer(lambda: like)(batch)
     assert BatchExplainer(lambda: like, ["gae"])(batch)["status"].tolist() == ["explained"]
-
-
-@pytest.mark.parametrize(
-    ("call", "options", "message"),
-    [
-        ("explain_batch", {"method": "gae"}, "Unknown option 'method': use methods=, which takes a list"),
-        ("explain_batch", {"target": 3}, "Unknown option 'target': use targets="),
-        ("explain_batch", {"category": 3}, r"Unknown option 'category': use target= \(targets="),
-        ("explain", {"methods": ["gae"]}, "use method=; explain_batch takes several"),
-        ("explain", {"targets": [0, 1]}, "use target=; explain_batch takes several"),
-    ],
-)
-def test_singular_and_plural_names_say_the_right_call(demo, call, options, message):
-    with pytest.raises(OptionError, match=message):
-        getattr(demo, call)(IMAGE, **options)

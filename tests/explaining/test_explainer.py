@@ -131,6 +131,8 @@ def test_a_method_and_a_target_by_the_name_that_another_function_gives_them():
                 function(image, **wrong)
     [one] = explaining.explain_batch([image], methods="rollout")
     assert one.method == "rollout"
+    with pytest.raises(OptionError, match=r"Unknown option 'category': use target= \(targets="):
+        explaining.explain_batch([image], category=3)
 
 
 def test_imagenet_classes_by_any_of_their_names():
