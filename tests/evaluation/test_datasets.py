@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from vitflow.demo import CLASS_NAMES, draw_image
-from vitflow.errors import ImageError, OptionError, ShapeError
+from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation import Region, open_dataset
 from vitflow.evaluation.samples import Labelled
 from vitflow.evaluation.targets import choose_target
@@ -60,12 +60,6 @@ def test_a_folder_called_demo_is_a_folder(tmp_path, monkeypatch):
     assert not open_dataset("demo").has_regions
 
 
-@pytest.mark.parametrize("data", ["demo:0", "demo:2000000", "demo:10:999995"])
-def test_the_demo_models_training_images_are_refused(data):
-    with pytest.raises(OptionError, match="outside the demo model.s training set"):
-        open_dataset(data)
-
-
 # --- Masks and classes -----------------------------------------------------------------------------------------------
 
 
@@ -104,25 +98,6 @@ def test_masks_with_classes(folder):
     assert (question.unknown == (values == 255)).all()
 
 
-def test_a_mask_value_without_a_class_is_reported(folder):
-    Image.fromarray(np.full(SIZE, 7, np.uint8)).save(folder / "cat_mask.png")
-    (folder / "classes.txt").write_text("tabby\n")
-    with pytest.raises(ShapeError, match=r"value 7, and classes.txt has 1 lines"):
-        by_name(open_dataset(folder))
-
-
-def test_a_mask_of_another_size_is_reported(folder):
-    Image.fromarray(np.ones((10, 10), np.uint8)).save(folder / "cat_mask.png")
-    with pytest.raises(ShapeError, match=r"\(10, 10\)"):
-        choose_target(by_name(open_dataset(folder))["cat.jpg"], 0, None)
-
-
-def test_a_broken_mask_is_reported(folder):
-    (folder / "cat_mask.png").write_bytes(b"no image")
-    with pytest.raises(ImageError, match="the mask 'cat_mask.png'"):
-        by_name(open_dataset(folder))
-
-
 def test_classes_alone(folder):
     (folder / "labels.csv").write_text("file,label_index,label\ncat.jpg,281,tabby\ntwo birds.png,,hen\n")
     dataset = open_dataset(folder)
@@ -132,14 +107,6 @@ def test_classes_alone(folder):
         "dog.jpg": None,
         "two birds.png": "hen",
     }
-
-
-def test_a_class_index_that_is_none_is_its_images_error(folder):
-    (folder / "labels.csv").write_text("file,label_index\ncat.jpg,1e999\ndog.jpg,2\n")
-    cat, dog, _ = open_dataset(folder).samples
-    assert dog.read().label == 2
-    with pytest.raises(OptionError, match=r"class index in labels.csv, got '1e999'"):
-        cat.read()
 
 
 def test_images_alone(folder):
@@ -166,12 +133,6 @@ def test_json_of_boxes(folder, key):
         assert list(images) == ["cat.jpg"]
         assert (union_of(images["cat.jpg"]) == painted((5, 4, 20, 12), (0, 0, 2, 3))).all()
         assert images["cat.jpg"].label == 281
-
-
-def test_annotations_for_an_image_of_another_size_are_reported(folder):
-    (folder / "boxes.json").write_text(json.dumps([{"file": "cat.jpg", "size": [30, 40], "boxes": []}]))
-    with pytest.raises(ShapeError, match=r"got \(40, 30\)"):
-        by_name(open_dataset(folder))
 
 
 def test_a_box_owns_the_pixels_whose_centres_it_holds():
@@ -339,68 +300,49 @@ def test_coco_boxes_polygons_and_runs(folder):
     assert not (square & ~painted((19, 9, 31, 21))).any()
 
 
-def pack(runs) -> str:
-    """COCO's packed run lengths, written from their description."""
-    text = ""
-    for number, run in enumerate(runs):
-        value = run - runs[number - 2] if number > 2 else run
-        while True:
-            bits, value = value & 31, value >> 5
-            last = (value == 0 and not bits & 16) or (value == -1 and bits & 16)
-            text += chr(48 + (bits if last else bits | 32))
-            if last:
-                break
-    return text
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_packed_runs_are_unpacked(seed):
-    random = np.random.default_rng(seed)
-    mask = random.random((23, 31)) < random.uniform(0.02, 0.98)
-    if seed % 2:
-        mask[:, 5:20] = seed % 4 == 1
-    flat = mask.flatten(order="F")
-    edges = np.flatnonzero(np.diff(flat)) + 1
-    runs = np.diff(np.concatenate([[0], edges, [flat.size]])).tolist()
-    runs = [0, *runs] if flat[0] else runs
-    assert (Region("x", {"size": list(mask.shape), "counts": pack(runs)}).mask(mask.shape) == mask).all()
-    assert (Region("x", {"size": list(mask.shape), "counts": runs}).mask(mask.shape) == mask).all()
-
-
-def test_polygons_agree_with_pillow_but_for_their_edges():
-    corners = [(3, 2), (35, 8), (28, 27), (10, 22)]
-    canvas = Image.new("1", SIZE[::-1])
-    ImageDraw.Draw(canvas).polygon(corners, fill=1)
-    actual = Region(None, [[c for corner in corners for c in corner]]).mask(SIZE)
-    assert (actual ^ np.asarray(canvas)).mean() < 0.06
-    assert actual[15, 20]
-
-
-def test_broken_runs_are_reported():
-    with pytest.raises(ShapeError, match="sum to 4 pixels"):
-        Region("x", {"counts": [1, 2]}).mask((2, 2))
-    with pytest.raises(ShapeError, match="in COCO's form"):
-        Region("x", {"counts": "a"}).mask((2, 2))
-
-
 # --- Faults ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.json", "{"),
-        ("a.json", "[]"),
-        ("a.json", "3"),
-        ("a.json", '[{"boxes": [[1, 2, 3, 4]]}]'),
-        ("a.json", '{"images": [{"id": 1}], "annotations": []}'),
-    ],
-)
-def test_annotations_that_cannot_be_read_are_reported(folder, name, text):
-    (folder / name).write_text(text)
-    with pytest.raises(OptionError, match=r"Could not read the annotations 'a\.") as caught:
-        open_dataset(folder / name)
-    assert "Expected" in str(caught.value) or "list no images" in str(caught.value)
+FAULTS = {
+    "a.json": ["{", "[]", "3", '[{"boxes": [[1, 2, 3, 4]]}]', '{"images": [{"id": 1}], "annotations": []}'],
+    "cat_mask.png": [b"no image", np.ones((10, 10), np.uint8)],  # damaged; of another size
+    "boxes.json": ['[{"file": "cat.jpg", "size": [30, 40], "boxes": []}]'],
+    "labels.csv": ["file,label_index\ncat.jpg,1e999\n", "name\ncat.jpg\n"],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, each) for name in FAULTS for each in FAULTS[name]])
+def test_faults_are_errors_that_name_their_file_or_size(folder, name, content):
+    if isinstance(content, np.ndarray):
+        Image.fromarray(content).save(folder / name)
+    else:
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(VitflowError, match=rf"{name}|\(10, 10\)|\(40, 30\)"):
+        by_name(open_dataset(folder))
+
+
+def test_a_mask_value_without_a_class_is_reported(folder):
+    Image.fromarray(np.full(SIZE, 7, np.uint8)).save(folder / "cat_mask.png")
+    (folder / "classes.txt").write_text("tabby\n")
+    with pytest.raises(ShapeError, match="value 7"):
+        by_name(open_dataset(folder))
+
+
+def test_data_that_is_not_there_or_not_unique(folder, tmp_path_factory):
+    empty = tmp_path_factory.mktemp("empty")
+    for name in ("a.json", "b.json"):
+        (folder / name).write_text("[]")
+    faults = [
+        (folder, OptionError, "Pass one of"),
+        (empty / "photos", OptionError, "No data at"),
+        (empty, ImageError, "at least one image"),
+        *((data, OptionError, "training set") for data in ("demo:0", "demo:2000000", "demo:10:999995")),
+    ]
+    for data, error, keyword in faults:
+        with pytest.raises(error, match=keyword):
+            open_dataset(data)
+    with pytest.raises(OptionError, match="limit of at least 1"):
+        open_dataset("demo:3", limit=0)
 
 
 def test_images_that_are_nowhere_are_reported(folder, tmp_path_factory):
@@ -413,27 +355,6 @@ def test_images_that_are_nowhere_are_reported(folder, tmp_path_factory):
     assert actual.read().regions == ()
     with pytest.raises(ImageError, match="no such file"):
         missing.read()
-
-
-def test_two_annotation_files_are_one_too_many(folder):
-    for name in ("a.json", "b.json"):
-        (folder / name).write_text("[]")
-    with pytest.raises(OptionError, match=r"got a.json, b.json. Pass one of them"):
-        open_dataset(folder)
-
-
-def test_nothing_there(tmp_path):
-    with pytest.raises(OptionError, match="No data at"):
-        open_dataset(tmp_path / "photos")
-    with pytest.raises(ImageError, match="at least one image"):
-        open_dataset(tmp_path)
-    with pytest.raises(OptionError, match="limit of at least 1"):
-        open_dataset("demo:3", limit=0)
-
-
-def test_the_same_image_twice_has_two_names(folder):
-    (folder / "boxes.json").write_text(json.dumps([{"file": "cat.jpg", "boxes": []}] * 2))
-    assert [sample.name for sample in open_dataset(folder).samples] == ["cat.jpg", "cat.jpg (2)"]
 
 
 def test_a_changed_file_has_another_stamp(folder):
@@ -483,12 +404,6 @@ def test_classes_that_the_model_does_not_have_leave_the_question_to_its_answer()
     assert (question.region == painted((0, 0, 9, 9), (20, 0, 23, 3))).all()
     assert choose_target(photo(*regions, label=99), 3, NAMES).target is None
     assert choose_target(photo(*regions), 0, None).target is None
-
-
-def test_of_some_known_classes_one_is_requested():
-    regions = [Region("zebra", (0, 0, 20, 20)), Region("HEN", (30, 0, 33, 3))]
-    question = choose_target(photo(*regions), 3, NAMES)
-    assert (question.target, int(question.region.sum())) == (2, 9)
 
 
 def test_unknown_pixels_are_those_that_no_object_claims():

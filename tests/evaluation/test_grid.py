@@ -8,12 +8,12 @@ import pytest
 
 from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, draw_image
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import ShapeError
 from vitflow.evaluation import evaluate, open_dataset
 from vitflow.evaluation.measures.localisation import score_cell, score_object
-from vitflow.evaluation.report import verdict
 from vitflow.evaluation.samples import Dataset, Labelled, Sample
-from vitflow.evaluation.targets import make_grids, tile
+from vitflow.evaluation.targets import make_grids
+from vitflow.evaluation.verdict import verdict
 from vitflow.images.reading import write_image
 
 DICE = np.random.default_rng(0)
@@ -72,12 +72,6 @@ def test_objects_are_scored_by_their_mass_and_their_mean():
     unseen = np.array([[False] * 3, [True, False, False]])
     assert score_object(heatmap, [first, unseen], 0) is None
     assert score_object(np.ones((2, 3)), [first, second], 0) == (0.75, 0.5)  # by area
-
-
-def test_cells_of_odd_sizes_fill_the_whole_input():
-    actual = tile([np.full((5, 7, 3), 50 * number + 5, np.uint8) for number in range(4)])
-    assert actual.shape == (5, 7, 3)
-    assert [int((actual[..., 0] == 50 * number + 5).sum()) for number in range(4)] == [8, 6, 12, 9]
 
 
 def test_grids_are_of_four_known_classes_of_which_none_shows_another(demo):
@@ -153,8 +147,3 @@ def test_an_image_that_cannot_be_read_takes_no_grid_along(demo):
     actual = evaluate(Dataset("mine", "images", samples, True), model=demo, methods=["gae"], metrics=["grid_wins"])
     assert len(actual.failures) == 1 and len(actual.images) == 16
     assert actual.table("grid_wins")[0].estimate.count % 4 == 0
-
-
-def test_metrics_of_the_grid_are_listed():
-    with pytest.raises(OptionError, match="Did you mean 'grid_wins'"):
-        evaluate("demo:1", model="demo", metrics=["gridwins"])

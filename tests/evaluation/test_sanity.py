@@ -203,20 +203,6 @@ def test_each_value_is_spearman_of_the_map_of_the_randomised_model_for_the_train
     assert actual[0][1][0] > 0.999  # rollout of a token does not know the head
 
 
-@pytest.mark.shared
-def test_trained_maps_do_not_survive_the_weights(shared_data):
-    name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    trained = Explainer(vitflow.load_model(name, checkpoint=shared_data / f"{name}.safetensors"))
-    methods, values = ["rollout", "gae", "centre"], []
-    for path in sorted((shared_data / "photos").glob("*.png"))[:6]:
-        maps = maps_of(trained, *methods, image=path)
-        stages = cascading_randomisation(trained, maps, stages=["head", "block 7", "embedding"])
-        values.append([rho for _, rho in stages])
-    head, middle, everything = np.mean(values, axis=0)
-    assert head[0] > 0.999 > head[1] > middle[1]
-    assert np.abs(everything[:2]).max() < 0.5 and everything[2] == pytest.approx(1.0)
-
-
 def test_stages_can_be_named_and_left_out(explainer):
     def stages(wanted):
         return [stage for stage, _ in cascading_randomisation(explainer, rollout, stages=wanted)]
@@ -266,13 +252,6 @@ def test_the_class_is_that_of_the_maps_which_are_not_made_again(explainer, monke
             check(explainer, [maps[0], changed(maps[1], image=IMAGE[::-1])])
 
 
-def test_a_model_without_classes_has_a_cascade_too():
-    model = literal_vit.timm_model(num_classes=0).float()
-    explainer = Explainer(model, data_config=DATA)
-    actual = cascading_randomisation(explainer, maps_of(explainer, "rollout"), stages=ENDS)
-    assert len(actual) == 2 and actual[1][1][0] < 0.999
-
-
 @pytest.mark.parametrize("check", [cascading_randomisation, flip_stability, shift_stability, class_sensitivity])
 def test_the_model_is_left_as_it_was(explainer, check):
     model = explainer.model.train()
@@ -285,11 +264,6 @@ def test_the_model_is_left_as_it_was(explainer, check):
     assert (explainer.model, explainer.spec, explainer.fit) == (explain, spec, fit)
     with torch.inference_mode():
         check(explainer, maps_of(explainer, "gae"))
-
-
-def test_wrong_stages_are_named(explainer):
-    with pytest.raises(OptionError, match="Unknown stage 'block 4'. Did you mean 'block "):
-        cascading_randomisation(explainer, maps_of(explainer, "rollout"), stages=["block 4"])
 
 
 # --- Shifts and flips -----------------------------------------------------------------------------------------------

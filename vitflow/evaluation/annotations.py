@@ -86,7 +86,7 @@ def _find_image(file: Any, folders: Sequence[Path]) -> Path:
             f"{', '.join(repr(str(folder)) for folder in folders)}). To allow it, pass its folder with --images "
             "(images=…)."
         )
-    return existing or inside[0]
+    return inside[0] if existing is None else existing
 
 
 def _read_annotated(path: Path, name: str, place: Path, parse: Parse) -> Labelled:

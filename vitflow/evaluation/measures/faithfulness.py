@@ -296,7 +296,7 @@ def pools_patches(explainer: Explainer, placed: PlacedImage, target: int | None)
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
     >>> pools_patches(explainer, explainer.placed(sample_images()[0], "image"), 0)
-    True
+    False
     """
     try:
         targets = None if target is None else torch.tensor([target])
