@@ -33,8 +33,8 @@ from vitflow.text.languages import load_language_model, load_processor
 _TURN = threading.Lock()  # one pass is recorded at a time, and warnings are caught globally
 # An error or a result is scrolled to, as on a phone the buttons are below it.
 _SHOW = """() => {
-  const shown = [...document.querySelectorAll(".error, .says")].find((element) => element.offsetParent);
-  shown?.scrollIntoView({block: "nearest"});
+  const shown = [".error", ".says", ".result"].flatMap((one) => [...document.querySelectorAll(one)]);
+  shown.find((element) => element.offsetParent)?.scrollIntoView({block: "nearest"});
 }"""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import OptionError, check_known
-from vitflow.images import BACKGROUNDS, DPI, UNSEEN, Background, Interpolation, Unseen, overlay
+from vitflow.images import BACKGROUNDS, DPI, UNSEEN, Interpolation, Unseen, overlay
 from vitflow.images.geometry import Placement
 from vitflow.images.upsampling import upsample
 
@@ -41,10 +41,10 @@ class Pen:
         dpi: pixels per inch.
         vmin, vmax, robust: limits of the colours, as in `overlay.scale_range`.
         interpolation: upsampling of patches: "smooth", "linear", or "nearest" to see the patches.
-        background: image under the colours, as in `overlay.blend`; "none": transparent, which gives RGBA.
         unseen: "line" along the border of the part that the model saw, or "off".
         crop_to_seen: draw only that part.
-        blending: other options of `overlay.blend`: cmap, alpha, fade and contours.
+        blending: other options of `overlay.blend`: cmap, alpha, fade, contours and background, which may also be
+            "none": transparent, which gives RGBA.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Pen:
         vmax: float | None = None,
         robust: bool = True,
         interpolation: Interpolation = "smooth",
-        background: Background = "grey",
         unseen: Unseen = "line",
         crop_to_seen: bool = False,
         **blending: Any,
     ) -> None:
         if width is None and dpi != DPI:
             raise OptionError("dpi cannot be used for an overlay, which has the pixels of its image: draw a figure.")
+        background = blending.get("background", "grey")
         check_known("background", background, BACKGROUNDS)
         check_known("unseen", unseen, UNSEEN)
         self.width, self.dpi, self.interpolation = width, dpi, interpolation
@@ -70,7 +70,7 @@ class Pen:
         self.marks_unseen, self.crop_to_seen = unseen == "line" and not crop_to_seen, crop_to_seen
         self.transparent = background == "none"
         ground = "photo" if self.transparent else background
-        self.blending = {"background": ground, "mark_unseen": self.marks_unseen, **blending}
+        self.blending = {**blending, "background": ground, "mark_unseen": self.marks_unseen}
 
     @property
     def soft(self) -> bool:
