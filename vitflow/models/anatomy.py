@@ -75,7 +75,7 @@ def embedding_of(model: nn.Module) -> Embedding | None:
     patches = _patches_of(owner)
     if patches is not None:
         return _of_transformers(owner, patches)
-    return Embedding(owner, 1, pair(owner.patch_size), pair(owner.image_size), 3, dynamic=False)
+    return Embedding(owner, 1, height_width(owner.patch_size), height_width(owner.image_size), 3, dynamic=False)
 
 
 def _embeds(module: nn.Module) -> bool:
@@ -95,7 +95,9 @@ def _of_transformers(module: nn.Module, patches: nn.Module) -> Embedding | None:
         owner: Any = module
         side, pixels = int(owner.position_embedding_size), int(owner.patch_size)
         channels = patches.in_features // pixels**2
-        return Embedding(module, 0, pair(pixels), pair(side * pixels), channels, dynamic=True, patchified=True)
+        return Embedding(
+            module, 0, height_width(pixels), height_width(side * pixels), channels, dynamic=True, patchified=True
+        )
     convolution = next((part for part in patches.modules() if isinstance(part, nn.Conv2d)), None)
     sources = (module, patches, getattr(module, "config", None))
     size = next((size for source in sources if (size := getattr(source, "image_size", None))), None)
@@ -107,13 +109,15 @@ def _of_transformers(module: nn.Module, patches: nn.Module) -> Embedding | None:
     dynamic = hasattr(module, "interpolate_pos_encoding")
     detection = getattr(module, "detection_tokens", None)  # of YOLOS
     suffix = detection.shape[-2] if isinstance(detection, Tensor) else 0
-    return Embedding(module, prefix, patch, pair(size), convolution.in_channels, dynamic, num_suffix_tokens=suffix)
+    return Embedding(
+        module, prefix, patch, height_width(size), convolution.in_channels, dynamic, num_suffix_tokens=suffix
+    )
 
 
-def pair(size: Any) -> tuple[int, int]:
+def height_width(size: Any) -> tuple[int, int]:
     """Return (height, width) of a size given as a number, or as a sequence of one or two.
 
-    >>> pair(16), pair([224]), pair((14, 16))
+    >>> height_width(16), height_width([224]), height_width((14, 16))
     ((16, 16), (224, 224), (14, 16))
     """
     return (int(size[0]), int(size[-1])) if isinstance(size, Sequence) else (int(size), int(size))

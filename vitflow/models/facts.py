@@ -18,7 +18,7 @@ from vitflow.files import is_file
 from vitflow.images import Fit
 from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.models.anatomy import embedding_of, pair, transformer_of
+from vitflow.models.anatomy import embedding_of, height_width, transformer_of
 from vitflow.models.names import (
     ClassNames,
     check_name,
@@ -164,7 +164,7 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
         str(config["interpolation"]),
         float(config["crop_pct"]),
         config["crop_mode"],
-        None if patch is None else pair(patch),
+        None if patch is None else height_width(patch),
         bool(getattr(transformer, "dynamic_img_size", False)) or (embedding is not None and embedding.dynamic),
     )
     if channels == 1:
@@ -272,7 +272,7 @@ def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
 
 def _from_preset(preset: Any, channels: int) -> dict[str, Any]:
     """Return the settings of a torchvision preset for classification, with timm's names."""
-    crop, resized = pair(preset.crop_size), pair(preset.resize_size)
+    crop, resized = height_width(preset.crop_size), height_width(preset.resize_size)
     return {
         "input_size": (channels, *crop),
         "mean": tuple(preset.mean),

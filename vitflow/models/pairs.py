@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
-from vitflow.models.anatomy import embedding_of, pair
+from vitflow.models.anatomy import embedding_of, height_width
 from vitflow.models.binding import Binding
 from vitflow.models.blocks import without
 from vitflow.models.facts import library_data_config
@@ -28,7 +28,7 @@ _FEW_WORDS = 64  # listed in a message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class ImageTextModel:
     """The parts of an image–text model.
 
     Attributes:
@@ -96,7 +96,7 @@ def is_prompted_detector(model: nn.Module) -> bool:
     return all(hasattr(model, name) for name in ("image_embedder", "class_predictor", "box_predictor"))
 
 
-def pair_of(model: nn.Module, processor: Any = None) -> Pair:
+def pair_of(model: nn.Module, processor: Any = None) -> ImageTextModel:
     """Return the parts of an image–text model.
 
     Args:
@@ -118,7 +118,7 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
     }
     if hasattr(owner, "visual"):
         embed, data_config = _open_clip_texts(owner, processor), _open_clip_config(owner.visual)
-        return Pair(owner.visual, embed, **numbers, data_config=data_config, name=model_id(model))
+        return ImageTextModel(owner.visual, embed, **numbers, data_config=data_config, name=model_id(model))
     if getattr(owner.vision_model, "use_head", True) is False:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no pooling head (vision_use_head=False), so there is no image embedding to "
@@ -127,7 +127,7 @@ def pair_of(model: nn.Module, processor: Any = None) -> Pair:
     tower = ImageTower(owner.vision_model, getattr(owner, "visual_projection", None))
     tower.note = model_note(model)
     embed, data_config = text_encoder(owner, processor), library_data_config(model, processor)
-    return Pair(tower, embed, **numbers, data_config=data_config, name=model_id(model))
+    return ImageTextModel(tower, embed, **numbers, data_config=data_config, name=model_id(model))
 
 
 def _no_text_side(model: nn.Module) -> str:
@@ -232,7 +232,7 @@ def _open_clip_config(tower: Any) -> dict[str, Any]:
     cfg = dict(getattr(tower, "preprocess_cfg", None) or {})
     clip = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
     return {
-        "input_size": (3, *pair(cfg.get("size") or getattr(tower, "image_size", 224))),
+        "input_size": (3, *height_width(cfg.get("size") or getattr(tower, "image_size", 224))),
         **{name: tuple(cfg.get(name) or clip[name]) for name in clip},
         "interpolation": cfg.get("interpolation", "bicubic"),
         "crop_pct": 1.0,
@@ -259,7 +259,7 @@ class Prompts:
         return replace(bind_tower(binding, pair), outputs=prompt_outputs(pair, self), check_batch=False)
 
 
-def bind_tower(binding: Binding, pair: Pair) -> Binding:
+def bind_tower(binding: Binding, pair: ImageTextModel) -> Binding:
     """Bind the image tower of an image–text model, with its preprocessing and the model's name."""
     config, name = binding.data_config or pair.data_config, binding.name or pair.name
     return replace(binding, model=pair.tower, data_config=config, name=name)
@@ -296,7 +296,7 @@ def prompts(
     return Prompts(tuple(texts), _checked(texts, templates), processor, raw)
 
 
-def prompt_outputs(pair: Pair, prompts: Prompts) -> Outputs:
+def prompt_outputs(pair: ImageTextModel, prompts: Prompts) -> Outputs:
     """Return the outputs of an image–text model for prompts: cos · scale + bias of unit vectors."""
     texts, frames, raw = prompts.texts, prompts.templates, prompts.raw
     with torch.inference_mode(False), torch.no_grad():

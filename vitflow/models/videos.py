@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import ShapeError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import pair
+from vitflow.models.anatomy import height_width
 from vitflow.models.facts import saved_config
 from vitflow.models.parts import modules_of
 
@@ -97,10 +97,10 @@ def _shape_of(model: nn.Module) -> ClipShape:
     """Read the clip of a video model from its configuration."""
     config: Any = _video_config(model)
     frames = getattr(config, "num_frames", None) or config.frames_per_clip
-    size = pair(getattr(config, "image_size", None) or config.crop_size)
+    size = height_width(getattr(config, "image_size", None) or config.crop_size)
     tubelet, patch = getattr(config, "tubelet_size", 1), getattr(config, "patch_size", None)
     if isinstance(tubelet, int):
-        tubelet = (tubelet, *pair(patch))
+        tubelet = (tubelet, *height_width(patch))
     length, height, width = (int(side) for side in tubelet)
     return ClipShape(int(frames), size, (length, height, width))
 
