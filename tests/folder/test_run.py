@@ -89,6 +89,13 @@ def by_input(summary) -> dict[str, dict]:
     return {row["input"]: row for row in summary}
 
 
+def report_data(output) -> list[dict]:
+    """The images that the report of a run shows."""
+    page = report_run(output).read_text()
+    data = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+    return json.loads(data)["images"]
+
+
 # -- what a run leaves
 
 
@@ -148,6 +155,8 @@ def test_each_of_the_top_classes_has_its_row_whatever_the_order_of_methods(tmp_p
             assert row["probability"] == pytest.approx(expected.probability, abs=1e-5)
     listed = sorted(path for row in rows for path in row["outputs"].values())
     assert listed == sorted(path.name for path in (tmp_path / "out").glob("*.jpg"))
+    shown = report_data(tmp_path / "out")
+    assert len(shown) == len(rows) and all(sorted(image["maps"]) == sorted(methods) for image in shown)
 
 
 # -- names
@@ -882,12 +891,8 @@ def test_a_photograph_that_was_replaced_is_never_shown_under_the_old_map(tmp_pat
     run(source, out)
 
     def images():
-        page = report_run(out).read_text()
-        data = page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
-        return {
-            one["name"]: (one["image"], one["maps"]["rollout"]["facts"].get("photograph"))
-            for one in json.loads(data)["images"]
-        }
+        shown = report_data(out)
+        return {one["name"]: (one["image"], one["maps"]["rollout"]["facts"].get("photograph")) for one in shown}
 
     assert all(image is not None and reported is None for image, reported in images().values())
     (source / "1.jpg").write_bytes(image_bytes(9))

@@ -233,7 +233,11 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
                     shown["photograph"] = thumbnail(read_photograph(row, run["root"]))
                 except (VitflowError, OSError) as error:
                     shown["no_photograph"] = printable(str(error))
-                yield [each | shown | {"grids": grids} for each, grids in by_rank(row, maps)]
+                rows = [each | shown | {"grids": grids} for each, grids in by_rank(row, maps)]
+                # Methods without classes have one map, which each target shows.
+                yield [
+                    each | {name: rows[0][name] | each[name] for name in ("grids", "facts", "outputs")} for each in rows
+                ]
 
         notes = {label: _departures(run, label) for label in run["methods"]}
         return write_report(saved.folder, run, images(), failures, counts, departures=notes, **options)
