@@ -67,8 +67,8 @@ class Pen:
         check_known("unseen", unseen, UNSEEN)
         self.width, self.dpi, self.interpolation = width, dpi, interpolation
         self.vmin, self.vmax, self.robust = vmin, vmax, robust
-        self.marks_unseen, self.crop_to_seen = unseen == "line" and not crop_to_seen, crop_to_seen
-        self.transparent = background == "none"
+        self.crop_to_seen, self.transparent = crop_to_seen, background == "none"
+        self.marks_unseen = unseen == "line" and not (crop_to_seen or self.transparent)
         ground = "photo" if self.transparent else background
         self.blending = {**blending, "background": ground, "mark_unseen": self.marks_unseen}
 
@@ -135,26 +135,23 @@ class Pen:
         if self.width is None:
             return image.copy()
         high, wide = image.shape[:2]
-        left, top, right, bottom = self._shown(placement) or (0, 0, wide, high)
+        left, top, right, bottom = self._shown(placement, (high, wide))
         height, width = panel_size((bottom - top, right - left), width=self.width, dpi=self.dpi)
         size = (max(round(width * wide / (right - left)), 1), max(round(height * high / (bottom - top)), 1))
         interpolation = cv2.INTER_AREA if size[1] <= high else cv2.INTER_CUBIC
         return np.asarray(cv2.resize(image, size, interpolation=interpolation), dtype=np.uint8)
 
-    def _shown(self, placement: Placement | None) -> tuple[int, int, int, int] | None:
-        """Return the pixels of the image to crop to, if it is cropped and the model saw any."""
-        if not self.crop_to_seen or placement is None:
-            return None
-        left, top, right, bottom = placement.seen_box
-        return (left, top, right, bottom) if right > left and bottom > top else None
+    def _shown(self, placement: Placement | None, size: tuple[int, int]) -> tuple[int, int, int, int]:
+        """Return (left, top, right, bottom) to show of an image of a size: what the model saw, if it saw a pixel."""
+        if self.crop_to_seen and placement is not None:
+            left, top, right, bottom = replace(placement, image_size=size).seen_box
+            if right > left and bottom > top:
+                return left, top, right, bottom
+        return 0, 0, size[1], size[0]
 
     def _cropped(self, drawn: NDArray[np.uint8], placement: Placement | None) -> NDArray[np.uint8]:
-        shown = self._shown(placement)
-        if shown is None or placement is None:
-            return drawn
-        down, across = (new / old for new, old in zip(drawn.shape, placement.image_size, strict=False))
-        left, top, right, bottom = (round(edge * by) for edge, by in zip(shown, (across, down) * 2, strict=True))
-        return np.ascontiguousarray(drawn[top : max(bottom, top + 1), left : max(right, left + 1)])
+        left, top, right, bottom = self._shown(placement, (drawn.shape[0], drawn.shape[1]))
+        return np.ascontiguousarray(drawn[top:bottom, left:right])
 
     def ramp(self, low: float, high: float, limits: Limits) -> NDArray[np.uint8]:
         """Return the colours from low to high over mid-grey, [height, width, 3]."""
