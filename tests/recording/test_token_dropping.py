@@ -250,7 +250,7 @@ def test_windows_and_relative_biases_are_refused(name, size, reason):
 def test_a_given_layout_is_taken():
     model = literal_vit.timm_model()
     explainer = Explainer(model, data_config=DATA, layout=TokenLayout(1, 2, 8))
-    with pytest.raises(UnsupportedModelError, match="not the patches at their places on the image"):
+    with pytest.raises(UnsupportedModelError, match="computes the token of the patch"):
         check_can_drop(explainer, (32, 32))
     explainer = Explainer(model, data_config=DATA, layout=TokenLayout(2, 4, 4))
     with pytest.raises(

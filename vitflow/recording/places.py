@@ -125,8 +125,10 @@ def _measure(
     def see(path: str, *given: Any) -> None:
         for value in tensors_in(given):
             for layout in sites[path] if value.ndim == 3 else every:
-                if layout not in tokens and (fitting := _tokens(value, layout)) is not None and fitting.requires_grad:
-                    tokens[layout] = path, fitting.clone()  # the model may change it in place
+                if layout not in tokens and (fitting := _tokens(value, layout)) is not None:
+                    fitting = fitting.clone()  # the model may change it in place
+                    if fitting.requires_grad:
+                        tokens[layout] = path, fitting
         if len(tokens) == len(every):
             raise _Seen
 
@@ -288,25 +290,29 @@ def _regular(index: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[
 
 def _where_misplaced(owners: NDArray[np.int64], grid: tuple[int, int]) -> str:
     """Describe the first token that is not where an even grid has it, and where it is."""
-    size = owners.shape[1:]
+    places: dict[tuple[int, int], tuple[int, int]] = {}
+    boxes: dict[tuple[int, int], str] = {}
     for row, col in np.ndindex(*grid):
         ys, xs = np.nonzero((owners[0] == row) & (owners[1] == col))
-        where = f"of the patch in row {row} and column {col} from"
         if not len(ys):
-            return f"{where} no pixel: it was dropped or replaced"
-        centre = [(each.min() + each.max() + 1) / 2 for each in (ys, xs)]
-        there = [min(int(c * n / side), n - 1) for c, n, side in zip(centre, grid, size, strict=True)]
-        if there != [row, col]:
-            order = "tokens are in another order"
-            flips = [np.diff(np.where(each >= 0, each, 0), axis=axis).sum() < 0 for axis, each in enumerate(owners)]
-            if any(flips) and there[0] in (row, grid[0] - 1 - row) and there[1] in (col, grid[1] - 1 - col):
-                order = "tokens are flipped"
-            return f"{where} {_box(ys, xs)}, around row {there[0]} and column {there[1]}: {order}"
-    return f"of some patches from {_box(ys, xs)} and others at irregular distances"
-
-
-def _box(ys: NDArray[np.int64], xs: NDArray[np.int64]) -> str:
-    return f"the pixels ({xs.min()}, {ys.min()}) to ({xs.max()}, {ys.max()})"
+            return f"of the patch in row {row} and column {col} from no pixel: it was dropped or replaced"
+        middle = [(each.min() + each.max() + 1) / 2 for each in (ys, xs)]
+        sides = zip(middle, grid, owners.shape[1:], strict=True)
+        down, across = (min(int(centre * count / side), count - 1) for centre, count, side in sides)
+        places[row, col] = down, across
+        boxes[row, col] = f"the pixels ({xs.min()}, {ys.min()}) to ({xs.max()}, {ys.max()})"
+    rows, cols = grid
+    flips = (
+        all(
+            there == (rows - 1 - row if down else row, cols - 1 - col if across else col)
+            for (row, col), there in places.items()
+        )
+        for down, across in ((True, False), (False, True), (True, True))
+    )
+    order = "tokens are flipped" if any(flips) else "tokens are in another order"
+    place = next((place for place, there in places.items() if place != there), (0, 0))
+    where = f"around row {places[place][0]} and column {places[place][1]}"
+    return f"of the patch in row {place[0]} and column {place[1]} from {boxes[place]}, {where}: {order}"
 
 
 # -- overlapping receptive fields -------------------------------------------------------------------------------------

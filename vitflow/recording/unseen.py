@@ -78,7 +78,8 @@ def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> t
     blocks = block_paths_of(model, names)
     for shortened in (blocks, (), ()):
         known = explained if not shortened else set[str]()
-        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, known, blocks)
+        whole = set(blocks).difference(names)  # not single attention modules
+        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, known, whole)
         try:
             with (
                 trial(model, pixels.device),
