@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from tests import literal_vit
 from vitflow import record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.explaining import maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import cells
 from vitflow.methods.gradients import grad_cam, input_gradient
@@ -35,8 +34,8 @@ def recorded(model: nn.Module, pixels: Tensor, targets: list[int] | None = None,
 
 
 def grid(trace: Trace, method: str, **options) -> np.ndarray:
-    function = getattr(maps, method)
     chosen = get_method(method)
+    function = chosen.load()
     return function(trace, **chosen.function_options(chosen.complete(options))).grids.numpy()
 
 

@@ -15,7 +15,7 @@ from vitflow.explaining.refining import make_maps
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.explaining.targets import Score
-from vitflow.models.blocks import block_norm, block_paths, layer_output
+from vitflow.models.blocks import block_paths, branch_norms, layer_output
 from vitflow.models.facts import ModelFacts
 from vitflow.models.outputs import Outputs
 from vitflow.registry.choices import Chosen, ChosenMethod
@@ -54,7 +54,8 @@ def recorded_for(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
     keys, means = bool(affinities - {"attention"}), bool(affinities - {"keys"})
     if means:
         fusions.add(("mean", False))
-    features = {block_norm(model, each.options["layer"]) for each in chosen if "features" in each.method.needs}
+    cams = [each for each in chosen if "features" in each.method.needs]
+    features = {path for each in cams for path in branch_norms(model, each.options["layer"])}
     for each in chosen:
         if "tokens" in each.method.needs:
             layer = each.options.get("layer")  # None: every layer

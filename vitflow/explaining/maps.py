@@ -77,7 +77,7 @@ def over_taps(function: Callable[..., Maps]) -> Callable[..., Maps]:
         if len({grid.shape for grid in grids}) > 1:
             raise UnsupportedModelError(
                 f"{type(trace.model).__name__} computes its output from blocks with different patch grids, so their "
-                "maps cannot be averaged. Use sampling, occlusion or gradcam."
+                "maps cannot be averaged. Use sampling, occlusion or input_gradient."
             )
         return Maps(torch.stack(grids).sum(dim=0), [_of_all(each) for each in zip(*facts, strict=True)])
 
@@ -187,7 +187,7 @@ def flow(
     if trace.staged:
         raise UnsupportedModelError(
             f"Attention flow requires the same tokens in every layer, and {type(trace.model).__name__} has windows or "
-            "stages. Use rollout, attention, gradient_rollout or gradcam."
+            "stages. Use rollout, attention or gradient_rollout."
         )
     if trace.replaces_tokens:
         raise UnsupportedModelError(
@@ -266,31 +266,6 @@ def gae(trace: TargetedTrace, **options: Any) -> Maps:
     return gradient_rollout(trace, additive=True, **options)
 
 
-def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
-    """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on the grid of that layer."""
-    path = trace.block_norms[check_layer("layer", layer, len(trace.block_norms))]
-    if path not in trace.features:
-        raise UnsupportedModelError(
-            f"{type(trace.model).__name__} does not run {path}, so Grad-CAM has no features: use another layer, "
-            "input_gradient or occlusion."
-        )
-    features, located = trace.features[path], trace.feature_layouts[path]
-    if located is None:
-        raise UnsupportedModelError(
-            f"Grad-CAM requires features on a patch grid, of one run; the output of {path} in "
-            f"{type(trace.model).__name__} has shape {tuple(features.shape)}. Use another layer, input_gradient or "
-            "occlusion."
-        )
-    layout, channels_last = located
-    pair = [features, trace.backward().features[path]]
-    if features.ndim == 3:
-        pair = [each[:, : layout.patches.stop] for each in pair]
-    else:  # to [batch, tokens, channels]
-        pair = [each.flatten(1, 2) if channels_last else each.flatten(2).transpose(1, 2) for each in pair]
-    tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
-    return Maps(replace(layout, num_suffix_tokens=0).to_grid(tokens))
-
-
 def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
     """Absolute gradients of the target with respect to the pixels, summed per patch."""
     rows, cols = trace.grid(patch_size)
@@ -337,8 +312,8 @@ def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
     if trace.staged or blocks != paths:
         raise UnsupportedModelError(
             "LeGrad requires a single stack of blocks with the same tokens, and "
-            f"{type(trace.model).__name__} has windows, stages, or attention outside of its blocks. Use gae, "
-            "gradient_rollout or gradcam."
+            f"{type(trace.model).__name__} has windows, stages, or attention outside of its blocks. Use gae "
+            "or gradient_rollout."
         )
     trace.readout_of(trace.targets)  # refuses a head that reads several blocks
     first = check_layer("start_layer", start_layer, len(paths))

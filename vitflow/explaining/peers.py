@@ -8,9 +8,9 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, load_extra, unknown_name
+from vitflow.explaining.grad_cam import measured_layers
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.images.extents import Extent
 from vitflow.methods.cells import cell_owners, sum_cells
 from vitflow.models.anatomy import forward_options
-from vitflow.models.blocks import block_norm
 from vitflow.models.outputs import Outputs
 from vitflow.recording.isolation import evaluating
 from vitflow.registry.method_table import Method
@@ -55,7 +55,7 @@ def external_method(name: str) -> Method:
     takes_layer = package == "cam" or external.takes("layer")
     return Method(
         name,
-        external.cam if package == "cam" else external.captum,
+        _image_by_image(external.cam if package == "cam" else external.captum),
         summary=f"{wanted} as computed by {extra}.",
         question="Which patches is the score of this class attributed to by this method?",
         defaults={"peer_options": {}, **({"layer": -1} if takes_layer else {})},
@@ -65,6 +65,33 @@ def external_method(name: str) -> Method:
         title=f"{_spaced(wanted)} ({extra})",
         paper=f"{extra}, {wanted}",
     )
+
+
+def _image_by_image(function: Callable[..., Maps]) -> Callable[..., Maps]:
+    """Compute each map alone, with the same random numbers, so that it does not depend on the images of its batch."""
+
+    def compute(trace: TargetedTrace, **options: Any) -> Maps:
+        assert trace.pixels is not None
+        targets = trace.class_indices
+        maps = [
+            function(
+                replace(trace, pixels=trace.pixels[index : index + 1], targets=targets[index : index + 1]), **options
+            )
+            for index in range(len(targets))
+        ]
+        drawn = [each.pixels for each in maps if each.pixels is not None]
+        return Maps(torch.cat([each.grids for each in maps]), pixels=torch.cat(drawn) if drawn else None)
+
+    return compute
+
+
+def _with_tuples(value: Any) -> Any:
+    """Replace lists by tuples, which captum requires and JSON does not have.
+
+    >>> _with_tuples([[3, 16, 16], 0.5])
+    ((3, 16, 16), 0.5)
+    """
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _spaced(name: str) -> str:
@@ -122,10 +149,16 @@ class _ExternalMethod:
         extent = trace.extent_of((rows, cols))
         with self._running(trace) as (model, pixels):
             attribute = inspect.signature(self.kind.attribute).parameters
-            options = dict(peer_options)
+            options = {key: _with_tuples(value) for key, value in peer_options.items()}
             made = {key: options.pop(key) for key in list(options) if self.takes(key) and key not in attribute}
             if layer is not None:
-                made["layer"] = trace.model.get_submodule(block_norm(trace.model, layer))
+                path, *others = measured_layers(trace, layer)
+                if others:
+                    raise UnsupportedModelError(
+                        f"{self.name} reads one layer, and {type(trace.model).__name__} has several branches. Use "
+                        "gradcam, or a method without layer."
+                    )
+                made["layer"] = trace.model.get_submodule(path)
             for key, value in _features(attribute, pixels, rows, cols, extent).items():
                 options.setdefault(key, value)
             method = self.kind(model, **made)
@@ -163,7 +196,7 @@ class _ExternalMethod:
 
         rows, cols = trace.grid()
         extent = trace.extent_of((rows, cols))
-        target_layer = trace.model.get_submodule(block_norm(trace.model, layer))
+        target_layers = [trace.model.get_submodule(path) for path in measured_layers(trace, layer)]
 
         def on_grid(tokens: Tensor) -> Tensor:
             if tokens.ndim == 4:
@@ -179,7 +212,7 @@ class _ExternalMethod:
                 from pytorch_grad_cam.ablation_layer import AblationLayerVit
 
                 options.setdefault("ablation_layer", AblationLayerVit())
-            with self.kind(model=model, target_layers=[target_layer], reshape_transform=on_grid, **options) as cam:
+            with self.kind(model=model, target_layers=target_layers, reshape_transform=on_grid, **options) as cam:
                 result = cam(pixels, [ClassifierOutputTarget(int(target)) for target in trace.class_indices], **given)
         maps = torch.from_numpy(result)
         if maps.shape != (len(pixels), *pixels.shape[-2:]):

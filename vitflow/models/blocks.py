@@ -106,6 +106,52 @@ def block_norm(model: nn.Module, layer: int) -> str:
     return paths[check_layer("layer", layer, len(paths))]
 
 
+def branch_norms(model: nn.Module, layer: int) -> list[str]:
+    """Return the path of `block_norm`, followed by those of the same layer in further stacks or transformers.
+
+    Raises:
+        UnsupportedModelError, OptionError: as for `block_norm`.
+    """
+    path = block_norm(model, layer)
+    transformers = [root for root, module in model.named_modules() if hasattr(module, "patch_embed")]
+    outermost: list[str] = []
+    for root in transformers:  # outer modules first
+        if not any(not other or root.startswith(f"{other}.") for other in outermost):
+            outermost.append(root)
+    if len(outermost) > 1:
+        stacks = [[f"{root}.{norm}" for norm in block_norms(model.get_submodule(root))] for root in outermost]
+    else:
+        grouped: dict[str, list[str]] = {}
+        for norm in block_norms(model):
+            grouped.setdefault(block_of(norm).rpartition(".")[0], []).append(norm)
+        stacks = list(grouped.values())
+    index = layer if layer < 0 else layer - 1
+    same = [stack[index] for stack in stacks if path not in stack and -len(stack) <= index < len(stack)]
+    return [path, *same]
+
+
+def block_of(path: str) -> str:
+    """Return the path of the element of a list of modules that contains a module, or of the module itself.
+
+    >>> block_of("blocks.11.norm1"), block_of("conv1")
+    ('blocks.11', 'conv1')
+    """
+    parts = path.split(".")
+    last = next((n for n in range(len(parts), 0, -1) if parts[n - 1].isdigit()), len(parts))
+    return ".".join(parts[:last])
+
+
+def entries_of(path: str) -> list[str]:
+    """Return the first elements of the lists of modules that contain a module, innermost first, without its own.
+
+    >>> entries_of("models.1.blocks.11.norm1")
+    ['models.1.blocks.0', 'models.0']
+    """
+    parts = path.split(".")
+    indices = [n for n, part in enumerate(parts) if part.isdigit() and part != "0"]
+    return [".".join([*parts[:n], "0"]) for n in reversed(indices)]
+
+
 def block_paths(model: nn.Module) -> list[str]:
     """Return the paths of a model's blocks; empty if they do not all have the same tokens."""
     stacks = _stacks(model)

@@ -198,7 +198,7 @@ def refuse_joint_text(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} reads its text together with the image, and has deformable attention, of which "
             "there is no attention matrix. Use OWL-ViT or OWLv2; or pass a module whose forward(pixels) adds the text "
-            "and returns logits and pred_boxes, with sampling, occlusion or gradcam."
+            "and returns logits and pred_boxes, with sampling, occlusion or input_gradient."
         )
 
 
@@ -207,7 +207,7 @@ def refuse_deformable(model: nn.Module) -> None:
     if any("deformable" in type(module).__name__.lower() for module in model.modules()):
         raise UnsupportedModelError(
             f"{type(model).__name__} has deformable attention: each query reads a few sampled points, so that there "
-            "is no attention matrix to follow to its patches. Use sampling, occlusion or gradcam."
+            "is no attention matrix to follow to its patches. Use sampling, occlusion or input_gradient."
         )
 
 

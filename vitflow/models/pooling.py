@@ -111,7 +111,7 @@ def pool_queries(model: nn.Module, layout: TokenLayout, queries: Tensor) -> Tens
     if missing not in (0, layout.num_prefix_tokens) or layout.num_suffix_tokens:
         raise UnsupportedModelError(
             f"The attention pooling of {type(transformer).__name__} has {weights.shape[-1]} tokens, expected "
-            f"{layout.num_tokens} or the {layout.num_patches} patches. Pass readout=, or use gradcam, input_gradient "
+            f"{layout.num_tokens} or the {layout.num_patches} patches. Pass readout=, or use sampling, input_gradient "
             "or occlusion."
         )
     return torch.nn.functional.pad(weights, (missing, 0))

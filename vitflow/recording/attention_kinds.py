@@ -196,7 +196,7 @@ def refusal_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> str | None
         return None
     transformer = _refused(model) or model
     return (
-        f"{type(transformer).__name__} computes {words}: a product of its layers is not a rollout. Use gradcam, "
+        f"{type(transformer).__name__} computes {words}: a product of its layers is not a rollout. Use sampling, "
         "input_gradient or occlusion; the attention is in trace.attentions."
     )
 

@@ -106,7 +106,7 @@ def find_tokens(
     kind = type(model.get_submodule(unknown.name)).__name__
     return list(layers), (
         f"The image positions of the tokens of {unknown.name} ({kind}) in {type(model).__name__} are unknown: its "
-        f"attention {tuple(unknown.example.shape)} is in trace.attentions, but rollout does not apply. Use gradcam, "
+        f"attention {tuple(unknown.example.shape)} is in trace.attentions, but rollout does not apply. Use sampling, "
         "input_gradient or occlusion."
     )
 

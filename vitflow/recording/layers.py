@@ -122,7 +122,7 @@ class AttentionLayer:
         """Tokens of this layer and their positions; raises VitflowError if unknown."""
         if self.located is None:
             raise VitflowError(
-                f"The token positions of {self.name} are unknown. Pass layout=TokenLayout(...), or use gradcam, "
+                f"The token positions of {self.name} are unknown. Pass layout=TokenLayout(...), or use sampling, "
                 "input_gradient or occlusion."
             )
         return self.located

@@ -232,10 +232,12 @@ class Listening(Interception):
             how, remedy = "computes its attention chunk by chunk", "Use"
             if by_image:
                 how, remedy = "computes its attention image by image", "Explain one image at a time, or use"
-            raise UnsupportedModelError(
-                f"{type(module).__name__} ({name}) {how}, in {len(parts)} pieces. {remedy} sampling, occlusion, "
-                "gradcam or input_gradient."
-            )
+            remedy += " sampling, occlusion or input_gradient."
+            if self._trace.pixels is None:  # a text
+                remedy = "Use a model with full attention."
+                if hasattr(self.model, "set_attention_type"):
+                    remedy += " model.set_attention_type('original_full') makes this one such a model."
+            raise UnsupportedModelError(f"{type(module).__name__} ({name}) {how}, in {len(parts)} pieces. {remedy}")
 
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.recorded_any = True
@@ -256,5 +258,5 @@ class Listening(Interception):
         return NoAttentionError(
             f"No attention between tokens was seen in a forward pass of {type(self.model).__name__}: it computes "
             f"{instead}. Attention rollout and flow need a model with self-attention, such as a timm vit_*, deit_* or "
-            "dinov2 model; gradcam, input_gradient and occlusion support this model."
+            "dinov2 model; input_gradient, sampling and occlusion support this model."
         )

@@ -21,8 +21,8 @@ from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
 from vitflow.models.anatomy import feature_layout, read_layout
-from vitflow.models.blocks import block_paths
-from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static
+from vitflow.models.blocks import block_of, block_paths, entries_of
+from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in
 from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
 from vitflow.models.pooling import ATTENTION_POOLING, closed_readouts
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
@@ -182,6 +182,10 @@ class record_attention:
         if self._attention and not self._within:  # blocks are known after a pass
             self._listening.between = BetweenBlocks.of(self._model)
             yield from self._listening.between.hooks()
+        modules = dict(self._model.named_modules()) if self._gradients and self._features else {}
+        streams = {stream for path in self._features for stream in (block_of(path), *entries_of(path))}
+        for path in sorted(streams & modules.keys()):
+            yield Hook(modules[path], partial(self._keep_stream, path), before=False)
         if self._head is not None and self._head.taps:
             for path in self._head.blocks:
                 yield Hook(_submodule(self._model, path), _stop_graph, before=True)
@@ -234,6 +238,12 @@ class record_attention:
         if path in self.trace.features:  # features of several runs have no common place on the image
             self.trace.feature_layouts[path] = None
         self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
+
+    def _keep_stream(self, path: str, args: Any, output: Any) -> None:
+        tokens = next(tensors_in(output), None)
+        if path in self.trace.passed or tokens is None or not tokens.requires_grad:
+            tokens = None  # of several runs
+        self.trace.passed[path] = tokens
 
     def _note(self, path: str, args: Any, output: Any) -> None:
         if (tokens := tokens_of(output)) is not None and tokens.requires_grad:

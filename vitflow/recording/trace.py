@@ -36,6 +36,8 @@ class Trace(RecordedLayers):
         features: outputs of the requested modules, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
         feature_layouts: token layout of each feature and True if its channels are last; None without a layout.
+        passed: with gradients, outputs of the blocks that contain the features and of the first blocks of their stacks,
+            by module path; None for several runs.
         pixels: the model input, [batch, channels, height, width].
         output: what the model returned.
         logits: the explained outputs, [batch, classes].
@@ -50,6 +52,7 @@ class Trace(RecordedLayers):
 
     features: dict[str, Tensor] = field(default_factory=dict)
     feature_layouts: dict[str, tuple[TokenLayout, bool] | None] = field(default_factory=dict)
+    passed: dict[str, Tensor | None] = field(default_factory=dict)
     pixels: Tensor | None = None
     output: Any = None
     logits: Tensor | None = None
@@ -265,7 +268,7 @@ class Trace(RecordedLayers):
         if head.refusal:
             raise UnsupportedModelError(
                 f"{model} computes its output {head.refusal}, so a map from its attention is incomplete. Pass readout= "
-                "with weights for the tokens of its last block, or use sampling, gradcam, input_gradient or occlusion."
+                "with weights for the tokens of its last block, or use sampling, input_gradient or occlusion."
             )
         tokens = [self.candidates[path] for path in head.taps if path in self.candidates]
         if not tokens or len(tokens) < len(head.taps) or not all(each.requires_grad for each in tokens):
@@ -327,6 +330,36 @@ class Trace(RecordedLayers):
             self._backward[key] = gradients
         return self._backward[key]
 
+    def share_passing(self, paths: Sequence[str], targets: Tensor) -> Tensor:
+        """Return the share of the gradient of each image's target that passes some blocks on its way to the pixels.
+
+        Args:
+            paths: blocks in `passed`, none of which computes its output from another.
+            targets: class index of each image, [batch].
+
+        Returns:
+            1 minus the norm of the rest relative to the whole gradient, at least 0, [batch].
+        """
+        whole, tokens = self.backward(targets).pixels, [self.passed.get(path) for path in paths]
+        known = [each for each in tokens if each is not None]
+        assert whole is not None and self.pixels is not None and self.logits is not None
+        if len(known) < len(tokens):
+            return whole.new_zeros(len(whole))
+        scale = HALF_SCALE if self.logits.dtype == torch.float16 else 1.0
+        with torch.inference_mode(False), torch.enable_grad():
+            scores = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
+            if not _reaches(scores.grad_fn, self.pixels, known):
+                return whole.new_ones(len(whole))
+            above = torch.autograd.grad(scores.float().sum() * scale, known, retain_graph=True, allow_unused=True)
+            reached = [(each, gradient) for each, gradient in zip(known, above, strict=True) if gradient is not None]
+            if not reached:
+                return whole.new_zeros(len(whole))
+            outputs, gradients = zip(*reached, strict=True)
+            [passing] = torch.autograd.grad(outputs, [self.pixels], gradients, retain_graph=True, allow_unused=True)
+        rest = whole if passing is None else whole - at_least_float32(passing) / scale
+        share: Tensor = 1 - rest.flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1)
+        return share.clamp_min(0.0)
+
     def gradients_of(self, scores: Tensor) -> Backward:
         """Differentiate scores with respect to all recorded tensors.
 
@@ -359,7 +392,7 @@ class Trace(RecordedLayers):
             unread = {layer.name for layer in self.layers[head.layers_below(head.taps[-1]) :]}
         for (name, _), gradient in zip(parts, raw, strict=False):
             if gradient is None and name not in unread:
-                remedy = "gradcam, input_gradient, sampling or occlusion" if pixels else "method='attention'"
+                remedy = "input_gradient, sampling or occlusion" if pixels else "method='attention'"
                 raise UnsupportedModelError(
                     f"The logits of {type(self.model).__name__} do not depend on the recorded attention of {name} "
                     f"(unused or copied), so its gradient is None. Use {remedy}."
@@ -374,3 +407,17 @@ class Trace(RecordedLayers):
         features = {name: next(gradients) for name in self.features}
         to_pixels = next(gradients) if pixels else None
         return Backward(attentions, features, to_pixels, next(gradients, None))
+
+
+def _reaches(start: Any, leaf: Tensor, cut: Sequence[Tensor]) -> bool:
+    """Return True if a leaf is reached from a node of the autograd graph on a path around these tensors."""
+    seen, waiting = {tensor.grad_fn for tensor in cut}, [start]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) is leaf:
+            return True
+        waiting.extend(following for following, _ in node.next_functions if following is not None)
+    return False

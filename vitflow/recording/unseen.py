@@ -64,7 +64,7 @@ def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[st
     path, reason = fault
     return (
         f"{type(model.get_submodule(path)).__name__} ({path}) in {type(model).__name__} {reason}, so a product of "
-        "layers would be incomplete. Use sampling, occlusion, gradcam or input_gradient; the recorded attention is in "
+        "layers would be incomplete. Use sampling, occlusion or input_gradient; the recorded attention is in "
         "trace.attentions."
     )
 

@@ -300,7 +300,7 @@ register_method(
 )
 register_method(
     "gradcam",
-    "vitflow.explaining.maps:gradcam",
+    "vitflow.explaining.grad_cam:gradcam",
     title="Grad-CAM",
     summary="Grad-CAM on the tokens of one block.",
     question="Which patch features increase the score of this class?",
