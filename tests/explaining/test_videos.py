@@ -174,7 +174,7 @@ def test_a_head_that_pools_by_cross_attention_takes_perturbations_only():
     explainer = Explainer(transformers.VJEPA2ForVideoClassification(config).eval(), data_config=CONFIG)
     clip = explain_clip(FRAMES[:4], model=explainer, method="occlusion", target=1)
     assert clip.grid.shape == (2, 4, 4) and np.ptp(clip.grid) > 0
-    with pytest.raises(UnsupportedModelError, match="rollout does not apply. Use input_gradient or occlusion"):
+    with pytest.raises(UnsupportedModelError, match="rollout does not apply. Use sampling"):
         explain_clip(FRAMES[:4], model=explainer, method="rollout", preset="paper")
     with pytest.raises(UnsupportedModelError, match="does not run .*predictor"):
         explain_clip(FRAMES[:4], model=explainer, method="gradcam")

@@ -25,13 +25,7 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
     The maps of branches with the same grid are added.
     """
     paths, shares = cam_layers(trace, layer)
-    grids = [_map_of(trace, path) for path in paths]
-    if len({grid.shape for grid in grids}) > 1:
-        raise UnsupportedModelError(
-            f"{type(trace.model).__name__} has branches with different patch grids, so their Grad-CAM maps cannot be "
-            f"added. {_REMEDY}"
-        )
-    whole = _whole(trace)
+    grids, whole = [_map_of(trace, path) for path in paths], _whole(trace)
     facts = [{} if share >= whole else {"cam_share": round(share, 3)} for share in shares.tolist()]
     return Maps(torch.stack(grids).sum(dim=0), facts)
 
@@ -40,8 +34,8 @@ def cam_layers(trace: TargetedTrace, layer: int) -> tuple[list[str], Tensor]:
     """Return the modules whose Grad-CAM maps are added, and the share of each image's gradient that passes them.
 
     The gradient of the target is measured at the block that contains the layer. If a part of it passes elsewhere, the
-    same layer of other branches is added. A head may also read lower blocks of the same stack: then the share is below
-    that of the whole.
+    same layer of other branches with the same grid is added. A head may also read lower blocks of the same stack: then
+    the share is below that of the whole.
 
     Args:
         trace: a pass recorded with gradients and the features of `branch_norms`.
@@ -56,7 +50,7 @@ def cam_layers(trace: TargetedTrace, layer: int) -> tuple[list[str], Tensor]:
     model, targets, whole = type(trace.model).__name__, trace.class_indices, _whole(trace)
     first, *others = branch_norms(trace.model, layer)
     paths = [path for path in (first, *others) if path in trace.features]
-    if not paths:
+    if first not in paths:
         raise UnsupportedModelError(
             f"{model} does not run {first}, so Grad-CAM has no features: use another layer, input_gradient or "
             "occlusion."
@@ -71,14 +65,18 @@ def cam_layers(trace: TargetedTrace, layer: int) -> tuple[list[str], Tensor]:
     shares = trace.share_passing([block_of(paths[0])], targets)
     if shares.min() >= whole:
         return paths[:1], shares
-    together = trace.share_passing([block_of(path) for path in paths], targets)
-    if together.min() >= whole:
-        return paths, together
-    if any(trace.share_passing([entry], targets).min() >= whole for entry in entries_of(paths[0])):
+    places = trace.feature_layouts
+    same_grid = [path for path in paths if places[path] is not None and places[path] == places[paths[0]]]
+    if len(same_grid) > 1:
+        together = trace.share_passing([block_of(path) for path in same_grid], targets)
+        if together.min() >= whole:
+            return same_grid, together
+    if any(trace.share_passing([entry], targets).min() >= whole for entry in entries_of(trace.model, paths[0])):
         return paths[:1], shares
     raise UnsupportedModelError(
-        f"{model} computes its output in several branches: {float(shares.min()):.0%} of its gradient pass "
-        f"{block_of(paths[0])}, so Grad-CAM there would leave out the rest. {_REMEDY}"
+        f"{model} computes its output in several branches that do not share a patch grid: "
+        f"{float(shares.min()):.0%} of its gradient pass {block_of(paths[0])}, so Grad-CAM there would leave out the "
+        f"rest. {_REMEDY}"
     )
 
 

@@ -141,15 +141,15 @@ def block_of(path: str) -> str:
     return ".".join(parts[:last])
 
 
-def entries_of(path: str) -> list[str]:
-    """Return the first elements of the lists of modules that contain a module, innermost first, without its own.
+def entries_of(model: nn.Module, path: str) -> list[str]:
+    """Return paths of the first modules of the stacks that contain a module, innermost first, and of the model.
 
-    >>> entries_of("models.1.blocks.11.norm1")
-    ['models.1.blocks.0', 'models.0']
+    They do not contain the module itself: for "models.1.blocks.11.norm1", "models.1.blocks.0" and "models.0".
     """
     parts = path.split(".")
     indices = [n for n, part in enumerate(parts) if part.isdigit() and part != "0"]
-    return [".".join([*parts[:n], "0"]) for n in reversed(indices)]
+    first = [".".join([*parts[:n], "0"]) for n in reversed(indices)]
+    return [*first, *(block_of(norm) for norm in block_norms(model)[:1])]
 
 
 def block_paths(model: nn.Module) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -183,8 +184,8 @@ class record_attention:
             self._listening.between = BetweenBlocks.of(self._model)
             yield from self._listening.between.hooks()
         modules = dict(self._model.named_modules()) if self._gradients and self._features else {}
-        streams = {stream for path in self._features for stream in (block_of(path), *entries_of(path))}
-        for path in sorted(streams & modules.keys()):
+        streams = [[block_of(path), *entries_of(self._model, path)] for path in self._features if modules]
+        for path in sorted(modules.keys() & set(chain.from_iterable(streams))):
             yield Hook(modules[path], partial(self._keep_stream, path), before=False)
         if self._head is not None and self._head.taps:
             for path in self._head.blocks:
