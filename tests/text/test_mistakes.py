@@ -44,6 +44,12 @@ def longformer() -> object:
     return transformers.LongformerForMaskedLM(transformers.LongformerConfig(**config)).eval()
 
 
+def funnel() -> object:
+    """A model of two streams, whose values have no output projection either: that would be the wrong remedy."""
+    sizes = {"block_sizes": [1, 1], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48}
+    return transformers.FunnelForMaskedLM(transformers.FunnelConfig(vocab_size=15, **sizes)).eval()
+
+
 def windowed() -> object:
     swin = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "image_size": 32, "patch_size": 4, "window_size": 4}
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
@@ -109,6 +115,7 @@ MISTAKES = [
     (lambda: read(model=t5()), UnsupportedModelError, r"model\.get_encoder\(\)"),
     (lambda: read(model=longformer(), value_weighted=False), UnsupportedModelError, "No attention .* Longformer"),
     (lambda: read(model=longformer(), value_weighted="output"), UnsupportedModelError, "No attention .* Longformer"),
+    (lambda: read(model=funnel()), UnsupportedModelError, "several token streams"),
     (lambda: Words(("a",), (1, 2), (False,)), ShapeError, "same length"),
     # a text that is generated
     (lambda: gpt([1, 2]), OptionError, "got list"),

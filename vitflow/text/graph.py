@@ -11,14 +11,13 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, printable
 from vitflow.images import charts
 from vitflow.images.charts import new_chart
 from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import Causal
-from vitflow.text.summary import RowSummary, check_weights
+from vitflow.text.summary import RowSummary
 from vitflow.text.view import POSITIVE, ShadedText, View
 from vitflow.text.words import Words, labels_of
 
@@ -87,10 +86,6 @@ class GraphView(View):
         panels: the graphs.
         selected, hidden, title, caption: see `View`.
 
-    Raises:
-        ShapeError: the shape of a matrix does not match the tokens.
-        OptionError: no graph, or more than `MOST_TOKENS` tokens or `MOST_LAYERS` layers.
-
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, Figure 1.
 
     >>> words = Words(("a", " key"), (0, 1), (False, False))
@@ -101,26 +96,6 @@ class GraphView(View):
 
     words: Words
     panels: Sequence[Panel]
-
-    def __post_init__(self) -> None:
-        shape = ("layers", self.words.length, self.words.length)
-        checked = [
-            Panel(
-                printable(panel.title),
-                np.nan_to_num(check_weights(panel.matrices, shape)),
-                np.nan_to_num(check_weights(panel.paths, shape)),
-                printable(panel.note),
-            )
-            for panel in self.panels
-        ]
-        object.__setattr__(self, "panels", checked)
-        super().__post_init__()
-        shown, layers = len(self._columns), max((len(panel.matrices) for panel in checked), default=0)
-        if not checked or shown > MOST_TOKENS or layers > MOST_LAYERS:
-            raise OptionError(
-                f"Expected at least one graph of at most {MOST_TOKENS} tokens and {MOST_LAYERS} layers, got "
-                f"{len(checked)} of {shown} tokens and {layers} layers: use a shorter text."
-            )
 
     @property
     def _columns(self) -> list[int]:

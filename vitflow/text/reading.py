@@ -22,7 +22,7 @@ from vitflow.models.parts import unwrap
 from vitflow.recording.isolation import device_of
 from vitflow.recording.probing import is_causal
 from vitflow.registry.option_types import TextOptions
-from vitflow.text.graph import MOST_TOKENS, GraphView, attention_graphs
+from vitflow.text.graph import MOST_LAYERS, MOST_TOKENS, GraphView, attention_graphs
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of
 from vitflow.text.method_table import TEXT_METHODS, for_kind, text_method
 from vitflow.text.methods import caption, check_options
@@ -100,14 +100,14 @@ class Reading:
         """Draw raw attention, rollout and flow as graphs, as in Abnar & Zuidema (2020); options as for `shaded`.
 
         Raises:
-            OptionError: the text is too long for a graph.
+            OptionError: the text or the model is too large for a graph.
         """
         shown = self._shown(special, stop_words)
         count = self.tokens.length - len(shown["hidden"])
-        if self.matrices is None or count > MOST_TOKENS:
+        if self.matrices is None or count > MOST_TOKENS or len(self.layers) > MOST_LAYERS:
             raise OptionError(
-                f"Expected a text of at most {MOST_TOKENS} tokens for a graph, got {count}: shorten it, or hide stop "
-                "words."
+                f"Expected at most {MOST_TOKENS} tokens and {MOST_LAYERS} layers for a graph, got {count} and "
+                f"{len(self.layers)}: shorten the text, or hide stop words."
             )
         residual = self.options.get("residual", 0.5)
         options = {"residual": residual, "causal": self.options.get("causal") if self.causal else None}

@@ -33,19 +33,15 @@ def percent(share: float) -> str:
     return "<1" if number == 0 and share > 0 else f"{number}".replace("-", "−")
 
 
-def check_weights(weights: Any, shape: tuple[int | str, ...]) -> NDArray[np.float64]:
-    """Return weights as float64 after checking their shape; a name in `shape` matches any length, NaN means not seen.
+def check_weights(weights: Any, tokens: int) -> NDArray[np.float64]:
+    """Return weights as float64 after checking that there is one per token; NaN means not seen.
 
     Raises:
         ShapeError: wrong shape, infinite values, or empty.
     """
     array = np.asarray(weights.detach().cpu() if hasattr(weights, "detach") else weights)
-    fits = array.ndim == len(shape) and all(
-        isinstance(size, str) or size == actual for size, actual in zip(shape, array.shape, strict=True)
-    )
-    if array.dtype.kind not in "fiub" or not fits or not array.size:
-        expected = ", ".join(map(str, shape))
-        raise ShapeError(f"Expected weights [{expected}], one per token, got {array.dtype} {list(array.shape)}.")
+    if array.dtype.kind not in "fiub" or array.shape != (tokens,) or not tokens:
+        raise ShapeError(f"Expected {tokens} weights, one per token, got {array.dtype} {list(array.shape)}.")
     if np.isinf(array).any():
         raise ShapeError("Expected finite weights, or NaN for unseen tokens, got infinite values.")
     return array.astype(np.float64)
@@ -95,7 +91,7 @@ class RowSummary:
             hidden: hidden positions with the reason.
             left_out: positions that the entropy does not count, such as image patches, which have a map of their own.
         """
-        checked = check_weights(weights, (words.length,))
+        checked = check_weights(weights, words.length)
         shares = np.abs(np.nan_to_num(checked))
         shares = shares / (shares.sum() or 1.0)
         if selected and self_share is None:

@@ -137,7 +137,7 @@ class ShadedText(View):
     self_share: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", check_weights(self.weights, (self.words.length,)))
+        object.__setattr__(self, "weights", check_weights(self.weights, self.words.length))
         super().__post_init__()
         for position in (*self.selected, *self.hidden):
             if not 0 <= position < self.words.length:
