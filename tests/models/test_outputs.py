@@ -130,18 +130,18 @@ def _mean(output):
 
 
 OTHER = np.full((8, 8, 3), 9, np.uint8)
-BASE = {"apart": True, "rest": partial(_share, part=0.5), "unit": "m"}
+BASE = {"minus_rest_by_default": True, "reference": partial(_share, part=0.5), "unit": "m"}
 CHANGED = {
-    "no rest": ({"rest": None}, r"outputs\.rest"),
-    "another rest": ({"rest": _mean}, "the function subtracted from the outputs was changed"),
-    "another value in rest": ({"rest": partial(_share, part=0.6)}, "was changed"),
-    "not apart": ({"apart": False}, r"outputs\.apart"),
+    "no rest": ({"reference": None}, r"outputs\.reference"),
+    "another rest": ({"reference": _mean}, "the function subtracted from the outputs was changed"),
+    "another value in rest": ({"reference": partial(_share, part=0.6)}, "was changed"),
+    "not apart": ({"minus_rest_by_default": False}, r"outputs\.minus_rest_by_default"),
     "unit": ({"unit": "km"}, r"outputs\.unit was 'm' and is 'km'"),
     "scale": ({"scale": 10.0}, r"outputs\.scale"),
     "activation": ({"activation": "sigmoid"}, "activation was 'value' and is 'sigmoid'"),
     "names": ({"names": ("sky", "road", "tree")}, "the classes have other names"),
     "against": ({"against": "half of it"}, r"outputs\.against"),
-    "made of": ({"made_of": {"file": 2}}, r"outputs\.file"),
+    "made of": ({"description": {"file": 2}}, r"outputs\.file"),
     "images": ({"images": (OTHER,) * 3}, r"outputs\.images"),
     "function": ({"function": partial(_share, part=2)}, "the function of the outputs was changed"),
 }
@@ -172,8 +172,8 @@ def test_an_evaluation_of_other_answers_is_another_run(dense, image, tmp_path):
     run = partial(evaluate, tmp_path / "in", output=tmp_path / "out", **options)
     run(model=Explainer(dense, outputs=entry, data_config=DATA))
     run(model=Explainer(dense, outputs=entry, data_config=DATA))
-    with pytest.raises(OptionError, match=r"outputs\.apart"):
-        run(model=Explainer(dense, outputs=replace(entry, apart=False), data_config=DATA))
+    with pytest.raises(OptionError, match=r"outputs\.minus_rest_by_default"):
+        run(model=Explainer(dense, outputs=replace(entry, minus_rest_by_default=False), data_config=DATA))
 
 
 def _whole(output):
@@ -250,13 +250,15 @@ def test_a_function_that_mixes_the_images_of_a_batch_is_refused(dense, kind, dty
     options = {"data_config": DATA, "dtype": dtype}
     asks = [
         lambda: Explainer(copy.deepcopy(dense), outputs=lambda output: function(corner(output)), **options),
-        lambda: Explainer(Pooled(copy.deepcopy(dense)), outputs=Outputs(rest=function), **options),
+        lambda: Explainer(Pooled(copy.deepcopy(dense)), outputs=Outputs(reference=function), **options),
     ]
     for ask in asks:
         if kind in HONEST:
             assert ask().num_classes == 3
         else:
-            with pytest.raises(ModelError, match="mixes the images of a batch.*output.softmax|row of outputs|rest to"):
+            with pytest.raises(
+                ModelError, match="mixes the images of a batch.*output.softmax|row of outputs|reference to"
+            ):
                 ask()
 
 
@@ -273,7 +275,7 @@ def test_rounding_by_the_size_of_a_batch_is_no_mixing(dense):
     [
         (
             lambda output: corner(output).mean(1),
-            r"Expected rest to return a tensor \[2, 3\] or \[2, 1\], got shape \(2,\)",
+            r"Expected reference to return a tensor \[2, 3\] or \[2, 1\], got shape \(2,\)",
         ),
         (lambda output: corner(output)[:, :2], r"got shape \(2, 2\)"),
         (lambda output: None, "got None"),
@@ -282,7 +284,7 @@ def test_rounding_by_the_size_of_a_batch_is_no_mixing(dense):
 )
 def test_what_is_wrong_with_rest_is_reported(dense, rest, reported):
     with pytest.raises(ModelError, match=reported):
-        Explainer(dense, outputs=Outputs(corner, rest=rest), data_config=DATA)
+        Explainer(dense, outputs=Outputs(corner, reference=rest), data_config=DATA)
 
 
 def test_without_a_function_construction_runs_no_model(dense):

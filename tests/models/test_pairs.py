@@ -75,7 +75,7 @@ def test_the_numbers_are_those_of_the_model(kind):
     entry = explainer(kind)
     pixels = entry.pixels(photo())
     torch.testing.assert_close(entry.logits(pixels).detach(), its_custom(kind, pixels), rtol=1e-5, atol=1e-5)
-    with torch.no_grad(), record_attention(entry.model, outputs=entry.outputs.numbers) as trace:
+    with torch.no_grad(), record_attention(entry.model, outputs=entry.outputs.raw_scores) as trace:
         entry.forward(pixels)
     torch.testing.assert_close(trace.logits, its_custom(kind, pixels), rtol=1e-5, atol=1e-5)
     assert trace.pooling == ("class token" if "clip" in kind else "attention pooling")
@@ -140,7 +140,7 @@ def test_the_gradient_of_a_prompt_is_that_of_a_model_by_hand(kind, raw):
     outputs = prompt_outputs(actual, prompts(PROMPTS, raw=raw))
     requested = outputs if raw else outputs.against_rest()
     pixels = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with record_attention(actual.tower, gradients=True, outputs=requested.numbers) as trace:
+    with record_attention(actual.tower, gradients=True, outputs=requested.raw_scores) as trace:
         actual.tower(pixels)
     read = Words()(PROMPTS, padding="longest" if kind == "clip" else "max_length")
     if kind != "clip":
@@ -149,7 +149,7 @@ def test_the_gradient_of_a_prompt_is_that_of_a_model_by_hand(kind, raw):
         vectors = normalize(model.get_text_features(**read).pooler_output, dim=1)
     entry = pixels.clone().requires_grad_()
     numbers = by_hand(model, entry, vectors)
-    torch.testing.assert_close(outputs.numbers(trace.output), numbers, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(outputs.raw_scores(trace.output), numbers, rtol=1e-6, atol=1e-6)
     wanted = numbers[:, 1] if raw else numbers[:, 1] - (numbers[:, 0] + numbers[:, 2]) / 2
     (expected,) = torch.autograd.grad(wanted.sum(), entry)
     torch.testing.assert_close(trace.backward(torch.tensor([1, 1])).pixels, expected, rtol=1e-6, atol=1e-6)
@@ -194,7 +194,7 @@ def test_prompts_are_what_a_module_with_their_vectors_is(both, method):
 def test_a_map_is_of_the_number_less_the_others(requested):
     pixels = requested.pixels(photo())
     numbers = requested.logits(pixels).detach()
-    less = requested.outputs.against_rest().numbers(requested.forward(pixels)).detach()
+    less = requested.outputs.against_rest().raw_scores(requested.forward(pixels)).detach()
     for one in range(3):
         others = [other for other in range(3) if other != one]
         torch.testing.assert_close(less[:, one], numbers[:, one] - numbers[:, others].mean(1), rtol=1e-4, atol=1e-5)
@@ -283,7 +283,7 @@ def test_a_template_is_a_mean_of_unit_vectors():
     mean = normalize(normalize(sentences, dim=1).mean(0, keepdim=True), dim=1)
     features = torch.randn(2, 24)
     expected = normalize(features, dim=1) @ mean.T * actual.scale
-    reported = prompt_outputs(actual, prompts(["red"], templates=["a {}", "the {}"])).numbers(features)
+    reported = prompt_outputs(actual, prompts(["red"], templates=["a {}", "the {}"])).raw_scores(features)
     torch.testing.assert_close(reported, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -211,8 +211,8 @@ def _score_facts(score: Score, method: Method, trace: TargetedTrace, outputs: Ou
                 "not evidence for its presence"
             )
     cosines = outputs.activation == "softmax" and outputs.scale != 1.0
-    if cosines and trace.numbers is not None and score.index is not None:
-        facts["cosine"] = round(float(trace.numbers[index, score.index]) / outputs.scale, 4)
+    if cosines and trace.raw_scores is not None and score.index is not None:
+        facts["cosine"] = round(float(trace.raw_scores[index, score.index]) / outputs.scale, 4)
     if method.class_specific and trace.outputs is not outputs:
         facts["against"] = outputs.against
     return facts

@@ -239,7 +239,7 @@ class Explainer(ImageModel):
             )
         if is_per_image(targets) and len(targets) != len(images):
             raise OptionError(f"Expected one class index for each of {len(images)} images, got {len(targets)}.")
-        outputs = self._minus_rest if self.outputs.apart else self.outputs
+        outputs = self._minus_rest if self.outputs.minus_rest_by_default else self.outputs
         contrasts = contrasts_among(targets)
         pairs = bool(contrasts) and not contrasts[0].against_rest
         if blank and (contrasts or self.regions is not None):
@@ -362,18 +362,18 @@ class Explainer(ImageModel):
             trace, chosen = self._record_for(pixels := self._tensor(images), chosen, outputs, readout)
             if trace.logits is None:
                 self.logits(pixels)  # raises an error that describes the output
-            logits = trace.logits if outputs is self.outputs else self.outputs.numbers(trace.output)
+            logits = trace.logits if outputs is self.outputs else self.outputs.raw_scores(trace.output)
             probabilities = probabilities_of(logits, self.facts)
             seconds = time.perf_counter() - started
             indices = resolve_targets(targets, probabilities, self.facts.outputs.names)
             targeted = TargetedTrace.of(
                 trace,
                 None,
-                run=partial(self.logits, outputs=outputs.followed or outputs),
+                run=partial(self.logits, outputs=outputs.perturbed_outputs or outputs),
                 outputs=outputs,
                 facts=self.facts,
                 images=images,
-                numbers=None if logits is None else logits.detach(),
+                raw_scores=None if logits is None else logits.detach(),
                 probabilities=probabilities,
                 seconds=seconds,
             )

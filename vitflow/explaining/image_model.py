@@ -134,7 +134,9 @@ class ImageModel:
         """Return the outputs after a trial run on noise."""
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model):
             noise = torch.cat([self.pixels(image) for image in self.inputs.two_images()])
-            tried = self.outputs.tried(lambda images: self.forward(images.clone()), noise, alone=binding.check_batch)
+            tried = self.outputs.validated(
+                lambda images: self.forward(images.clone()), noise, check_batch=binding.check_batch
+            )
             return tried if binding.complete is None else binding.complete(tried, self.model)
 
     def __repr__(self) -> str:
@@ -217,7 +219,7 @@ class ImageModel:
         if self.facts.outputs.count is not None:
             return self.facts.outputs.count
         with torch.no_grad(), evaluating(self.model):
-            logits = self.outputs.numbers(self.forward(self.pixels(self.inputs.grey())))
+            logits = self.outputs.raw_scores(self.forward(self.pixels(self.inputs.grey())))
         return 0 if logits is None or logits.ndim != 2 else logits.shape[1]
 
     def with_model(self, model: nn.Module) -> Self:
@@ -302,7 +304,7 @@ class ImageModel:
                 with recording as trace:
                     self.forward(pixels)
                 if against:  # maps explain other values than the reported ones
-                    trace.logits, trace.read = outputs.numbers(trace.output), outputs.read
+                    trace.logits, trace.read = outputs.raw_scores(trace.output), outputs.read
             if not reads or options.get("gradients") or trace.refusal is not None or not trace.reads_target:
                 return trace
             if trace.head == head:
@@ -321,7 +323,7 @@ class ImageModel:
         """
         with evaluating(self.model):
             output = self.forward(pixels.clone())  # the model may change it in place
-            logits = (outputs or self.outputs).numbers(output)
+            logits = (outputs or self.outputs).raw_scores(output)
         if logits is None:
             raise no_logits(output, self.model_id)
         return logits

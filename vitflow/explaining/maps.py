@@ -337,6 +337,6 @@ def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> 
             mean = tokens.mean(dim=1, keepdim=True)
             means = torch.where(read.to(tokens.device).unsqueeze(-1), mean, tokens[:, :prefix])
             tokens = torch.cat([means, tokens[:, prefix:]], dim=1)
-        numbers = trace.outputs.numbers(output_from_tokens(trace.model, trace.pixels, last, tokens))
+        numbers = trace.outputs.raw_scores(output_from_tokens(trace.model, trace.pixels, last, tokens))
         assert numbers is not None
         return numbers.gather(1, trace.class_indices.to(numbers.device).view(-1, 1))

@@ -126,7 +126,7 @@ class _Explained(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         output = self.model(pixels.clone(), **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
-        numbers = self._outputs.numbers(output)
+        numbers = self._outputs.raw_scores(output)
         if numbers is None:
             raise UnsupportedModelError("the model returns no scores")
         return numbers

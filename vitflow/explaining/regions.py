@@ -176,7 +176,9 @@ class Regions:
         assert tried.count is not None
         names = output_names(model, self._names, tried.count)
         if isinstance(self.question, Masks):
-            return Outputs(self._segmented, names, tried.count, self._activation or "softmax", made_of=self._made_of())
+            return Outputs(
+                self._segmented, names, tried.count, self._activation or "softmax", description=self._description()
+            )
         labels = self._names or config_labels(model)
         activation = self._activation or ("sigmoid" if len(labels) == tried.count else "softmax")
         if activation == "softmax" and names is None:
@@ -187,11 +189,11 @@ class Regions:
             names,
             tried.count,
             activation,
-            made_of=self._made_of(),
-            followed=Outputs(self._followed, activation="sigmoid"),
+            description=self._description(),
+            perturbed_outputs=Outputs(self._followed, activation="sigmoid"),
         )
 
-    def _made_of(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, Any]:
         """Describe the question for JSON."""
         if isinstance(self.question, Boxes):
             named = self.question.prompts

@@ -148,7 +148,7 @@ def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], 
     assert trace.pixels is not None
     assert trace.facts is not None
     try:
-        layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout, trace.followed.read)
+        layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout, trace.perturbed_outputs.read)
         return layout, (layout.rows, layout.cols), "tokens dropped"
     except UnsupportedModelError as error:
         hidden = f"patches blanked, because tokens cannot be dropped: {error}"
@@ -164,10 +164,10 @@ def _log_odds(
     """Compute the log-odds [masks, classes] of one image with only the kept patches."""
     if layout is not None:
         indices = kept.nonzero()[:, 1].reshape(len(kept), -1)
-        read = trace.followed.read
+        read = trace.perturbed_outputs.read
         with torch.no_grad():
             logits = run_on_patches(trace.model, image, indices, layout=layout, outputs=read)
-        return log_odds(logits, trace.followed.activation)
+        return log_odds(logits, trace.perturbed_outputs.activation)
     owners = cell_owners(image.shape[-2], image.shape[-1], *grid, trace.extent_of(grid))
     visible = kept[:, owners].unsqueeze(1).to(image.device)  # [masks, 1, height, width]
     return trace.log_odds(torch.where(visible, image, image.mean(dim=(2, 3), keepdim=True)))

@@ -28,7 +28,7 @@ class TargetedTrace(Trace):
         outputs: the outputs that maps explain; may differ from the reported ones.
         facts: properties of the model.
         images: the images of the pass.
-        numbers: logits of the reported outputs, [batch, classes].
+        raw_scores: logits of the reported outputs, [batch, classes].
         probabilities: reported scores, [batch, classes]; None if the model has no classes.
         seconds: duration of the pass.
         refinement_requested: whether the refinement of the current method was requested, not a default.
@@ -44,7 +44,7 @@ class TargetedTrace(Trace):
     outputs: Outputs = field(default_factory=Outputs)
     facts: ModelFacts | None = None
     images: Sequence[PlacedImage] = ()
-    numbers: Tensor | None = None
+    raw_scores: Tensor | None = None
     probabilities: Tensor | None = None
     seconds: float = 0.0
     refinement_requested: bool = False
@@ -77,9 +77,9 @@ class TargetedTrace(Trace):
         return self.taps_of(self.targets)
 
     @property
-    def followed(self) -> Outputs:
+    def perturbed_outputs(self) -> Outputs:
         """Outputs that are computed for changed images."""
-        return self.outputs.followed or self.outputs
+        return self.outputs.perturbed_outputs or self.outputs
 
     def backward(self, targets: Tensor | None = None) -> Backward:
         """Backward pass, by default for the targets; see `Trace.backward`."""
@@ -87,11 +87,11 @@ class TargetedTrace(Trace):
 
     def predict(self, pixels: Tensor) -> Tensor:
         """Run the model again and return the probabilities [batch, classes]."""
-        return activate(self._run_again(pixels), self.followed.activation)
+        return activate(self._run_again(pixels), self.perturbed_outputs.activation)
 
     def log_odds(self, pixels: Tensor) -> Tensor:
         """Run the model again and return the log-odds [batch, classes], which do not saturate at probability 1."""
-        return log_odds(self._run_again(pixels), self.followed.activation)
+        return log_odds(self._run_again(pixels), self.perturbed_outputs.activation)
 
     def _run_again(self, pixels: Tensor) -> Tensor:
         assert self.run is not None

@@ -17,8 +17,8 @@ _MESSAGES = {
     "class_names_sha256": "the classes have other names",
     "outputs.state_sha256": "the function of the outputs was changed",
     "outputs.weights_sha256": "the function of the outputs has other weights",
-    "outputs.rest.state_sha256": "the function subtracted from the outputs was changed",
-    "outputs.rest.weights_sha256": "the function subtracted from the outputs has other weights",
+    "outputs.reference.state_sha256": "the function subtracted from the outputs was changed",
+    "outputs.reference.weights_sha256": "the function subtracted from the outputs has other weights",
     "outputs.vectors_sha256": "the prompts or reference images have other embeddings",
 }
 

@@ -40,18 +40,18 @@ class Outputs:
         count: k; 0 if the model ends in features, None if unknown before it runs.
         activation: one of `ACTIVATIONS`; with a single output, softmax is replaced by sigmoid.
         unit: unit of values without activation, such as "years".
-        scale: factor of the cosines in the numbers.
-        made_of: extra entries of the fingerprint, for JSON; a run is resumed only if they are unchanged.
-        rest: maps the output to the reference of each output, [batch, k] or [batch, 1]; None for the mean of the other
-            outputs.
+        scale: factor of the cosines in the scores.
+        description: extra entries of the fingerprint, for JSON; a run is resumed only if they are unchanged.
+        reference: maps the output to the reference of each output, [batch, k] or [batch, 1]; None for the mean of the
+            other outputs.
         against: description of this reference.
         images: reference image of each output, uint8 RGB [height, width, 3], displayed next to the map.
-        apart: explain each output minus its reference by default.
-        followed: outputs to use for perturbed images, in which another output (query) may detect the object; None for
-            the same outputs.
+        minus_rest_by_default: explain each output minus its reference by default.
+        perturbed_outputs: outputs to use for perturbed images, in which another output (query) may detect the object;
+            None for the same outputs.
 
     >>> outputs = Outputs(lambda output: output[:, :2] - output[:, 2:], ("left", "right"), 2)
-    >>> outputs.numbers(torch.tensor([[1.0, 2.0, 3.0, 5.0]]))
+    >>> outputs.raw_scores(torch.tensor([[1.0, 2.0, 3.0, 5.0]]))
     tensor([[-2., -3.]])
     """
 
@@ -61,19 +61,19 @@ class Outputs:
     activation: str = "value"
     unit: str = ""
     scale: float = 1.0
-    made_of: Mapping[str, Any] = field(default_factory=dict)
-    rest: Callable[[Any], Tensor] | None = None
+    description: Mapping[str, Any] = field(default_factory=dict)
+    reference: Callable[[Any], Tensor] | None = None
     against: str = "the mean of the other classes"
     images: tuple[NDArray[np.uint8], ...] = ()
-    apart: bool = False
-    followed: "Outputs | None" = None
+    minus_rest_by_default: bool = False
+    perturbed_outputs: "Outputs | None" = None
 
     def __post_init__(self) -> None:
         check_known("activation", self.activation, ACTIVATIONS)
         if self.count == 1 and self.activation == "softmax":  # would be 100 % for every image
             object.__setattr__(self, "activation", "sigmoid")
 
-    def numbers(self, output: Any) -> Tensor | None:
+    def raw_scores(self, output: Any) -> Tensor | None:
         """Compute the scores [batch, k] from a model's output: its logits, or None, without a function.
 
         Raises:
@@ -105,52 +105,55 @@ class Outputs:
     def fingerprint(self) -> dict[str, Any]:
         """Return how these outputs differ from the model's classes, for JSON, without activation and names."""
         usual = Outputs()
-        settings = {name: getattr(self, name) for name in ("unit", "against", "apart")}
+        settings = {name: getattr(self, name) for name in ("unit", "against", "minus_rest_by_default")}
         settings["scale"] = float(f"{self.scale:.5g}")  # rounding differs between machines
         return {
-            **(_made_of(self.function) if self.function is not None else {}),
-            **self.made_of,
-            **({"rest": _made_of(self.rest)} if self.rest is not None else {}),
+            **(_identified(self.function) if self.function is not None else {}),
+            **self.description,
+            **({"reference": _identified(self.reference)} if self.reference is not None else {}),
             **{name: value for name, value in settings.items() if value != getattr(usual, name)},
             **({"images": [_sha256(one) for one in self.images]} if self.images else {}),
         }
 
-    def with_rest(self, output: Any) -> list[Tensor]:
-        """Compute the scores [batch, k], followed by those of `rest`, [batch, k] or [batch, 1]; empty without logits.
+    def with_reference(self, output: Any) -> list[Tensor]:
+        """Compute the scores [batch, k], then those of the reference, [batch, k] or [batch, 1]; empty without logits.
 
         Raises:
-            ModelError: as for `numbers`; or `rest` failed or returned another shape.
+            ModelError: as for `raw_scores`; or `reference` failed or returned another shape.
         """
-        numbers = self.numbers(output)
-        if numbers is None or self.rest is None:
-            return [] if numbers is None else [numbers]
-        rest = _called(self.rest, output)
-        rows, columns = numbers.shape[0], numbers.shape[-1]
-        if not isinstance(rest, Tensor) or rest.shape not in ((rows, columns), (rows, 1)):
-            got = f"shape {tuple(rest.shape)}" if isinstance(rest, Tensor) else f"{rest!r:.60}"
+        scores = self.raw_scores(output)
+        if scores is None or self.reference is None:
+            return [] if scores is None else [scores]
+        reference = _called(self.reference, output)
+        rows, columns = scores.shape[0], scores.shape[-1]
+        if not isinstance(reference, Tensor) or reference.shape not in ((rows, columns), (rows, 1)):
+            got = f"shape {tuple(reference.shape)}" if isinstance(reference, Tensor) else f"{reference!r:.60}"
             raise ModelError(
-                f"Expected rest to return a tensor [{rows}, {columns}] or [{rows}, 1], got {got}: "
+                f"Expected reference to return a tensor [{rows}, {columns}] or [{rows}, 1], got {got}: "
                 "return one row per image, with one reference or one for each output."
             )
-        return [numbers, rest]
+        return [scores, reference]
 
     @property
     def read(self) -> Callable[[Any], Tensor | None]:
-        """The function that reads scores from a model's output: `numbers`, or `logits_of` for the model's classes."""
-        return logits_of if self.function is None else self.numbers
+        """The function that reads scores from a model's output: `raw_scores`, or `logits_of` for its classes."""
+        return logits_of if self.function is None else self.raw_scores
 
     def against_rest(self) -> "Outputs":
-        """Return these outputs, each minus its reference: the mean of the others, unless `rest` is given.
+        """Return these outputs, each minus its reference: the mean of the others, unless `reference` is given.
 
         Raises:
             OptionError: there is a single output, without a reference.
         """
-        if self.rest is None and self.count in (0, 1):
+        if self.reference is None and self.count in (0, 1):
             raise OptionError(_NO_REST)
-        return replace(self, function=self._less_the_rest, activation="value", rest=None, followed=None)
+        return replace(
+            self, function=self.scores_minus_rest, activation="value", reference=None, perturbed_outputs=None
+        )
 
-    def _less_the_rest(self, output: Any) -> Tensor:
-        numbers, *rest = self.with_rest(output) or [torch.empty(0)]
+    def scores_minus_rest(self, output: Any) -> Tensor:
+        """Compute the scores minus their reference, by default the mean of the others, [batch, k]."""
+        numbers, *rest = self.with_reference(output) or [torch.empty(0)]
         if numbers.ndim != 2:
             got = f"shape {tuple(numbers.shape)}" if numbers.numel() else "none"
             raise OptionError(
@@ -167,19 +170,19 @@ class Outputs:
         """Return the reported scores [..., k]: probabilities, cosines, or unchanged values; float64 on the CPU."""
         return activate(numbers, self.activation) / (self.scale if self.activation == "cosine" else 1.0)
 
-    def tried(self, run: Callable[[Tensor], Any], pixels: Tensor, *, alone: bool = True) -> "Outputs":
+    def validated(self, run: Callable[[Tensor], Any], pixels: Tensor, *, check_batch: bool = True) -> "Outputs":
         """Test the outputs on two different images, and return them with their count.
 
         Args:
             run: maps model inputs to the output of the model.
             pixels: model inputs of the images, [2, channels, height, width].
-            alone: also compare with each image alone, as a user's function may mix the images of a batch.
+            check_batch: also compare with each image alone, as a user's function may mix the images of a batch.
 
         Raises:
             ModelError: there is not one row per image, or a row depends on the other images of its batch.
         """
         together = self._rows(run, pixels)
-        if alone and any(self._mixed(run, pixels, together, index) for index in range(2)):
+        if check_batch and any(self._mixed(run, pixels, together, index) for index in range(2)):
             raise ModelError(
                 "Expected the same outputs for an image alone and in a batch, got others: the function mixes the "
                 "images of a batch. Compute each row from one image only, such as output.softmax(1) instead "
@@ -201,8 +204,8 @@ class Outputs:
         )
 
     def _rows(self, run: Callable[[Tensor], Any], pixels: Tensor) -> list[Tensor]:
-        """Return `with_rest` of a batch; ModelError unless it has a row for each image."""
-        scores = self.with_rest(output := run(pixels))
+        """Return `with_reference` of a batch; ModelError unless it has a row for each image."""
+        scores = self.with_reference(output := run(pixels))
         if not scores:
             raise no_logits(output, "the model")
         if scores[0].shape[0] != len(pixels):
@@ -248,7 +251,7 @@ def similarity_outputs(vectors: Tensor, names: Sequence[str], images: Sequence[N
         tuple(called),
         len(called),
         "cosine",
-        made_of={"similarity_to": [_sha256(one) for one in images]},
+        description={"similarity_to": [_sha256(one) for one in images]},
         against="the mean of the other images",
         images=tuple(images),
     )
@@ -276,10 +279,10 @@ def _sha256(image: NDArray[np.uint8]) -> str:
     return hashlib.sha256(image.tobytes()).hexdigest()
 
 
-def _made_of(function: Any) -> dict[str, Any]:
+def _identified(function: Any) -> dict[str, Any]:
     """Identify a function by its name and the hash of its code and state; a module also by the hash of its weights.
 
-    Functions of vitflow itself are described by `Outputs.made_of` alone.
+    Functions of vitflow itself are described by `Outputs.description` alone.
     """
     inner = function
     while isinstance(inner, partial):

@@ -314,15 +314,15 @@ def prompt_outputs(pair: ImageTextModel, prompts: Prompts) -> Outputs:
         # The softmax of a single prompt is 100 % for every image.
         "cosine" if one and pair.activation == "softmax" else pair.activation,
         scale=pair.scale if pair.activation == "softmax" else 1.0,
-        made_of={
+        description={
             "prompts": list(texts),
             "templates": list(frames),
             "raw": raw,
             "vectors_sha256": state_sha256(torch.cat([vectors, empty])),
         },
-        rest=numbers(empty) if one else None,
+        reference=numbers(empty) if one else None,
         against="that of an empty prompt" if one else "the mean of the other prompts",
-        apart=not raw,
+        minus_rest_by_default=not raw,
     )
 
 
