@@ -20,6 +20,7 @@ from vitflow import Explainer, load_model
 from vitflow.demo import draw_images
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.evaluation.measures.faithfulness import Curves, faithfulness_curves, patch_order, removed_counts
+from vitflow.evaluation.measures.sanity import flip_stability
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.recording.token_dropping import run_on_patches
@@ -375,6 +376,14 @@ def test_maps_of_other_grids_hide_their_cells():
         np.testing.assert_allclose(one.deletion, expected["deletion"], rtol=0, atol=1e-12)
     with pytest.raises(ShapeError, match="model's 4 × 4 patches, got 2 × 4"):
         faithfulness_curves(explainer, maps)
+
+
+def test_grids_of_one_image_may_cover_different_pixels():
+    explainer = Explainer(literal_vit.timm_model(img_size=35), data_config={**DATA, "input_size": (3, 35, 35)})
+    maps = explainer.explain_batch([IMAGE], methods=["gae", ("input_gradient", {"patch_size": 7})])
+    assert maps[0].placement != maps[1].placement  # patches cover 32 of 35 pixels
+    assert all(curve.deletion.std() > 0 for curve in faithfulness_curves(explainer, maps, replace="blank", points=4))
+    assert len(flip_stability(explainer, maps)) == 2
 
 
 def test_models_without_tokens_are_requested_in_images():

@@ -186,7 +186,7 @@ def _check_inside(numbers: Sequence[float], size: Size, kind: str) -> None:
     if not fits(size):
         raise FrameError(
             f"Expected {kind} inside the image, {size[1]} × {size[0]} pixels (width × height), got "
-            f"{reprlib.repr([round(number, 1) for number in numbers])}.",
+            f"{reprlib.repr([round(number, 1) for number in numbers])}. Scale annotations of a resized copy.",
             fits,
         )
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, stops_all, whole_number
 from vitflow.evaluation.datasets import open_dataset
-from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, can_drop_tokens
+from vitflow.evaluation.measures.removal import REPLACEMENTS, can_drop_tokens
 from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
 from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals
 from vitflow.evaluation.results import Evaluation
