@@ -182,3 +182,42 @@ def test_class_activation_maps_of_other_packages_use_the_same_layers():
         explained(WithConvolutions(), "cam:GradCAM")
     with pytest.raises(UnsupportedModelError, match="several branches"):
         explained(model, "captum:LayerGradCam")
+
+
+class MonteCarlo(nn.Module):
+    """Dropout that stays on in eval mode."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.vit, self.rate = vit(1), rate
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
+        return self.vit.head(nn.functional.dropout(features, self.rate, training=self.rate > 0))
+
+
+@pytest.mark.parametrize("method", ["gae", "rollout", "occlusion"])
+def test_a_model_that_is_random_in_eval_mode_is_mentioned(method):
+    random, usual = (explained(MonteCarlo(rate), method)[0] for rate in (0.3, 0.0))
+    assert any("random" in note for note in notes_of(random.facts))
+    assert not any("random" in note for note in notes_of(usual.facts))
+
+
+class Reshaping(nn.Module):
+    """A block that needs a multiple of 5 tokens besides the class token."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, tokens: Tensor, **options: object) -> Tensor:
+        tokens[:, 1:].unflatten(1, (5, -1))
+        return self.block(tokens, **options)
+
+
+def test_a_model_that_fails_on_the_kept_number_of_patches_has_them_blanked():
+    model = vit(1)
+    model.blocks[2] = Reshaping(model.blocks[2])
+    actual = explained(model, "sampling", masks=8, keep=0.33)[0]
+    assert "fails on 33 of its patches" in actual.facts["hidden"]
+    assert explained(model, "sampling", masks=8, keep=0.3)[0].facts["hidden"] == "tokens dropped"

@@ -168,6 +168,8 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
         if trace.probabilities is not None and trace.targets is not None:
             score = Score.of(trace.probabilities[index], int(trace.targets[index]), outputs)
         facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
+        if trace.is_random:
+            facts["random"] = True
         if trace.facts.note:
             facts["model_note"] = trace.facts.note
         if method.needs & {"attention", "heads"} and used[index].get("patch") is not None:

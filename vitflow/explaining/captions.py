@@ -175,6 +175,8 @@ def notes_of(facts: Mapping[str, Any]) -> Iterator[str]:
     if masks := facts.get("masks_used"):
         reliability = facts.get("reliability")
         yield f"{masks} masks{'' if reliability is None else f', reliability {reliability:.2f}'}.".replace("-", "−")
+    if facts.get("random"):
+        yield "The model uses random numbers, as Monte-Carlo dropout does: another run gives another score and map."
     if (share := facts.get("cam_share")) is not None:
         yield f"{share:.0%} of the score's gradient pass this layer: the output is also computed from others."
     if blank := facts.get("blank"):

@@ -38,7 +38,7 @@ from vitflow.explaining.targets import (
 from vitflow.images.reading import ImageSource
 from vitflow.models.outputs import Outputs
 from vitflow.models.parts import refuse_deformable
-from vitflow.recording.isolation import evaluating, refuse_inference_tensors
+from vitflow.recording.isolation import evaluating, random_state, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 from vitflow.registry.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out
 from vitflow.registry.option_types import MethodOptions
@@ -358,7 +358,7 @@ class Explainer(ImageModel):
             refuse_inference_tensors(self.model)
         # Leave the caller's torch.inference_mode(), in which tensors have no gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
-            started = time.perf_counter()
+            started, state = time.perf_counter(), random_state(self.device)
             trace, chosen = self._record_for(pixels := self._tensor(images), chosen, outputs, readout)
             if trace.logits is None:
                 self.logits(pixels)  # raises an error that describes the output
@@ -376,6 +376,7 @@ class Explainer(ImageModel):
                 raw_scores=None if logits is None else logits.detach(),
                 probabilities=probabilities,
                 seconds=seconds,
+                is_random=not torch.equal(state, random_state(self.device)),
             )
             return apply_methods(targeted, chosen, indices)
 

@@ -25,6 +25,7 @@ from vitflow.registry.options import OPTIONS
 
 #: Maximum number of masks with masks="auto", and the number of masks after which it compares maps.
 MOST_MASKS, MASKS_PER_STEP = 256, 32
+_BLANKED = "patches blanked, because tokens cannot be dropped:"
 # A map has converged if this share of its strongest patches stays the same in two steps in a row.
 _CONVERGED = 0.9
 
@@ -117,6 +118,8 @@ def sample(
     layout, grid, hidden = _hiding(trace)
     most: Any = MOST_MASKS if masks == "auto" else masks
     kept = draw_masks(*grid, masks=most, keep=keep, cells=cells, seed=random_seed)
+    if layout is not None and (reason := _fails_on(trace, kept[:1], layout, grid)):
+        layout, hidden = None, f"{_BLANKED} {reason}"
     if layout is not None:
         batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
     assert trace.pixels is not None
@@ -151,11 +154,23 @@ def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], 
         layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout, trace.perturbed_outputs.read)
         return layout, (layout.rows, layout.cols), "tokens dropped"
     except UnsupportedModelError as error:
-        hidden = f"patches blanked, because tokens cannot be dropped: {error}"
+        hidden = f"{_BLANKED} {error}"
     try:
         return None, (trace.layout.rows, trace.layout.cols), hidden
     except UnsupportedModelError:  # the model has no patches
         return None, trace.grid(), hidden
+
+
+def _fails_on(trace: TargetedTrace, kept: Tensor, layout: TokenLayout, grid: tuple[int, int]) -> str:
+    """Return why the model fails on this number of patches, or an empty string: it may reshape its tokens."""
+    assert trace.pixels is not None
+    try:
+        _log_odds(trace, trace.pixels.detach()[:1], kept, layout, grid)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, AssertionError) as error:
+        return f"It fails on {int(kept.sum())} of its patches ({str(error).splitlines()[0]})."
+    return ""
 
 
 def _log_odds(

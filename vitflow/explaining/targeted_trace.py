@@ -32,6 +32,7 @@ class TargetedTrace(Trace):
         probabilities: reported scores, [batch, classes]; None if the model has no classes.
         seconds: duration of the pass.
         refinement_requested: whether the refinement of the current method was requested, not a default.
+        is_random: True if the pass used random numbers, as Monte-Carlo dropout does.
         cached_outputs: outputs of further forward passes by key, for further classes and methods.
 
     >>> import torch
@@ -48,6 +49,7 @@ class TargetedTrace(Trace):
     probabilities: Tensor | None = None
     seconds: float = 0.0
     refinement_requested: bool = False
+    is_random: bool = False
     cached_outputs: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod

@@ -140,7 +140,7 @@ def find_passed(
     if examined.refusal is not None:
         return (
             f"{type(call.model).__name__} {examined.refusal}, so a product of layers would not follow its tokens. Use "
-            "sampling, occlusion, gradcam or input_gradient; the recorded attention is in trace.attentions."
+            "sampling, occlusion or input_gradient; the recorded attention is in trace.attentions."
         )
     for path, mask in examined.passed.items():
         by_block[path].passed = mask

@@ -121,6 +121,11 @@ def _restore(value: Any, before: Any) -> None:
         value.extend(each for each, _ in before)
 
 
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of the random numbers that a model on a device uses."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
 def default_device() -> str:
     """Return the available accelerator, or the CPU."""
     if torch.cuda.is_available():
