@@ -12,11 +12,13 @@ from matplotlib.image import AxesImage
 from matplotlib.text import Text
 from PIL import Image
 
+import vitflow
 from vitflow import Comparison, Contrast, Explainer
 from vitflow.cli import cli, main
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.saliency import Saliency
+from vitflow.folder.draw import draw_run
 from vitflow.images.geometry import place
 from vitflow.images.pen import Pen
 from vitflow.images.typesetting import readable
@@ -230,8 +232,13 @@ def test_the_command_saves_the_heatmap_alone_and_crops(explainer, tmp_path):
     np.testing.assert_array_equal(Image.open(tmp_path / "a.png"), saliency.overlay(background="none"))
     np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), saliency.heatmap)
     np.testing.assert_array_equal(Image.open(tmp_path / "b.png"), saliency.overlay(crop_to_seen=True))
-    with pytest.raises(OptionError, match="unscaled"):
-        saliency.save(tmp_path / "c.npy", alpha=1)
+    line = ["explain", str(image), "--model", "demo", "--alpha", "1", "-o", str(tmp_path / "c.npy")]
+    assert CliRunner().invoke(cli, line).exit_code == 2 and not (tmp_path / "c.npy").exists()
+    with pytest.raises(OptionError, match="transparency"):
+        vitflow.explain_folder(image, tmp_path / "run", model=explainer, drawing={"background": "none"}, workers=0)
+    vitflow.explain_folder(image, tmp_path / "run", model=explainer, overlays=False, workers=0)
+    with pytest.raises(OptionError, match="transparency"):
+        draw_run(tmp_path / "run", tmp_path / "drawn", drawing={"background": "none"})
 
 
 def test_another_file_type_is_refused():

@@ -30,7 +30,7 @@ from vitflow.folder.batches import in_order
 from vitflow.folder.columns import Maps, Row, by_rank, placement_of
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.saved import SavedRun
-from vitflow.folder.work import encode_overlay
+from vitflow.folder.work import check_drawing, encode_overlay
 from vitflow.images import OVERLAY_FORMATS
 from vitflow.images.pen import Pen
 from vitflow.images.reading import read_image
@@ -145,6 +145,7 @@ def draw_run(
         format = format or settings["format"]
         check_known("format", format, OVERLAY_FORMATS)
         options = {**settings["drawing"], **(drawing or {})}
+        check_drawing(options, format)
         names = saved.names()
 
         def draw(row: Row, maps: Maps) -> Drawn:

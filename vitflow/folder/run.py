@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
 from torch import nn
 
-from vitflow.errors import OptionError, whole_number
+from vitflow.errors import whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target, is_several
 from vitflow.folder.batches import RunProgress, Tally
@@ -27,9 +26,7 @@ from vitflow.folder.plan import Input, clear_outputs, is_done, list_inputs
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
 from vitflow.folder.saved import SavedRun
 from vitflow.folder.store import Run, finishing
-from vitflow.folder.work import Job, auto_batch, check_target, explainer_for, make_job, sides_of
-from vitflow.images.geometry import place
-from vitflow.images.pen import Pen
+from vitflow.folder.work import Job, auto_batch, check_drawing, check_target, explainer_for, make_job, sides_of
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
@@ -177,12 +174,7 @@ def explain_folder(
         overlays=overlays,
         has_target=has_target,
     )
-    pen, grid = Pen(None, **job.drawing), np.eye(2, dtype=np.float32)
-    pen.overlay(
-        grid, place((8, 8), (8, 8)), np.zeros((8, 8, 3), np.uint8), pen.limits(grid)
-    )  # raises for invalid options
-    if pen.transparent and format == "jpg":
-        raise OptionError("JPEG has no transparency: use format png or webp, or another background than none.")
+    check_drawing(job.drawing, format)
     # Report errors of the sources before loading a model.
     selection: dict[str, Any] = {"recursive": recursive, "glob": glob, "limit": limit}
     listing = list_inputs(source, output, **selection, urls=engine == "ray")

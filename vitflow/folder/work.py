@@ -34,6 +34,8 @@ from vitflow.folder.batches import WAITING_BYTES, Batches
 from vitflow.folder.columns import Row, failed_row, placement_row, rank_label
 from vitflow.folder.decoders import Decoded
 from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
+from vitflow.images.geometry import place
+from vitflow.images.pen import Pen
 from vitflow.registry.choices import ChosenMethod, check_methods, has_targets
 
 #: The maps of an image by label.
@@ -244,6 +246,14 @@ def draw_files(row: Row, maps: SaliencyMaps, job: Job) -> tuple[Row, dict[str, b
     written = {path: len(content) for path, content in files.items()}
     seconds = round(row["seconds"] + time.perf_counter() - started, 4)
     return row | {"outputs": outputs, "written": written, "seconds": seconds}, files
+
+
+def check_drawing(drawing: Mapping[str, Any], format: str) -> None:
+    """Raise OptionError for options of overlays that are invalid or do not suit the format."""
+    pen, grid = Pen(None, **drawing), np.eye(2, dtype=np.float32)
+    pen.overlay(grid, place((8, 8), (8, 8)), np.zeros((8, 8, 3), np.uint8), pen.limits(grid))
+    if pen.transparent and format == "jpg":
+        raise OptionError("JPEG has no transparency: use format png or webp, or another background than none.")
 
 
 def encode_overlay(overlay: NDArray[np.uint8], format: str) -> bytes:

@@ -126,7 +126,7 @@ def _explained(explainer: Any, image: Path, output: Path, options: Mapping[str, 
     try:
         saliencies, record, draw = _maps(explainer, image, options, given)
         with writing(output):
-            draw(output, **({} if output.suffix.lower() == ".npy" else shared.drawing_values(given)))
+            draw(output, **shared.drawing_values(given))
         for saliency, entry in zip(saliencies, record.get("maps", [record]), strict=True):
             if given["save_map"]:
                 indices = saliency.score.sides or (saliency.score.index,)
