@@ -118,8 +118,9 @@ def sample(
     layout, grid, hidden = _hiding(trace)
     most: Any = MOST_MASKS if masks == "auto" else masks
     kept = draw_masks(*grid, masks=most, keep=keep, cells=cells, seed=random_seed)
-    if layout is not None and (reason := _fails_on(trace, kept[:1], layout, grid)):
-        layout, hidden = None, f"{_BLANKED} {reason}"
+    failed = ("sampling fails", keep, cells)
+    if failed in trace.cached_outputs:
+        layout, hidden = None, trace.cached_outputs[failed]
     if layout is not None:
         batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
     assert trace.pixels is not None
@@ -137,7 +138,15 @@ def sample(
                 progress(max(min(len(rows), count) - start, 0))
                 while len(rows) < count:
                     part = kept[len(rows) : min(len(rows) + batch, count)]
-                    rows.extend(_log_odds(trace, image, part, layout, grid))
+                    try:
+                        rows.extend(_log_odds(trace, image, part, layout, grid))
+                    except (RuntimeError, ValueError, AssertionError) as error:
+                        if layout is None or any(known) or isinstance(error, torch.OutOfMemoryError):
+                            raise
+                        reason = f"It fails on {int(part[0].sum())} of its patches ({str(error).splitlines()[0]})."
+                        layout, hidden = None, f"{_BLANKED} {reason}"  # a model may reshape its tokens
+                        trace.cached_outputs[failed] = hidden
+                        continue
                     progress(len(part))
                 if converged is not None and converged(number, kept[:count], torch.stack(rows[:count]), grid):
                     break
@@ -159,18 +168,6 @@ def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], 
         return None, (trace.layout.rows, trace.layout.cols), hidden
     except UnsupportedModelError:  # the model has no patches
         return None, trace.grid(), hidden
-
-
-def _fails_on(trace: TargetedTrace, kept: Tensor, layout: TokenLayout, grid: tuple[int, int]) -> str:
-    """Return why the model fails on this number of patches, or an empty string: it may reshape its tokens."""
-    assert trace.pixels is not None
-    try:
-        _log_odds(trace, trace.pixels.detach()[:1], kept, layout, grid)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, AssertionError) as error:
-        return f"It fails on {int(kept.sum())} of its patches ({str(error).splitlines()[0]})."
-    return ""
 
 
 def _log_odds(
