@@ -270,7 +270,7 @@ def test_deformable_attention_is_refused_by_name_but_occlusion_works():
 def test_the_command_line_names_a_detection_by_its_box(tmp_path, monkeypatch):
     model = yolos()
     monkeypatch.setattr("vitflow.models.loading.load_model", lambda *args, **options: model)
-    monkeypatch.setattr("vitflow.models.facts.library_data_config", lambda model: CONFIG)
+    monkeypatch.setattr("vitflow.models.info.library_data_config", lambda model: CONFIG)
     write_image(tmp_path / "photo.png", photo())
     shared = [
         str(tmp_path / "photo.png"),

@@ -19,7 +19,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import embedding_of
 from vitflow.models.blocks import block_norms, library_blocks
 from vitflow.models.calls import logits_of
-from vitflow.models.facts import from_processor, processor_settings, read_input_spec
+from vitflow.models.info import from_processor, processor_settings, read_input_spec
 from vitflow.models.names import class_count, class_names_of, model_id
 
 transformers = pytest.importorskip("transformers")

@@ -24,7 +24,7 @@ from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.models import hub
 from vitflow.models.checkpoints import read_checkpoint
-from vitflow.models.facts import read_input_spec
+from vitflow.models.info import read_input_spec
 from vitflow.models.names import class_names_of, model_id, read_class_names
 
 ID = "test_vit"

@@ -269,10 +269,10 @@ def explain_clip(
     pixels = torch.cat([each if isinstance(each, Tensor) else explainer.pixels(each) for each in images])
     logits = torch.cat([_logits(explainer, one) for one in pixels.split(1)])
     mean = logits.double().mean(dim=0, keepdim=True)
-    probabilities = probabilities_of(mean, explainer.facts)
+    probabilities = probabilities_of(mean, explainer.model_info)
     if probabilities is None:
         raise OptionError("A clip requires a model with classes; pass outputs= to explain other values.")
-    [index] = resolve_targets(target, probabilities, explainer.facts.outputs.names)
+    [index] = resolve_targets(target, probabilities, explainer.model_info.outputs.names)
     assert index is not None
     explained = explainer.explain_batch(images, methods=[chosen], targets=np.full(len(images), int(index)), names=names)
     best = max(range(len(explained)), key=lambda frame: explained[frame].score.value or 0.0)

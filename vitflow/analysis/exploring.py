@@ -83,7 +83,7 @@ def explore(
     return make_explorer(
         explored,
         model=explainer.model_id,
-        model_note=explainer.facts.note,
+        model_note=explainer.model_info.note,
         call=call or _call(model, fit),
         methods={
             method.name: {"title": method.title, "defaults": method.defaults, "published": method.published}

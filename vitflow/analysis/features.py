@@ -192,7 +192,7 @@ def feature_maps(
         for vector, mask in zip(vectors, inside, strict=True)
     )
     layer = check_layer("layer", layer, len(block_paths(explainer.model) or block_norms(explainer.model))) + 1
-    about = explainer.model_id, layer, foreground, explainer.facts.note
+    about = explainer.model_id, layer, foreground, explainer.model_info.note
     return Features(tuple(placed), components, tuple(shown), tuple(basis.shares.tolist()), *about)
 
 

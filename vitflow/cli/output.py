@@ -211,4 +211,4 @@ def save_result(result: Any, output: Path, drawing: Mapping[str, Any], as_json: 
         say_record({**record, "output": str(output)})
     if not as_json:
         click.echo(printable(output))
-    say_model_note(explainer.model_id, explainer.facts.note)
+    say_model_note(explainer.model_id, explainer.model_info.note)

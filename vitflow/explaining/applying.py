@@ -16,7 +16,7 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.explaining.targets import Score
 from vitflow.models.blocks import block_paths, branch_norms, layer_output
-from vitflow.models.facts import ModelFacts
+from vitflow.models.info import ModelInfo
 from vitflow.models.outputs import Outputs
 from vitflow.registry.choices import Chosen, ChosenMethod
 from vitflow.registry.method_table import ROLLOUT, Method
@@ -85,7 +85,7 @@ def _residual_of_one_product(chosen: Chosen) -> float:
     return residual if [function, *others] == [ROLLOUT, 0.0, 1, -1] else 0.0
 
 
-def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
+def probabilities_of(logits: object, info: ModelInfo) -> Tensor | None:
     """Return the scores [batch, classes] of a model's logits, usually probabilities; None if it has no classes.
 
     Raises:
@@ -93,27 +93,27 @@ def probabilities_of(logits: object, facts: ModelFacts) -> Tensor | None:
             another number of logits than it has classes.
     """
     if not isinstance(logits, Tensor):
-        raise ModelError(f"Expected {facts.id} to return one tensor of logits, got none.")
-    if facts.outputs.count == 0 or logits.ndim != 2:
+        raise ModelError(f"Expected {info.id} to return one tensor of logits, got none.")
+    if info.outputs.count == 0 or logits.ndim != 2:
         return None
     if not torch.isfinite(logits).all():
         raise ModelError(
-            f"{facts.id} returned NaN or infinite logits for this image: check its weights and precision "
+            f"{info.id} returned NaN or infinite logits for this image: check its weights and precision "
             f"({logits.dtype})."
         )
-    outputs, count = facts.outputs, logits.shape[1]
+    outputs, count = info.outputs, logits.shape[1]
     if outputs.function is None and outputs.count not in (None, count):
         raise ModelError(
-            f"Expected {outputs.count} logits from {facts.id}, one for each class, got {count}: create the Explainer "
+            f"Expected {outputs.count} logits from {info.id}, one for each class, got {count}: create the Explainer "
             "after the head has been replaced."
         )
     sums_to_1 = bool(logits.min() >= 0 and (logits.double().sum(dim=1) - 1).abs().max() < 1e-3)
     if outputs.function is None and outputs.activation == "softmax" and sums_to_1:
         raise ModelError(
-            f"Expected logits from {facts.id}, got probabilities, which sum to 1; another softmax would change them. "
+            f"Expected logits from {info.id}, got probabilities, which sum to 1; another softmax would change them. "
             "Leave out the softmax of the model, or pass outputs=lambda output: output.log() and activation='softmax'."
         )
-    return facts.outputs.scores(logits)
+    return info.outputs.scores(logits)
 
 
 def apply_methods(trace: TargetedTrace, chosen: Chosen, targets: Sequence[Tensor | None]) -> list[list[Saliency]]:
@@ -159,8 +159,8 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
     if not np.isfinite(grids).all():
         raise ShapeError(f"Method {method.name} gave a map with NaN or infinite values.")
     seconds = (seconds + time.perf_counter() - started) / batch
-    assert trace.facts is not None
-    outputs, saliencies = trace.facts.outputs, []
+    assert trace.model_info is not None
+    outputs, saliencies = trace.model_info.outputs, []
     readouts = trace.readout_words(trace.targets) if starts_at_readout(chosen) else []
     extent = trace.extent_of((grids.shape[1], grids.shape[2]))
     for index, image in enumerate(trace.images):
@@ -170,8 +170,8 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
         facts: dict[str, Any] = {"readout": readouts[index]} if readouts else {}
         if trace.is_random:
             facts["random"] = True
-        if trace.facts.note:
-            facts["model_note"] = trace.facts.note
+        if trace.model_info.note:
+            facts["model_note"] = trace.model_info.note
         if method.needs & {"attention", "heads"} and used[index].get("patch") is not None:
             grid_of_patch = trace.top.rows, trace.top.cols
             if grid_of_patch != grids[index].shape:
@@ -183,7 +183,7 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
             placement=placement if extent is None else replace(placement, extent=extent),
             image=image.image,
             source=image.name,
-            model=trace.facts.id,
+            model=trace.model_info.id,
             method=method.name,
             options=used[index],
             class_specific=method.class_specific or _reads_target(chosen, trace),

@@ -116,7 +116,7 @@ class Explainer(ImageModel):
 
     Attributes:
         model, device: the module and its device.
-        facts: properties of the model.
+        model_info: properties of the model.
         preprocessing: preprocessing from images to model inputs.
 
     Raises:
@@ -363,15 +363,15 @@ class Explainer(ImageModel):
             if trace.logits is None:
                 self.logits(pixels)  # raises an error that describes the output
             logits = trace.logits if outputs is self.outputs else self.outputs.raw_scores(trace.output)
-            probabilities = probabilities_of(logits, self.facts)
+            probabilities = probabilities_of(logits, self.model_info)
             seconds = time.perf_counter() - started
-            indices = resolve_targets(targets, probabilities, self.facts.outputs.names)
+            indices = resolve_targets(targets, probabilities, self.model_info.outputs.names)
             targeted = TargetedTrace.of(
                 trace,
                 None,
                 run=partial(self.logits, outputs=outputs.perturbed_outputs or outputs),
                 outputs=outputs,
-                facts=self.facts,
+                model_info=self.model_info,
                 images=images,
                 raw_scores=None if logits is None else logits.detach(),
                 probabilities=probabilities,

@@ -22,8 +22,8 @@ from vitflow.models.anatomy import forward_options
 from vitflow.models.binding import Binding
 from vitflow.models.blocks import headless
 from vitflow.models.calls import no_logits, refused_input
-from vitflow.models.facts import library_data_config, read_facts
 from vitflow.models.identity import library_versions, state_sha256, weights_sha256
+from vitflow.models.info import library_data_config, read_model_info
 from vitflow.models.loading import load_model
 from vitflow.models.names import ClassNames, check_name_count, model_id
 from vitflow.models.outputs import Outputs, features_of, similarity_outputs
@@ -113,14 +113,14 @@ class ImageModel:
         self._heads: dict[bool, Head | None] = {}  # for the outputs (False) and their contrasts with the rest (True)
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         names = ("data_config", "class_names", "activation", "layout", "name", "outputs")
-        self.facts = read_facts(self.model, **{name: getattr(binding, name) for name in names})
-        self.inputs = ModelInputs(self.facts.preprocessing(fit), self.model_id)
+        self.model_info = read_model_info(self.model, **{name: getattr(binding, name) for name in names})
+        self.inputs = ModelInputs(self.model_info.preprocessing(fit), self.model_id)
         if isinstance(outputs, SimilarityTo):
-            self.facts = replace(self.facts, outputs=self._similarities(outputs.images))
+            self.model_info = replace(self.model_info, outputs=self._similarities(outputs.images))
         elif outputs is not None:  # errors come before the first image
-            self.facts = replace(self.facts, outputs=self._tried(binding))
-        if binding.class_names is not None and self.facts.outputs.count is None:
-            check_name_count(self.facts.outputs.names or (), self.num_classes)
+            self.model_info = replace(self.model_info, outputs=self._tried(binding))
+        if binding.class_names is not None and self.model_info.outputs.count is None:
+            check_name_count(self.model_info.outputs.names or (), self.num_classes)
 
     def _similarities(self, references: Sequence[ImageSource]) -> Outputs:
         """Compute the outputs of `similarity_to`."""
@@ -140,7 +140,7 @@ class ImageModel:
             return tried if binding.complete is None else binding.complete(tried, self.model)
 
     def __repr__(self) -> str:
-        count = "" if self.facts.outputs.count is None else f", {self.facts.outputs.count} classes"
+        count = "" if self.model_info.outputs.count is None else f", {self.model_info.outputs.count} classes"
         height, width = self.spec.size
         return f"Explainer({printable(self.model_id)}{count}, input {width} × {height}, fit={self.fit}, {self.device})"
 
@@ -161,12 +161,12 @@ class ImageModel:
     @property
     def model_id(self) -> str:
         """Name of the model in results."""
-        return self.facts.id
+        return self.model_info.id
 
     @property
     def outputs(self) -> Outputs:
         """Outputs that can be explained."""
-        return self.facts.outputs
+        return self.model_info.outputs
 
     @cached_property
     def _minus_rest(self) -> Outputs:
@@ -176,13 +176,13 @@ class ImageModel:
     @property
     def class_names(self) -> list[str] | None:
         """Class names by index, or None."""
-        names = self.facts.outputs.names
+        names = self.model_info.outputs.names
         return None if names is None else list(names)
 
     @property
     def layout(self) -> TokenLayout | None:
         """Prefix tokens and patch grid, if given."""
-        return self.facts.layout
+        return self.model_info.layout
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -205,7 +205,7 @@ class ImageModel:
         Weights, code and class names are hashes (see `vitflow.models.identity`), and the device is its type.
         """
         return {
-            **self.facts.fingerprint(),
+            **self.model_info.fingerprint(),
             "weights_sha256": weights_sha256(self.model),
             "state_sha256": state_sha256(self.model),
             "libraries": library_versions(self.model),
@@ -216,8 +216,8 @@ class ImageModel:
     @property
     def num_classes(self) -> int:
         """Number of classes, 0 for a model of features; determined by a forward pass if necessary."""
-        if self.facts.outputs.count is not None:
-            return self.facts.outputs.count
+        if self.model_info.outputs.count is not None:
+            return self.model_info.outputs.count
         with torch.no_grad(), evaluating(self.model):
             logits = self.outputs.raw_scores(self.forward(self.pixels(self.inputs.grey())))
         return 0 if logits is None or logits.ndim != 2 else logits.shape[1]

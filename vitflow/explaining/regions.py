@@ -18,7 +18,7 @@ from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
 from vitflow.models.binding import Binding
 from vitflow.models.calls import dense_logits_of, detections_of
-from vitflow.models.facts import library_data_config
+from vitflow.models.info import library_data_config
 from vitflow.models.names import (
     NO_OBJECT,
     checked_class_names,

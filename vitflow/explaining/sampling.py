@@ -158,9 +158,9 @@ def sample(
 def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
     """Return the layout of tokens that can be dropped (or None), the patch grid, and a description."""
     assert trace.pixels is not None
-    assert trace.facts is not None
+    assert trace.model_info is not None
     try:
-        layout = droppable_tokens(trace.model, trace.pixels, trace.facts.layout, trace.perturbed_outputs.read)
+        layout = droppable_tokens(trace.model, trace.pixels, trace.model_info.layout, trace.perturbed_outputs.read)
         return layout, (layout.rows, layout.cols), "tokens dropped"
     except UnsupportedModelError as error:
         hidden = f"{_BLANKED} {error}"

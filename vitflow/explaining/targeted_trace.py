@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitflow.errors import OptionError
 from vitflow.explaining.inputs import PlacedImage
-from vitflow.models.facts import ModelFacts
+from vitflow.models.info import ModelInfo
 from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.recording.layers import Backward
 from vitflow.recording.readout import Tap
@@ -26,7 +26,7 @@ class TargetedTrace(Trace):
         targets: target class of each image, [batch]; None if the model has no classes.
         run: maps model inputs to logits [batch, classes] by running the model again.
         outputs: the outputs that maps explain; may differ from the reported ones.
-        facts: properties of the model.
+        model_info: properties of the model.
         images: the images of the pass.
         raw_scores: logits of the reported outputs, [batch, classes].
         probabilities: reported scores, [batch, classes]; None if the model has no classes.
@@ -43,7 +43,7 @@ class TargetedTrace(Trace):
     targets: Tensor | None = None
     run: Callable[[Tensor], Tensor] | None = None
     outputs: Outputs = field(default_factory=Outputs)
-    facts: ModelFacts | None = None
+    model_info: ModelInfo | None = None
     images: Sequence[PlacedImage] = ()
     raw_scores: Tensor | None = None
     probabilities: Tensor | None = None

@@ -16,8 +16,8 @@ from vitflow.errors import ModelError, OptionError, UnsupportedModelError, Vitfl
 from vitflow.models.anatomy import embedding_of, height_width
 from vitflow.models.binding import Binding
 from vitflow.models.blocks import without
-from vitflow.models.facts import library_data_config
 from vitflow.models.identity import state_sha256
+from vitflow.models.info import library_data_config
 from vitflow.models.names import model_id, model_note
 from vitflow.models.outputs import Outputs, cosines
 from vitflow.models.parts import library_id

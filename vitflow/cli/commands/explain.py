@@ -78,7 +78,7 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
     if failed < len(images):
         if named is None:
             shared.say_default(given["method"])
-        say_model_note(explainer.model_id, explainer.facts.note)
+        say_model_note(explainer.model_id, explainer.model_info.note)
     if failed:
         say(f"{len(images) - failed} explained, {failed} failed")
         sys.exit(1)

@@ -61,7 +61,7 @@ def explore(images: tuple[Path, ...], **given: Any) -> None:
         page.save(output)
     for note in page.notes:
         say(note)
-    say_model_note(explainer.model_id, explainer.facts.note)
+    say_model_note(explainer.model_id, explainer.model_info.note)
     click.echo(printable(output))
 
 

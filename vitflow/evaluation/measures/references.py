@@ -143,7 +143,7 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
         return regress(kept, scores[:, target], affinity_of(trace, method.options["affinity"], grid).matrix[0])
 
     recorded = explainer.record(shared_input([saliency]), **recorded_for([method], explainer.model))
-    of_model = {"run": explainer.logits, "outputs": explainer.outputs, "facts": explainer.facts}
+    of_model = {"run": explainer.logits, "outputs": explainer.outputs, "model_info": explainer.model_info}
     trace = TargetedTrace.of(recorded, torch.tensor([target]), **of_model)
     with torch.no_grad(), evaluating(explainer.model):
         few = posterior(saliency.facts.get("masks_used", method.options["masks"]), seed)

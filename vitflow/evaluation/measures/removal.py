@@ -85,7 +85,7 @@ def pools_patches(explainer: Explainer, placed: PlacedImage, target: int | None)
     """
     try:
         targets = None if target is None else torch.tensor([target])
-        of_model: Any = {"run": explainer.logits, "outputs": explainer.outputs, "facts": explainer.facts}
+        of_model: Any = {"run": explainer.logits, "outputs": explainer.outputs, "model_info": explainer.model_info}
         trace = TargetedTrace.of(explainer.record(placed), targets, **of_model)
         readout, layout = trace.readout[0].double().cpu(), trace.top
     except VitflowError:

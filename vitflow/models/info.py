@@ -1,4 +1,4 @@
-"""Facts about an image model: its name, the preprocessing of its images, and its outputs."""
+"""Information on an image model: its name, the preprocessing of its images, and its outputs."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ _PROCESSOR = {"image_mean", "image_std", "do_normalize", "do_resize", "image_pro
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelInfo:
     """Metadata of a model.
 
     Attributes:
@@ -83,7 +83,7 @@ class ModelFacts:
         return Preprocessing(self.input, fit)
 
 
-def read_facts(
+def read_model_info(
     model: nn.Module,
     *,
     data_config: Any = None,
@@ -92,7 +92,7 @@ def read_facts(
     layout: TokenLayout | None = None,
     name: str | None = None,
     outputs: Any = None,
-) -> ModelFacts:
+) -> ModelInfo:
     """Read the metadata of a model; arguments override it.
 
     Raises:
@@ -100,15 +100,15 @@ def read_facts(
         OptionError: an argument is invalid.
 
     >>> import timm
-    >>> facts = read_facts(timm.create_model("vit_tiny_patch16_224", num_classes=5))
-    >>> facts.id, facts.input.size, facts.outputs.count, facts.outputs.activation
+    >>> info = read_model_info(timm.create_model("vit_tiny_patch16_224", num_classes=5))
+    >>> info.id, info.input.size, info.outputs.count, info.outputs.activation
     ('vit_tiny_patch16_224', (224, 224), 5, 'softmax')
     """
     spec = read_input_spec(model, data_config)
     check_layout(layout)
     outputs = _outputs(model, outputs, class_names, activation)
     name = model_id(model) if name is None else check_name(name)
-    return ModelFacts(name, spec, outputs, layout, model_note(model))
+    return ModelInfo(name, spec, outputs, layout, model_note(model))
 
 
 def _outputs(model: nn.Module, outputs: Any, class_names: ClassNames | None, activation: str | None) -> Outputs:
