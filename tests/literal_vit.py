@@ -50,6 +50,7 @@ class Pass:
     """Recorded tensors of one image's forward pass, all on the path to the logits."""
 
     logits: Tensor
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0))  # that the head reads, [tokens, channels]
     attention: list[list[Tensor]] = field(default_factory=list)  # [layers][heads] of [tokens, tokens]
     norm1: list[Tensor] = field(default_factory=list)  # [layers] of [tokens, channels]
     values: list[list[Tensor]] = field(default_factory=list)  # [layers][heads] of [tokens, width]
@@ -103,6 +104,7 @@ def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool
         x = torch.cat([*[x.mean(0, keepdim=True)] * read, x[read:]])
     if "norm.weight" in weights:
         x = norm("norm", x)
+    actual.tokens = x
 
     if "head_dist.weight" in weights:
         actual.logits = (linear("head", x[0]) + linear("head_dist", x[1])) / 2
@@ -152,12 +154,12 @@ def differentiate(model: nn.Module, pixels: Tensor, target: int, readout: str) -
     pixels = pixels.clone().requires_grad_()
     seen = run(model, pixels)
     heads = [matrix for layer in seen.attention for matrix in layer]
-    sources = [*heads, *seen.norm1, *seen.pooling, pixels]
+    sources = [*heads, *seen.norm1, *seen.pooling, seen.tokens, pixels]
     gradients = torch.autograd.grad(seen.logits[target], sources)
     of_heads, of_norms = gradients[: len(heads)], gradients[len(heads) : len(heads) + len(seen.norm1)]
     of_pooling = [
         np.maximum((row.detach() * gradient).numpy()[0], 0.0)
-        for row, gradient in zip(seen.pooling, gradients[-1 - len(seen.pooling) : -1], strict=True)
+        for row, gradient in zip(seen.pooling, gradients[-2 - len(seen.pooling) : -2], strict=True)
     ]
 
     def layers(matrices: list[Tensor]) -> list[Array]:
@@ -172,24 +174,10 @@ def differentiate(model: nn.Module, pixels: Tensor, target: int, readout: str) -
         pixel_gradients=gradients[-1].numpy(),
         values=layers([value for layer in seen.values for value in layer]),
         projections=[model.blocks[layer].attn.proj.weight.detach().numpy() for layer in range(TINY["depth"])],
-        readout=_readout(readout, seen),
+        readout=(norms := gradients[-2].norm(dim=-1).numpy()) / norms.sum(),
         pooling=np.stack(of_pooling) if of_pooling else None,
         prefix=READOUTS[readout][1],
     )
-
-
-def _readout(readout: str, seen: Pass) -> Array:
-    tokens, prefix = len(seen.norm1[0]), READOUTS[readout][1]
-    if readout == "attention pooling":
-        return torch.stack(seen.pooling).mean(0)[0].detach().numpy()
-    q = np.zeros(tokens)
-    if readout.startswith("average"):
-        q[prefix:] = 1.0 / (tokens - prefix)
-    elif readout == "distilled":
-        q[:2] = 0.5
-    else:
-        q[0] = 1.0
-    return q
 
 
 def moved_values(values: Array, projection: Array) -> Array:

@@ -13,6 +13,7 @@ from vitflow import Explainer
 from vitflow.demo import CLASS_NAMES, load_demo_model
 from vitflow.errors import ModelError, OptionError
 from vitflow.methods.cells import centre_prior, random_map
+from vitflow.recording.trace import Trace
 from vitflow.registry.method_table import Method, get_method, list_methods, register_method
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
@@ -161,15 +162,15 @@ def test_every_method_works_on_every_readout(readout):
 
 def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
     kept, passes = explainer(), {"forward": 0, "backward": 0}
-    kept.explain_batch(IMAGES[:1], methods=["rollout", "gradcam"])  # which observes the model, once
+    kept.explain_batch(IMAGES[:1], methods=["rollout", "gradcam"])  # which tests the model on noise, once
     kept.model.register_forward_hook(lambda *_: passes.update(forward=passes["forward"] + 1))
-    differentiate = torch.autograd.grad
+    differentiate = Trace.gradients_of
 
     def counted(*args, **kwargs):
         passes["backward"] += 1
         return differentiate(*args, **kwargs)
 
-    monkeypatch.setattr(torch.autograd, "grad", counted)
+    monkeypatch.setattr(Trace, "gradients_of", counted)
     methods = ["attention", "rollout", "gradient_rollout", "gae", "gradcam", "input_gradient", "random", "centre"]
     kept.explain_batch(IMAGES, methods=methods, targets=[[0, 1, 2]])
     assert passes == {"forward": 1, "backward": 3}

@@ -110,7 +110,10 @@ MODELS = {
     "sam": (sam, 64, 1),
     "segformer": (segformer, 64, 4),
 }
-STAGED = ["sam", "segformer"]  # windows or stages, to which attention flow does not apply
+
+
+# The module whose tokens the head reads, if it is not the last block.
+LAST = {"yolos": "vit.layernorm"}
 
 
 def built(name: str) -> tuple[nn.Module, int]:
@@ -132,14 +135,15 @@ def test_maps_of_a_detection_or_segmentation_model_are_finite(name):
     config = {"input_size": (3, size, size), "mean": (0.5,) * 3, "std": (0.5,) * 3}
     explainer = Explainer(model, outputs=scores, data_config=config)
     image = torch.randn(1, 3, size, size).clamp(-1, 1)
-    methods = ["rollout", "gae", "gradient_rollout", *([] if name == "segformer" else ["attention"])]
-    for method in [*methods, *([] if name in STAGED else ["flow"])]:
+    several = MODELS[name][2] > 1
+    for method in ["rollout", "gae", "gradient_rollout", *([] if several else ["attention"])]:
         actual = explainer.explain(image, method=method, target=0)
         assert np.isfinite(actual.grid).all() and actual.grid.std() > 0
         assert "from the gradient of the output" in actual.facts["readout"]
-    if name == "segformer":
-        with pytest.raises(UnsupportedModelError, match="different patch grids"):
-            explainer.explain(image, method="attention", target=0)
+    for method in ("attention", "flow"):
+        if several:
+            with pytest.raises(UnsupportedModelError, match=r"after layers|same tokens in every layer"):
+                explainer.explain(image, method=method, target=0)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "segformer"])
@@ -149,10 +153,10 @@ def test_the_readout_is_the_gradient_at_the_tokens_that_the_head_reads(name):
     image = torch.randn(1, 3, size, size, dtype=torch.float64)
     with record_attention(model, gradients=True, outputs=scores) as trace:
         model(image)
-    taps = trace.taps_of(torch.tensor([0]))
-    assert len(taps) == MODELS[name][2]
+    blocks = trace.readouts_of(torch.tensor([0])).blocks
+    assert len(blocks) == MODELS[name][2]
     # Separately: the output of each block is replaced by a leaf, so that no gradient passes to lower blocks.
-    paths = [*trace.head.blocks[:-1], trace.head.taps[-1]]
+    paths = [*trace.blocks[:-1], LAST.get(name, trace.blocks[-1])]
     leaves: list[Tensor] = []
 
     def cut(module, args, output):
@@ -166,9 +170,9 @@ def test_the_readout_is_the_gradient_at_the_tokens_that_the_head_reads(name):
         handle.remove()
     norms = [leaf.grad[0].norm(dim=-1).flatten() for leaf in leaves if leaf.grad is not None and leaf.grad.any()]
     total = sum(norm.sum() for norm in norms)
-    for tap, norm in zip(taps, norms, strict=True):
-        torch.testing.assert_close(tap.readout[0], norm / norm.sum())
-        torch.testing.assert_close(tap.share[0], norm.sum() / total)
+    for block, norm in zip(blocks, norms, strict=True):
+        torch.testing.assert_close(block.readout[0], norm / norm.sum())
+        torch.testing.assert_close(block.share[0], norm.sum() / total)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "sam"])
@@ -198,7 +202,7 @@ def test_a_head_that_reads_the_embeddings_as_well_is_refused():
     data = {"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3}
     explainer = Explainer(varied(beit((0, 1, 2, 3))), outputs=scores, data_config=data)
     with pytest.raises(UnsupportedModelError, match="directly from the image"):
-        explainer.explain(torch.zeros(1, 3, 64, 64), method="rollout", target=0)
+        explainer.explain(torch.randn(1, 3, 64, 64).clamp(-1, 1), method="rollout", target=0)
 
 
 def test_mask2former_is_refused_by_the_name_of_its_attention():

@@ -203,9 +203,6 @@ def test_a_family_is_captured_exactly(name, options, side, prefix, grid, capture
     assert any(reproduced(trace.layers[number].parts[0].tensor, applied.seen) for number in (0, -1))
     assert (trace.layout.num_prefix_tokens, trace.layout.rows, trace.layout.cols) == (prefix, grid, grid)
     assert trace.staged == ((name, options, side, prefix, grid) in STAGED)
-    if trace.reads_target:  # no known pooling: the head alone runs with gradients
-        with record_attention(model, head=trace.head) as trace:
-            model(pixels)
     options = {"head_fusion": "mean", "discard_ratio": 0.0, "residual": 0.5, "start_layer": 1}
     grids = rollout(trace, **options, value_weighted=False, patch=None).grids
     assert grids.shape == (2, grid, grid)

@@ -116,7 +116,7 @@ def _support_in(model: Any, device: str) -> Support:
     if trace.refusal is not None:
         return _none(refusal_in_words(model, trace.layers) or "its windows cannot be mapped to the image")
     layout = trace.layout
-    tokens = layout.num_prefix_tokens, (layout.rows, layout.cols), trace.closed[0].name
+    tokens = layout.num_prefix_tokens, (layout.rows, layout.cols), trace.pooling
     if trace.staged:
         return Support("windows", "no", "windows", "flow needs the same tokens in every layer", *tokens)
     return Support("yes", "yes", "yes", None, *tokens)

@@ -125,6 +125,7 @@ def apply_methods(trace: TargetedTrace, chosen: Chosen, targets: Sequence[Tensor
         targets: class indices [batch] per target; None if the model has no classes.
     """
     gradients = needs_gradients(chosen)
+    by_readout = trace.target_changes_readout(targets) if any(map(starts_at_readout, chosen)) else []
     by_image: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in trace.images]
     for index, target in enumerate(targets):
         trace.targets = target
@@ -133,22 +134,28 @@ def apply_methods(trace: TargetedTrace, chosen: Chosen, targets: Sequence[Tensor
             trace.backward()  # shared by all methods; counted in the seconds of each
         backward = time.perf_counter() - started
         for position, each in enumerate(chosen):
-            if index and not (each.method.class_specific or _reads_target(each, trace)):
+            specific = [each.method.class_specific] * len(by_image)
+            if starts_at_readout(each):  # a readout may depend on the target, even if the method does not
+                specific = [one or other for one, other in zip(specific, by_readout, strict=True)]
+            if index and not any(specific):
                 continue
             seconds = trace.seconds + (backward if "gradients" in each.method.needs else 0.0)
-            for maps, saliency in zip(by_image, _apply(each, trace, seconds), strict=True):
-                maps[position].append(saliency)
+            for maps, saliency in zip(by_image, _apply(each, trace, specific, seconds), strict=True):
+                if not index or saliency.class_specific:
+                    maps[position].append(saliency)
         trace.forget_gradients()
     return [[saliency for maps in by_method for saliency in maps] for by_method in by_image]
 
 
-def _reads_target(chosen: ChosenMethod, trace: TargetedTrace) -> bool:
-    """Return True if the readout of a map depends on the target, even if its method does not."""
-    return starts_at_readout(chosen) and trace.reads_target
+def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool], seconds: float) -> list[Saliency]:
+    """Compute one method's map for each image.
 
-
-def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[Saliency]:
-    """Compute one method's map for each image; `seconds` is the time that the batch has taken before."""
+    Args:
+        chosen: the method and its options.
+        trace: the recorded pass, with the targets.
+        specific: whether the map of each image depends on the target.
+        seconds: the time that the batch has taken before.
+    """
     started = time.perf_counter()
     method, batch = chosen.method, len(trace.images)
     trace.refinement_requested = "refine" in chosen.requested
@@ -186,7 +193,7 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, seconds: float) -> list[S
             model=trace.model_info.id,
             method=method.name,
             options=used[index],
-            class_specific=method.class_specific or _reads_target(chosen, trace),
+            class_specific=specific[index],
             score=score,
             facts=facts
             | (maps.facts[index] if maps.facts else {})

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, check_known, printable, unknown_name
+from vitflow.errors import OptionError, VitflowError, check_known, printable, unknown_name
 from vitflow.explaining.inputs import ImageInput, ModelInputs, PlacedImage, at_least_one, name_of
 from vitflow.explaining.regions import Boxes, Masks, boxes
 from vitflow.images import FITS
@@ -37,8 +37,8 @@ from vitflow.models.pairs import (
 )
 from vitflow.models.parts import refuse_joint_text, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
-from vitflow.recording.isolation import default_device, evaluating, move_to, refuse_inference_tensors
-from vitflow.recording.readout import Head
+from vitflow.recording.heads import guessed_blocks
+from vitflow.recording.isolation import default_device, evaluating, move_to
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 
@@ -110,7 +110,7 @@ class ImageModel:
         binding = Binding(unwrap(loaded), outputs, data_config, class_names, activation, layout, name)
         binding = _bound(binding, outputs)
         self.model, self.regions = binding.model, binding.selects
-        self._heads: dict[bool, Head | None] = {}  # for the outputs (False) and their contrasts with the rest (True)
+        self._blocks: list[str] | None = None  # of the latest recorded pass
         self.device = move_to(self.model, device, None if dtype is None else getattr(torch, dtype))
         names = ("data_config", "class_names", "activation", "layout", "name", "outputs")
         self.model_info = read_model_info(self.model, **{name: getattr(binding, name) for name in names})
@@ -225,7 +225,7 @@ class ImageModel:
     def with_model(self, model: nn.Module) -> Self:
         """Return this explainer with another module of the same architecture, such as a copy with random weights."""
         result = copy.copy(self)
-        result.model, result._heads = model, {}
+        result.model, result._blocks = model, None
         return result
 
     def with_input_size(self, size: tuple[int, int]) -> Self:
@@ -284,7 +284,7 @@ class ImageModel:
             return self._run_recorded(self.pixels(image), self.outputs, reads=True, **options)
 
     def _run_recorded(self, pixels: Tensor, outputs: Outputs, *, reads: bool, **options: Any) -> Trace:
-        """Record one forward pass; a second one if the readout requires gradients of the head.
+        """Record one forward pass; a second one if it shows that the first has not recorded enough.
 
         Args:
             pixels: model inputs [batch, channels, height, width].
@@ -292,24 +292,32 @@ class ImageModel:
             reads: whether the readout is required.
             options: as for `record_attention`.
         """
-        against = outputs is not self.outputs
-        head = None if options.get("gradients") or not reads else self._heads.get(against)
-        while True:
-            if head is not None:
-                refuse_inference_tensors(self.model)
-            with torch.set_grad_enabled(torch.is_grad_enabled() or head is not None):
-                recording = record_attention(
-                    self.model, layout=self.layout, outputs=self.outputs.read, head=head, **options
-                )
-                with recording as trace:
-                    self.forward(pixels)
-                if against:  # maps explain other values than the reported ones
-                    trace.logits, trace.read = outputs.raw_scores(trace.output), outputs.read
-            if not reads or options.get("gradients") or trace.refusal is not None or not trace.reads_target:
-                return trace
-            if trace.head == head:
-                return trace
-            head = self._heads[against] = trace.head
+        if not reads or options.get("readout") is not None:
+            return self._recorded_pass(pixels, outputs, **options)
+        if self._blocks is None:
+            self._blocks = guessed_blocks(self.model)
+        try:
+            trace = self._recorded_pass(pixels, outputs, cut=self._blocks, **options)
+        except VitflowError:
+            raise
+        except Exception:  # a model may refuse gradients of its head in any way; then the readout is found separately
+            self._blocks = []
+            trace = self._recorded_pass(pixels, outputs, **options)
+        if trace.refusal is not None:
+            return trace
+        if self._blocks:
+            self._blocks = list(dict.fromkeys(trace.blocks))
+        if any(layer.multiplied for layer in trace.layers) and trace.reads_several_blocks():
+            return self._recorded_pass(pixels, outputs, cut=self._blocks, **options | {"residual": 0.0})
+        return trace
+
+    def _recorded_pass(self, pixels: Tensor, outputs: Outputs, **options: Any) -> Trace:
+        with torch.set_grad_enabled(torch.is_grad_enabled() or bool(options.get("cut"))):
+            with record_attention(self.model, layout=self.layout, outputs=self.outputs.read, **options) as trace:
+                self.forward(pixels)
+            if outputs is not self.outputs:  # maps explain other values than the reported ones
+                trace.logits, trace.read = outputs.raw_scores(trace.output), outputs.read
+        return trace
 
     def logits(self, pixels: Tensor, outputs: Outputs | None = None) -> Tensor:
         """Run the model in eval mode and return its logits, [batch, classes].

@@ -1,8 +1,7 @@
 """Compute maps from a trace: the function of each method."""
 
-import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_paths
-from vitflow.models.pooling import ATTENTION_POOLING, pool_queries
+from vitflow.models.pooling import pool_queries
 from vitflow.progress import tracking
 from vitflow.recording.probing import output_from_tokens
 from vitflow.recording.trace import Trace
@@ -51,50 +50,6 @@ class Maps:
     refined: list[bool] | None = None
 
 
-def over_taps(function: Callable[..., Maps]) -> Callable[..., Maps]:
-    """Compute a map from each block that the head reads, and return their mean weighted by the shares of these blocks.
-
-    Nothing is averaged if the map starts at a patch, or if the head reads only the last block. Layer indices above a
-    block are clamped to that block.
-    """
-
-    @functools.wraps(function)
-    def averaged(trace: Trace, **options: Any) -> Maps:
-        taps = [] if options.get("patch") is not None else trace.taps
-        if not taps or (len(taps) == 1 and taps[0].layers == len(trace.layers)):
-            return function(trace, **options)
-        count, grids, facts = len(trace.layers), [], []
-        for tap in reversed(taps):  # each trace continues with the gradients of the one above
-            trace = trace.at(tap)
-            lower = {
-                name: min(check_layer(name, options[name], count) + 1, tap.layers)
-                for name in ("layer", "end_layer", "start_layer")
-                if isinstance(options.get(name), int)
-            }
-            maps = function(trace, **{**options, **lower})
-            grids.append(maps.grids * tap.share.to(maps.grids).view(-1, 1, 1))
-            facts.append(maps.facts)
-        if len({grid.shape for grid in grids}) > 1:
-            raise UnsupportedModelError(
-                f"{type(trace.model).__name__} computes its output from blocks with different patch grids, so their "
-                "maps cannot be averaged. Use sampling, occlusion or input_gradient."
-            )
-        return Maps(torch.stack(grids).sum(dim=0), [_of_all(each) for each in zip(*facts, strict=True)])
-
-    return averaged
-
-
-def _of_all(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the facts about the maps of several blocks: the most saturated flow, and the range of all layers."""
-    merged = dict(facts[0])
-    if "saturated" in merged:
-        merged["saturated"] = max(fact["saturated"] for fact in facts)
-    if "flow_layers" in merged:
-        ranges = [fact["flow_layers"] for fact in facts]
-        merged["flow_layers"] = [min(first for first, _ in ranges), max(last for _, last in ranges)]
-    return merged
-
-
 def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
     """Return the trace's readout [batch, tokens], or one-hot on the patch at (row, col)."""
     if patch is None:
@@ -114,25 +69,53 @@ def patch_place(patch: Patch) -> tuple[int, int]:
 
 
 def _through_layers(
-    trace: Trace, matrices: Sequence[Tensor], readout: Tensor, *, end_layer: int = -1, **options: Any
+    trace: Trace,
+    matrices: Sequence[Tensor],
+    readouts: Mapping[int, Tensor],
+    *,
+    end_layer: int = -1,
+    **options: Any,
 ) -> Maps:
-    """Compute the readout's row of a product of fused layers, on the (finest) patch grid."""
+    """Compute the row of a product of fused layers, on the (finest) patch grid.
+
+    Args:
+        trace: the trace.
+        matrices: fused attention of each layer.
+        readouts: weights [batch, tokens] that are added to the row after each of these layers.
+        end_layer: the highest layer of the product, at which readouts after higher layers are added.
+        options: as for `staged_rollout`.
+    """
     count = check_layer("end_layer", end_layer, len(trace.layers)) + 1
-    tokens = [layer.tokens for layer in trace.layers[:count]]
-    if tokens[-1].queries != trace.layers[-1].tokens.queries:
-        raise UnsupportedModelError(
-            f"The tokens of layer {count} of {type(trace.model).__name__} differ from those of its last layer: use "
-            "end_layer=-1."
-        )
+    tokens, starts = [layer.tokens for layer in trace.layers], dict[int, Tensor]()
+    for number, weights in readouts.items():
+        if number > count and tokens[number - 1].queries != tokens[count - 1].queries:
+            raise UnsupportedModelError(
+                f"The tokens of layer {count} of {type(trace.model).__name__} differ from those of layer {number}, "
+                "which its head reads: use end_layer=-1."
+            )
+        start = min(number, count)
+        starts[start] = starts[start] + weights if start in starts else weights
     passed = [layer.passed for layer in trace.layers[:count]]
-    row, layout = staged_rollout(trace.windows(matrices)[:count], tokens, readout=readout, passed=passed, **options)
+    windows = trace.windows(matrices)[:count]
+    row, layout = staged_rollout(windows, tokens[:count], readout=starts, passed=passed, **options)
     return Maps(layout.to_grid(row))
+
+
+def _readouts(trace: Trace, patch: Patch | None) -> dict[int, Tensor]:
+    """Return the weights [batch, tokens] with which a product of layers starts, by the number of layers below them.
+
+    A block that the head reads has its readout, times the share of the block.
+    """
+    if patch is not None:
+        return {len(trace.layers): readout_of(trace, patch)}
+    blocks = trace.readouts.blocks
+    return {block.layers: block.readout * block.share.unsqueeze(1) for block in blocks}
 
 
 def _for_the_class(
     trace: TargetedTrace, patch: Patch | None, head_fusion: SignedFusion, value_weighted: ValueWeighting
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the readout [batch, tokens] and the fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys].
+) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """Return the readouts and the fused (A ⊙ ∇A)⁺ of each layer, [batch · windows, queries, keys].
 
     An attention-pooling head is treated like a layer: its readout is its fused (A ⊙ ∇A)⁺, rows summing to 1.
     """
@@ -140,15 +123,16 @@ def _for_the_class(
     matrices = rollouts.gradient_weighted_attention(
         trace.heads(value_weighted=value_weighted), gradient.attentions, head_fusion
     )
-    by_attention = trace.pooled is not None and trace.pooling == ATTENTION_POOLING
-    if patch is not None or not by_attention or trace.pooled is None or gradient.pooled is None:
-        return readout_of(trace, patch), matrices
+    readouts, top = _readouts(trace, patch), len(trace.layers)
+    pooled = patch is None and trace.pooled is not None and trace.readouts.pooled
+    if pooled is False or not pooled.any() or gradient.pooled is None or trace.pooled is None:
+        return readouts, matrices
     [queries] = rollouts.gradient_weighted_attention([trace.pooled.detach()], [gradient.pooled], head_fusion)
     weights = pool_queries(trace.model, trace.top, queries)
-    return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny), matrices
+    weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    return readouts | {top: torch.where(pooled.unsqueeze(1), weights, readouts[top].to(weights))}, matrices
 
 
-@over_taps
 def rollout(
     trace: Trace,
     *,
@@ -160,14 +144,13 @@ def rollout(
     **options: Any,
 ) -> Maps:
     """Attention rollout of the readout, on the (finest) patch grid."""
-    readout, matrices = readout_of(trace, patch), trace.fused(head_fusion, value_weighted=value_weighted)
+    readouts, matrices = _readouts(trace, patch), trace.fused(head_fusion, value_weighted=value_weighted)
     # Layers multiplied during the forward pass already include the residual connection.
     shares = [0.0 if layer.multiplied else residual for layer in trace.layers]
     shares = shares[: check_layer("end_layer", end_layer, len(shares)) + 1]
-    return _through_layers(trace, matrices, readout, end_layer=end_layer, residual=shares, **options)
+    return _through_layers(trace, matrices, readouts, end_layer=end_layer, residual=shares, **options)
 
 
-@over_taps
 def flow(
     trace: Trace,
     *,
@@ -223,7 +206,6 @@ def flow(
     return Maps(layout.to_grid(tokens), facts)
 
 
-@over_taps
 def attention(
     trace: Trace,
     *,
@@ -247,7 +229,6 @@ def attention(
     return Maps(layout.to_grid(row))
 
 
-@over_taps
 def gradient_rollout(
     trace: TargetedTrace,
     *,
@@ -257,8 +238,8 @@ def gradient_rollout(
     **options: Any,
 ) -> Maps:
     """Gradient rollout of the readout for the target, on the (finest) patch grid."""
-    readout, matrices = _for_the_class(trace, patch, head_fusion, value_weighted)
-    return _through_layers(trace, matrices, readout, **options)
+    readouts, matrices = _for_the_class(trace, patch, head_fusion, value_weighted)
+    return _through_layers(trace, matrices, readouts, **options)
 
 
 def gae(trace: TargetedTrace, **options: Any) -> Maps:

@@ -12,7 +12,7 @@ from vitflow.explaining.inputs import PlacedImage
 from vitflow.models.info import ModelInfo
 from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.recording.layers import Backward
-from vitflow.recording.readout import Tap
+from vitflow.recording.readout import Readouts
 from vitflow.recording.trace import Trace
 
 
@@ -74,9 +74,9 @@ class TargetedTrace(Trace):
         return self.readout_of(self.targets)
 
     @property
-    def taps(self) -> list[Tap]:
-        """Readouts of the explained outputs at each block that the head reads; see `Trace.taps_of`."""
-        return self.taps_of(self.targets)
+    def readouts(self) -> Readouts:
+        """Readouts of the explained outputs; see `Trace.readouts`."""
+        return self.readouts_of(self.targets)
 
     @property
     def perturbed_outputs(self) -> Outputs:

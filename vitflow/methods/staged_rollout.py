@@ -5,7 +5,7 @@ of the output is multiplied from the top layer down: it is gathered into windows
 resampled from one patch grid to the next by area.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,7 +65,7 @@ def staged_rollout(
     matrices: Sequence[Tensor],
     tokens: Sequence[LayerTokens],
     *,
-    readout: Tensor,
+    readout: Tensor | Mapping[int, Tensor],
     discard_ratio: float = 0.0,
     residual: float | Sequence[float] = 0.5,
     start_layer: int = 1,
@@ -83,7 +83,8 @@ def staged_rollout(
     Args:
         matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first.
         tokens: layouts of the tokens of each layer.
-        readout: weight in the model's output of each token among the queries of the top layer, [batch, tokens].
+        readout: weight in the model's output of each token among the queries of the top layer, [batch, tokens]; or
+            such weights of several layers by layer number, which are added to the row where it comes to that layer.
         discard_ratio: share of each layer's own entries between tokens, whose key is a patch, to set to 0; smallest
             first, ties by their position in the windows.
         residual: α, the share of the residual connection, of all layers or of each.
@@ -117,12 +118,21 @@ def staged_rollout(
     if len(shares) != len(matrices):
         raise ShapeError(f"Expected {len(matrices)} residuals, one for each layer, got {len(shares)}.")
     checked = [_checked(matrix, layer) for matrix, layer in zip(matrices, tokens, strict=True)]
-    layout = tokens[-1].queries
-    first = check_layer("start_layer", start_layer, len(matrices))
-    row = check_readout(readout, len(matrices[0]), layout.num_tokens).to(matrices[-1])
-    masks = [None] * len(matrices) if passed is None else list(passed)
-    for matrix, layer, share, mask in reversed(list(zip(checked, tokens, shares, masks, strict=True))[first:]):
-        row, layout = _through(row, layout, matrix, layer, discard_ratio, share, additive)
+    layout, count = tokens[-1].queries, len(matrices)
+    first = check_layer("start_layer", start_layer, count)
+    readouts = dict(readout) if isinstance(readout, Mapping) else {count: readout}
+    row = matrices[-1].new_zeros(len(matrices[0]), layout.num_tokens)
+    for number in range(count, 0, -1):
+        layer = tokens[number - 1]
+        if (weights := readouts.get(number)) is not None:
+            row, layout = _at_least_as_fine(row, layout, layer.queries)
+            weights = check_readout(weights, len(row), layer.queries.num_tokens).to(row)
+            row = row + carry(weights, layer.queries, layout)
+        if number <= first:
+            continue
+        step = discard_ratio, shares[number - 1], additive
+        row, layout = _through(row, layout, checked[number - 1], layer, *step)
+        mask = None if passed is None else passed[number - 1]
         if mask is not None:
             row = row * _spread(mask.to(row), layer.keys, layout)
     return row, layout
@@ -196,10 +206,7 @@ def _through(
         whole, rows = discard_low(matrix.squeeze(1), discard_ratio, layout.num_prefix_tokens), row.unsqueeze(1)
         rows = rows + torch.bmm(rows, whole) if additive else carry_rows(rows, whole, residual)
         return rows.squeeze(1), layout
-    if layer.queries.num_patches > layout.num_patches or layer.queries.num_prefix_tokens != layout.num_prefix_tokens:
-        finer = max(layout, layer.queries, key=lambda one: one.num_patches)
-        finer = replace(finer, num_prefix_tokens=layer.queries.num_prefix_tokens)
-        row, layout = carry(row, layout, finer), finer
+    row, layout = _at_least_as_fine(row, layout, layer.queries)
     query_row = carry(row, layout, layer.queries)
     query_index, key_index = _indices(layer, matrix.device)
     valid = (query_index >= 0).unsqueeze(-1) & (key_index >= 0).unsqueeze(-2)  # [windows, queries, keys]
@@ -216,6 +223,15 @@ def _through(
     if layer.keys.num_patches > layout.num_patches:
         return carry(stayed, layout, layer.keys) + arrived, layer.keys
     return stayed + carry(arrived, layer.keys, layout), layout
+
+
+def _at_least_as_fine(row: Tensor, layout: TokenLayout, queries: TokenLayout) -> tuple[Tensor, TokenLayout]:
+    """Carry a row to the layout of the queries if it is finer, and to its prefix tokens."""
+    if queries.num_patches <= layout.num_patches and queries.num_prefix_tokens == layout.num_prefix_tokens:
+        return row, layout
+    finer = max(layout, queries, key=lambda one: one.num_patches)
+    finer = replace(finer, num_prefix_tokens=queries.num_prefix_tokens)
+    return carry(row, layout, finer), finer
 
 
 def _discard(weights: Tensor, valid: Tensor, key_index: Tensor, layer: LayerTokens, discard_ratio: float) -> Tensor:

@@ -18,6 +18,8 @@ ALL_TOKENS = "average over all tokens"
 _CLASS_TOKEN = "class token"
 _BOTH_TOKENS = "class and distillation token"
 _PATCH_MEAN = "average over patches"
+# Packages whose models declare how they pool.
+_LIBRARIES = ("timm.", "transformers.", "torchvision.", "open_clip.")
 # Classifiers of transformers that average over patches (Dinov2 together with its class token).
 _AVERAGING = {
     f"{name}ForImageClassification"
@@ -26,49 +28,63 @@ _AVERAGING = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ClosedReadout:
-    """Readout implied by a known pooling, to be verified before use.
+class Pooling:
+    """A known pooling.
 
     Attributes:
+        name: "class token", "average over patches", …
         weights: weights of the top layer's tokens, [1 or batch, tokens]; rows sum to 1.
-        name: the pooling: "class token", "average over patches", …
-        convention: "exact" if the gradient of an output must equal the weights, "support" if it must be 0 exactly where
-            they are 0, "pooling" if the output must depend on the output of an attention-pooling head only.
     """
 
-    weights: Tensor
     name: str
-    convention: str = "exact"
+    weights: Tensor
 
 
-def closed_readouts(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> list[ClosedReadout]:
-    """Return the readouts of known poolings, the one that the model declares first.
+def declared_pooling(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> Pooling | None:
+    """Return the pooling that a model declares; None for a model whose forward method is not a library's.
 
     Args:
         model: any model.
         layout: layout of the top layer's tokens.
         pooling_attention: recorded attention of an attention-pooling head, [batch, heads, queries, tokens], or None.
     """
-    if pooling_attention is None:
-        declared = _closed_readout(_declared(model, layout), layout)
-    else:
-        weights = pool_queries(model, layout, pooling_attention.detach().mean(dim=1))
-        declared = ClosedReadout(weights, ATTENTION_POOLING, "pooling")
-    common = [_PATCH_MEAN, *([_CLASS_TOKEN, ALL_TOKENS] if layout.num_prefix_tokens else [])]
-    return [declared, *(_closed_readout(name, layout) for name in common if name != declared.name)]
+    if not type(model).forward.__module__.startswith(_LIBRARIES) or "forward" in vars(model):
+        return None
+    if pooling_attention is not None:
+        return Pooling(ATTENTION_POOLING, pool_queries(model, layout, pooling_attention.detach().mean(dim=1)))
+    return _pooling(_declared(model, layout), layout)
 
 
-def _closed_readout(pooling: str, layout: TokenLayout) -> ClosedReadout:
+def pooling_name(readout: Tensor, layout: TokenLayout, rounding: float) -> str:
+    """Return the name of the known pooling that a readout [tokens] equals, or an empty string.
+
+    Args:
+        readout: weights of the top layer's tokens, which sum to 1.
+        layout: layout of these tokens.
+        rounding: limit of the sum of absolute differences.
+
+    >>> pooling_name(torch.tensor([0.0, 0.25, 0.25, 0.25, 0.25]), TokenLayout(1, 2, 2), 1e-5)
+    'average over patches'
+    """
+    names = (_CLASS_TOKEN, _PATCH_MEAN, ALL_TOKENS) if layout.num_prefix_tokens else (_PATCH_MEAN,)
+    for name in names:
+        if float((readout - _pooling(name, layout).weights[0].to(readout)).abs().sum()) <= rounding:
+            return name
+    both = layout.num_prefix_tokens == 2 and bool((readout[:2] > 0).all()) and float(readout[2:].sum()) <= rounding
+    return _BOTH_TOKENS if both else ""
+
+
+def _pooling(name: str, layout: TokenLayout) -> Pooling:
     weights = torch.zeros(1, layout.num_tokens)
-    if pooling == _CLASS_TOKEN:
+    if name == _CLASS_TOKEN:
         weights[0, 0] = 1.0
-    elif pooling == _BOTH_TOKENS:
+    elif name == _BOTH_TOKENS:
         weights[0, :2] = 0.5
-    elif "all tokens" in pooling:
+    elif "all tokens" in name:
         weights[:] = 1.0 / layout.num_tokens
     else:
         weights[0, layout.patches] = 1.0 / layout.num_patches
-    return ClosedReadout(weights, pooling, "support" if pooling == _BOTH_TOKENS else "exact")
+    return Pooling(name, weights)
 
 
 def _declared(model: nn.Module, layout: TokenLayout) -> str:

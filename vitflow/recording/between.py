@@ -18,11 +18,10 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_paths
 from vitflow.models.calls import tensors_in
 from vitflow.models.parts import module_paths, runs_compiled
-from vitflow.recording.heads import block_paths_of
+from vitflow.recording.heads import block_paths_of, tokens_of, with_tokens
 from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
 from vitflow.recording.layers import AttentionLayer, stack_of
 from vitflow.recording.probing import Call
-from vitflow.recording.readout import tokens_of, with_tokens
 
 # Relative difference of gradients that is rounding, and in half precision.
 _ROUNDING, _HALF_ROUNDING = 1e-3, 5e-2
@@ -163,7 +162,7 @@ def _repeat(call: Call, watch: BetweenBlocks) -> None:
     compiled = uncompiled() if runs_compiled(call.model) else nullcontext()
     hooks = watch.hooks(while_unrecorded=True)
     with torch.inference_mode(False), trial(call.model, call.pixels.device), compiled, hooked(hooks):
-        call(call.pixels)
+        call(call.pixels, same_images=True)
 
 
 class _Examined(BetweenBlocks):

@@ -1,12 +1,10 @@
-"""Observation of how a model computes an output from tokens: once per model and `read`, on two noise images.
+"""The input of a head: the outputs of the blocks of a model, and tokens computed from the last one, in one pass.
 
-Blocks run without gradients, later modules with gradients. The output of each block is replaced by a leaf of the
-autograd graph; the gradients at these leaves, and at tokens computed from the last one, show which tokens the head
-reads.
+In vitflow's own passes the output of each block becomes a leaf of the autograd graph, so that gradients at it are
+along paths that pass no later block. A user's own pass is only observed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -15,45 +13,202 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.methods.tokens import TokenLayout
-from vitflow.models.parts import module_paths, output_cache, runs_compiled
-from vitflow.models.pooling import ClosedReadout
-from vitflow.recording.attention_kinds import is_pooling
-from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
-from vitflow.recording.probing import Call, on_few_tokens
-from vitflow.recording.readout import HALF_SCALE, Head, Read, channel_axis, is_norm, token_norms, tokens_of, with_tokens
-
-# Tolerance for the difference between a closed form and the gradient, by bytes per element.
-_ROUNDING = {8: 1e-9, 4: 1e-5, 2: 2e-2}
-_FROM_INPUT = "also directly from the image, bypassing its blocks"
-_SKIPPED = "from several blocks, with skip connections around some of them"
-# Path of the image among those of blocks.
-_IMAGE = ""
-_REPEATED = "by several runs of its blocks"
-# Maximum number of outputs that are tested individually; with more, two random combinations and the largest output are
-# tested.
-_FEW_OUTPUTS = 8
+from vitflow.models.parts import module_paths
+from vitflow.recording.attention_kinds import is_pooling, may_attend
+from vitflow.recording.isolation import Hook
 
 
-@dataclass(slots=True)
-class Cut:
-    """A module's output in the autograd graph of the head; that of a block is a leaf, where the graph begins.
+@dataclass(slots=True, eq=False)
+class HeadInput:
+    """The output of a module in the autograd graph of the head.
 
     Attributes:
         path: path of the module.
-        tensor: its output.
-        tokens: True for tokens; False for the output of a pooling head.
-        norm: True if the module is a norm after the last block.
-        other: True if the module is a container whose tokens have another size than those of the last block.
-        gradient: gradient of the current score at the tensor.
+        kind: "block", "container" (of the last block), "norm" or "pooling"; "block" also for what may be a container.
+        tokens: its tokens, or the output of a pooling head; a leaf if the graph is cut here.
+        passed_on: what later modules get: the tokens, or a clone of the leaf, which they may change in place.
+        source: the tokens in the graph of the module, if the graph is cut here.
+        entered: its input tokens, if it is a block.
     """
 
     path: str
-    tensor: Tensor
-    tokens: bool
-    norm: bool = False
-    other: bool = False
-    gradient: Tensor | None = None
+    kind: str
+    tokens: Tensor
+    passed_on: Tensor
+    source: Tensor | None = None
+    entered: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadGraph:
+    """The head inputs of one forward pass, in which the blocks are known.
+
+    Attributes:
+        image: the model input, a leaf; None if it does not require gradients.
+        blocks: each run of a block, first run first.
+        later: norms, containers and pooling heads that ran after the last block.
+    """
+
+    image: Tensor | None
+    blocks: Sequence[HeadInput]
+    later: Sequence[HeadInput]
+
+    def differentiate(self, root: Tensor, weights: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Differentiate along paths from the inputs that pass no later block."""
+        kept: dict[int, Tensor] = {}
+
+        def keep(key: int, gradient: Tensor) -> Tensor:
+            kept[key] = gradient
+            return torch.zeros_like(gradient)  # nothing passes to earlier blocks
+
+        uncut = [block.tokens for block in self.blocks if block.tokens.grad_fn is not None]
+        handles = [tokens.register_hook(partial(keep, id(tokens))) for tokens in uncut]
+        try:
+            gradients = torch.autograd.grad(root, inputs, weights, retain_graph=True, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [kept.get(id(tokens), gradient) for tokens, gradient in zip(inputs, gradients, strict=True)]
+
+    def is_restarted(self) -> bool:
+        """Return True if a block ran again on tokens that are not computed from the output of the previous block."""
+        paths = set[str]()
+        for number, block in enumerate(self.blocks):
+            if block.path in paths and not self._follows(block, self.blocks[number - 1]):
+                return True
+            paths.add(block.path)
+        return False
+
+    def is_chain(self) -> bool:
+        """Return True if the input of each block is computed from the output of the previous block alone."""
+        return all(self._follows(block, before, alone=True) for before, block in pairwise(self.blocks))
+
+    def _follows(self, block: HeadInput, before: HeadInput, *, alone: bool = False) -> bool:
+        tokens = block.entered
+        if tokens is None or tokens is before.passed_on or not tokens.requires_grad:
+            return tokens is before.passed_on
+        sources = [each.tokens for each in self.blocks[: self.blocks.index(block)]] if alone else [before.tokens]
+        gradients = self.differentiate(tokens, torch.ones_like(tokens), sources)
+        reached = [source for source, gradient in zip(sources, gradients, strict=True) if is_nonzero(gradient)]
+        return len(reached) == 1 and reached[0] is before.tokens
+
+
+class HeadInputs:
+    """Hooks that keep the head inputs of a forward pass.
+
+    Args:
+        model: the unwrapped model.
+        cut: paths of the blocks whose outputs become leaves; by default nothing is cut, and every module that may be
+            a block is observed.
+        gradients: run the blocks with gradients, too; only if the graph is cut.
+        repeats: act inside `unrecorded` instead of outside of it.
+    """
+
+    def __init__(
+        self, model: nn.Module, cut: Sequence[str] = (), *, gradients: bool = False, repeats: bool = False
+    ) -> None:
+        self.cut = tuple(dict.fromkeys(cut))
+        self.image: Tensor | None = None
+        self._model, self._gradients, self._repeats = model, gradients, repeats
+        self._entered: dict[str, Tensor | None] = {}
+        self.seen: list[HeadInput] = []
+
+    def begin(self, pixels: Tensor) -> Tensor:
+        """Begin a forward pass; return the pixels that the model gets, in the graph if it is cut."""
+        self.seen, self._entered = [], {}
+        if self.cut and not pixels.requires_grad and pixels.is_floating_point():
+            pixels = (pixels.clone() if pixels.is_inference() else pixels.detach()).requires_grad_()
+        self.image = pixels if pixels.requires_grad else None
+        return pixels.clone()  # the model may change it in place
+
+    def hooks(self) -> Iterator[Hook]:
+        """Yield the hooks of a forward pass."""
+        attending = self.cut or tuple(may_attend(self._model))
+        around = {path[:i] for path in attending for i, sign in enumerate(path) if sign == "."}
+        inside = "."
+        for path, module in module_paths(self._model):
+            if not path or path.startswith(inside):
+                continue
+            if path in self.cut:
+                inside = f"{path}."
+                yield Hook(module, partial(self._enter, path), before=True, while_unrecorded=self._repeats)
+                yield Hook(
+                    module,
+                    partial(self._cut, path),
+                    before=False,
+                    always=True,
+                    first=True,
+                    while_unrecorded=self._repeats,
+                )
+                continue
+            block = not self.cut and (path in around or path in attending)
+            if block:
+                yield Hook(module, partial(self._enter, path), before=True, while_unrecorded=self._repeats)
+            kind = "pooling" if is_pooling(path, module) else "norm" if is_norm(module) else "block"
+            if block or path in around or kind != "block":
+                act = partial(self._keep, path, kind)
+                yield Hook(module, act, before=False, first=True, while_unrecorded=self._repeats)
+
+    def graph(self, blocks: Sequence[str]) -> HeadGraph | None:
+        """Return the graph of the pass, if it shows the outputs of these blocks."""
+        if not blocks or (self.cut and set(self.cut) != set(blocks)):
+            return None
+        runs = [each for each in self.seen if each.path in blocks]
+        if {each.path for each in runs} != set(blocks) or not all(each.tokens.requires_grad for each in runs):
+            return None
+        around = {blocks[-1][:i] for i, sign in enumerate(blocks[-1]) if sign == "."}
+        later: list[HeadInput] = []
+        for each in self.seen[self.seen.index(runs[-1]) + 1 :]:
+            each.kind = "container" if each.path in around else each.kind
+            if each.kind != "block" and all(each.tokens is not other.passed_on for other in (runs[-1], *later)):
+                later.append(each)
+        return HeadGraph(self.image, runs, later)
+
+    def _enter(self, path: str, args: Any, kwargs: Any) -> None:
+        self._entered[path] = tokens_of(args or kwargs.get("hidden_states"))
+        if self.cut and not self._gradients:
+            torch.set_grad_enabled(False)
+
+    def _cut(self, path: str, args: Any, output: Any) -> Any:
+        if not self._gradients:
+            torch.set_grad_enabled(True)
+        tokens = tokens_of(output)
+        if tokens is None or tokens.is_inference():
+            return None
+        leaf = tokens.detach().requires_grad_()
+        passed_on = leaf.clone()
+        self.seen.append(HeadInput(path, "block", leaf, passed_on, tokens, self._entered.pop(path, None)))
+        return with_tokens(output, passed_on)
+
+    def _keep(self, path: str, kind: str, args: Any, output: Any) -> None:
+        tokens = output if kind == "pooling" and isinstance(output, Tensor) else tokens_of(output)
+        if tokens is None or not tokens.requires_grad:
+            return
+        self.seen.append(HeadInput(path, kind, tokens, tokens, entered=self._entered.pop(path, None)))
+
+
+def tokens_of(output: Any) -> Tensor | None:
+    """Return the token tensor of a module's output: itself, the first of a sequence, or `last_hidden_state`."""
+    if isinstance(output, Mapping):
+        output = output.get("last_hidden_state")
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) and output.is_floating_point() and output.ndim in (3, 4) else None
+
+
+def with_tokens(output: Any, tokens: Tensor) -> Any:
+    """Return a module's output with its tokens replaced."""
+    if isinstance(output, Mapping):
+        output["last_hidden_state"] = tokens  # type: ignore[index]
+        return output
+    if isinstance(output, tuple | list):
+        return [tokens, *output[1:]] if isinstance(output, list) else (tokens, *output[1:])
+    return tokens
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return True if a module is a norm, by the name of its class."""
+    return "norm" in type(module).__name__.lower() and not module._modules
 
 
 def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
@@ -75,267 +230,60 @@ def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
     return blocks
 
 
-def observed_head(
-    call: Call, layers: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout], read: Read
-) -> Head:
-    """Observe how an output is computed from tokens; cached per model and `read` while its modules are the same.
-
-    The model runs on two noise images, in eval mode, with gradients only in the head.
+def layer_counts(blocks: Sequence[str], runs: Sequence[HeadInput]) -> list[int]:
+    """Return the number of attention layers up to each run of a block.
 
     Args:
-        call: call of the unwrapped model.
-        layers: paths of the attention layers, first layer first.
-        top: layout of the top layer's tokens.
-        closed: closed-form readouts of known poolings, the declared one first.
-        read: maps the return value of the model to its outputs.
+        blocks: path of the block of each attention layer, first layer first.
+        runs: the runs of these blocks.
     """
-    known = output_cache(call.model, read)
-    key = (observed_head, closed[0].name, top.num_prefix_tokens, layers[-1])
-    if key not in known:
-        known[key] = _observe(call, block_paths_of(call.model, layers), top, closed, read)
-    head: Head = known[key]
-    return head
+    counts, paths = [], [run.path for run in runs]
+    for number, path in enumerate(paths):
+        layers = [index for index, block in enumerate(blocks, start=1) if block == path]
+        run = paths[:number].count(path)
+        counts.append(layers[run] if len(layers) == paths.count(path) else layers[-1])
+    return counts
 
 
-def _observe(call: Call, blocks: Sequence[str], top: TokenLayout, closed: Sequence[ClosedReadout], read: Read) -> Head:
-    """Observe the head with a few tokens per block; if that finds no known pooling, with all tokens."""
-    try:
-        head = _observe_on(call, blocks, top, closed, read, few=blocks)
-    except Exception:  # a block may fail in any way on a few of its tokens
-        head = Head(None)
-    return head if head.closed is not None else _observe_on(call, blocks, top, closed, read, few=())
+def guessed_blocks(model: nn.Module) -> list[str]:
+    """Guess the blocks of a model, to be verified after a pass: those of the innermost modules called attention."""
+    paths = module_paths(model)
+    named = [path for path, module in paths if "att" in type(module).__name__.lower() and not is_pooling(path, module)]
+    innermost = [path for path in named if not any(other.startswith(f"{path}.") for other in named)]
+    return list(dict.fromkeys(block_paths_of(model, innermost)))
 
 
-def _observe_on(
-    call: Call,
-    blocks: Sequence[str],
-    top: TokenLayout,
-    closed: Sequence[ClosedReadout],
-    read: Read,
-    *,
-    few: Sequence[str],
-) -> Head:
-    with torch.inference_mode(False):
-        noise = call.noise(2).requires_grad_()
-    cuts = _Cuts(call.model, blocks, noise)
-    with (
-        torch.inference_mode(False),
-        trial(call.model, call.pixels.device),
-        torch.enable_grad(),
-        uncompiled() if runs_compiled(call.model) else nullcontext(),
-        on_few_tokens(call.model, few),
-        hooked(cuts.hooks()),
-    ):
-        return _head(read(call(noise)), cuts, blocks, top, closed)
+def is_nonzero(gradient: Tensor | None) -> bool:
+    """Return True if any entry of a gradient is not 0."""
+    return gradient is not None and bool(torch.count_nonzero(gradient))
 
 
-class _Cuts:
-    """Replaces the output of each block by a leaf, and keeps tokens that are computed from the last one.
+def chained_gradients(
+    roots: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor], cuts: Sequence[HeadInput]
+) -> list[Tensor | None]:
+    """Differentiate tensors in a graph that is cut after each block, from one leaf to the block below it.
 
-    Blocks run without gradients, later modules with gradients.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Sequence[str], pixels: Tensor) -> None:
-        self._model, self._blocks = model, blocks
-        self.earlier = [Cut(_IMAGE, pixels, False)]  # the image, and blocks except the last
-        self.inputs: dict[str, Tensor | None] = {}  # the input tokens of each block
-        self.cuts: list[Cut] = []  # the last block and later modules, in order
-        self.latest = pixels  # the latest output of a block
-        self.restarted = False  # True if a block ran again on tokens that are not computed from that output
-
-    def hooks(self) -> Iterator[Hook]:
-        """Yield the hooks of a forward pass."""
-        last = self._blocks[-1]
-        containers = {last[:i] for i, sign in enumerate(last) if sign == "."}
-        for path, module in module_paths(self._model):
-            if path in self._blocks:
-                yield Hook(module, partial(self._enter, path), before=True, while_unrecorded=True)
-                act: Callable[..., Any] = partial(self._cut, path)
-            elif path in containers or (path and is_norm(module)):
-                act = partial(self._keep, path, path not in containers)
-            elif is_pooling(path, module):
-                act = partial(self._keep_pooled, path)
-            else:
-                continue
-            yield Hook(module, act, before=False, while_unrecorded=True, first=True)
-
-    def _enter(self, path: str, args: Any, kwargs: Any) -> None:
-        tokens = tokens_of(args or kwargs.get("hidden_states"))
-        if path in self.inputs and tokens is not None and not _is_computed_from(tokens, self.latest):
-            self.restarted = True
-        self.inputs[path] = tokens
-        torch.set_grad_enabled(False)
-
-    def _cut(self, path: str, args: Any, output: Any) -> Any:
-        torch.set_grad_enabled(True)
-        last = path == self._blocks[-1]
-        if last:
-            self.earlier += self.cuts[:1]  # of the block's previous run
-            self.cuts.clear()
-        tokens = tokens_of(output)
-        if tokens is None:
-            return None
-        self.latest = leaf = tokens.detach().requires_grad_()
-        (self.cuts if last else self.earlier).append(Cut(path, leaf, True))
-        return with_tokens(output, leaf)
-
-    def _keep(self, path: str, norm: bool, args: Any, output: Any) -> None:
-        tokens, known = tokens_of(output), [cut.tensor for cut in self.cuts]
-        if known and tokens is not None and tokens.requires_grad and all(tokens is not each for each in known):
-            self.cuts.append(Cut(path, tokens, True, norm, not norm and tokens.numel() != known[0].numel()))
-
-    def _keep_pooled(self, path: str, args: Any, output: Any) -> None:
-        if self.cuts and isinstance(output, Tensor) and output.requires_grad:
-            self.cuts.append(Cut(path, output, False))
-
-
-def _is_computed_from(tokens: Tensor, source: Tensor) -> bool:
-    if tokens is source or not tokens.requires_grad:
-        return tokens is source
-    [gradient] = torch.autograd.grad(tokens.sum(), [source], retain_graph=True, allow_unused=True)
-    return gradient is not None
-
-
-def _head(
-    outputs: Tensor | None,
-    cuts: _Cuts,
-    blocks: Sequence[str],
-    top: TokenLayout,
-    closed: Sequence[ClosedReadout],
-) -> Head:
-    """Derive the head from one forward pass on noise."""
-    if outputs is None or outputs.ndim != 2 or not cuts.cuts:
-        return Head(None, tuple(blocks))
-    candidates, paths, scores, repeated = list(closed), set[str](), _scores(outputs), cuts.restarted
-    for score in scores:
-        every = [*cuts.earlier, *cuts.cuts]
-        gradients = torch.autograd.grad(score, [cut.tensor for cut in every], retain_graph=True, allow_unused=True)
-        for cut, gradient in zip(every, gradients, strict=True):
-            cut.gradient = gradient
-        repeated = repeated or any(cut.path == blocks[-1] and _is_nonzero(cut.gradient) for cut in cuts.earlier)
-        tap, earlier = _tap(cuts, top)
-        paths |= earlier if tap is None else {tap.path, *earlier}
-        candidates = [readout for readout in candidates if _matches_gradient(tap, cuts, top, readout)]
-    taps = _taps(paths, cuts, blocks)
-    refusal = _REPEATED if repeated else _FROM_INPUT if _IMAGE in paths else ""
-    if paths.isdisjoint(blocks[:-1]) and not refusal:
-        return Head(candidates[0].name if candidates and scores else None, tuple(blocks), taps)
-    return Head(None, tuple(blocks), taps, refusal or ("" if _is_chain(cuts, blocks) else _SKIPPED))
-
-
-def _taps(paths: set[str], cuts: _Cuts, blocks: Sequence[str]) -> tuple[str, ...]:
-    """Return the taps among the paths that gradients reach, lowest first.
-
-    The highest one is the first module after the last block that gradients reach, such as the final norm. If there are
-    lower ones, it is the last block, as norms have gradients of another scale.
-    """
-    lower = [path for path in dict.fromkeys(blocks[:-1]) if path in paths]
-    after = next((cut.path for cut in cuts.cuts if cut.path in paths), None)
-    return (*lower, *(() if after is None else (blocks[-1],) if lower else (after,)))
-
-
-def _is_chain(cuts: _Cuts, blocks: Sequence[str]) -> bool:
-    """Return True if the input of each block is computed from the output of the previous block alone."""
-    leaves = {cut.path: cut.tensor for cut in [*cuts.earlier, cuts.cuts[0]] if cut.path != _IMAGE}
-    for before, path in pairwise(blocks):
-        tokens = cuts.inputs.get(path)
-        if tokens is None or before not in leaves:
-            return False
-        if tokens is leaves[before]:
-            continue
-        reached = (
-            torch.autograd.grad(tokens.sum(), list(leaves.values()), retain_graph=True, allow_unused=True)
-            if tokens.requires_grad
-            else []
-        )
-        if {name for name, gradient in zip(leaves, reached, strict=False) if gradient is not None} != {before}:
-            return False
-    return True
-
-
-def _scores(outputs: Tensor) -> list[Tensor]:
-    """Return sums over the batch of each output, or of random combinations and of the largest output."""
-    if not outputs.requires_grad:
-        return []
-    scale = HALF_SCALE if outputs.dtype == torch.float16 else 1.0
-    outputs = outputs.float() if outputs.dtype.itemsize < 4 else outputs
-    if outputs.shape[1] <= _FEW_OUTPUTS:
-        return [scale * output.sum() for output in outputs.unbind(dim=1)]
-    random = torch.Generator().manual_seed(1)
-    weights = torch.randn(2, outputs.shape[1], generator=random).to(outputs)
-    return [*(scale * (outputs @ weights.T)).sum(dim=0).unbind(), scale * outputs.amax(dim=1).sum()]
-
-
-def _tap(cuts: _Cuts, top: TokenLayout) -> tuple[Cut | None, set[str]]:
-    """Return the latest cut after the last block that all gradients pass, if it has the top layer's tokens.
-
-    Container outputs of another width may be internal to a head, and are only used if there are no others.
+    Args:
+        roots, weights: the differentiated tensors, and weights of their entries.
+        inputs: tensors in any part of the graph.
+        cuts: the outputs of blocks where the graph is cut, first run first.
 
     Returns:
-        The cut, and the paths of earlier blocks, or of the image, that gradients reach without passing it; without a
-        cut, of all blocks that the head reads if it does not read the last one.
+        The total gradients of the inputs; None if nothing depends on them.
     """
-    last = cuts.cuts[0]
-    if not _is_nonzero(last.gradient):
-        return None, {cut.path for cut in cuts.earlier if _is_nonzero(cut.gradient)}
-    for cut in sorted(reversed(cuts.cuts), key=lambda cut: cut.other):  # noqa: C414 - the latest of equals first
-        if not cut.tokens or not _is_nonzero(cut.gradient) or token_norms(cut.tensor, top) is None:
-            continue
-        bypassing = _bypassing_blocks(cut, cuts)
-        token_wise = not cut.norm or _is_token_wise(cut, cuts.cuts, top)
-        if token_wise and (cut is last or last.path not in bypassing):
-            return cut, bypassing - {last.path}
-    return None, set()
+    count = len(inputs)
+    totals: list[Tensor | None] = [None] * (count + len(cuts))
 
+    def add(roots: Sequence[Tensor], weights: Sequence[Tensor], below: int) -> None:
+        tensors = [*inputs, *(cut.tokens for cut in cuts[:below])]
+        gradients = torch.autograd.grad(roots, tensors, weights, retain_graph=True, allow_unused=True)
+        for index, gradient in enumerate(gradients):
+            before = totals[index]
+            totals[index] = gradient if before is None else before if gradient is None else before + gradient
 
-def _bypassing_blocks(cut: Cut, cuts: _Cuts) -> set[str]:
-    """Return the paths of the blocks, or of the image, with gradients that bypass the cut."""
-    blocks = [block for block in (*cuts.earlier, cuts.cuts[0]) if _is_nonzero(block.gradient)]
-    leaves = [block.tensor for block in blocks]
-    passed = torch.autograd.grad(cut.tensor, leaves, cut.gradient, retain_graph=True, allow_unused=True)
-    bypassing = set()
-    for block, through in zip(blocks, passed, strict=True):
-        assert block.gradient is not None
-        rest = block.gradient if through is None else block.gradient - through
-        if rest.abs().max() > _ROUNDING[rest.dtype.itemsize] * block.gradient.abs().max():
-            bypassing.add(block.path)
-    return bypassing
-
-
-def _is_token_wise(norm: Cut, cuts: Sequence[Cut], top: TokenLayout) -> bool:
-    """Return True if a token of a norm depends on only one token of the last block or container before it."""
-    channels = channel_axis(norm.tensor.shape, top)
-    places = [side // 2 if axis else 0 for axis, side in enumerate(norm.tensor.shape)]
-    token = tuple(slice(None) if axis == channels else place for axis, place in enumerate(places))
-    chosen = torch.zeros_like(norm.tensor)
-    chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
-    earlier = reversed(cuts[: cuts.index(norm)])
-    before = [cut.tensor for cut in earlier if cut.tokens and not cut.norm and not cut.other]
-    reached = torch.autograd.grad(norm.tensor, before, chosen, retain_graph=True, allow_unused=True)
-    nearest = next((gradient for gradient in reached if gradient is not None and _is_nonzero(gradient)), None)
-    if nearest is None:
-        return True
-    norms = token_norms(nearest, top)
-    return norms is not None and int((norms > 0).sum()) <= 1
-
-
-def _matches_gradient(tap: Cut | None, cuts: _Cuts, top: TokenLayout, closed: ClosedReadout) -> bool:
-    """Return True if the closed form agrees with the gradient."""
-    if closed.convention == "pooling":
-        pools = [cut for cut in cuts.cuts if not cut.tokens and _is_nonzero(cut.gradient)]
-        return any(not _bypassing_blocks(pool, cuts) for pool in pools)
-    if tap is None or tap.gradient is None:
-        return False
-    norms = token_norms(tap.gradient, top)
-    if norms is None or not torch.isfinite(norms).all() or not (norms.sum(dim=1) > 0).all():
-        return False
-    readout, rounding = norms / norms.sum(dim=1, keepdim=True), _ROUNDING[tap.tensor.dtype.itemsize]
-    weights = closed.weights[:1].to(readout)
-    if closed.convention == "support":
-        inside = weights[0] > 0
-        return bool(readout[:, ~inside].sum(dim=1).max() <= rounding and readout[:, inside].min() > rounding)
-    return bool((readout - weights).abs().max() <= rounding)
-
-
-def _is_nonzero(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(torch.count_nonzero(gradient))
+    add(roots, weights, len(cuts))
+    for index, cut in reversed(list(enumerate(cuts))):
+        total = totals[count + index]
+        if total is not None and cut.source is not None and cut.source.requires_grad:
+            add([cut.source], [total], index)
+    return totals[:count]

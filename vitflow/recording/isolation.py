@@ -126,6 +126,12 @@ def random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
+def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
+    """Return whether autocast is enabled on a device, and its type."""
+    kind = "cpu" if device.type == "meta" else device.type
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
 def default_device() -> str:
     """Return the available accelerator, or the CPU."""
     if torch.cuda.is_available():

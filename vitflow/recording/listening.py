@@ -70,13 +70,14 @@ class Listening(Interception):
 
     def open(self, trace: Trace) -> None:
         """Record into this trace from now on."""
-        self._trace, self.recorded_any = trace, False
+        self._opened, self.recorded_any = trace, False
         self._projections: dict[str, Projection] = {}  # of running layers
         self._keep_heads = self.gradients or not self.fusions
         self.begin_pass()
 
     def begin_pass(self) -> None:
         """Reset for a new forward pass."""
+        self._trace = self._opened
         self.path = []
         self.between.begin()
         self.pooling: Tensor | None = None
@@ -86,6 +87,10 @@ class Listening(Interception):
         self._waiting: dict[str, list[str]] = {}  # layers whose projection is in the module around, by its path
         self.release()
         self._other: set[str] = set()  # descriptions of mixing other than token attention
+
+    def end_pass(self) -> None:
+        """Add no more layers to the trace: parts of the model may run by themselves after the pass."""
+        self._trace = Trace()
 
     def running(self) -> str | None:
         """Return the path of the running module; None outside of `within`, or without attention between tokens."""

@@ -1,8 +1,8 @@
 """Runs of a model besides the recorded one: on noise, on a few tokens, from given tokens."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -15,9 +15,9 @@ from torch.func import functional_call
 from vitflow.errors import ShapeError
 from vitflow.models.anatomy import forward_options
 from vitflow.models.calls import tensors_in
-from vitflow.models.parts import model_cache, plain_token_ids
-from vitflow.recording.isolation import Hook, device_of, evaluating, hooked, trial
-from vitflow.recording.readout import tokens_of, with_tokens
+from vitflow.models.parts import model_cache, plain_token_ids, runs_compiled
+from vitflow.recording.heads import HeadGraph, HeadInputs, tokens_of, with_tokens
+from vitflow.recording.isolation import Hook, device_of, evaluating, hooked, trial, uncompiled
 
 # The number of tokens (unlikely to be a number of heads), and of those after the token that is changed.
 _LENGTH, _LATER = 11, (0, 4)
@@ -106,26 +106,31 @@ class Call:
     Attributes:
         model, args, kwargs: the called model and its arguments.
         pixels: the model input among these.
+        autocast: state of autocast during the call: enabled, and its type.
     """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     pixels: Tensor
+    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
 
     @cached_property
     def cache(self) -> dict[Any, Any]:
         """Results of experiments with the model and its weights as they are now; see `model_cache`."""
         return model_cache(self.model)
 
-    def __call__(self, other: Tensor) -> Any:
-        """Return the model's output for other pixels, whose further inputs are those of the first image."""
+    def __call__(self, other: Tensor, *, same_images: bool = False) -> Any:
+        """Return the model's output for other pixels, whose further inputs are those of the first image.
+
+        With `same_images`, the pixels are those of the call, and further inputs remain.
+        """
 
         def replaced(value: Any) -> Any:
             if value is self.pixels:
                 return other.clone()  # the model may change it in place
             of_images = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(self.pixels)
-            of_images = of_images and other is not self.pixels
+            of_images = of_images and not same_images
             return value[:1].expand(len(other), *value.shape[1:]) if of_images else value
 
         args, kwargs = tuple(map(replaced, self.args)), {name: replaced(value) for name, value in self.kwargs.items()}
@@ -138,6 +143,31 @@ class Call:
         """Return different random pixels for some images, the same each time."""
         noise = torch.randn(images, *self.pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
         return noise.to(self.pixels.device, self.pixels.dtype)
+
+
+def repeated(call: Call, blocks: Sequence[str], read: Callable[[Any], Tensor | None]) -> tuple[Any, HeadGraph | None]:
+    """Repeat a recorded call, with gradients in the head alone.
+
+    Args:
+        call: the call of the unwrapped model.
+        blocks: paths of its blocks, which run without gradients.
+        read: maps the output of the model to its explained outputs.
+
+    Returns:
+        The explained outputs, and the graph of the head; None if it has no gradients.
+    """
+    inputs, device = HeadInputs(call.model, blocks, repeats=True), call.pixels.device
+    enabled, dtype = call.autocast
+    with (
+        torch.inference_mode(False),
+        trial(call.model, device),
+        torch.autocast(device.type, dtype=dtype, enabled=enabled),
+        torch.enable_grad(),
+        uncompiled() if runs_compiled(call.model) else nullcontext(),
+        hooked(inputs.hooks()),
+    ):
+        outputs = read(call(inputs.begin(call.pixels), same_images=True))
+    return outputs, inputs.graph(blocks)
 
 
 #: The number of tokens per block: a prime, to distinguish tokens from channels and heads.

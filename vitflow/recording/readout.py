@@ -1,72 +1,42 @@
-"""The readout: weights of the tokens that an output is computed from, by gradient norm.
+"""The readout: weights of the tokens that an output is computed from, `readout_i ∝ ‖∂f/∂y_i‖₂`.
 
-`readout_i ∝ ‖∂f/∂y_i‖₂` for an output f and the tokens y that the head reads: those after the final norm if the head
-reads nothing else, otherwise those after the last block. Known poolings have a closed form, which is used after
-`heads.py` has verified it.
+It is measured for each image and output f, at the tokens y that the head reads: those after the final norm if the head
+reads nothing else, otherwise those after the last block, or after each of several blocks.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitflow.errors import UnsupportedModelError
+from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.parts import module_paths
+from vitflow.recording.heads import HeadGraph, HeadInput, is_nonzero
 
 # Maps the return value of a model to the explained outputs, [batch, outputs].
 Read = Callable[[Any], Tensor | None]
 
-_ZERO = (
-    "The gradient of the output with respect to its tokens is zero: the output is detached, constant, or behind an "
-    "inactive ReLU. Pass readout=, or use sampling or occlusion, which need no gradient."
-)
 # Tokens with less than this fraction of the largest weight are not counted.
 _COUNTED = 1e-3
 # Lower limit of a divisor.
 _TINY = torch.finfo(torch.float64).tiny
+# Relative difference of two gradients by rounding, by bytes per element.
+_ROUNDING = {8: 1e-9, 4: 1e-5, 2: 2e-2}
 #: Loss scale for half precision, in which the smallest gradients underflow.
 HALF_SCALE = 1024.0
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Observed computation of an output from tokens.
-
-    Attributes:
-        closed: name of the verified known pooling; None if the gradient is needed.
-        blocks: path of the block of each attention layer, first layer first.
-        taps: paths of the modules whose output tokens the head reads, lowest first: blocks, or a norm after the last
-            block; empty if no module returns these tokens.
-        refusal: reason why the taps cannot be explained, or an empty string.
-    """
-
-    closed: str | None
-    blocks: tuple[str, ...] = ()
-    taps: tuple[str, ...] = ()
-    refusal: str = ""
-
-    @property
-    def reads_several(self) -> bool:
-        """True if the head reads the tokens of several blocks, or of one below the last."""
-        return len(self.taps) > 1 or (bool(self.taps) and self.layers_below(self.taps[0]) < len(self.blocks))
-
-    def layers_below(self, tap: str) -> int:
-        """Return the number of attention layers up to a tap."""
-        return len(self.blocks) - self.blocks[::-1].index(tap) if tap in self.blocks else len(self.blocks)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Tap:
-    """Tokens of one block that the head reads, with the readout there.
+class ReadBlock:
+    """A block whose tokens the head reads, with the readout there.
 
     Attributes:
         layers: the number of attention layers up to this block.
-        readout: weights of the tokens of the last of these layers, [batch, tokens]; rows sum to 1.
-        share: share of this tap in the readouts of all taps, [batch].
+        readout: weights of the tokens of the last of these layers, [batch, tokens]; rows sum to 1, or are 0 if the
+            block is not read for an image.
+        share: share of this block in the readouts of all blocks, [batch].
     """
 
     layers: int
@@ -74,29 +44,149 @@ class Tap:
     share: Tensor
 
 
-def tap_candidates(model: nn.Module, attending: Iterable[str]) -> list[str]:
-    """Return paths of modules that may return the head's input tokens: norms and containers of attention modules."""
-    containers = {".".join(name.split(".")[:n]) for name in attending for n in range(1, name.count(".") + 1)}
-    return [path for path, module in module_paths(model) if path and (path in containers or is_norm(module))]
+@dataclass(frozen=True, slots=True, eq=False)
+class Readouts:
+    """The readouts of one output of each image.
+
+    Attributes:
+        blocks: the blocks that the head reads, lowest first.
+        names: name of the known pooling that the readout of each image equals, or an empty string.
+        measured: False for each image whose readout is declared by the model, as there is no gradient.
+        pooled: True for each image whose output is computed by an attention-pooling head, bool [batch].
+    """
+
+    blocks: Sequence[ReadBlock]
+    names: Sequence[str]
+    measured: Sequence[bool]
+    pooled: Tensor
 
 
-def tokens_of(output: Any) -> Tensor | None:
-    """Return the token tensor of a module's output: itself, the first of a sequence, or `last_hidden_state`."""
-    if isinstance(output, Mapping):
-        output = output.get("last_hidden_state")
-    elif isinstance(output, tuple | list) and output:
-        output = output[0]
-    return output if isinstance(output, Tensor) and output.is_floating_point() and output.ndim in (3, 4) else None
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """Gradient norms at the tokens that the head reads.
+
+    Attributes:
+        norms: of each run of a block, [batch, tokens]; None if the tokens do not fit the layout of their layer.
+        pooled: True for each image whose output is computed by an attention-pooling head, bool [batch].
+        refusal: reason why no product of layers explains the output, or an empty string.
+    """
+
+    norms: Sequence[Tensor | None]
+    pooled: Tensor
+    refusal: str = ""
 
 
-def with_tokens(output: Any, tokens: Tensor) -> Any:
-    """Return a module's output with its tokens replaced."""
-    if isinstance(output, Mapping):
-        output["last_hidden_state"] = tokens  # type: ignore[index]
-        return output
-    if isinstance(output, tuple | list):
-        return [tokens, *output[1:]] if isinstance(output, list) else (tokens, *output[1:])
-    return tokens
+def measure(scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> Measured:
+    """Measure the tokens from which the score of each image is computed.
+
+    If the head reads only the last block, its tokens are those after the latest norm or container that all of an
+    image's gradient passes.
+
+    Args:
+        scores: one output of each image, [batch], in the graph.
+        graph: the head inputs of the pass.
+        tokens: tokens of the last layer of each run of a block.
+    """
+    batch, image = len(scores), [] if graph.image is None else [graph.image]
+    scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
+    tensors = [*image, *(each.tokens for each in (*graph.blocks, *graph.later))]
+    gradients = graph.differentiate(scores, torch.full_like(scores, scale), tensors)
+    split = len(image) + len(graph.blocks)
+    to_image, to_blocks, to_later = gradients[: len(image)], gradients[len(image) : split], gradients[split:]
+    read = torch.stack([_is_read(each, scores) for each in to_blocks])
+    zeros = [scores.new_zeros(batch, each.queries.num_tokens, dtype=torch.float64) for each in tokens]
+    norms = [
+        token_norms(gradient, each.queries, each.order) if gradient is not None and is_read else nothing
+        for gradient, each, nothing, is_read in zip(to_blocks, tokens, zeros, read.any(dim=1).tolist(), strict=True)
+    ]
+    waiting, pooled, top = read.any(dim=0), torch.zeros_like(read[0]), tokens[-1]
+    fits = norms[-1] is not None
+    for later, gradient in reversed(list(zip(graph.later, to_later, strict=True))):
+        if gradient is None or not (waiting.any() or later.kind == "pooling"):
+            continue
+        if later.kind == "container" and fits and later.tokens.numel() != graph.blocks[-1].tokens.numel():
+            continue  # tokens of another width may be internal to a head
+        passes = _passes(later, gradient, graph, gradients[:split], read[-1])
+        if later.kind == "pooling":
+            pooled |= passes
+            continue
+        at_later, passes = token_norms(gradient, top.queries, top.order), waiting & passes
+        if at_later is None or not passes.any() or (later.kind == "norm" and not _is_token_wise(later, graph, tokens)):
+            continue
+        every = passes.equal(waiting)  # then the tokens of blocks need not fit their layouts
+        norms = [nothing if every and each is None else each for each, nothing in zip(norms, zeros, strict=True)]
+        norms = [None if each is None else each.masked_fill(passes[:, None], 0.0) for each in norms]
+        norms[-1] = None if norms[-1] is None else torch.where(passes[:, None], at_later, norms[-1])
+        waiting &= ~passes
+    return Measured(norms, pooled, _refusal(graph, to_image, to_blocks, waiting))
+
+
+def _refusal(
+    graph: HeadGraph, to_image: Sequence[Tensor | None], to_blocks: Sequence[Tensor | None], direct: Tensor
+) -> str:
+    """Return the reason why the layers below the head do not explain the output, or an empty string.
+
+    Args:
+        graph: the head inputs.
+        to_image, to_blocks: gradients at the image and at each run of a block.
+        direct: True for each image of which the head reads the outputs of blocks themselves, bool [batch].
+    """
+    last, read = graph.blocks[-1].path, [_is_read(gradient, direct) for gradient in to_blocks]
+    again = any(bool(each.any()) and block.path == last for block, each in zip(graph.blocks[:-1], read, strict=False))
+    if again or graph.is_restarted():
+        return "by several runs of its blocks"
+    if any(bool((_is_read(gradient, direct) & direct).any()) for gradient in to_image):
+        return "also directly from the image, bypassing its blocks"
+    if any(bool((each & direct).any()) for each in read[:-1]) and not graph.is_chain():
+        return "from several blocks, with skip connections around some of them"
+    return ""
+
+
+def _is_read(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Return True for each image with a gradient that is not 0, bool [batch]."""
+    zeros = torch.zeros(len(like), dtype=torch.bool, device=like.device)
+    return zeros if gradient is None else _largest(gradient, len(like)) != 0
+
+
+def _passes(
+    later: HeadInput, gradient: Tensor, graph: HeadGraph, totals: Sequence[Tensor | None], last_is_read: Tensor
+) -> Tensor:
+    """Return True for each image of which all gradients at the image and at blocks pass later tokens, bool [batch]."""
+    passes, batch = last_is_read.clone(), len(last_is_read)
+    image = [] if graph.image is None else [graph.image]
+    tensors = [*image, *(block.tokens for block in graph.blocks)]
+    known = [(tensor, total) for tensor, total in zip(tensors, totals, strict=True) if total is not None]
+    passed = graph.differentiate(later.tokens, gradient, [tensor for tensor, _ in known])
+    for through, (_, total) in zip(passed, known, strict=True):
+        rest = total if through is None else total - through
+        passes &= _largest(rest, batch) <= _ROUNDING[total.dtype.itemsize] * _largest(total, batch)
+    return passes
+
+
+def _largest(gradient: Tensor, batch: int) -> Tensor:
+    """Return the largest absolute entry of each image, [batch]."""
+    axis = 1 if len(gradient) % batch and gradient.shape[1] == batch else 0  # [tokens, batch, channels]
+    images = gradient.abs().movedim(axis, 0)
+    return images.reshape(batch, -1).amax(dim=1) if len(images) % batch == 0 else images.amax().expand(batch)
+
+
+def _is_token_wise(norm: HeadInput, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> bool:
+    """Return True if a token of a norm depends on only one token of the last block or container before it."""
+    top = tokens[-1].queries
+    channels = channel_axis(norm.tokens.shape, top)
+    places = [side // 2 if axis else 0 for axis, side in enumerate(norm.tokens.shape)]
+    token = tuple(slice(None) if axis == channels else place for axis, place in enumerate(places))
+    chosen = torch.zeros_like(norm.tokens)
+    chosen[token] = torch.randn(chosen[token].shape, generator=torch.Generator().manual_seed(2)).to(chosen)
+    last = graph.blocks[-1]
+    inside = [each for each in graph.later[: graph.later.index(norm)] if each.kind == "container"]
+    before = [each.tokens for each in inside if each.tokens.numel() == last.tokens.numel()]
+    reached = graph.differentiate(norm.tokens, chosen, [*reversed(before), last.tokens])
+    nearest = next((gradient for gradient in reached if gradient is not None and is_nonzero(gradient)), None)
+    if nearest is None:
+        return True
+    norms = token_norms(nearest, top)
+    return norms is not None and int((norms > 0).sum()) <= 1
 
 
 def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor | None:
@@ -135,78 +225,37 @@ def channel_axis(shape: Sequence[int], layout: TokenLayout) -> int | None:
     return None
 
 
-def gradient_taps(
-    outputs: Tensor,
-    targets: Tensor,
-    tokens: Sequence[Tensor],
-    layers: Sequence[int],
-    layouts: Sequence[TokenLayout],
-    orders: Sequence[Tensor | None],
-) -> list[Tap]:
-    """Return the taps of one output of each image, with the norm of the direct gradient at each as its readout.
-
-    The direct gradient is the total one minus the part that passes the next tap: `G_l − (∂y_m/∂y_l)ᵀ G_m`.
+def read_blocks(norms: Sequence[Tensor], layers: Sequence[int]) -> list[ReadBlock]:
+    """Return the blocks that are read for any image, by the gradient norms at their tokens.
 
     Args:
-        outputs: the outputs of each image, [batch, outputs].
-        targets: index of the output f of each image, [batch].
-        tokens: the tokens y of each tap, lowest first, in the autograd graph or leaves of it.
-        layers: the number of attention layers up to each tap.
-        layouts, orders: of each tap, as for `token_norms`.
-
-    Raises:
-        UnsupportedModelError: the gradient of an image is zero everywhere, or not finite; or tokens have no layout.
+        norms: of each run of a block, [batch, tokens].
+        layers: the number of attention layers up to each.
     """
-    scale = HALF_SCALE if outputs.dtype == torch.float16 else 1.0
-    total: list[Tensor | None] = [None] * len(tokens)
-    with torch.inference_mode(False), torch.enable_grad():
-        scores = outputs.gather(1, targets.view(-1, 1))
-        scores = scores.float() if scores.dtype.itemsize < 4 else scores
-        if scores.requires_grad:
-            total = list(torch.autograd.grad(scores.sum() * scale, tokens, retain_graph=True, allow_unused=True))
-    direct = list(total)
-    for lower, (gradient, above) in enumerate(pairwise(total)):
-        if gradient is not None and above is not None and tokens[lower + 1].grad_fn is not None:
-            [passed] = torch.autograd.grad(
-                tokens[lower + 1], [tokens[lower]], above, retain_graph=True, allow_unused=True
-            )
-            direct[lower] = gradient if passed is None else gradient - passed
-    norms = [
-        torch.zeros(len(outputs), layout.num_tokens, dtype=torch.float64, device=outputs.device)
-        if gradient is None
-        else token_norms(gradient, layout, order)
-        for gradient, layout, order in zip(direct, layouts, orders, strict=True)
-    ]
-    fitting = [each for each in norms if each is not None]
-    if len(fitting) < len(norms):
-        raise UnsupportedModelError(
-            "The output is computed from tokens that do not fit the patch grid of their block. Pass readout=, or use "
-            "sampling or occlusion."
-        )
-    sums = [each.sum(dim=1) for each in fitting]
-    every = torch.stack(sums).sum(dim=0)
-    if not (torch.isfinite(every) & (every > 0)).all():
-        raise UnsupportedModelError(_ZERO)
+    sums = [each.sum(dim=1) for each in norms]
+    every = torch.stack(sums).sum(dim=0).clamp(min=_TINY)
     return [
-        Tap(count, each / total.clamp(min=_TINY).unsqueeze(1), total / every)
-        for count, each, total in zip(layers, fitting, sums, strict=True)
+        ReadBlock(count, each / total.clamp(min=_TINY).unsqueeze(1), total / every)
+        for count, each, total in zip(layers, norms, sums, strict=True)
+        if total.any() or each is norms[-1]
     ]
 
 
-def taps_words(taps: Sequence[Tap], layouts: Sequence[TokenLayout], layers: int) -> list[str]:
-    """Describe the readout of each image in words: that of its strongest tap, and the shares of all taps.
+def describe_readouts(blocks: Sequence[ReadBlock], layouts: Sequence[TokenLayout], layers: int) -> list[str]:
+    """Describe the readout of each image in words: that of its strongest block, and the shares of all blocks.
 
     Args:
-        taps: the taps of each image.
-        layouts: layout of the tokens of each tap.
+        blocks: the blocks that the head reads.
+        layouts: layout of the tokens of each.
         layers: the number of attention layers of the model.
     """
     words = []
-    for index in range(len(taps[0].readout)):
-        strongest, layout = max(zip(taps, layouts, strict=True), key=lambda pair: float(pair[0].share[index]))
+    for index in range(len(blocks[0].readout)):
+        strongest, layout = max(zip(blocks, layouts, strict=True), key=lambda pair: float(pair[0].share[index]))
         text = f"{readout_words(strongest.readout[index], layout)}, from the gradient of the output"
-        if len(taps) > 1 or strongest.layers < layers:
-            shares = ", ".join(f"{tap.layers} ({float(tap.share[index]):.0%})" for tap in taps)
+        read = [block for block in blocks if block.share[index] > 0]
+        if len(read) > 1 or strongest.layers < layers:
+            shares = ", ".join(f"{block.layers} ({float(block.share[index]):.0%})" for block in read)
             text += f", after layers {shares}"
         words.append(text)
     return words
@@ -225,8 +274,3 @@ def readout_words(readout: Tensor, layout: TokenLayout) -> str:
     words += [f"{int(patches)} patch{'es' * bool(patches > 1)}"] if patches else []
     words += [f"{int(suffix)} trailing token{'s' * bool(suffix > 1)}"] if suffix else []
     return " and ".join(words)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return True if a module is a norm, by the name of its class."""
-    return "norm" in type(module).__name__.lower() and not module._modules

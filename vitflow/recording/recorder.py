@@ -6,7 +6,7 @@ attention does not call, is not needed. Afterwards the model is restored exactly
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,11 +25,12 @@ from vitflow.models.anatomy import feature_layout, read_layout
 from vitflow.models.blocks import block_of, block_paths, entries_of
 from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in
 from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
-from vitflow.models.pooling import ATTENTION_POOLING, closed_readouts
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
 from vitflow.recording.between import BetweenBlocks, find_passed
+from vitflow.recording.heads import HeadInputs
 from vitflow.recording.isolation import (
     Hook,
+    autocast_state,
     hooked,
     model_lock,
     refuse_checkpointing,
@@ -40,7 +41,6 @@ from vitflow.recording.layers import FusionKey, stack_of
 from vitflow.recording.listening import Listening
 from vitflow.recording.places import find_extents, place_layers
 from vitflow.recording.probing import Call
-from vitflow.recording.readout import Head, tap_candidates, tokens_of, with_tokens
 from vitflow.recording.trace import Trace
 from vitflow.recording.unseen import unseen_mixing
 
@@ -73,9 +73,9 @@ class record_attention:
             logits.
         readout: weights instead of the model's readout: for the top layer's tokens, [tokens] or [batch, tokens], or for
             its patches, [rows, cols]; rows are divided by their sums.
-        head: `trace.head` of an earlier pass: blocks run without gradients and the head with gradients, so that
-            `trace.taps` are available. The forward pass must run with gradients enabled, and the model's output is
-            detached from its input.
+        cut: paths of the blocks whose outputs become leaves of the autograd graph, so that `trace.readout` needs no
+            further pass. Without `gradients`, blocks run without gradients. The forward pass must run with gradients
+            enabled, and the model's output is detached from its input.
         within: path of the submodule whose attention is recorded, such as the language model of a vision-language
             model; by default the whole model.
 
@@ -109,7 +109,7 @@ class record_attention:
         residual: float = 0.0,
         outputs: Callable[[Any], Tensor | None] = logits_of,
         readout: Tensor | None = None,
-        head: Head | None = None,
+        cut: Sequence[str] = (),
         within: str = "",
     ) -> None:
         check_layout(layout)
@@ -120,8 +120,6 @@ class record_attention:
             raise OptionError("residual > 0 requires one fusion, and neither gradients, keys nor visible.")
         self._gradients = gradients
         values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
-        if head is not None and head.reads_several:
-            residual = 0.0  # the map from each block requires the layers below it one by one
         self._listening = Listening(
             self._model,
             kept,
@@ -134,7 +132,8 @@ class record_attention:
         )
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
-        self._layout, self._readout, self._head, self._within = layout, readout, head, within
+        self._layout, self._readout, self._within = layout, readout, within
+        self._head_inputs = HeadInputs(self._model, cut, gradients=gradients)
         self._is_open = False
 
     def __enter__(self) -> Trace:
@@ -187,16 +186,8 @@ class record_attention:
         streams = [[block_of(path), *entries_of(self._model, path)] for path in self._features if modules]
         for path in sorted(modules.keys() & set(chain.from_iterable(streams))):
             yield Hook(modules[path], partial(self._keep_stream, path), before=False)
-        if self._head is not None and self._head.taps:
-            for path in self._head.blocks:
-                yield Hook(_submodule(self._model, path), _stop_graph, before=True)
-            for path in {*self._head.blocks, *self._head.taps}:
-                yield Hook(
-                    _submodule(self._model, path), partial(self._cut, path), before=False, always=True, first=True
-                )
-        elif self._attention and torch.is_grad_enabled():
-            for path in tap_candidates(self._model, may_attend(self._model)):
-                yield Hook(self._model.get_submodule(path), partial(self._note, path), before=False)
+        if self._attention and torch.is_grad_enabled():
+            yield from self._head_inputs.hooks()
 
     def _watch(self) -> None:
         """Watch the modules that may attend; these may have changed since the previous pass."""
@@ -246,18 +237,6 @@ class record_attention:
             tokens = None  # of several runs
         self.trace.passed[path] = tokens
 
-    def _note(self, path: str, args: Any, output: Any) -> None:
-        if (tokens := tokens_of(output)) is not None and tokens.requires_grad:
-            self.trace.candidates[path] = tokens
-
-    def _cut(self, path: str, args: Any, output: Any) -> Any:
-        torch.set_grad_enabled(True)  # as it was before the block
-        tokens = tokens_of(output)
-        if self._head is None or path not in self._head.taps or tokens is None:
-            return None
-        self.trace.candidates[path] = tokens.detach().requires_grad_()
-        return with_tokens(output, self.trace.candidates[path])
-
     # -- one forward pass ---------------------------------------------------------------------------------------------
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -268,6 +247,7 @@ class record_attention:
         text = reads_text(args, kwargs)
         given = _pixels_among(args, kwargs) if text is None else text
         self._reads, self._ran = text is not None, given is not None
+        self._head_inputs.seen = []
         if given is None:
             return args, kwargs
         self._listening.batch = len(given)
@@ -281,12 +261,12 @@ class record_attention:
             return args, kwargs
         if 0 in given.shape:
             raise ShapeError(f"Expected at least one image, got an empty model input {tuple(given.shape)}.")
-        pixels, call = given, Call(self._model, args, kwargs, given)
+        pixels, call = given, Call(self._model, args, kwargs, given, autocast_state(given.device))
         if self._gradients:  # a new tensor, so that the caller's tensor does not require gradients
             pixels = pixels.clone() if pixels.is_inference() else pixels.detach()
             pixels.requires_grad_()
         trace.begin(pixels, self._outputs, call)
-        copied = pixels.clone()  # the model may change it in place
+        copied = self._head_inputs.begin(pixels)
         return (
             tuple(copied if value is given else value for value in args),
             {name: copied if value is given else value for name, value in kwargs.items()},
@@ -294,7 +274,8 @@ class record_attention:
 
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace
-        trace.logits, trace.names = logits, self._listening.recorded
+        self._listening.end_pass()
+        trace.logits, trace.names, trace.head_inputs = logits, list(self._listening.recorded), self._head_inputs
         if self._reads:
             trace.refusal = refusal_of_text(self._model)
         if trace.call is None:
@@ -332,8 +313,7 @@ class record_attention:
         layout, top = max(layouts, key=lambda layout: layout.num_patches), layers[-1].tokens.queries
         given = None if self._readout is None else _normalized(self._readout, batch, top).to(layers[-1].example)
         trace.locate(layers, layout, top, given)
-        trace.closed = closed_readouts(self._model, top, self._listening.pooling)
-        trace.pooled = self._listening.pooling if trace.closed[0].name == ATTENTION_POOLING else None
+        trace.pooled = self._listening.pooling
         return layout
 
     def _layout_without_attention(self, call: Call, size: tuple[int, int]) -> TokenLayout | None:
@@ -391,10 +371,6 @@ def _normalized(readout: Tensor, batch: int, top: TokenLayout) -> Tensor:
     if (weights < 0).any() or not (sums > 0).all():
         raise OptionError("Expected readout weights >= 0, with a sum above 0.")
     return weights / sums
-
-
-def _stop_graph(args: Any, kwargs: Any) -> None:
-    torch.set_grad_enabled(False)
 
 
 def _begin_graph(args: Any, output: Any) -> None:

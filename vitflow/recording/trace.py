@@ -1,11 +1,11 @@
 """Trace: the recorded attention, token layout and readout of one forward pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.images.extents import Extent
@@ -15,12 +15,38 @@ from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_norms
 from vitflow.models.calls import logits_of
-from vitflow.models.pooling import ClosedReadout
-from vitflow.recording.heads import observed_head
+from vitflow.models.names import class_count
+from vitflow.models.pooling import ATTENTION_POOLING, declared_pooling, pooling_name
+from vitflow.recording.heads import (
+    HeadGraph,
+    HeadInput,
+    HeadInputs,
+    block_paths_of,
+    chained_gradients,
+    is_nonzero,
+    layer_counts,
+)
 from vitflow.recording.isolation import checkpointing_error
 from vitflow.recording.layers import NOTHING_RECORDED, AttentionLayer, Backward, RecordedLayers
-from vitflow.recording.probing import Call
-from vitflow.recording.readout import HALF_SCALE, Head, Read, Tap, gradient_taps, readout_words, taps_words
+from vitflow.recording.probing import Call, repeated
+from vitflow.recording.readout import (
+    HALF_SCALE,
+    Measured,
+    Read,
+    ReadBlock,
+    Readouts,
+    describe_readouts,
+    measure,
+    read_blocks,
+    readout_words,
+)
+
+_ZERO = "it is zero: the output is detached, constant, saturated, behind an inactive ReLU, or from integer weights"
+_NO_GRADIENT = "there is none: the model runs without gradients, or has integer weights"
+# Relative difference of the outputs of two equal passes, by bytes per element.
+_SAME_OUTPUT = {8: 1e-6, 4: 1e-3, 2: 5e-2}
+# Limit of the sum of absolute differences between a readout and a known pooling, by bytes per element.
+_SAME_POOLING = {8: 1e-9, 4: 1e-5, 2: 2e-3}
 
 
 @dataclass(slots=True)
@@ -31,7 +57,6 @@ class Trace(RecordedLayers):
         layout: prefix tokens and patch grid of this pass.
         readout: the tokens of the top layer that the output is computed from, [batch, tokens]; rows sum to 1.
         pooling: source of the readout: "class token", "average over patches", …
-        closed: closed-form readouts of known poolings, the declared one first; verified before use.
         pooled: attention of an attention-pooling head, [batch, heads, queries, tokens], if there is one.
         features: outputs of the requested modules, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
@@ -47,7 +72,7 @@ class Trace(RecordedLayers):
         names: paths of the attention modules that ran, first layer first, without those of a decoder on top.
         read: maps the model's return value to the explained outputs.
         call: the recorded model call, repeatable on other pixels.
-        candidates: differentiable tokens that the head may read, by the path of the module that returned them.
+        head_inputs: tokens that the head may read, in the autograd graph of the pass.
     """
 
     features: dict[str, Tensor] = field(default_factory=dict)
@@ -56,7 +81,6 @@ class Trace(RecordedLayers):
     pixels: Tensor | None = None
     output: Any = None
     logits: Tensor | None = None
-    closed: Sequence[ClosedReadout] = ()
     pooled: Tensor | None = None
     model: Any = None
     refusal: str | None = None
@@ -64,12 +88,12 @@ class Trace(RecordedLayers):
     names: list[str] = field(default_factory=list)
     read: Read = logits_of
     call: Call | None = None
-    candidates: dict[str, Tensor] = field(default_factory=dict)
+    head_inputs: HeadInputs | None = None
     _layout: TokenLayout | None = None
     _top: TokenLayout | None = None
     _given: Tensor | None = None
-    _taps: dict[tuple[int, ...], list[Tap]] = field(default_factory=dict)
-    _heads: dict[Read, Head] = field(default_factory=dict)
+    _readouts: dict[Any, Readouts] = field(default_factory=dict)
+    _repeated: tuple[Any, HeadGraph | None, str] | None = None
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
 
     def begin(self, pixels: Tensor | None = None, read: Read = logits_of, call: Call | None = None) -> None:
@@ -146,6 +170,11 @@ class Trace(RecordedLayers):
         return None if all(span.is_even(count, length) for span, count, length in sides) else extent
 
     @property
+    def blocks(self) -> list[str]:
+        """Path of the block of each attention layer that ran, first layer first."""
+        return block_paths_of(self.model, self.names)
+
+    @property
     def readout(self) -> Tensor:
         """Readout of the most probable class, [batch, tokens]; see `readout_of`.
 
@@ -155,141 +184,212 @@ class Trace(RecordedLayers):
         return self.readout_of(None)
 
     @property
-    def taps(self) -> list[Tap]:
-        """Readouts of the most probable class at each block that the head reads; see `taps_of`."""
-        return self.taps_of(None)
+    def readouts(self) -> Readouts:
+        """Readouts of the most probable class at each block that the head reads; see `readouts_of`."""
+        return self.readouts_of(None)
 
     @property
     def pooling(self) -> str:
-        """Source of the readout: "class token", "average over patches", …, "gradient of the output"."""
-        if not self.closed:
-            return ""
+        """Source of the readout of the most probable class: "class token", …, or "gradient of the output"."""
         if self._given is not None:
             return "given as argument"
-        return "gradient of the output" if self.reads_target else self._pooling.name
-
-    @property
-    def reads_target(self) -> bool:
-        """True if the readout depends on the target, because it is a gradient."""
-        return self._given is None and self.head is not None and self.head.closed is None
-
-    @property
-    def head(self) -> Head | None:
-        """Observed computation of the output from tokens, once per model and `read`; None if not needed.
-
-        It is not needed if the model returns tokens instead of outputs [batch, outputs] (the declared pooling is used),
-        or on the meta device.
-        """
-        logits, call = self.logits, self.call
-        if not self.closed or call is None or self._given is not None or call.pixels.is_meta:
-            return None
-        if not isinstance(logits, Tensor) or logits.ndim != 2:
-            return None
-        if self.read not in self._heads:
-            self._heads[self.read] = observed_head(call, self.names, self.top, self.closed, self.read)
-        return self._heads[self.read]
-
-    @property
-    def _pooling(self) -> ClosedReadout:
-        """Readout of the verified pooling, or of the declared pooling if none can be verified."""
-        name = None if self.head is None else self.head.closed
-        return next((closed for closed in self.closed if closed.name == name), self.closed[0])
+        names = set(self.readouts_of(None).names)
+        return names.pop() if len(names) == 1 and "" not in names else "gradient of the output"
 
     def readout_of(self, targets: Tensor | None) -> Tensor:
         """Return the readout: weights of the top layer's tokens in each target output, [batch, tokens].
 
         Args:
-            targets: index of the output of each image, [batch]; by default the largest.
+            targets: as for `readouts_of`.
 
         Raises:
-            UnsupportedModelError: as for `taps_of`; or the head reads the tokens of several blocks.
+            UnsupportedModelError: as for `readouts_of`; or the head reads the tokens of several blocks.
         """
-        taps = self.taps_of(targets)
-        if len(taps) > 1 or taps[0].layers < len(self.layers):
-            read = ", ".join(str(tap.layers) for tap in taps)
+        blocks = self.readouts_of(targets).blocks
+        if len(blocks) > 1 or blocks[0].layers < len(self.layers):
+            read = ", ".join(str(block.layers) for block in blocks if block.share.any())
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} computes its output from the tokens after layers {read}. This requires a "
-                "readout of the last layer: use rollout, attention, flow, gae or gradient_rollout, or pass readout=."
+                "readout of the last layer: use rollout, gae or gradient_rollout, or pass readout=."
             )
-        return taps[0].readout
+        return blocks[0].readout
 
-    def taps_of(self, targets: Tensor | None) -> list[Tap]:
-        """Return the tokens that the output is computed from: one tap for each block that the head reads, lowest first.
+    def readouts_of(self, targets: Tensor | None) -> Readouts:
+        """Return the tokens that one output of each image is computed from, at each block that the head reads.
 
-        The readout of a tap is the closed form of the model's pooling if verified, else `‖∂f/∂y_i‖` for its tokens y,
-        along paths that pass no higher block.
+        The readout at a block is `‖∂f/∂y_i‖` for its tokens y, along paths that pass no higher block; of images for
+        which this gradient is zero or cannot exist, the pooling that the model declares.
 
         Args:
-            targets: index of the output of each image, [batch]; by default the largest.
+            targets: index of the output f of each image, [batch]; by default the largest, or ½‖e‖² of an embedding e.
 
         Raises:
-            UnsupportedModelError: the gradient is needed and was not recorded, or is zero.
+            UnsupportedModelError: the head reads other values than the outputs of the blocks, there is no gradient and
+                no declared pooling, or a repetition of the pass has another output.
         """
         if self.refusal is not None:
             raise UnsupportedModelError(self.refusal)
-        if not self.closed:
+        if self._top is None or self.pixels is None:
             raise VitflowError(NOTHING_RECORDED)
-        example, batch = self.layers[-1].example, 1 if self.pixels is None else len(self.pixels)
-        if self._given is not None:
-            return [Tap(len(self.layers), self._given, example.new_ones(batch))]
-        head = self.head
-        if head is None or head.closed is not None:
-            readout = self._pooling.weights.to(example).expand(batch, -1)
-            return [Tap(len(self.layers), readout, example.new_ones(batch))]
-        assert isinstance(self.logits, Tensor)
-        chosen = self.logits.detach().argmax(dim=1) if targets is None else targets.to(self.logits.device)
-        key = tuple(chosen.tolist())
-        if key not in self._taps:
-            tokens, counts = self._tokens_read_by(head), [head.layers_below(path) for path in head.taps]
-            last = [self.layers[count - 1].tokens for count in counts]
-            layouts, orders = [each.queries for each in last], [each.order for each in last]
-            taps = gradient_taps(self.logits, chosen, tokens, counts, layouts, orders)
-            self._taps[key] = [Tap(tap.layers, tap.readout.to(example), tap.share.to(example)) for tap in taps]
-        return self._taps[key]
+        key = None if targets is None else tuple(targets.tolist())
+        if key not in self._readouts:
+            self._readouts[key] = self._measure(targets)
+        return self._readouts[key]
 
-    def at(self, tap: Tap) -> Self:
-        """Return this trace up to a tap, with the readout there."""
-        if tap.layers == len(self.layers) and self._given is not None:
-            return self
-        return replace(
-            self,
-            layers=self.layers[: tap.layers],
-            pooled=None,
-            _top=self.layers[tap.layers - 1].tokens.queries,
-            _given=tap.readout,
-            _backward={
-                key: replace(each, attentions=each.attentions[: tap.layers]) for key, each in self._backward.items()
-            },
+    def target_changes_readout(self, targets: Sequence[Tensor | None]) -> list[bool]:
+        """Return for each image True if readouts depend on the target: not all are the same known pooling.
+
+        The weights of an attention-pooling head depend on the target, too.
+        """
+        if self._given is not None:
+            return [False] * len(self._given)
+        by_target = [self.readouts_of(target).names for target in targets]
+        named = ((set(names), names[0]) for names in zip(*by_target, strict=True))
+        return [len(names) > 1 or first in ("", ATTENTION_POOLING) for names, first in named]
+
+    def reads_several_blocks(self) -> bool:
+        """Return True if any output is computed from the tokens of several blocks, or not from the last one."""
+        outputs, graph, _ = self._graph()
+        if graph is None or not outputs.requires_grad or self._given is not None:
+            return False
+        weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
+        gradients = graph.differentiate(outputs, weights, [block.tokens for block in graph.blocks])
+        return any(map(is_nonzero, gradients[:-1]))
+
+    def _measure(self, targets: Tensor | None) -> Readouts:
+        """Measure readouts, and replace those of images without a gradient by the declared pooling."""
+        assert self._top is not None and self.pixels is not None
+        example, batch, top = self.layers[-1].example, len(self.pixels), self._top
+        kind, device = torch.promote_types(example.dtype, torch.float32), example.device
+        pooled = torch.zeros(batch, dtype=torch.bool, device=device)
+        every = torch.ones(batch, dtype=kind, device=device)
+        if self._given is not None:
+            block = ReadBlock(len(self.layers), self._given.to(kind), every)
+            return Readouts([block], ["given as argument"] * batch, [True] * batch, pooled)
+        outputs, graph, cause = self._graph()
+        norms, rounding = [example.new_zeros(batch, top.num_tokens, dtype=torch.float64)], 0.0
+        counts = [len(self.layers)]
+        if graph is not None and outputs.requires_grad:
+            runs = [self._layer_number(count) for count in layer_counts(self.blocks, graph.blocks)]
+            try:
+                result = measure(self._scores(outputs, targets), graph, [self.layers[n - 1].tokens for n in runs])
+            except RuntimeError as error:  # from autograd, such as about checkpointing
+                cause = f"{type(error).__name__}: {error}"
+            else:
+                norms, pooled, rounding = self._checked(result), result.pooled, _SAME_POOLING[outputs.dtype.itemsize]
+                counts = runs
+        sums = torch.stack([each.sum(dim=1) for each in norms]).sum(dim=0)
+        measured = (torch.isfinite(sums) & (sums > 0)).tolist()
+        name = ""
+        if not all(measured):
+            name, weights = self._declared(cause or _ZERO)
+            missing = ~torch.tensor(measured, device=device)
+            norms = [torch.where(missing[:, None], 0.0, each) for each in norms]
+            norms[-1][missing] = weights.to(norms[-1]).expand(batch, -1)[missing]
+        blocks = [
+            ReadBlock(each.layers, each.readout.to(kind), each.share.to(kind)) for each in read_blocks(norms, counts)
+        ]
+        if len(blocks) > 1:
+            return Readouts(blocks, [""] * batch, measured, pooled)
+        names = [pooling_name(row, top, rounding) for row in norms[-1] / norms[-1].sum(dim=1, keepdim=True)]
+        return Readouts(
+            blocks,
+            [
+                name if not known else ATTENTION_POOLING if pools else each
+                for each, known, pools in zip(names, measured, pooled.tolist(), strict=True)
+            ],
+            measured,
+            pooled,
         )
 
-    def _tokens_read_by(self, head: Head) -> list[Tensor]:
-        """Return the tokens y of each tap, in the autograd graph."""
-        model = type(self.model).__name__
-        if head.refusal:
+    def _checked(self, result: Measured) -> list[Tensor]:
+        if result.refusal:
             raise UnsupportedModelError(
-                f"{model} computes its output {head.refusal}, so a map from its attention is incomplete. Pass readout= "
-                "with weights for the tokens of its last block, or use sampling, input_gradient or occlusion."
+                f"{type(self.model).__name__} computes its output {result.refusal}, so a map from its attention is "
+                "incomplete. Pass readout= with weights for the tokens of its last block, or use sampling, "
+                "input_gradient or occlusion."
             )
-        tokens = [self.candidates[path] for path in head.taps if path in self.candidates]
-        if not tokens or len(tokens) < len(head.taps) or not all(each.requires_grad for each in tokens):
-            cause, remedy = "this pass was recorded without gradients", "record with gradients=True"
-            if not head.taps:
-                cause, remedy = "it has no gradient at the tokens of any module", "use sampling or occlusion"
+        norms = [each for each in result.norms if each is not None]
+        if len(norms) < len(result.norms):
             raise UnsupportedModelError(
-                f"This output of {model} has no known pooling, so its readout requires a gradient, but {cause}. Pass "
-                f"readout= with a weight for each token of the top layer, or {remedy}."
+                "The output is computed from tokens that do not fit the patch grid of their block. Pass readout=, or "
+                "use sampling or occlusion."
             )
-        return tokens
+        return norms
+
+    def _scores(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        """Return one output of each image, [batch]; of an embedding e, the product with its direction."""
+        with torch.inference_mode(False), torch.enable_grad():
+            if targets is None and self.read is logits_of and class_count(self.model) == 0:
+                return (outputs * nn.functional.normalize(outputs.detach().float(), dim=1).to(outputs)).sum(dim=1)
+            chosen = outputs.detach().argmax(dim=1) if targets is None else targets.to(outputs.device)
+            return outputs.gather(1, chosen.view(-1, 1)).squeeze(1)
+
+    def _graph(self) -> tuple[Any, HeadGraph | None, str]:
+        """Return the outputs and the graph of the head: those of the pass, or of a repetition; or the cause of none."""
+        logits, call = self.logits, self.call
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            return None, None, "the output of the model is no tensor [batch, outputs]"
+        if call is None or call.pixels.is_meta:
+            return None, None, "the model is on the meta device"
+        graph = None if self.head_inputs is None else self.head_inputs.graph(self.blocks)
+        if graph is not None:
+            return logits, graph, "" if logits.requires_grad else _NO_GRADIENT
+        if self._repeated is None:
+            self._repeated = self._repeat(call, logits)
+        return self._repeated
+
+    def _repeat(self, call: Call, logits: Tensor) -> tuple[Any, HeadGraph | None, str]:
+        try:
+            outputs, graph = repeated(call, list(dict.fromkeys(self.blocks)), self.read)
+        except VitflowError:
+            raise
+        except Exception as error:  # a model may refuse gradients in any way
+            return None, None, f"a pass with gradients of the head failed with {type(error).__name__}: {error}"
+        before, after = logits.detach().double(), outputs.detach().double()
+        limit = _SAME_OUTPUT[logits.dtype.itemsize] * before.abs().amax()
+        if before.shape != after.shape or bool(((before - after).abs() > limit).any()):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has another output if it runs again, so that its readout cannot be "
+                "measured: it may be random, or in training mode. Record it without torch.no_grad(), or pass readout=."
+            )
+        return outputs, graph, "" if graph is not None and outputs.requires_grad else _NO_GRADIENT
+
+    def _declared(self, cause: str) -> tuple[str, Tensor]:
+        """Return name and weights of the declared pooling; UnsupportedModelError without one."""
+        logits = self.logits
+        if isinstance(logits, Tensor) and not logits.is_meta and logits.numel() and not logits.any():
+            cause = "all outputs are 0: is the head still all zeros?"
+        assert self._top is not None
+        declared = declared_pooling(self.model, self._top, self.pooled)
+        if declared is None:
+            raise UnsupportedModelError(
+                f"The readout of {type(self.model).__name__} requires the gradient of the output with respect to its "
+                f"tokens: {cause}. Pass readout= with a weight for each token of the top layer, or use sampling or "
+                "occlusion, which need no gradient."
+            )
+        return declared.name, declared.weights
+
+    def _layer_number(self, count: int) -> int:
+        """Return the number of recorded layers that contain the first `count` layers, some of them as a product."""
+        covered = 0
+        for number, layer in enumerate(self.layers, start=1):
+            covered += max(1, layer.multiplied)
+            if covered >= count:
+                return number
+        return len(self.layers)
 
     def readout_words(self, targets: Tensor | None) -> list[str]:
         """Describe the readout of each image, for captions."""
-        if self._given is None and not self.reads_target:
-            return [self.pooling] * (0 if self.pixels is None else len(self.pixels))
         if self._given is not None:
             return [f"{readout_words(row, self.top)}, given as argument" for row in self._given]
-        taps = self.taps_of(targets)
-        layouts = [self.layers[tap.layers - 1].tokens.queries for tap in taps]
-        return taps_words(taps, layouts, len(self.layers))
+        readouts = self.readouts_of(targets)
+        layouts = [self.layers[block.layers - 1].tokens.queries for block in readouts.blocks]
+        described = describe_readouts(readouts.blocks, layouts, len(self.layers))
+        return [
+            f"{name}, declared, not verified" if not measured else name or words
+            for name, words, measured in zip(readouts.names, described, readouts.measured, strict=True)
+        ]
 
     def forget_gradients(self) -> None:
         """Free the gradients that `backward` caches."""
@@ -330,6 +430,12 @@ class Trace(RecordedLayers):
             self._backward[key] = gradients
         return self._backward[key]
 
+    @property
+    def _cuts(self) -> list[HeadInput]:
+        """Outputs of blocks where the graph of the pass is cut."""
+        seen = [] if self.head_inputs is None else self.head_inputs.seen
+        return [each for each in seen if each.source is not None]
+
     def share_passing(self, paths: Sequence[str], targets: Tensor) -> Tensor:
         """Return the share of the gradient of each image's target that passes some blocks on its way to the pixels.
 
@@ -348,14 +454,14 @@ class Trace(RecordedLayers):
         scale = HALF_SCALE if self.logits.dtype == torch.float16 else 1.0
         with torch.inference_mode(False), torch.enable_grad():
             scores = self.logits.gather(1, targets.to(self.logits.device).view(-1, 1))
-            if not _reaches(scores.grad_fn, self.pixels, known):
+            if not _reaches(scores.grad_fn, self.pixels, known, self._cuts):
                 return whole.new_ones(len(whole))
-            above = torch.autograd.grad(scores.float().sum() * scale, known, retain_graph=True, allow_unused=True)
-            reached = [(each, gradient) for each, gradient in zip(known, above, strict=True) if gradient is not None]
-            if not reached:
-                return whole.new_zeros(len(whole))
-            outputs, gradients = zip(*reached, strict=True)
-            [passing] = torch.autograd.grad(outputs, [self.pixels], gradients, retain_graph=True, allow_unused=True)
+        above = chained_gradients([scores], [torch.full_like(scores, scale)], known, self._cuts)
+        reached = [(each, gradient) for each, gradient in zip(known, above, strict=True) if gradient is not None]
+        if not reached:
+            return whole.new_zeros(len(whole))
+        outputs, gradients = zip(*reached, strict=True)
+        [passing] = chained_gradients(outputs, gradients, [self.pixels], self._cuts)
         rest = whole if passing is None else whole - at_least_float32(passing) / scale
         share: Tensor = 1 - rest.flatten(1).norm(dim=1) / whole.flatten(1).norm(dim=1)
         return share.clamp_min(0.0)
@@ -380,16 +486,12 @@ class Trace(RecordedLayers):
         # Scaled, because the smallest gradients underflow in half precision.
         scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
         try:
-            with torch.inference_mode(False), torch.enable_grad():
-                raw = torch.autograd.grad(scores.float().sum() * scale, inputs, retain_graph=True, allow_unused=True)
+            raw = chained_gradients([scores], [torch.full_like(scores, scale)], inputs, self._cuts)
         except RuntimeError as error:
             if "use_reentrant" not in str(error):  # torch's checkpointing does not support torch.autograd.grad
                 raise
             raise checkpointing_error(self.model) from error
-        head = self.head if any(gradient is None for gradient in raw[: len(parts)]) else None
-        unread = set[str]()  # layers above the highest block that the head reads
-        if head is not None and head.taps and len(head.blocks) == len(self.layers):
-            unread = {layer.name for layer in self.layers[head.layers_below(head.taps[-1]) :]}
+        unread = self._unread_layers(scores) if any(gradient is None for gradient in raw[: len(parts)]) else ()
         for (name, _), gradient in zip(parts, raw, strict=False):
             if gradient is None and name not in unread:
                 remedy = "input_gradient, sampling or occlusion" if pixels else "method='attention'"
@@ -408,16 +510,31 @@ class Trace(RecordedLayers):
         to_pixels = next(gradients) if pixels else None
         return Backward(attentions, features, to_pixels, next(gradients, None))
 
+    def _unread_layers(self, scores: Tensor) -> set[str]:
+        """Return the names of the layers above the highest block from which the scores are computed."""
+        graph = None if self.head_inputs is None else self.head_inputs.graph(self.blocks)
+        if graph is None:
+            return set()
+        gradients = graph.differentiate(scores, torch.ones_like(scores), [block.tokens for block in graph.blocks])
+        counts = layer_counts(self.blocks, graph.blocks)
+        read = [count for count, gradient in zip(counts, gradients, strict=True) if is_nonzero(gradient)]
+        return {layer.name for layer in self.layers[max(read, default=len(self.layers)) :]}
 
-def _reaches(start: Any, leaf: Tensor, cut: Sequence[Tensor]) -> bool:
-    """Return True if a leaf is reached from a node of the autograd graph on a path around these tensors."""
+
+def _reaches(start: Any, leaf: Tensor, cut: Sequence[Tensor], blocks: Sequence[HeadInput]) -> bool:
+    """Return True if a leaf is reached from a node of the autograd graph on a path around the cut tensors.
+
+    Paths continue from the leaf after a block to what the block returned.
+    """
     seen, waiting = {tensor.grad_fn for tensor in cut}, [start]
+    sources = {id(block.tokens): block.source.grad_fn for block in blocks if block.source is not None}
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
-        if getattr(node, "variable", None) is leaf:
+        variable = getattr(node, "variable", None)
+        if variable is leaf:
             return True
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
+        waiting += [sources.get(id(variable)), *(following for following, _ in node.next_functions)]
     return False
