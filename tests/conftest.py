@@ -31,7 +31,7 @@ LONGEST = (
         "evaluation/test_run.py",
     ),
     *("test_notebooks.py", "explaining/test_comparison.py", "methods/test_maxflow.py", "test_documentation.py"),
-    *("folder/test_run.py", "explaining/test_applicability.py", "folder/test_store.py", "demo/test_demo.py"),
+    *("folder/test_run.py", "folder/test_store.py", "demo/test_demo.py"),
     *("evaluation/test_grid.py", "folder/test_lanes.py", "methods/test_value_weighting.py", "images/test_figures.py"),
     *("evaluation/test_correlation.py", "text/test_text_page.py", "viewer/test_explorer.py", "test_images.py"),
     *("explaining/test_class_specific.py", "evaluation/test_faithfulness.py", "evaluation/test_hostile_data.py"),

@@ -412,23 +412,6 @@ def test_methods_are_listed(run):
     assert "discard-ratio" in run("methods", "rollout").stdout
 
 
-def test_models_are_listed(run):
-    done = run("models", "vit_tiny_patch16_*", "--json")
-    assert "vit_tiny_patch16_224.augreg_in21k_ft_in1k" in [json.loads(row)["model"] for row in done.stdout.splitlines()]
-    row = json.loads(run("models", "deit_tiny_distilled_patch16_224", "--json").stdout)
-    assert (row["rollout"], row["num_prefix_tokens"], row["grid"]) == ("yes", 2, [14, 14])
-    assert run("models", "nothing_like_this").returncode == 2
-
-
-def test_models_are_listed_as_a_table_with_what_applies_to_each(run):
-    done = run("models", "test_*vit*", "--all")
-    table = {line.split()[0]: line for line in done.stdout.splitlines()}
-    assert "10×10" in table["test_vit.r160_in1k"]
-    if timm.is_model("test_maxvit"):  # which older releases of timm have not
-        assert "windows  no       windows" in table["test_maxvit"]
-    assert done.stderr.split()[:3] == ["model", "input", "grid"]
-
-
 def test_the_demo_writes_overlays_and_a_strip(run, tmp_path):
     done = run("demo", "-o", tmp_path / "demo")
     assert done.returncode == 0, done.stderr

@@ -382,6 +382,14 @@ def test_an_unreachable_hub_gives_one_line_with_the_remedies(name, tmp_path, mon
 def test_unknown_names_are_reported_with_what_was_meant():
     with pytest.raises(ModelError, match="Did you mean vit_base_patch16_224"):
         vitflow.load_model("vit_base_patch16_242")
+    for name, listed in (
+        ("dinov2", "vit_base_patch14_dinov2"),
+        ("swin_tiny", "swin_tiny_patch4_window7_224"),
+        ("DeiT3-small", "deit3_small_patch16_224"),
+        ("patch14_reg4_dinov2.lvd", "vit_giant_patch14_reg4_dinov2"),
+    ):
+        with pytest.raises(ModelError, match=f"Names that contain it: .*{listed}"):
+            vitflow.load_model(name)
     with pytest.raises(ModelError, match=r"Known tags: .*vit_tiny_patch16_224\.augreg_in21k_ft_in1k"):
         vitflow.load_model("vit_tiny_patch16_224.nonsense")
     with pytest.raises(ModelError, match="cannot be built with these options"):

@@ -42,9 +42,7 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
     """
     local, online = name.startswith("local-dir:"), name.startswith(("hf-hub:", "hf_hub:"))
     if not local and not online and not timm.is_model(name):
-        close = get_close_matches(name.split(".")[0], timm.list_models(), n=3)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise ModelError(f"Unknown model {name!r}.{hint} `vitflow models PATTERN` lists the known ones.")
+        raise ModelError(f"Unknown model {name!r}.{_similar(name)}")
     try:
         with quiet_hub(requested=online or (pretrained and not local)):
             return timm.create_model(name, pretrained=pretrained, **options)
@@ -69,6 +67,18 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
             "model that fit its weights: leave out the others, or pass other weights (--checkpoint FILE, "
             "load_model(…, checkpoint=FILE))."
         ) from error
+
+
+def _similar(name: str) -> str:
+    """Return the names of timm that contain a name, or else the closest ones, as a sentence."""
+    architecture, known = name.split(".")[0].lower().replace("-", "_"), timm.list_models()
+    trained = dict.fromkeys(each.partition(".")[0] for each in timm.list_pretrained(f"*{architecture}*"))
+    inside = [each for each in trained if architecture] or [each for each in known if architecture in each]
+    if len(architecture) > 2 and inside:
+        more = f" and {len(inside) - 8} more" if len(inside) > 8 else ""
+        return f" Names that contain it: {', '.join(inside[:8])}{more}."
+    close = get_close_matches(architecture, known, n=3)
+    return f" Did you mean {' or '.join(close)}?" if close else " The names are those of timm.list_models()."
 
 
 # In-place initialisers, which are skipped on the meta device because each takes milliseconds there.

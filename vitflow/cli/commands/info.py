@@ -1,4 +1,4 @@
-"""`vitflow methods`, `models`, `demo` and `doctor`: information, a first example, and a check of the installation."""
+"""`vitflow methods`, `demo` and `doctor`: information, a first example, and a check of the installation."""
 
 import json
 import platform
@@ -13,7 +13,7 @@ from typing import Any
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.output import say, say_record, writing
+from vitflow.cli.output import say_record, writing
 from vitflow.errors import check_known, printable
 from vitflow.registry.method_table import Method
 from vitflow.registry.options import OPTIONS, default_in_words
@@ -90,51 +90,6 @@ def _values(method: Method, name: str) -> str:
     """Return the values of an option; signed_mean requires gradients."""
     values = OPTIONS[name].values
     return values if "gradients" in method.needs else values.replace("|signed_mean", "")
-
-
-@click.command(short_help="List timm's models and which methods apply to each.", panel="Setup")
-@click.argument("pattern", default="*vit*")
-@shared.option("", "--json as_json", bool, "Print JSON, one object per model.")
-@shared.option("", "--all untrained", bool, "Include architectures without pretrained weights.")
-def models(pattern: str, as_json: bool, untrained: bool) -> None:
-    """List timm's pretrained models whose id matches PATTERN (with * as a wildcard), and the methods they support.
-
-    \b
-    rollout    attention and rollout
-    flow       attention flow
-    gradients  gradient_rollout and gae
-    yes        supported, over all tokens
-    windows    supported, through windows and stages down to the finest patch grid
-    gradcam, input_gradient and occlusion support every model.
-
-    In JSON, input_size is [channels, height, width] in pixels and grid is [rows, columns] of patches. Each
-    architecture is built without weights and run once on shapes alone: nothing is downloaded.
-    """
-    from tqdm import tqdm
-
-    from vitflow.analysis.applicability import list_models, matching
-
-    names = matching(pattern, untrained=untrained)
-    if not as_json:
-        width = max(len(name) for name in names)
-        columns = ("input", "grid", "prefix", "rollout", "flow", "gradients", "pooling, or why not")
-        say(_line(width, "model", *columns))
-    for row in list_models(names):
-        with tqdm.external_write_mode():  # clears the progress bar
-            click.echo(json.dumps(row, ensure_ascii=False) if as_json else _row(row, width))
-
-
-def _row(row: dict[str, Any], width: int) -> str:
-    """Format a model as a line of the table."""
-    size, grid = ("×".join(map(str, sides or ())) for sides in ((row["input_size"] or ())[1:], row["grid"]))
-    prefix = "" if row["num_prefix_tokens"] is None else row["num_prefix_tokens"]
-    applies = (row[name] for name in ("rollout", "flow", "gradients"))
-    return _line(width, row["model"], size, grid, prefix, *applies, row["pooling"] or row["reason"] or "")
-
-
-def _line(width: int, *columns: Any) -> str:
-    """Format columns as a line of the table of models."""
-    return f"{{:{width}}}  {{:>9}}  {{:>7}}  {{:>6}}  {{:7}}  {{:7}}  {{:9}}  {{}}".format(*columns).rstrip()
 
 
 @click.command(short_help="Explain the bundled images with the bundled model.", panel="Setup")
