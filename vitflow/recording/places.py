@@ -41,6 +41,10 @@ class _Misplaced(Exception):
     """A token is not at its place; the message says where it was found."""
 
 
+class _Unmeasured(_Misplaced):
+    """No token depends on the pixels, as behind attention to coarser tokens, which is replaced by zero."""
+
+
 class _Seen(Exception):
     """Ends a forward pass when the tokens of every layout are known."""
 
@@ -111,13 +115,16 @@ def find_extents(
     """
     known, key = call.cache, (find_extents, tuple(sites.items()), grids, tuple(call.pixels.shape[1:]))
     if key not in known:
-        known[key] = ({}, None) if call.pixels.is_meta else _measure(call, sites, grids)
-    extents: tuple[dict[TokenLayout, Extent], str | None] = known[key]
-    return extents
+        extents, refusal = ({}, None) if call.pixels.is_meta else _measure(call, sites, grids)
+        if refusal is not None:  # with one image, torch 2.14 returns wrong gradients of BatchNorm on a CPU (LeViT)
+            extents, refusal = _measure(call, sites, grids, images=2)
+        known[key] = extents, refusal
+    result: tuple[dict[TokenLayout, Extent], str | None] = known[key]
+    return result
 
 
 def _measure(
-    call: Call, sites: Mapping[str, Sequence[TokenLayout]], grids: Sequence[TokenLayout]
+    call: Call, sites: Mapping[str, Sequence[TokenLayout]], grids: Sequence[TokenLayout], images: int = 1
 ) -> tuple[dict[TokenLayout, Extent], str | None]:
     tokens: dict[TokenLayout, tuple[str, Tensor]] = {}
     every = {*grids, *(layout for layouts in sites.values() for layout in layouts)}
@@ -125,7 +132,7 @@ def _measure(
     def see(path: str, *given: Any) -> None:
         for value in tensors_in(given):
             for layout in sites[path] if value.ndim == 3 else every:
-                if layout not in tokens and (fitting := _tokens(value, layout)) is not None:
+                if layout not in tokens and (fitting := _tokens(value, layout, images)) is not None:
                     fitting = fitting.clone()  # the model may change it in place
                     if fitting.requires_grad:
                         tokens[layout] = path, fitting
@@ -143,28 +150,37 @@ def _measure(
         noise = call.noise(1).requires_grad_()
         # The model may reject noise.
         with suppress(Exception), hooked(hooks), without_attention(call):
-            call(noise)
+            call(noise.expand(images, -1, -1, -1))
         extents = {}
         for layout, (path, each) in tokens.items():
             try:
                 extents[layout] = _extent(each[layout.patches], noise, (layout.rows, layout.cols))
                 _check_prefix(each[: layout.patches.start], noise, extents[layout])
+            except _Unmeasured as error:
+                if not extents:
+                    return {}, _refusal(call, path, layout, error)
             except _Misplaced as error:
-                return {}, (
-                    f"{type(call.model).__name__} computes the token {error} (of {layout.rows} × {layout.cols}, at "
-                    f"{path}), so its maps would be misplaced. If its layout is another, pass "
-                    "layout=TokenLayout(num_prefix_tokens, rows, cols); otherwise use input_gradient or occlusion."
-                )
+                return {}, _refusal(call, path, layout, error)
     return extents, None
 
 
-def _tokens(value: Tensor, layout: TokenLayout) -> Tensor | None:
-    """Return the tokens [tokens, channels] of one image if a tensor has this layout, or None."""
+def _refusal(call: Call, path: str, layout: TokenLayout, error: _Misplaced) -> str:
+    return (
+        f"{type(call.model).__name__} computes the token {error} (of {layout.rows} × {layout.cols}, at {path}), so its "
+        "maps would be misplaced. If its layout is another, pass layout=TokenLayout(num_prefix_tokens, rows, cols); "
+        "otherwise use input_gradient or occlusion."
+    )
+
+
+def _tokens(value: Tensor, layout: TokenLayout, images: int) -> Tensor | None:
+    """Return the tokens [tokens, channels] of the first image if a tensor has this layout, or None."""
     if not value.is_floating_point():
         return None
-    if value.ndim == 3 and value.shape[:2].numel() == layout.num_tokens:
-        return value.flatten(0, 1)
-    if value.ndim != 4 or len(value) != 1 or layout.num_tokens != layout.num_patches:
+    if value.ndim == 3:
+        if value.shape[:2] == (images, layout.num_tokens):
+            return value[0]
+        return value[:, 0] if value.shape[:2] == (layout.num_tokens, images) else None
+    if value.ndim != 4 or len(value) != images or layout.num_tokens != layout.num_patches:
         return None
     last, first = (value.shape[axis : axis + 2] == (layout.rows, layout.cols) for axis in (1, 2))
     if last == first:
@@ -229,7 +245,7 @@ def _owners(gradients: _Gradients, grid: tuple[int, int]) -> tuple[NDArray[np.in
     plain = gradients.of(torch.ones(len(gradients.scores), device="cpu"))
     energy = np.square(plain).sum(axis=0)
     if not np.isfinite(energy).all() or not energy.any():
-        raise _Misplaced("of the patch in row 0 and column 0 from no pixel")
+        raise _Unmeasured("of the patch in row 0 and column 0 from no pixel")
     strong = energy > _WEAK * energy.max()
     owners = np.full((2, *energy.shape), -1)
     for axis, index in enumerate(np.indices(grid).reshape(2, -1)):
