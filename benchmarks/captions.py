@@ -5,7 +5,7 @@
 The bundled captioner writes one sentence about each drawn scene. Of each caption that is right in every word, each
 colour and each shape belongs to one thing, whose pixels are known. A map of such a word is asked for its maximum over
 the pixels (is it on the thing?) and for the share of its mass there, as `vitflow.evaluation` measures both. The words
-of a scene are averaged, then the scenes; intervals are 95 % by bootstrap over scenes.
+of a scene are averaged, then the scenes; intervals are for 95 % over scenes.
 
 The rule for the default, written down before anything was measured:
 

@@ -12,7 +12,7 @@ The rule, written down before anything was measured by it:
    refine=0, counted so that more is better. One candidate is chosen for all methods: the one with the largest sum of
    mean gains over models, measures and methods, on the choosing halves.
 4. A method takes it as its default if on the choosing halves, for both models, its mean gain is positive in both
-   measures, and clear (the 95 % bootstrap interval leaves out 0) in at least one of them. Else its default stays 0.
+   measures, and clear (the 95 % interval leaves out 0) in at least one of them. Else its default stays 0.
 5. A default falls back to 0 if a gain on the telling half of a model is clearly negative.
 
 The same can be asked of other options. `--of earlier`: those that the methods had before refinement, each against its

@@ -78,7 +78,9 @@ def _find_image(file: Any, folders: Sequence[Path]) -> Path:
     """
     if not _is_name(file):
         raise ValueError(f"expected an image's file name, got {reprlib.repr(file)}")
-    inside = [folder / file for folder in folders if (folder / file).resolve().is_relative_to(folder.resolve())]
+    inside: list[Path] = [
+        folder / file for folder in folders if (folder / file).resolve().is_relative_to(folder.resolve())
+    ]
     existing = next(filter(is_file, inside), None)
     if existing is None and len(inside) < len(folders):
         raise OptionError(

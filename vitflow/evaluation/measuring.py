@@ -16,7 +16,7 @@ from vitflow.evaluation.measures.references import coverage, rank_correlation
 from vitflow.evaluation.metrics import METRICS, blurred_label, has_intervals
 from vitflow.evaluation.regions import file_frame
 from vitflow.evaluation.samples import Labelled
-from vitflow.evaluation.targets import Grid, TargetRegion, maps_by_class
+from vitflow.evaluation.targets import ImageGrid, TargetRegion, maps_by_class
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.methods.similarity import is_constant
@@ -96,7 +96,7 @@ class Case:
     image: Labelled
     truth: TargetRegion
     groups: tuple[str, ...]
-    grid: Grid | None = None
+    grid: ImageGrid | None = None
     maps: Mapping[str, Saliency] = field(default_factory=dict)
 
 

@@ -18,7 +18,7 @@ from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
 from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals
 from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.samples import Dataset, Sample
-from vitflow.evaluation.targets import Grid, choose_target, draw_grids, make_grids, random_order
+from vitflow.evaluation.targets import ImageGrid, choose_target, draw_grids, make_grids, random_order
 from vitflow.explaining.explainer import Explainer
 from vitflow.folder.batches import Batches, RunProgress, Tally
 from vitflow.folder.columns import failed_row
@@ -249,7 +249,7 @@ class _Run:
     explainer: Explainer
     protocol: Protocol
     groups: Mapping[str, tuple[str, ...]]
-    grids: Mapping[str, Grid]
+    grids: Mapping[str, ImageGrid]
     batch_size: int | None
     progress: Callable[[RunProgress], None] | None
 

@@ -123,7 +123,7 @@ def tile(windows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grid:
+class ImageGrid:
     """Four images of different classes that the model classifies correctly.
 
     Attributes:
@@ -178,7 +178,7 @@ def maps_by_class(
     return {method.label: maps * (len(classes) // len(maps)) for method, maps in columns}
 
 
-def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> dict[str, Grid]:
+def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> dict[str, ImageGrid]:
     """Return the grid of each image, by name, without the images that are in no grid.
 
     Candidates are images whose labelled class is predicted with a probability above ½, in an order drawn with the seed.
@@ -193,10 +193,10 @@ def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> di
             continue  # reported in the row of the image
         if truth.target is not None and _is_predicted(explainer, image, truth.target):
             candidates.append((sample, truth.target, frozenset(truth.objects) | {truth.target}))
-    grids: dict[str, Grid] = {}
+    grids: dict[str, ImageGrid] = {}
     while members := _first_grid(candidates):
         candidates = [candidate for candidate in candidates if candidate not in members]
-        grid = Grid(tuple(sample for sample, _, _ in members), tuple(target for _, target, _ in members))
+        grid = ImageGrid(tuple(sample for sample, _, _ in members), tuple(target for _, target, _ in members))
         grids |= dict.fromkeys(grid.names, grid)
     return grids
 
@@ -225,7 +225,7 @@ def random_order(name: str, seed: int) -> bytes:
 
 
 def draw_grids(
-    grids: Mapping[str, Grid], explainer: Explainer, methods: Sequence[ChosenMethod], best: Sequence[str]
+    grids: Mapping[str, ImageGrid], explainer: Explainer, methods: Sequence[ChosenMethod], best: Sequence[str]
 ) -> tuple[Figure, ...]:
     """Draw the first grids with their maps: a row per class, a column for each of the best class-specific methods.
 

@@ -24,8 +24,7 @@ from vitflow.models.blocks import library_blocks
 # Default number of stages of randomisation, evenly spaced from the head to the whole model.
 DEFAULT_STAGES = 5
 
-Grid = NDArray[np.float32]
-Part = tuple[str, list[nn.Module]]
+Stage = tuple[str, list[nn.Module]]
 
 
 def cascading_randomisation(
@@ -100,7 +99,7 @@ def stage_names(model: nn.Module) -> list[str]:
     >>> stage_names(Explainer("demo").model)
     ['head', 'block 6', 'block 5', 'block 4', 'block 3', 'block 2', 'block 1', 'embedding']
     """
-    return [name for name, _ in _parts(model)]
+    return [name for name, _ in _stages(model)]
 
 
 def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int = 0) -> Iterator[tuple[str, Explainer]]:
@@ -110,9 +109,9 @@ def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int 
     """
     with torch.inference_mode(False):
         randomised = explainer.with_model(copy.deepcopy(explainer.model))
-    parts = _parts(randomised.model)
-    last = max((index for index, (name, _) in enumerate(parts) if name in stages), default=-1)
-    for index, (name, modules) in enumerate(parts[: last + 1]):
+    all_stages = _stages(randomised.model)
+    last = max((index for index, (name, _) in enumerate(all_stages) if name in stages), default=-1)
+    for index, (name, modules) in enumerate(all_stages[: last + 1]):
         with _seeded(seed + 1_000_003 * index, explainer.device), torch.inference_mode(False), torch.no_grad():
             for module in modules:
                 _redraw(module)
@@ -131,25 +130,25 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _parts(model: nn.Module) -> list[Part]:
+def _stages(model: nn.Module) -> list[Stage]:
     """Return the modules with direct parameters by stage, from the top of the network."""
     holder = _holder_of_blocks(model)
     if holder is None:
-        root: Part = ("embedding", [model])
-        parts = [root, *((name, list(child.modules())) for name, child in model.named_children())]
+        root: Stage = ("embedding", [model])
+        stages = [root, *((name, list(child.modules())) for name, child in model.named_children())]
     else:
         blocks = list(holder.children())
         inside = {module for block in blocks for module in block.modules()}
         every = [module for module in model.modules() if module not in inside]
         # Modules registered before the blocks feed them, as do parameters of the modules that contain them.
         split = every.index(holder)
-        parts = [
+        stages = [
             ("embedding", every[:split]),
             *((f"block {number}", list(block.modules())) for number, block in enumerate(blocks, start=1)),
             ("head", every[split:]),
         ]
-    with_parameters = [(name, [module for module in modules if module._parameters]) for name, modules in parts]
-    return [part for part in reversed(with_parameters) if part[1]]
+    with_parameters = [(name, [module for module in modules if module._parameters]) for name, modules in stages]
+    return [stage for stage in reversed(with_parameters) if stage[1]]
 
 
 def _holder_of_blocks(model: nn.Module) -> nn.Module | None:
@@ -304,7 +303,7 @@ def _wide_input(explainer: Explainer, placed: PlacedImage, margin: tuple[int, in
     return pixels
 
 
-def _moved_back(before: Grid, after: Grid, step: int, length: int) -> float | None:
+def _moved_back(before: NDArray[np.float32], after: NDArray[np.float32], step: int, length: int) -> float | None:
     """Return ρ over the columns that remain after a shift to the right; None if it is not by whole columns."""
     cells, rest = divmod(step * before.shape[1], length)
     if rest or before.shape != after.shape:
