@@ -246,6 +246,8 @@ def test_wrong_targets_are_refused(outputs, options, error, words):
         (np.ones((3, 4)), {}, ShapeError, r"\[80, 100\]"),
         ((300, 5), {}, OutsideImageError, "100 × 80"),
         ((300, 5, 400, 9), {}, OutsideImageError, "100 × 80"),
+        ((20, 30, 60, 95), {}, OutsideImageError, "EXIF"),  # as in a file of 80 × 100 that is turned
+        ((-5, 0, 20, 20), {}, OutsideImageError, "EXIF"),
         (np.zeros((80, 100)), {}, OutsideImageError, "no pixel"),
     ],
 )

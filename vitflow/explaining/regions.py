@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from vitflow.errors import OptionError, OutsideImageError, ShapeError
-from vitflow.explaining.similarity import check_box
+from vitflow.explaining.similarity import box_inside, check_box
 from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
 from vitflow.models.binding import Binding
@@ -377,7 +377,7 @@ def _outline(region: Any, placement: Placement) -> tuple[NDArray[np.bool_], str]
             raise OutsideImageError(f"The point {region} is outside the image of {width} × {height} pixels.")
         mask[y, x] = True
         return mask, "the given point"
-    left, top, right, bottom = (max(0, round(edge)) for edge in region)
+    left, top, right, bottom = (max(0, round(edge)) for edge in box_inside(region, placement))
     mask[top:bottom, left:right] = True
     if not mask.any():
         raise OutsideImageError(f"The box {region} is outside the image of {width} × {height} pixels.")

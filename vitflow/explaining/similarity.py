@@ -67,10 +67,7 @@ def similarity(trace: TargetedTrace, *, layer: int, patch: Patch | None, box: Bo
 
 def _shares(placement: Placement, box: Box, layout: TokenLayout) -> Tensor:
     """Return the share of a box of the image in each patch of the model input, [patches]."""
-    left, top, right, bottom = check_box(box)
-    height, width = placement.image_size
-    if not (left < width and top < height and right > 0 and bottom > 0):
-        raise OutsideImageError(f"The box {tuple(box)} is outside the image of {width} × {height} pixels.")
+    left, top, right, bottom = box_inside(check_box(box), placement)
     edges = [placement.to_input(top, left), placement.to_input(bottom, right)]
     (first, tall), (start, wide) = replace(placement, extent=layout.extent).cells((layout.rows, layout.cols))
     [(y0, x0), (y1, x1)] = [((y - first) * layout.rows / tall, (x - start) * layout.cols / wide) for y, x in edges]
@@ -81,6 +78,18 @@ def _shares(placement: Placement, box: Box, layout: TokenLayout) -> Tensor:
             f"The box {tuple(box)} is outside the region that the model saw, {placement.seen_box}: choose a box "
             "inside, or fit='squash' or 'pad'."
         ) from error
+
+
+def box_inside(box: tuple[float, float, float, float], placement: Placement) -> tuple[float, float, float, float]:
+    """Return a box of the image; OutsideImageError if it reaches out by more than a pixel of rounding."""
+    left, top, right, bottom = box
+    height, width = placement.image_size
+    if min(left, top) < -1 or right > width + 1 or bottom > height + 1 or left >= width or top >= height:
+        raise OutsideImageError(
+            f"The box {box} reaches out of the image of {width} × {height} pixels. Give it in pixels of the image as "
+            "displayed, which its EXIF orientation may turn."
+        )
+    return box
 
 
 def check_box(box: Box) -> tuple[float, float, float, float]:
