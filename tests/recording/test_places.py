@@ -104,7 +104,7 @@ def test_a_patch_is_drawn_clicked_and_occluded_at_its_pixels(build, size, rows, 
     seen[max(rows[0], 0) : int(reach[0]), max(cols[0], 0) : int(reach[1])] = True
     assert (np.isfinite(saliency.heatmap) == seen).all()
     # The gradient of the pixels is summed over the pixels of each token.
-    if saliency.class_specific or explainer.num_classes:
+    if explainer.num_classes:
         sums = explainer.explain(image, method="input_gradient")
         pixels = explainer.pixels(image).requires_grad_()
         explainer.model(pixels)[0, sums.target].backward()
