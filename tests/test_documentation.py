@@ -231,7 +231,8 @@ def test_the_options_that_pages_name_exist():
 
 def test_the_programs_that_pages_name_exist():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    modules = {ROOT / f"{name.replace('.', '/')}.py" for name in re.findall(r"python -m (tests\.[\w.]+)", text)}
+    names = re.findall(r"python -m ((?:tests|benchmarks)\.[\w.]+)", text)
+    modules = {ROOT / f"{name.replace('.', '/')}.py" for name in names}
     programs = {ROOT / name for name in re.findall(r"examples/\w+\.py", text)}
     assert len(modules) >= 5 and programs
     assert [path for path in modules | programs if not path.is_file()] == []
