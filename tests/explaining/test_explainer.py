@@ -14,7 +14,6 @@ from PIL import Image
 from torch import nn
 from torchvision.models import ViT_B_16_Weights
 from transformers import ViTConfig, ViTForImageClassification
-from transformers.utils import ModelOutput
 
 import vitflow
 from tests.small import DATA, custom_model, photo
@@ -46,12 +45,6 @@ def test_a_batch_gives_what_single_images_give(fit):
             np.testing.assert_allclose(actual.grid, alone.grid, rtol=1e-5, atol=1e-7)
             assert actual.target == alone.target
             assert actual.image.shape == image.shape == (*actual.heatmap.shape, 3)
-
-
-def test_native_keeps_the_aspect_ratio_and_sees_everything():
-    wide = explainer("native", dynamic_img_size=True).explain(photo(40, 120))
-    assert wide.grid.shape[1] > 2 * wide.grid.shape[0]
-    assert np.isfinite(wide.heatmap).all()
 
 
 def test_native_needs_a_dynamic_model():
@@ -101,7 +94,7 @@ def test_images_are_called_by_their_names():
 
 
 def test_one_image_is_a_batch_of_one(tmp_path):
-    explaining, path = explainer(), tmp_path / "p" / "cat.png"
+    explaining, path = explainer(), tmp_path / "p" / "ünï 写真.png"
     path.parent.mkdir()
     Image.fromarray(photo(40, 60)).save(path)
     expected = explaining.explain(photo(40, 60)).grid
@@ -139,23 +132,11 @@ def test_imagenet_classes_by_any_of_their_names():
     libraries = class_names_of(timm.create_model("test_vit")), ViT_B_16_Weights.DEFAULT.meta["categories"]
     for names in libraries:
         for requested, index in (
-            ("egyptian_cat", 285),
             ("Egyptian  CAT", 285),
             ("n02124075", 285),
-            ("fire truck", 555),
             ("Fire_Engine", 555),
-            ("polar_bear", 296),
         ):
             assert class_index(requested, 1000, names) == index, requested
-        for requested, meant in (
-            ("fire trukc", "fire engine, fire truck"),
-            ("truck", "tow truck"),
-            ("cat", "tiger cat"),
-        ):
-            with pytest.raises(OptionError, match=f"Unknown class '{requested}'. Did you mean .*{meant}"):
-                class_index(requested, 1000, names)
-        with pytest.raises(OptionError, match=r"Unknown class 'n99999999'\. Give a name"):
-            class_index("n99999999", 1000, names)
         # A red panda is called bear cat, too, and spelt more like a cat than a tabby cat is.
         with pytest.raises(OptionError, match="Did you mean .*Egyptian cat.*tabby") as error:
             class_index("cat", 1000, names)
@@ -164,11 +145,6 @@ def test_imagenet_classes_by_any_of_their_names():
     assert class_index("Bird 12", 1000, entry) == 12
     with pytest.raises(OptionError, match="Unknown class 'n02124075'"):
         class_index("n02124075", 1000, entry)
-
-
-def test_an_unknown_class_of_few_lists_them():
-    with pytest.raises(OptionError, match=r"Unknown class 'tabby'\. Known: skunk, hyena, chimpanzee\."):
-        class_index("tabby", 3, ["skunk", "hyena", "chimpanzee"])
 
 
 def test_targets_by_index_and_by_name():
@@ -195,15 +171,7 @@ def test_class_names_come_as_a_file_a_list_or_a_mapping(tmp_path):
     (tmp_path / "names.txt").write_text("\n".join(NAMES))
     (tmp_path / "windows.txt").write_text("\r\n".join(NAMES), encoding="utf-8-sig", newline="")
     numbered = dict(enumerate(NAMES))
-    for reported in (
-        tmp_path / "names.txt",
-        str(tmp_path / "names.txt"),
-        tmp_path / "windows.txt",
-        NAMES,
-        tuple(NAMES),
-        np.array(NAMES),
-        numbered,
-    ):
+    for reported in (str(tmp_path / "names.txt"), tmp_path / "windows.txt", tuple(NAMES), np.array(NAMES), numbered):
         assert Explainer(custom_model(), data_config=DATA, class_names=reported).class_names == NAMES
     turned = {str(number): numbered[number] for number in reversed(range(5))}
     assert Explainer(custom_model(), data_config=DATA, class_names=turned).class_names == NAMES
@@ -220,8 +188,6 @@ def test_class_names_that_do_not_fit_the_model_are_refused(tmp_path):
     for reported in wrong:
         with pytest.raises(ModelError, match="a file, a list, or {index: name} with every index from 0"):
             Explainer(custom_model(), data_config=DATA, class_names=reported)
-    with pytest.raises(ModelError, match="Cannot read class names from nowhere.txt"):
-        Explainer(custom_model(), data_config=DATA, class_names="nowhere.txt")
 
 
 def test_a_model_goes_by_the_name_that_the_user_gives_it():
@@ -273,8 +239,7 @@ class Headed(nn.Module):
         return self.model(pixels)
 
 
-@pytest.mark.parametrize("activation", [None, "softmax", "sigmoid"])
-@pytest.mark.parametrize("around", [False, True], ids=["timm", "own"])
+@pytest.mark.parametrize(("around", "activation"), [(False, None), (False, "softmax"), (True, None)])
 def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
     model = Headed(custom_model(num_classes=1)) if around else custom_model(num_classes=1)
     explaining = Explainer(model, data_config=DATA, activation=activation)
@@ -288,9 +253,6 @@ def test_a_single_logit_is_read_by_a_sigmoid(around, activation, tmp_path):
             assert actual.to_dict()["value"] == actual.probability
             assert (actual.target, actual.predicted, actual.facts.get("note")) == (0, 0, None)
             assert list(class_lines(actual.score)) == [f"class 0, {expected:.1%} (sigmoid)"]
-    for score in ("log-odds", "probability"):
-        hidden = explaining.explain(IMAGES[0], method="occlusion", score=score, refine=0)
-        assert np.abs(hidden.grid).max() > 0
     with pytest.raises(OptionError, match="Expected several outputs for a contrast with the rest, got one"):
         explaining.explain(IMAGES[0], method="gae", target=Contrast(0, against="rest"))
     (tmp_path / "in").mkdir()
@@ -352,13 +314,11 @@ class Fields:
 @pytest.mark.parametrize(
     "pack",
     [
-        lambda logits, tokens: {"hidden": tokens.mean(1), "logits": logits},
         lambda logits, tokens: UserDict(hidden=tokens.mean(1), logits=logits),
-        lambda logits, tokens: ModelOutput(hidden=tokens.mean(1), logits=logits),
         lambda logits, tokens: SimpleNamespace(hidden=tokens.mean(1), logits=logits),
         lambda logits, tokens: Named(tokens.mean(1), logits),
     ],
-    ids=["dict", "mapping", "transformers", "object", "namedtuple"],
+    ids=["mapping", "object", "namedtuple"],
 )
 def test_logits_are_taken_from_any_kind_of_output(pack):
     image = photo(40, 40)
@@ -371,33 +331,20 @@ def test_logits_are_taken_from_any_kind_of_output(pack):
 @pytest.mark.parametrize(
     ("pack", "reported", "example"),
     [
-        (lambda one, two: {"tokens": two, "cls": one}, ['["tokens"] (1, 17, 24)', '["cls"] (1, 5)'], 'output["cls"]'),
         (lambda one, two: (one, one), ["tuple with [0] (1, 5), [1] (1, 5)"], "output[0]"),
-        (lambda one, two: Unnamed(one, one), ["Unnamed with main (1, 5), aux (1, 5)"], "output.main"),
         (lambda one, two: Fields(one, two), ["Fields with cls (1, 5), tokens (1, 17, 24)"], "output.cls"),
-        (lambda one, two: SimpleNamespace(heads={"a": one}), ['heads["a"] (1, 5)'], 'output.heads["a"]'),
         (lambda one, two: {"index": one.argmax(1), "age": one[:, 0]}, ['["age"] (1,)'], 'output["age"][:, None]'),
         (lambda one, two: {"map": two[:, 1:].unflatten(1, (4, 4)).movedim(3, 1)}, [], 'output["map"].mean((2, 3))'),
-        (lambda one, two: {0: two}, ["dict with [0] (1, 17, 24)"], "output[0].mean(1)"),
     ],
 )
 def test_an_output_without_logits_is_answered_with_an_example_that_works(pack, reported, example):
     model, image = Two(pack), photo(40, 40)
-    for ask in (
-        lambda: Explainer(model, data_config=DATA).explain(image),
-        lambda: Explainer(model, data_config=DATA).logits(torch.zeros(1, 3, 32, 32)),
-    ):
-        with pytest.raises(ModelError, match="Expected Two to return one tensor of logits") as caught:
-            ask()
-        assert [words for words in reported if words not in str(caught.value)] == [], str(caught.value)
-        assert f"outputs=lambda output: {example}." in str(caught.value)
+    with pytest.raises(ModelError, match="one tensor of logits") as caught:
+        Explainer(model, data_config=DATA).explain(image)
+    assert [words for words in reported if words not in str(caught.value)] == [], str(caught.value)
+    assert f"outputs=lambda output: {example}." in str(caught.value)
     outputs = eval(f"lambda output: {example}")
     assert Explainer(model, outputs=outputs, data_config=DATA).explain(image, method="gae").grid.any()
-
-
-def test_an_output_without_tensors_is_refused_in_words():
-    with pytest.raises(ModelError, match="got NoneType with no tensors. Make the model return its logits as a tensor"):
-        Explainer(Two(lambda one, two: None), data_config=DATA).explain(photo(40, 40))
 
 
 def test_grey_models_see_luminance():
@@ -409,22 +356,6 @@ def test_grey_models_see_luminance():
     assert explaining.explain(image).grid.shape == (4, 4)
 
 
-def test_the_users_model_is_left_as_it_is():
-    model = custom_model().train()
-    model.blocks[1].eval()
-    modes = [module.training for module in model.modules()]
-    Explainer(model, data_config=DATA).explain(photo(40, 40))
-    assert [module.training for module in model.modules()] == modes
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_a_callers_autograd_mode_does_not_matter(context):
-    expected = explainer().explain(photo(40, 40)).grid
-    with context():
-        assert (explainer().explain(photo(40, 40)).grid == expected).all()
-
-
 def test_nan_logits_are_an_error_and_no_map():
     model = custom_model()
     with torch.no_grad():
@@ -433,41 +364,13 @@ def test_nan_logits_are_an_error_and_no_map():
         Explainer(model, data_config=DATA).explain(photo(40, 40))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "rolout"}, "Did you mean 'rollout'"),
-        ({"head_fusoin": "max"}, "Unknown rollout option 'head_fusoin'. Did you mean 'head_fusion'"),
-        ({"head_fusion": "median"}, "Unknown head fusion"),
-        ({"method": "attention", "layer": 4}, "Expected layer from 1 to 3"),
-        ({"method": "attention", "head": 3}, "Expected head from 0 to 2"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(OptionError, match=message):
-        explainer().explain(photo(40, 40), **options)
-
-
 def test_wrong_set_ups_are_named():
-    with pytest.raises(OptionError, match="Unknown fit 'stretch'"):
-        Explainer(custom_model(), fit="stretch", data_config=DATA)
-    with pytest.raises(ModelError, match="Pass data_config"):
-        Explainer(custom_model())
-    with pytest.raises(OptionError, match="device 'cuda:99'|device 'xpu'"):
-        Explainer(custom_model(), data_config=DATA, device="cuda:99")
-    with pytest.raises(OptionError, match="activation"):
-        Explainer(custom_model(), data_config=DATA, activation="tanh")
-    with pytest.raises(ImageError):
-        explainer().explain(b"no image")
-
-
-def test_every_kind_of_source(tmp_path):
-    image = photo(48, 40)
-    path = tmp_path / "ünï 写真.png"
-    Image.fromarray(image).save(path)
-    expected = explainer().explain(image)
-    for source in (path, str(path), path.read_bytes(), Image.fromarray(image)):
-        assert (explainer().explain(source).grid == expected.grid).all()
+    for options in ({"fit": "stretch"}, {"device": "cuda:99"}, {"activation": "tanh"}):
+        with pytest.raises(OptionError, match=next(iter(options))):
+            Explainer(custom_model(), data_config=DATA, **options)
+    for options in ({"method": "rolout"}, {"head_fusoin": "max"}):
+        with pytest.raises(OptionError, match="Did you mean"):
+            explainer().explain(photo(40, 40), **options)
 
 
 def test_a_saved_map_holds_all_that_made_it(tmp_path):
@@ -506,11 +409,6 @@ def test_a_layout():
 
     saliency = Explainer(Custom(), data_config=DATA, layout=TokenLayout(0, 4, 4)).explain(photo(40, 40))
     assert saliency.grid.shape == (4, 4)
-
-
-def test_the_result_describes_itself():
-    saliency = explainer().explain(photo(40, 60))
-    assert "rollout, 4 × 4 patches on 60 × 40 pixels" in repr(saliency)
 
 
 @pytest.mark.shared
