@@ -17,10 +17,11 @@ DEPTH, PREFIX, PATCHES = 7, 3, 16
 class Between(nn.Module):
     """A ViT with two registers and a function of the tokens before each block; it keeps which tokens are replaced."""
 
-    def __init__(self, function, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, function, dtype: torch.dtype = torch.float32, *, blocks: int = DEPTH) -> None:
+        """With fewer blocks than DEPTH, they run several times."""
         super().__init__()
         torch.manual_seed(0)
-        options = {"img_size": 64, "embed_dim": 48, "num_heads": 3, "depth": DEPTH, "num_classes": 5}
+        options = {"img_size": 64, "embed_dim": 48, "num_heads": 3, "depth": blocks, "num_classes": 5}
         self.vit = timm.create_model("vit_tiny_patch16_224", **options, reg_tokens=PREFIX - 1)
         with torch.no_grad():
             for parameter in self.vit.parameters():
@@ -31,10 +32,10 @@ class Between(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.vit._pos_embed(self.vit.patch_embed(images))
-        for index, block in enumerate(self.vit.blocks):
+        for index in range(DEPTH):
             if index:
                 x = self.function(self, x, index)
-            x = block(x)
+            x = self.vit.blocks[index % len(self.vit.blocks)](x)
         return self.vit.head(self.vit.norm(x)[:, 0])
 
 
@@ -61,6 +62,12 @@ def pruned_once(model: Between, x: Tensor, index: int) -> Tensor:
     )
 
 
+def zeroed_in_place(model: Between, x: Tensor, index: int) -> Tensor:
+    model.replaced[index] = torch.arange(PREFIX + PATCHES).expand(len(x), -1) % 7 == index
+    x[model.replaced[index]] = 0
+    return x
+
+
 def literal(model: Between, trace, backward=None) -> Tensor:
     """Return the row of the class token in the product of layers whose columns of replaced tokens are 0."""
     layers = list(zip(trace.attentions, model.replaced, strict=True))
@@ -81,20 +88,29 @@ def images(count: int = 2) -> list[np.ndarray]:
     return list(np.random.default_rng(0).integers(0, 256, (count, 64, 64, 3), np.uint8))
 
 
-@pytest.mark.parametrize("function", [prompts, halting, pruned_once])
-def test_columns_of_tokens_that_are_replaced_or_zeroed_are_0(function):
-    model = Between(function)
+@pytest.mark.parametrize(
+    ("function", "count", "blocks"),
+    [
+        (prompts, 2, DEPTH),
+        (halting, 2, DEPTH),
+        (pruned_once, 2, DEPTH),
+        (zeroed_in_place, 2, DEPTH),
+        (halting, PREFIX + PATCHES, DEPTH),  # as many images as tokens
+        (pruned_once, 2, 1),
+        (halting, 2, 2),
+    ],
+)
+def test_columns_of_tokens_that_are_replaced_or_zeroed_are_0(function, count, blocks):
+    model, targets = Between(function, blocks=blocks), torch.arange(count) % 5
     explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
     for _ in range(2):  # the blocks are known in the second pass
-        maps = explainer.explain_batch(
-            images(), methods=["rollout", "gae"], preset="paper", targets=torch.tensor([1, 2])
-        )
-        pixels = torch.cat([explainer.pixels(image) for image in images()])
+        maps = explainer.explain_batch(images(count), methods=["rollout", "gae"], preset="paper", targets=targets)
+        pixels = torch.cat([explainer.pixels(image) for image in images(count)])
         with record_attention(model, gradients=True, layout=TokenLayout(PREFIX, 4, 4)) as trace:
             model(pixels)
         expected = literal(model, trace)
         assert np.abs(np.stack([each.grid for each in maps[::2]]) - expected.numpy()).max() < 1e-6
-        expected = literal(model, trace, trace.backward(torch.tensor([1, 2])).attentions).float()
+        expected = literal(model, trace, trace.backward(targets).attentions).float()
         actual = torch.stack([torch.from_numpy(each.grid) for each in maps[1::2]])
         assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
     with pytest.raises(UnsupportedModelError, match="replaces or zeroes tokens"):
@@ -162,6 +178,7 @@ REFUSED = {
     "two swapped": (at_block_5(patches(lambda tokens: tokens[:, [1, 0, *range(2, 16)]])), "reorders"),
     "sorted": (at_block_5(patches(sorted_by_size)), "reorders"),
     "flipped": (flipped_for_a_while, "reorders"),
+    "flipped in place": (at_block_5(lambda x: x.copy_(x.flip(1))), "reorders"),
     "rolled": (at_block_5(patches(lambda tokens: tokens.roll(1, 1))), "reorders"),
     "merged": (at_block_5(patches(halves_merged)), "merges"),
     "copied": (at_block_5(patches(lambda tokens: torch.cat([tokens[:, :15], tokens[:, 3:4]], 1))), "by others"),

@@ -85,7 +85,9 @@ class BetweenBlocks:
         if last is None or not last[1].numel():
             return
         given = [value for value in tensors_in([args, kwargs]) if value.shape == last[1].shape]
-        if given and not any(_is_same(value, *last[1:]) for value in given) and not torch.equal(given[0], last[1]):
+        if not given or any(_is_same(value, *last[1:]) for value in given):
+            return
+        if _version(last[1]) != last[2] or not torch.equal(given[0], last[1]):  # changed in place, or other values
             self.changed[len(self.calls) - 1] = last[0], path
 
     def _leave(self, path: str, args: Any, output: Any) -> Any:
@@ -128,9 +130,9 @@ def find_passed(
     once = all(inner.intersection(paths) for paths in watched.changed.values())
     if not watched.changed or (once and key in call.cache):
         return None
-    lowest = _lowest_names(layers, names)
+    lowest = {name: layer for layer, name in _lowest_names(layers, names)}
     by_block: dict[str, AttentionLayer] = {}
-    for layer, name in lowest:
+    for name, layer in lowest.items():
         by_block.setdefault(blocks[name], layer)
     whole = next((layer.tokens.keys for layer in layers if layer.multiplied), None)
     layouts = {block: by_block[block].tokens.keys if block in by_block else whole for block in blocks}
@@ -141,8 +143,8 @@ def find_passed(
             f"{type(call.model).__name__} {examined.refusal}, so a product of layers would not follow its tokens. Use "
             "sampling, occlusion or input_gradient; the recorded attention is in trace.attentions."
         )
-    for path, mask in examined.passed.items():
-        by_block[path].passed = mask
+    for index, mask in examined.passed.items():
+        lowest[_first_name(blocks, examined.calls, index)].passed = mask
     if once and not examined.passed:
         call.cache[key] = True
     return None
@@ -152,9 +154,21 @@ def _lowest_names(layers: Sequence[AttentionLayer], names: Sequence[str]) -> Ite
     """Yield each layer with the index of its name, or of the lowest name in its product."""
     start = 0
     for layer in layers:
-        top = names.index(layer.name, start)
-        yield layer, max(top - max(layer.multiplied, 1) + 1, start)
+        count = max(layer.multiplied, 1)
+        top = names.index(layer.name, start + count - 1)
+        yield layer, top - count + 1
         start = top + 1
+
+
+def _first_name(blocks: Sequence[str], calls: Sequence[str], index: int) -> int:
+    """Return the index of the first layer of one call of a block, which may run several times.
+
+    >>> _first_name(["a", "a", "b", "a", "a"], ["a", "b", "a"], 2)
+    3
+    """
+    path = calls[index]
+    names = [name for name, block in enumerate(blocks) if block == path]
+    return names[calls[:index].count(path) * len(names) // calls.count(path)]
 
 
 def _repeat(call: Call, watch: BetweenBlocks) -> None:
@@ -179,7 +193,7 @@ class _Examined(BetweenBlocks):
         super().__init__(model, blocks)
         self._examine, self._layouts, self._batch = changed, layouts, batch
         self._leaves: list[Tensor] = []
-        self.passed: dict[str, Tensor] = {}
+        self.passed: dict[int, Tensor] = {}  # by the index of the call
         self.refusal: str | None = None
 
     def _leave(self, path: str, args: Any, output: Any) -> Any:
@@ -207,7 +221,7 @@ class _Examined(BetweenBlocks):
             return
         random = torch.Generator().manual_seed(0)
         direction = torch.randn(tokens.shape[-1], generator=random, device="cpu").to(tokens)
-        weights = (torch.rand(tokens.shape[1], generator=random, device="cpu") + 0.5).to(tokens)
+        weights = (torch.rand(tokens.shape[:2], generator=random, device="cpu") + 0.5).to(tokens)
         scores = tokens @ direction  # [batch, tokens]
         plain, weighted = (self._gradient(each, leaf, layout) for each in (scores, scores * weights))
         size = plain.norm(dim=-1)
@@ -217,10 +231,10 @@ class _Examined(BetweenBlocks):
                 self.refusal = f"does not pass on the output of {between[0]} to {path}"
             return
         rounding = _ROUNDING if torch.finfo(tokens.dtype).bits >= 32 else _HALF_ROUNDING
-        mixed = (weighted - plain * weights.double()[:, None]).norm(dim=-1) > rounding * size
+        mixed = (weighted - plain * weights.double()[..., None]).norm(dim=-1) > rounding * size
         self._check_origins(between, scores, leaf, layout, lost, mixed)
         if lost.any():
-            self.passed[path] = ~lost
+            self.passed[len(self.calls) - 1] = ~lost
 
     def _check_origins(
         self,
@@ -247,7 +261,7 @@ class _Examined(BetweenBlocks):
         samples = torch.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().long()
         for image, token in places[samples.to(places.device)].tolist():
             origins = self._gradient(scores[image, token], leaf, layout)[image].square().sum(dim=-1)
-            if origins.any() and not _is_at(origins, token, layout):
+            if not _is_at(origins, token, layout):
                 self.refusal = f"reorders or merges its tokens {words}"
                 return
 
@@ -263,9 +277,9 @@ class _Examined(BetweenBlocks):
     def _tokens(self, value: Tensor, layout: TokenLayout) -> Tensor | None:
         """Return tokens as [batch, tokens, channels]; None if their axes are unknown."""
         if value.ndim == 3:
-            if value.shape[:2] == (layout.num_tokens, self._batch):
-                return value.transpose(0, 1)
-            return value if value.shape[:2] == (self._batch, layout.num_tokens) else None
+            if value.shape[:2] == (self._batch, layout.num_tokens):  # usual, so preferred if both numbers are equal
+                return value
+            return value.transpose(0, 1) if value.shape[:2] == (layout.num_tokens, self._batch) else None
         if layout.num_tokens != layout.num_patches:
             return None
         last, first = (value.shape[axis : axis + 2] == (layout.rows, layout.cols) for axis in (1, 2))
