@@ -42,7 +42,9 @@ def test_the_output_is_the_mean_of_the_logits_and_shares_are_its_parts(explainer
         logits = [float(explainer.logits(explainer.pixels(frame))[0, label]) for frame in frames]
     best = int(np.argmax(logits))  # the softmax of the mean would be below each of these
     assert clip.best == best and clip.score.value == pytest.approx(1 / (1 + np.exp(-logits[best])), rel=1e-4)
-    assert clip.score == clip.frames[best].score and clip.to_dict()["best_frame"] == best + 1
+    assert (
+        best in clip.key_frames and clip.score == clip.frames[best].score and clip.to_dict()["best_frame"] == best + 1
+    )
     assert f"{clip.score.display} in frame {best + 1}" in clip.figure().get_suptitle()
     above = [logit - min(logits) for logit in logits]
     np.testing.assert_allclose(clip.shares, [each / sum(above) for each in above], atol=1e-4)

@@ -90,9 +90,9 @@ class Clip:
 
     @property
     def key_frames(self) -> list[int]:
-        """Indices of the maps that figures show, evenly spaced."""
-        indices: list[int] = np.unique(np.linspace(0, len(self.frames) - 1, _SHOWN).round().astype(int)).tolist()
-        return indices
+        """Indices of the maps that figures show: evenly spaced, and the frame that the title names."""
+        indices = {round(index) for index in np.linspace(0, len(self.frames) - 1, _SHOWN).tolist()}
+        return sorted(indices | {self.best})
 
     def overlays(self, **options: Any) -> list[NDArray[np.uint8]]:
         """Draw `grid` over the frames with the same colours for the same values: uint8 RGB per frame."""
