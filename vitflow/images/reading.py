@@ -20,6 +20,16 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 from vitflow.errors import FrameError, ImageError, OptionError, ShapeError, VitflowError, VitflowWarning
 from vitflow.files import is_file, is_folder, is_there, write_atomically
 from vitflow.images import WRITE_OPTIONS
+from vitflow.images.conversion import (
+    FIRST_THREE,
+    eight_bits,
+    from_array,
+    grey_to_rgb,
+    noted_range,
+    page,
+    pages_of,
+    without_alpha,
+)
 
 ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 
@@ -39,7 +49,6 @@ _UPRIGHT = {
 }
 
 
-_FIRST_THREE = "bands 1, 2 and 3 of {} are read as red, green and blue, the others not"
 # Brands of HEIC files in their "ftyp" box.
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 
@@ -88,7 +97,7 @@ def read_with_notes(
     'its values fill 1/16 of their range'
     """
     if isinstance(source, np.ndarray):
-        return _from_array(source)
+        return from_array(source)
     if not isinstance(source, str | os.PathLike | bytes | Image.Image):
         hint = " For an open file, pass file.read()." if hasattr(source, "read") else ""
         if hasattr(source, "permute"):
@@ -282,11 +291,11 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
     if image.width * image.height > max_pixels:
         raise Image.DecompressionBombError
     file_format = image.format
-    pages, notes = _pages_of(image), []
+    pages, notes = pages_of(image), []
     if pages in (3, 4) and image.mode.startswith(("L", "I", "F")):
         notes = [f"pages 1, 2 and 3 of {pages} are read as the bands red, green and blue"]
-        bands = [np.asarray(_page(image, index)) for index in range(3)]
-        return _eight_bits(np.stack(bands, axis=2), image.mode, file_format, notes), notes
+        bands = [np.asarray(page(image, index)) for index in range(3)]
+        return eight_bits(np.stack(bands, axis=2), image.mode, file_format, notes), notes
     if pages > 1:
         notes = [f"page 1 of {pages} is read; the others are left out"]
     samples = image.tag_v2.get(TiffImagePlugin.SAMPLESPERPIXEL, 1) if hasattr(image, "tag_v2") else 0
@@ -303,141 +312,11 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode.startswith(("I", "F")):
-        return _grey_to_rgb(_eight_bits(np.asarray(image), image.mode, file_format, notes)), notes
+        return grey_to_rgb(eight_bits(np.asarray(image), image.mode, file_format, notes)), notes
     if image.mode == "RGB" and samples > 3:
-        notes.append(_FIRST_THREE.format(samples))
+        notes.append(FIRST_THREE.format(samples))
     if not image.has_transparency_data:
-        return _noted_range(np.array(image if image.mode == "RGB" else image.convert("RGB")), notes, deep=deep), notes
-    rgba = _noted_range(np.array(image.convert("RGBA")), notes, deep=deep)
-    used = "band 1 of 2 is read as grey, the other not" if image.mode == "LA" else _FIRST_THREE.format(4)
-    return _without_alpha(rgba, notes, used if file_format in ("TIFF", "JPEG2000") else None), notes
-
-
-def _pages_of(image: Image.Image) -> int:
-    """Return the number of pages of a TIFF file, 1 for other files and for pages of other resolutions."""
-    if image.format != "TIFF":
-        return 1
-    try:
-        size = image.size
-        image.seek(1)
-        reduced = bool(image.tag_v2.get(254, 0) & 1) or image.size != size  # type: ignore[attr-defined]
-        pages: int = 1 if reduced else image.n_frames  # type: ignore[attr-defined]
-    except Exception:  # one page, or damaged after the first
-        pages = 1
-    image.seek(0)
-    return pages
-
-
-def _page(image: Image.Image, index: int) -> Image.Image:
-    image.seek(index)
-    return image.copy()
-
-
-def _eight_bits(values: NDArray[Any], mode: str, file_format: str | None, notes: list[str]) -> NDArray[np.uint8]:
-    """Return 8-bit values of channels of 16 or 32 bits, by the mode and format of Pillow; add a note on their range."""
-    if mode == "L":
-        return _noted_range(values, notes, deep=False)
-    # Pillow gives a PGM of more than 8 bits as 32 bits, scaled to 16; older releases a PNG, too.
-    if mode.startswith("I;16") or (mode == "I" and file_format in ("PPM", "PNG")):
-        return _noted_range((values >> 8).astype(np.uint8), notes, deep=bool(values.any()))
-    largest = float(values.max())
-    if not np.isfinite(values).all():
-        raise FloatingPointError
-    scales = (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
-    full = next((scale for scale in scales if largest <= scale), max(2.0**32 - 1, largest))
-    scaled = np.clip(np.rint(values.astype(np.float64) * (255.0 / full)), 0, 255).astype(np.uint8)
-    return _noted_range(scaled, notes, deep=full > 255)
-
-
-def _noted_range(values: NDArray[np.uint8], notes: list[str], *, deep: bool, least: int = 16) -> NDArray[np.uint8]:
-    """Return 8-bit values unchanged; add a note if they fill a small part of their range.
-
-    Args:
-        values: [height, width] or [height, width, channels]; a fourth channel is not considered.
-        notes: receives the note.
-        deep: True if they had more than 8 bits, of which fewer are more often in use.
-        least: denominator of the largest part that is mentioned.
-    """
-    colours = values[..., :3] if values.ndim == 3 else values
-    lowest, highest = int(colours.min()), int(colours.max())
-    part = next((part for part in (256, 64, 16, 4) if highest <= 256 // part), 1)
-    if deep and highest - lowest < 16:
-        part = max(part, 16)
-    if part >= (4 if deep else least) and (highest > lowest or (deep and not highest)):
-        notes.append(
-            f"its values fill 1/{part} of their range: the model sees at most {256 // part} of 255. If "
-            "that is not intended, pass an array of floats from 0 to 1: the values divided by the largest possible "
-            "one, which is 4095 for 12 bits"
-        )
-    return values
-
-
-def _without_alpha(rgba: NDArray[np.uint8], notes: list[str], used: str | None) -> NDArray[np.uint8]:
-    """Blend RGBA pixels with white; leave the fourth channel out, with a note, if it does not look like transparency.
-
-    Args:
-        rgba: uint8 [height, width, 4].
-        notes: receives the note.
-        used: the note on the bands in use; None if the format defines the fourth channel as transparency, which is
-            then blended in any case.
-    """
-    alpha = rgba[:, :, 3]
-    visible = alpha[alpha > 0]
-    partly = visible[visible < 255]
-    if 2 * partly.size <= visible.size or partly.min() == partly.max():
-        return _over_white(rgba)
-    if used is None:
-        notes.append("most of its pixels are partly transparent: if the fourth channel is a band, pass RGB only")
-        return _over_white(rgba)
-    notes.append(used)
-    return np.ascontiguousarray(rgba[:, :, :3])
-
-
-def _from_array(array: NDArray[Any]) -> tuple[NDArray[np.uint8], list[str]]:
-    """RGB pixels of an array of grey, RGB or RGBA values, and notes."""
-    if isinstance(array, np.ma.MaskedArray):
-        if masked := int(np.ma.getmaskarray(array).sum()):
-            raise ShapeError(f"Expected an array without masked values, got {masked}. Fill them: array.filled(value).")
-        array = array.data
-    grey_or_colour = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
-    if not grey_or_colour or array.size == 0:
-        first = array.ndim == 3 and array.shape[0] in (3, 4)
-        raise ShapeError(
-            f"Expected an array [height, width], [height, width, 3] (RGB) or [height, width, 4] (RGBA), "
-            f"got {array.shape}." + (" Put the channels last: array.transpose(1, 2, 0)." if first else "")
-        )
-    notes: list[str] = []
-    wide, plain = array.dtype.kind == "u" and array.dtype.itemsize == 2, array.dtype == np.uint8
-    used = bool(array.any())
-    if wide:
-        array = (array >> 8).astype(np.uint8)
-    elif np.issubdtype(array.dtype, np.floating):
-        low, high = float(array.min()), float(array.max())
-        if not (low >= 0 and high <= 1):  # NaN fails both
-            raise ShapeError(
-                f"Expected a float array with values from 0 to 1, got values from {low:g} to {high:g}. "
-                f"Divide by 255, or convert to uint8."
-            )
-        array = np.rint(array.astype(np.float32) * 255).astype(np.uint8)
-    elif not plain:
-        remedy = "array.astype(np.uint8) * 255" if array.dtype == bool else "array.astype(np.uint8)"
-        condition = "For black and white" if array.dtype == bool else "If its values are from 0 to 255"
-        raise ShapeError(
-            f"Expected an array of uint8, uint16, or floats from 0 to 1, got {array.dtype}. {condition}: {remedy}."
-        )
-    array = _noted_range(array, notes, deep=wide and used, least=256 if plain else 16)  # plain arrays are often dark
-    if array.ndim == 2:
-        return _grey_to_rgb(array), notes
-    if array.shape[2] == 4:
-        return _without_alpha(array, notes, _FIRST_THREE.format(4)), notes
-    return array.copy(order="C"), notes
-
-
-def _grey_to_rgb(grey: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.repeat(grey[:, :, None], 3, axis=2)
-
-
-def _over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Lay RGBA pixels over white."""
-    alpha = rgba[:, :, 3:].astype(np.uint16)
-    return ((rgba[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
+        return noted_range(np.array(image if image.mode == "RGB" else image.convert("RGB")), notes, deep=deep), notes
+    rgba = noted_range(np.array(image.convert("RGBA")), notes, deep=deep)
+    used = "band 1 of 2 is read as grey, the other not" if image.mode == "LA" else FIRST_THREE.format(4)
+    return without_alpha(rgba, notes, used if file_format in ("TIFF", "JPEG2000") else None), notes
