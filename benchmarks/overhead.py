@@ -27,7 +27,7 @@ import timm
 import torch
 
 from vitflow import Explainer
-from vitflow.explaining.applying import recorded_for
+from vitflow.explaining.applying import recording_options
 from vitflow.explaining.refining import make_maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.rollout import rollout_step
@@ -47,7 +47,7 @@ def plain(model: torch.nn.Module, pixels: torch.Tensor) -> None:
 def with_rollout(model: torch.nn.Module, pixels: torch.Tensor, **chosen: object) -> None:
     """Rollout of the table of methods, through windows where the model has them, with its defaults or a preset."""
     [rollout] = choose_methods(["rollout"], chosen)
-    with record_attention(model, **recorded_for([rollout], model)) as trace:
+    with record_attention(model, **recording_options([rollout], model)) as trace:
         model(pixels)
     make_maps(rollout.method, rollout.options, TargetedTrace.of(trace, None))
 
@@ -109,7 +109,7 @@ def python_cost(repeats: int) -> dict[str, float]:
             model(pixels)
             torch.nn.functional.scaled_dot_product_attention = fused
             times.append(time.thread_time())
-            recording = record_attention(model, **recorded_for([rollout], model))
+            recording = record_attention(model, **recording_options([rollout], model))
             times.append(time.thread_time())
             with recording:
                 times.append(time.thread_time())

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests import references
 from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError
-from vitflow.explaining.applying import recorded_for
+from vitflow.explaining.applying import recording_options
 from vitflow.explaining.maps import rollout
 from vitflow.methods.staged_rollout import staged_rollout
 from vitflow.recording.recorder import record_attention
@@ -104,7 +104,7 @@ def test_only_one_rollout_alone_is_multiplied():
     whole = get_method("rollout")
 
     def residual(*chosen):
-        return recorded_for(choose_methods(chosen, {}), torch.nn.Identity())["residual"]
+        return recording_options(choose_methods(chosen, {}), torch.nn.Identity())["residual"]
 
     paper = ("rollout", {"preset": "paper", "residual": 0.25})
     assert residual(paper) == residual(paper, ("occlusion", {"refine": 0}), paper) == 0.25
@@ -162,7 +162,7 @@ def test_a_forward_pass_with_rollout_keeps_a_third_of_a_matrix_a_layer():
     explainer = Explainer(model)
 
     def explained(preset):
-        with record_attention(model, **recorded_for(choose_methods(["rollout"], preset), model)) as trace:
+        with record_attention(model, **recording_options(choose_methods(["rollout"], preset), model)) as trace:
             explainer.forward(pixels)
         return trace
 

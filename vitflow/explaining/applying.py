@@ -35,7 +35,7 @@ def starts_at_readout(chosen: ChosenMethod) -> bool:
     return bool(chosen.method.needs & {"attention", "heads"}) and chosen.options.get("patch") is None
 
 
-def recorded_for(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
+def recording_options(chosen: Chosen, model: nn.Module) -> dict[str, Any]:
     """Return the arguments of `record_attention` for all that these methods need."""
     needs = frozenset[str]().union(*(each.method.needs for each in chosen))
     gradients = "gradients" in needs

@@ -17,7 +17,7 @@ from vitflow.explaining.applying import (
     apply_methods,
     needs_gradients,
     probabilities_of,
-    recorded_for,
+    recording_options,
     starts_at_readout,
 )
 from vitflow.explaining.image_model import ImageModel
@@ -388,7 +388,7 @@ class Explainer(ImageModel):
         """
         weighting_requested = any("value_weighted" in each.requested for each in chosen)
         while True:
-            kept = recorded_for(chosen, self.model)
+            kept = recording_options(chosen, self.model)
             try:
                 reads = any(map(starts_at_readout, chosen))
                 return self._run_recorded(pixels, outputs, reads=reads, readout=readout, **kept), chosen

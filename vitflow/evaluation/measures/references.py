@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.measures.faithfulness import shared_input
-from vitflow.explaining.applying import recorded_for
+from vitflow.explaining.applying import recording_options
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
@@ -142,7 +142,7 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
         kept, [scores], grid, _ = sample(trace, masks=count, random_seed=seed, **drawn)
         return regress(kept, scores[:, target], affinity_of(trace, method.options["affinity"], grid).matrix[0])
 
-    recorded = explainer.record(shared_input([saliency]), **recorded_for([method], explainer.model))
+    recorded = explainer.record(shared_input([saliency]), **recording_options([method], explainer.model))
     of_model = {"run": explainer.logits, "outputs": explainer.outputs, "model_info": explainer.model_info}
     trace = TargetedTrace.of(recorded, torch.tensor([target]), **of_model)
     with torch.no_grad(), evaluating(explainer.model):
