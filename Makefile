@@ -12,7 +12,7 @@ demo: install
 # Two processes of one thread each: one with two threads leaves a core idle for much of the run. What Python compiles
 # is kept, or each of the processes that the tests start would compile it anew.
 test: install check
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # Also what is marked as slow: every family of timm, hundreds of mutated files, the notebooks, and flow at full depth.
 test-all: PYTEST_ARGS += -m ""
@@ -26,7 +26,7 @@ AVX2_PROCESSOR := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORE
 test-processors: install
 	@failed=; for settings in "$(OLD_PROCESSOR)" "$(AVX2_PROCESSOR)"; do \
 	  echo "== $$settings"; \
-	  env $$settings HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || \
+	  env $$settings HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) || \
 	    failed="$$failed== failed: $$settings\n"; \
 	done; printf "$${failed:-== passed with each of these settings\n}"; test -z "$$failed"
 

@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from hypothesis import settings
 
 # Before click 8.2 its runner cannot tell stderr and the mixture of both at once.
 if "mix_stderr" in inspect.signature(CliRunner).parameters:
@@ -21,27 +22,10 @@ if "mix_stderr" in inspect.signature(CliRunner).parameters:
 ROOT = Path(__file__).resolve().parent.parent
 
 
-#: The files that take longest come first, or a worker would end alone with one of them (pytest --durations=0).
-LONGEST = (
-    *(
-        "folder/test_ray.py",
-        "recording/test_families.py",
-        "app/test_app.py",
-        "cli/test_cli.py",
-        "evaluation/test_run.py",
-    ),
-    *("test_notebooks.py", "explaining/test_comparison.py", "methods/test_maxflow.py", "test_documentation.py"),
-    *("folder/test_run.py", "folder/test_store.py", "demo/test_demo.py"),
-    *("evaluation/test_grid.py", "folder/test_lanes.py", "methods/test_value_weighting.py", "images/test_figures.py"),
-    *("evaluation/test_correlation.py", "text/test_text_page.py", "viewer/test_explorer.py", "test_images.py"),
-    *("explaining/test_class_specific.py", "evaluation/test_faithfulness.py", "evaluation/test_hostile_data.py"),
-    *("methods/test_flow.py", "evaluation/test_page.py", "viewer/test_report.py", "recording/test_threads.py"),
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+def pytest_configure(config: pytest.Config) -> None:
+    """Try ten examples of each property at a push, and a hundred with the slow tests."""
+    settings.register_profile("vitflow", max_examples=10 if config.option.markexpr else 100, deadline=None)
+    settings.load_profile("vitflow")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -74,9 +58,9 @@ def shared_data() -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
-    """Headless Chromium, where there is one."""
+    """Headless Chromium, if there is one. Its event loop stays in this thread: others run in threads of their own."""
     playwright = pytest.importorskip("playwright.sync_api")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:

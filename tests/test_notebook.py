@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import nbformat
 import numpy as np
@@ -107,7 +108,8 @@ def test_a_figure_as_the_last_expression_of_a_cell_is_displayed():
     relabelled += "((0.3, 0.3, 0.4, 0.4))\nfigure"
     cells += ["import matplotlib.pyplot as plt\nplt.figure();", *cells, relabelled]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (setup, *cells)])
-    NotebookClient(notebook, timeout=300).execute()
+    with ThreadPoolExecutor(1) as pool:  # the browser of other tests has an event loop in this thread
+        pool.submit(NotebookClient(notebook, timeout=300).execute).result()
     for cell in [cell for cell in notebook.cells[1:] if not cell.source.startswith("import")]:
         [output] = [output for output in cell.outputs if output.output_type == "execute_result"]
         with Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))) as image:

@@ -11,7 +11,7 @@ import pytest
 import timm
 import timm.data
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
@@ -79,7 +79,7 @@ def same_as_timm(image: np.ndarray, config: dict) -> None:
 # --- the same as timm ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(120, 200), (200, 120), (97, 61), (31, 33), (64, 64), (1, 90), (7, 500)])
+@pytest.mark.parametrize("size", [(120, 200), (97, 61), (31, 33), (1, 90), (7, 500)])
 @pytest.mark.parametrize("crop_mode", CROP_MODES)
 @pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0, 1.15])
 def test_prepare_equals_timm(size, crop_mode, crop_pct):
@@ -95,13 +95,6 @@ def test_prepare_equals_timm(size, crop_mode, crop_pct):
 def test_prepare_equals_timm_for_every_filter(interpolation):
     config = {"input_size": (3, 48, 48), "crop_pct": 0.9, "crop_mode": "center", **HALF}
     same_as_timm(noise(75, 131), {**config, "interpolation": interpolation})
-
-
-def test_prepare_equals_timm_for_a_models_configuration():
-    model = timm.create_model("test_vit.r160_in1k", pretrained=False)
-    config = timm.data.resolve_model_data_config(model)
-    for size in [(300, 200), (199, 333), (90, 50)]:
-        same_as_timm(noise(*size), config)
 
 
 def test_prepare_equals_timm_for_every_configuration_that_timm_ships():
@@ -148,11 +141,6 @@ def test_squash_and_pad_see_everything(image_size, input_size):
     assert max(padded.resized_size[0] - input_size[0], padded.resized_size[1] - input_size[1]) == 0
 
 
-def test_pad_keeps_the_aspect_and_centres():
-    assert place((300, 600), (224, 224), fit="pad") == Placement((300, 600), (112, 224), (-56, 0), (224, 224))
-    assert place((301, 200), (224, 224), fit="pad").offset == (0, -((224 - 149) // 2))
-
-
 def test_padding_is_the_mean_and_the_image_lies_between():
     image = np.full((20, 40, 3), 200, dtype=np.uint8)
     prepared = prepare(image, place((20, 40), (40, 40), fit="pad"), **IMAGENET)
@@ -182,13 +170,6 @@ def test_native_has_whole_patches_in_the_aspect_of_the_image(image_size, rows, c
     assert abs(got_cols - min(max(wanted / exact, 1), wanted)) <= 0.5 + 1e-9
 
 
-def test_native_keeps_the_number_of_patches():
-    assert place((480, 640), (224, 224), fit="native", patch_size=16).input_size == (12 * 16, 16 * 16)
-    assert place((640, 480), (224, 224), fit="native", patch_size=16).input_size == (16 * 16, 12 * 16)
-    assert place((100, 100), (518, 518), fit="native", patch_size=14).input_size == (518, 518)
-    assert place((1, 100_000), (224, 224), fit="native", patch_size=16).input_size == (16, 196 * 16)
-
-
 # --- coordinates -----------------------------------------------------------------------------------------------------
 
 
@@ -196,14 +177,6 @@ def test_native_keeps_the_number_of_patches():
 def test_to_image_undoes_to_input(placement, y, x):
     np.testing.assert_allclose(placement.to_image(*placement.to_input(y, x)), (y, x), rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(placement.to_input(*placement.to_image(y, x)), (y, x), rtol=1e-9, atol=1e-9)
-
-
-def test_coordinates_of_arrays():
-    placement = place((480, 640), (224, 224), crop_pct=0.875)
-    y, x = np.linspace(0, 480, 7), np.linspace(0, 640, 7)
-    many = placement.to_input(y, x)
-    for index in range(7):
-        assert (many[0][index], many[1][index]) == placement.to_input(float(y[index]), float(x[index]))
 
 
 @given(placements())
@@ -222,7 +195,6 @@ def test_seen_box_holds_exactly_the_pixels_whose_centres_are_inside(placement):
     assert placement.sees_everything == mask.all()
 
 
-@settings(max_examples=200)
 @given(placements(), st.data())
 def test_a_hot_patch_marks_exactly_the_pixels_whose_centres_lie_in_it(placement, data):
     rows, cols = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
@@ -315,51 +287,32 @@ def test_a_placement_survives_json(placement):
     assert Placement(**values) == placement
 
 
-def test_a_placement_is_a_value():
-    placement = place((480, 640), (224, 224))
-    assert hash(placement) == hash(place((480, 640), (224, 224)))
-    with pytest.raises(AttributeError):
-        placement.offset = (0, 0)
+def with_spec(**changed):
+    return prepare(noise(30, 40), place((30, 40), (16, 16)), **{**HALF, **changed})
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("call", "error", "word"),
     [
-        ({"fit": "scrop"}, "Unknown fit 'scrop'. Did you mean 'crop'"),
-        ({"crop_mode": "centre"}, "Unknown crop mode 'centre'. Did you mean 'center'"),
-        ({"crop_pct": 0.0}, "Expected crop_pct above 0, got 0.0"),
-        ({"crop_pct": float("nan")}, "Expected crop_pct above 0, got nan"),
-        ({"crop_pct": 1000.0}, "Expected crop_pct of at most 224"),
-        ({"fit": "native"}, "needs patch_size"),
-        ({"fit": "native", "patch_size": 0}, "at least 1 pixel"),
+        (lambda: place((480, 640), (224, 224), fit="scrop"), OptionError, "'crop'"),
+        (lambda: place((480, 640), (224, 224), crop_mode="centre"), OptionError, "'center'"),
+        (lambda: place((480, 640), (224, 224), crop_pct=float("nan")), OptionError, "crop_pct"),
+        (lambda: place((480, 640), (224, 224), crop_pct=1000.0), OptionError, "at most 224"),
+        (lambda: place((480, 640), (224, 224), fit="native"), OptionError, "patch_size"),
+        (lambda: place((480, 640), (224, 224), fit="native", patch_size=0), OptionError, "at least 1"),
+        (lambda: place((0, 640), (224, 224)), ShapeError, "image_size"),
+        (lambda: place((480, 640), (3, 224, 224)), ShapeError, "input_size"),
+        (lambda: Placement((10, 10), (10, 10), (10, 0), (5, 5)), ShapeError, "overlaps"),
+        (lambda: prepare(noise(40, 30), place((30, 40), (16, 16)), **HALF), ShapeError, "placement"),
+        (lambda: prepare(noise(9, 9).astype(np.float32), place((9, 9), (9, 9)), **HALF), ShapeError, "uint8"),
+        (lambda: with_spec(interpolation="bicubik"), OptionError, "'bicubic'"),
+        (lambda: with_spec(mean=(0.5,)), OptionError, "three values"),
+        (lambda: with_spec(std=(0.5, 0.5, 0.0)), OptionError, "above 0"),
     ],
 )
-def test_options_that_make_no_sense(options, message):
-    with pytest.raises(OptionError, match=message):
-        place((480, 640), (224, 224), **options)
-
-
-def test_sizes_that_make_no_sense():
-    with pytest.raises(ShapeError, match="image_size"):
-        place((0, 640), (224, 224))
-    with pytest.raises(ShapeError, match="input_size"):
-        place((480, 640), (3, 224, 224))
-    with pytest.raises(ShapeError, match="overlaps"):
-        Placement((10, 10), (10, 10), (10, 0), (5, 5))
-
-
-def test_prepare_refuses_what_does_not_fit():
-    placement = place((30, 40), (16, 16))
-    with pytest.raises(ShapeError, match="as the placement was made for"):
-        prepare(noise(40, 30), placement, **HALF)
-    with pytest.raises(ShapeError, match="uint8 RGB image"):
-        prepare(noise(30, 40).astype(np.float32), placement, **HALF)
-    with pytest.raises(OptionError, match=r"Unknown interpolation 'bicubik'\. Did you mean 'bicubic'"):
-        prepare(noise(30, 40), placement, **HALF, interpolation="bicubik")
-    with pytest.raises(OptionError, match="three values each"):
-        prepare(noise(30, 40), placement, mean=(0.5,), std=(0.5,))
-    with pytest.raises(OptionError, match="every std above 0"):
-        prepare(noise(30, 40), placement, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.0))
+def test_what_makes_no_sense_is_refused(call, error, word):
+    with pytest.raises(error, match=word):
+        call()
 
 
 def test_prepare_leaves_the_image_alone():

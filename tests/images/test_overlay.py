@@ -1,10 +1,9 @@
 """Upsampling, scaling, colouring and blending: against literal float64 references and pixel by pixel."""
 
-import cv2
 import matplotlib
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -124,58 +123,6 @@ def test_smooth_upsampling_equals_the_literal_reference(placement):
     )
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_ramp_stays_the_same_ramp(placement):
-    """A map that grows by 1 per pixel of the model input must do so at every pixel centre of the original."""
-    height, width = placement.input_size
-    ramp = np.broadcast_to(np.arange(width, dtype=np.float32) + 0.5, (height, width))
-    heatmap = upsample(ramp, placement)
-    _, x = placement.to_input(0.0, np.arange(placement.image_size[1]) + 0.5)
-    expected = np.broadcast_to(np.clip(x, 0.5, width - 0.5), heatmap.shape)
-    seen = seen_mask(placement)
-    np.testing.assert_allclose(heatmap[seen], expected[seen], atol=1 / 32)
-
-
-def test_an_identity_placement_changes_nothing():
-    grid = random_grid(30, 40)
-    for interpolation in ("linear", "nearest"):
-        np.testing.assert_array_equal(
-            upsample(grid, place((30, 40), (30, 40), fit="squash"), interpolation=interpolation), grid
-        )
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(
-    hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2, max_side=6), elements=st.floats(-8, 8, width=16)),
-    st.tuples(st.integers(1, 50), st.integers(1, 50)),
-    st.sampled_from(INTERPOLATIONS),
-)
-def test_no_interpolation_leaves_the_values_of_the_grid(grid, image_size, interpolation):
-    heatmap = upsample(grid, place(image_size, (24, 24), fit="pad"), interpolation=interpolation)
-    assert heatmap.min() >= grid.min() - 1e-5
-    assert heatmap.max() <= grid.max() + 1e-5
-
-
-@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_a_constant_grid_gives_a_constant_heatmap(interpolation):
-    placement = place((50, 81), (32, 32), crop_pct=0.9)
-    heatmap = upsample(np.full((4, 4), 0.3), placement, interpolation=interpolation)
-    np.testing.assert_allclose(heatmap[seen_mask(placement)], 0.3, rtol=1e-6)
-
-
-@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-def test_upsampling_commutes_with_turning_the_image(interpolation):
-    grid, (height, width) = random_grid(6, 4), (97, 55)
-    upright = upsample(grid, place((height, width), (48, 32), fit="squash"), interpolation=interpolation)
-    turned = upsample(grid.T, place((width, height), (32, 48), fit="squash"), interpolation=interpolation)
-    # Before 5 OpenCV rounds places to 1/32 of a pixel.
-    exact = int(cv2.__version__.split(".")[0]) >= 5
-    np.testing.assert_allclose(turned, upright.T, atol=1e-5 if exact else 1 / 64 / 8 * 4)
-    if interpolation != "nearest":  # a centre on the edge of a patch belongs to the patch behind it
-        flipped = upsample(grid[:, ::-1], place((height, width), (48, 32), fit="squash"), interpolation=interpolation)
-        np.testing.assert_allclose(flipped, upright[:, ::-1], atol=1 / 64 / 8 * 4)
-
-
 def test_a_panorama_wider_than_16_bits():
     placement = place((3, 70_000), (32, 32), fit="squash")
     heatmap = upsample(np.array([[0.0, 1.0]]), placement)
@@ -193,25 +140,6 @@ def test_nothing_seen_is_all_nan():
     np.testing.assert_array_equal(blend(image, upsample(random_grid(14, 14), placement)), image)
 
 
-@pytest.mark.parametrize(
-    ("grid", "message"),
-    [
-        (np.array([[0.0, np.nan]]), "NaN or infinite"),
-        (np.array([[0.0, np.inf]]), "NaN or infinite"),
-        (np.zeros((2, 2, 2)), r"\(2, 2, 2\)"),
-        (np.zeros((0, 2)), r"\(0, 2\)"),
-    ],
-)
-def test_upsample_refuses_what_is_no_map(grid, message):
-    with pytest.raises(ShapeError, match=message):
-        upsample(grid, place((10, 10), (10, 10)))
-
-
-def test_unknown_interpolation():
-    with pytest.raises(OptionError, match="Did you mean 'linear'"):
-        upsample(np.zeros((2, 2)), place((10, 10), (10, 10)), interpolation="liner")
-
-
 # --- scale_range -----------------------------------------------------------------------------------------------------
 
 
@@ -227,14 +155,10 @@ def test_robust_limits_are_the_percentiles_of_what_was_seen():
 
     np.testing.assert_allclose(scale_range(values), (percentile(0.02), percentile(0.98)), rtol=1e-6)
     assert scale_range(values, robust=False) == (finite[0], finite[-1])
-
-
-def test_limits_that_the_caller_sets():
-    values = np.arange(101.0)
-    assert scale_range(values, vmin=-1, vmax=7) == (-1, 7)
-    assert scale_range(values, vmax=7) == (2, 7)
-    assert scale_range(values, vmin=200) == (200, 200)
-    assert scale_range(values, vmax=-3) == (-3, -3)
+    counted = np.arange(101.0)
+    assert scale_range(counted, vmin=-1, vmax=7) == (-1, 7) and scale_range(counted, vmax=7) == (2, 7)
+    assert scale_range(counted, vmin=200) == (200, 200) and scale_range(counted, vmax=-3) == (-3, -3)
+    assert scale_range(np.full((3, 3), np.nan)) == (0, 0)
 
 
 def test_one_hot_patch_is_not_lost_to_the_percentiles():
@@ -333,23 +257,10 @@ def test_blend_around_0_equals_the_literal_formula(vmin, vmax, fade, cmap):
             assert np.abs(got[y, x] - (image[y, x] * (1 - opacity) + color * opacity)).max() <= 0.501
 
 
-def test_a_map_without_values():
-    assert scale_range(np.full((3, 3), np.nan)) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [({"vmin": 2, "vmax": 1}, "vmin of at most vmax"), ({"vmax": np.nan}, "finite vmax"), ({"vmin": np.inf}, "vmin")],
-)
-def test_limits_that_make_no_sense(limits, message):
-    with pytest.raises(OptionError, match=message):
-        scale_range(np.arange(3.0), **limits)
-
-
 # --- colours ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cmap", ["turbo", "viridis", "gray", "tab10", "inferno_r"])
+@pytest.mark.parametrize("cmap", ["viridis", "tab10", "inferno_r"])
 def test_colors_equal_matplotlib(cmap):
     values = np.concatenate([np.linspace(-0.2, 1.2, 999), [0, 1, 0.5]])[None]
     expected = matplotlib.colormaps[cmap](np.clip(values, 0, 1), bytes=True)[..., :3]
@@ -358,13 +269,6 @@ def test_colors_equal_matplotlib(cmap):
     assert (scaled == expected).all(axis=-1).mean() > 0.99  # rounding moves a few values over the edge of a colour
 
 
-def test_rgb_order():
-    red, blue = colors_of(np.array([[1.0, 0.0]]), cmap="bwr", vmin=0, vmax=1)[0]
-    assert red.tolist() == [255, 0, 0]
-    assert blue.tolist() == [0, 0, 255]
-
-
-@settings(deadline=None)  # the machine may be busy
 @given(
     hnp.arrays(np.float32, (3, 3), elements=st.floats(width=32)),
     st.floats(-1e30, 1e30),
@@ -376,17 +280,12 @@ def test_any_value_has_a_color(values, vmin, vmax):
     assert colors_of(values, vmin=low, vmax=high).shape == (3, 3, 3)
 
 
-def test_unknown_colormap():
-    with pytest.raises(OptionError, match=r"Unknown colormap 'vridis'.*Did you mean 'viridis'"):
-        colors_of(np.zeros((1, 1)), cmap="vridis", vmin=0, vmax=1)
-
-
 # --- blend -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("background", overlay.KEPT)
 @pytest.mark.parametrize(("fade", "soft"), [(True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_blend_equals_the_literal_formula(alpha, fade, soft, background):
     image, heatmap = photograph(7, 9), random_grid(7, 9)
     got = blend(image, heatmap, alpha=alpha, fade=fade, vmin=0.1, vmax=0.6, soft=soft, background=background)
@@ -416,11 +315,10 @@ def test_beyond_a_soft_limit_colours_still_differ_and_never_fall_back():
     assert (entry[980:] == 255).all() and entry[970] < 255
 
 
-@pytest.mark.parametrize("fit_options", [{"crop_pct": 0.7}, {"crop_pct": 0.9, "crop_mode": "squash"}])
 @pytest.mark.parametrize("size", [(90, 140), (140, 90), (1001, 40)])
 @pytest.mark.parametrize("options", [{"background": name} for name in overlay.KEPT] + [{"contours": True}])
-def test_unseen_pixels_are_untouched_and_their_border_is_marked(size, fit_options, options):
-    placement = place(size, (32, 32), **fit_options)
+def test_unseen_pixels_are_untouched_and_their_border_is_marked(size, options):
+    placement = place(size, (32, 32), crop_pct=0.7)
     image = photograph(*size)
     seen = seen_mask(placement)
     before = image.copy()
@@ -456,12 +354,6 @@ def test_only_the_sides_with_something_unseen_are_marked():
     assert np.flatnonzero(changed).tolist() == [left, left + 1, right - 2, right - 1]
 
 
-def test_nothing_is_marked_where_everything_was_seen():
-    heatmap = upsample(random_grid(4, 4), place((50, 60), (32, 32), fit="pad"))
-    image = photograph(50, 60)
-    np.testing.assert_array_equal(blend(image, heatmap), blend(image, heatmap, mark_unseen=False))
-
-
 def test_the_line_grows_with_the_image():
     image = np.full((2000, 3000, 3), 90, dtype=np.uint8)
     heatmap = upsample(np.zeros((4, 4)), place((2000, 3000), (32, 32)))
@@ -470,20 +362,30 @@ def test_the_line_grows_with_the_image():
     assert row == [255] * 4 + [0] * 4 + [90] * 12
 
 
-def test_blend_refuses_what_does_not_fit():
-    image, heatmap = photograph(10, 12), random_grid(10, 12)
-    with pytest.raises(ShapeError, match=r"\(10, 12, 3\) and \(12, 10\)"):
-        blend(image, heatmap.T)
-    with pytest.raises(ShapeError, match="float32"):
-        blend(image.astype(np.float32), heatmap)
-    with pytest.raises(OptionError, match=r"0 <= alpha <= 1, got 1\.5"):
-        blend(image, heatmap, alpha=1.5)
-    with pytest.raises(OptionError, match="0 <= alpha <= 1, got nan"):
-        blend(image, heatmap, alpha=float("nan"))
-    with pytest.raises(OptionError, match="Unknown background 'gray'.*'grey'"):
-        blend(image, heatmap, background="gray")
-    with pytest.raises(OptionError, match="between 0 and 1, got 10"):
-        blend(image, heatmap, contours=[10])
+IMAGE, HEATMAP, SQUARE = photograph(10, 12), random_grid(10, 12), place((10, 10), (10, 10))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "word"),
+    [
+        (lambda: upsample(np.array([[0.0, np.nan]]), SQUARE), ShapeError, "NaN"),
+        (lambda: upsample(np.zeros((2, 2, 2)), SQUARE), ShapeError, r"\(2, 2, 2\)"),
+        (lambda: upsample(np.zeros((0, 2)), SQUARE), ShapeError, r"\(0, 2\)"),
+        (lambda: upsample(np.zeros((2, 2)), SQUARE, interpolation="liner"), OptionError, "'linear'"),
+        (lambda: scale_range(np.arange(3.0), vmin=2, vmax=1), OptionError, "vmin"),
+        (lambda: scale_range(np.arange(3.0), vmax=np.nan), OptionError, "vmax"),
+        (lambda: blend(IMAGE, HEATMAP.T), ShapeError, r"\(12, 10\)"),
+        (lambda: blend(IMAGE.astype(np.float32), HEATMAP), ShapeError, "float32"),
+        (lambda: blend(IMAGE, HEATMAP, alpha=1.5), OptionError, "alpha"),
+        (lambda: blend(IMAGE, HEATMAP, alpha=float("nan")), OptionError, "alpha"),
+        (lambda: blend(IMAGE, HEATMAP, background="gray"), OptionError, "'grey'"),
+        (lambda: blend(IMAGE, HEATMAP, contours=[10]), OptionError, "between 0 and 1"),
+        (lambda: blend(IMAGE, HEATMAP, cmap="vridis"), OptionError, "'viridis'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call, error, word):
+    with pytest.raises(error, match=word):
+        call()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -502,19 +404,9 @@ def test_arrays_of_any_order_are_drawn_the_same(dtype):
     np.testing.assert_array_equal(blend(locked, wide), expected)
 
 
-def test_limits_that_are_both_given_are_taken_as_they_are():
-    heatmap = np.array([[0.0, 2.0, np.nan]])
-    assert scale_range(heatmap, vmin=-1, vmax=5) == (-1.0, 5.0)
-    assert scale_range(heatmap, vmin=1, vmax=1) == (1.0, 1.0)
-    image = np.zeros((1, 3, 3), dtype=np.uint8)
-    drawn = blend(image, heatmap, cmap="gray", alpha=1.0, fade=False, vmin=0, vmax=4, mark_unseen=False)
-    assert drawn[0, :, 0].tolist() == [0, 128, 0]
-
-
 # --- contours --------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(hnp.arrays(np.float32, (5, 6), elements=st.floats(-4, 8, width=16)), st.floats(0.05, 0.95))
 def test_the_highest_values_down_to_a_level_are_the_fewest_that_make_up_the_share(values, share):
     level = mass_level(values, share)
@@ -552,8 +444,3 @@ def test_contours_alone_leave_the_photograph():
     share = (drawn != image).any(axis=-1).mean()
     assert 0.05 < share < 0.6
     np.testing.assert_array_equal(blend(image, -np.abs(heatmap), alpha=0, contours=True), image)  # no mass
-
-
-def test_the_default_colours_are_those_of_matplotlib():
-    expected = np.rint(255 * matplotlib.colormaps["plasma"](np.arange(256))[:, :3])
-    np.testing.assert_array_equal(overlay.color_table(None, two_sides=False)[0], expected)
