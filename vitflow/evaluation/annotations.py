@@ -1,17 +1,19 @@
-"""Annotation files: COCO JSON, and JSON lists of boxes.
+"""Readers of annotations: COCO JSON, JSON lists of boxes, classes in labels.csv, masks, and truths in Python.
 
-Invalid annotations of one image are an error of that image only.
+Each returns the regions and the class of one image. Invalid annotations of one image are an error of that image only.
 """
 
+import csv
 import json
-import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vitflow.errors import FrameError, OptionError, VitflowError
+import numpy as np
+
+from vitflow.errors import FrameError, OptionError, ShapeError, VitflowError
 from vitflow.evaluation.regions import (
     LONGEST_MESSAGE,
     WRONG,
@@ -21,91 +23,32 @@ from vitflow.evaluation.regions import (
     as_label,
     check_boxes,
     check_size,
+    naming_turn,
     read_box,
-    with_turn,
 )
-from vitflow.evaluation.samples import Dataset, Labelled, Sample, digest_of, distinct
-from vitflow.files import is_file
-from vitflow.folder.saved import is_inside
-from vitflow.images.reading import read_image
+from vitflow.evaluation.samples import Labelled
+from vitflow.images.reading import read_image, read_mask
 
-_LONGEST_NAME = 4096  # bytes of a path
+_UNKNOWN = 255  # mask value of unknown pixels, as in Pascal VOC
 
-#: Regions and class of an image of this size.
-Parse = Callable[[Size], tuple[tuple[Region, ...], Label]]
+Truth = tuple[tuple[Region, ...] | None, Label]
+#: Regions (None without masks or boxes) and class of an image of this (height, width).
+Parse = Callable[[Size], Truth]
 
 
-def open_annotated(path: Path, name: str, images: Path | None) -> Dataset:
-    """Open the images of an annotation file."""
-    entries = _read_entries(path)
-    here = path.resolve().parent
-    folders = [images] if images is not None else [here, here / "images", here.parent / "images", here.parent]
-    names = distinct([_row_name(file, number) for number, (file, _) in enumerate(entries, start=1)])
-    samples = []
-    for unique, (file, parse) in zip(names, entries, strict=True):
+def read_labelled(source: Any, parse: Parse, refuse: Callable[[Exception], Exception] | None = None) -> Labelled:
+    """Read an image, and its annotations with `parse`; `refuse` returns the error for invalid ones."""
+    image = read_image(source)
+    with naming_turn(source):
         try:
-            place = _find_image(file, folders)
-            samples.append(Sample(unique, partial(_read_annotated, path, unique, place, parse), (place,)))
+            return Labelled(image, *parse((image.shape[0], image.shape[1])), source=source)
         except WRONG as error:
-            samples.append(Sample(unique, partial(_refuse, unreadable(path, error, unique))))
-    if not any(is_file(file) for sample in samples for file in sample.files):
-        if not samples[0].files:
-            samples[0].read()  # raises a more specific error
-        raise OptionError(
-            f"None of the {len(samples)} images of {path.name!r} exists, such as {names[0]!r}. Pass their folder with "
-            "--images (images=…)."
-        )
-    return Dataset(name, "images with annotated regions", samples, True, {"annotations": digest_of([path])})
+            if refuse is None:
+                raise
+            raise refuse(error) from error
 
 
-def _row_name(file: Any, number: int) -> str:
-    """Return the name of an entry's row: the file's name, without its folders if they may lead out."""
-    candidates = [file, Path(file).name] if _is_name(file) else []
-    return next(filter(is_inside, candidates), f"entry {number}")
-
-
-def _is_name(file: Any) -> bool:
-    try:
-        return isinstance(file, str) and file != "" and "\0" not in file and len(os.fsencode(file)) <= _LONGEST_NAME
-    except UnicodeEncodeError:
-        return False
-
-
-def _find_image(file: Any, folders: Sequence[Path]) -> Path:
-    """Return the path of an image in one of the folders; if it does not exist, its path in the first folder.
-
-    Paths and links to images outside the folders are rejected.
-    """
-    if not _is_name(file):
-        raise ValueError(f"expected an image's file name, got {reprlib.repr(file)}")
-    inside: list[Path] = [
-        folder / file for folder in folders if (folder / file).resolve().is_relative_to(folder.resolve())
-    ]
-    existing = next(filter(is_file, inside), None)
-    if existing is None and len(inside) < len(folders):
-        raise OptionError(
-            f"The annotations name {file[:LONGEST_MESSAGE]!r}, which is outside the image folders ("
-            f"{', '.join(repr(str(folder)) for folder in folders)}). To allow it, pass its folder with --images "
-            "(images=…)."
-        )
-    return inside[0] if existing is None else existing
-
-
-def _read_annotated(path: Path, name: str, place: Path, parse: Parse) -> Labelled:
-    image = read_image(place)
-    try:
-        return Labelled(image, *parse((image.shape[0], image.shape[1])), source=place)
-    except FrameError as error:
-        raise with_turn(error, place) from error
-    except WRONG as error:
-        raise unreadable(path, error, name) from error
-
-
-def _refuse(problem: VitflowError) -> Labelled:
-    raise problem
-
-
-def _read_entries(path: Path) -> list[tuple[Any, Parse]]:
+def read_entries(path: Path) -> list[tuple[Any, Parse]]:
     """Read COCO JSON, or a JSON list of boxes: the file name of each image, and a function that parses its entry.
 
     Raises:
@@ -149,7 +92,7 @@ def _box_entries(content: Any) -> Iterator[tuple[Any, Parse]]:
         yield entry.get("file") if known else entry, partial(_parse_boxes, entry)
 
 
-def _parse_boxes(entry: Mapping[str, Any], size: Size) -> tuple[tuple[Region, ...], Label]:
+def _parse_boxes(entry: Mapping[str, Any], size: Size) -> Truth:
     """Parse an entry of a JSON list: boxes and class."""
     if "size" in entry:
         width, height = entry["size"]
@@ -174,12 +117,7 @@ def _coco_entries(content: Mapping[str, Any]) -> Iterator[tuple[Any, Parse]]:
         yield file, partial(_parse_coco, names, by_image, entry)
 
 
-def _parse_coco(
-    names: Mapping[Any, Any],
-    by_image: Mapping[Any, Sequence[Mapping[str, Any]]],
-    entry: Mapping[str, Any],
-    size: Size,
-) -> tuple[tuple[Region, ...], Label]:
+def _parse_coco(names: Mapping[Any, Any], by_image: Mapping[Any, Any], entry: Mapping[str, Any], size: Size) -> Truth:
     """Parse an image of a COCO file; crowds are unknown regions."""
     check_size((entry["height"], entry["width"]), size, "annotations")
     regions = []
@@ -192,3 +130,61 @@ def _parse_coco(
             shape = (left, top, left + width, top + height)
         regions.append(Region(as_label(names.get(category)), shape, unknown=bool(annotation.get("iscrowd"))))
     return tuple(regions), None
+
+
+# --- Masks, classes and truths in Python -----------------------------------------------------------------------------
+
+
+def read_labels(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the entry of each file, with `label_index` and `label` as text."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return {row["file"]: row for row in csv.DictReader(file)}
+    except (*WRONG, csv.Error) as error:
+        raise unreadable(path, error) from error
+
+
+def parse_mask(mask: Path | None, names: Sequence[str], written: Mapping[str, Any], size: Size) -> Truth:
+    """Parse a mask (None without one), whose values from 1 have these class names, and the written class."""
+    index = written.get("label_index")
+    try:
+        label = as_label(float(index)) if index else written.get("label") or None
+    except ValueError as error:
+        raise OptionError(f"Expected a class index in labels.csv, got {reprlib.repr(index)}.") from error
+    if mask is None:
+        return None, label
+    values = read_mask(mask, size)
+    if not names:
+        return (Region(label, values > 0),), label
+    regions = []
+    for value in np.unique(values[values > 0]).tolist():
+        unknown = value > len(names) and value == _UNKNOWN
+        if not unknown and (value > len(names) or value != int(value)):
+            raise ShapeError(f"Pixels of {mask.name!r} have the value {value}, and classes.txt has {len(names)} lines.")
+        name = None if unknown else names[int(value) - 1].strip()
+        regions.append(Region(name, partial(np.equal, values, value), unknown))
+    return tuple(regions), label
+
+
+def parse_truth(truth: Any, size: Size) -> Truth:
+    """Return regions and class from the truth of an item."""
+    if truth is None or isinstance(truth, str):
+        return None, truth
+    if not isinstance(truth, Mapping):
+        values = np.asarray(truth)
+        if values.ndim == 0:
+            return None, as_label(values.item())
+        boxes = values.shape != size and values.shape[-1] == 4
+        truth = {"boxes": truth} if boxes else {"masks": [values]}
+    shapes, label = truth.get("masks", truth.get("boxes")), as_label(truth.get("label"))
+    if shapes is None:
+        return None, label
+    order = getattr(shapes, "format", None)  # of torchvision's BoundingBoxes
+    if (order := getattr(order, "value", "XYXY")) != "XYXY":
+        raise OptionError(f"Expected boxes in the format XYXY, got {order}: convert_bounding_box_format converts them.")
+    shapes = [np.asarray(shape) for shape in shapes]
+    labels = np.asarray(truth.get("labels", [None] * len(shapes)), dtype=object).tolist()
+    return tuple(
+        Region(as_label(name), shape if shape.ndim == 2 else shape.tolist())
+        for name, shape in zip(labels, shapes, strict=True)
+    ), label

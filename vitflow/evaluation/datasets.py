@@ -1,6 +1,5 @@
 """Data sets for evaluation: demo images, folders with masks, boxes or classes, COCO JSON, and Python iterables."""
 
-import csv
 import os
 import re
 import reprlib
@@ -11,20 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_image
-from vitflow.errors import FrameError, ImageError, OptionError, ShapeError, VitflowError
-from vitflow.evaluation.annotations import open_annotated, unreadable
-from vitflow.evaluation.regions import WRONG, Label, Region, as_label, with_turn
+from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
+from vitflow.evaluation.annotations import (
+    parse_mask,
+    parse_truth,
+    read_entries,
+    read_labelled,
+    read_labels,
+    unreadable,
+)
+from vitflow.evaluation.regions import LONGEST_MESSAGE, WRONG, Region
 from vitflow.evaluation.samples import Dataset, Labelled, Sample, digest_of, distinct
 from vitflow.files import find_images, is_file, is_folder, is_there
-from vitflow.images.reading import read_image, read_mask
+from vitflow.folder.saved import is_inside
 
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")
-_UNKNOWN = 255  # mask value of unknown pixels, as in Pascal VOC
 _PROBED = 20  # items of an iterable that are read to detect regions
+_LONGEST_NAME = 4096  # bytes of a path
 # Folders of images, and of annotations next to them, which are not classes.
 _IMAGE_FOLDERS = ("images", "JPEGImages")
 _ANNOTATION_FOLDERS = ("labels", "annotations", "Annotations")
@@ -65,7 +69,7 @@ def open_dataset(
 
     >>> open_dataset("demo:20").kind
     'drawn images with exact masks'
-    >>> open_dataset([(np.zeros((8, 8, 3), np.uint8), [[0, 0, 4, 4], [1, 2, 7, 8]])]).has_regions
+    >>> open_dataset([(draw_image(0).image, [[0, 0, 4, 4], [1, 2, 7, 8]])]).has_regions
     True
     """
     if limit is not None and limit < 1:
@@ -88,7 +92,9 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
     if isinstance(data, str) and (match := _DEMO.fullmatch(data)) and not is_there(data):
         return _drawn(data, int(match[1] or 100), int(match[2] or 0))
     if is_file(path):
-        return open_annotated(path, path.name, images) if path.suffix.lower() == ".json" else _images(path.name, [path])
+        if path.suffix.lower() != ".json":
+            return _images(path.name, [path])
+        return _open_annotated(path, path.name, images)
     if not is_folder(path):
         raise OptionError(
             f"No data at {str(path)!r}. Expected a folder with images, an annotation file, or demo:500 for demo images."
@@ -101,7 +107,7 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
             "them instead of the folder."
         )
     if files:
-        return open_annotated(files[0], path.name, images or path)
+        return _open_annotated(files[0], path.name, images or path)
     folder = images or path
     if not (paths := find_images(folder)):
         paths = next((find_images(folder / name) for name in _IMAGE_FOLDERS if is_folder(folder / name)), [])
@@ -151,41 +157,84 @@ def _read_item(items: Any, index: int) -> Labelled:
     if isinstance(item, Labelled):
         return item
     source, truth = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
-    image = read_image(source)
-    try:
-        regions, label = _truth(truth, image.shape[:2])
-    except OptionError:
-        raise
-    except (TypeError, ValueError, LookupError) as error:
-        raise ShapeError(
+
+    return read_labelled(source, partial(parse_truth, truth), partial(_invalid_truth, truth))
+
+
+def _invalid_truth(truth: Any, error: Exception) -> Exception:
+    return (
+        error
+        if isinstance(error, VitflowError)
+        else ShapeError(
             "Expected for each image a mask of its size, boxes [objects, 4], a class, or a dict with masks or boxes, "
             f"labels and label, got {reprlib.repr(truth)}."
-        ) from error
-    return Labelled(image, regions, label, source)
+        )
+    )
 
 
-def _truth(truth: Any, size: tuple[int, ...]) -> tuple[tuple[Region, ...] | None, Label]:
-    """Return regions and class from the truth of an item."""
-    if truth is None or isinstance(truth, str):
-        return None, truth
-    if not isinstance(truth, Mapping):
-        values = np.asarray(truth)
-        if values.ndim == 0:
-            return None, as_label(values.item())
-        boxes = values.shape != size and values.shape[-1] == 4
-        truth = {"boxes": truth} if boxes else {"masks": [values]}
-    shapes, label = truth.get("masks", truth.get("boxes")), as_label(truth.get("label"))
-    if shapes is None:
-        return None, label
-    order = getattr(shapes, "format", None)  # of torchvision's BoundingBoxes
-    if (order := getattr(order, "value", "XYXY")) != "XYXY":
-        raise OptionError(f"Expected boxes in the format XYXY, got {order}: convert_bounding_box_format converts them.")
-    shapes = [np.asarray(shape) for shape in shapes]
-    labels = np.asarray(truth.get("labels", [None] * len(shapes)), dtype=object).tolist()
-    return tuple(
-        Region(as_label(name), shape if shape.ndim == 2 else shape.tolist())
-        for name, shape in zip(labels, shapes, strict=True)
-    ), label
+# --- Annotation files ------------------------------------------------------------------------------------------------
+
+
+def _open_annotated(path: Path, name: str, images: Path | None) -> Dataset:
+    """Open the images of an annotation file."""
+    entries = read_entries(path)
+    here = path.resolve().parent
+    folders = [images] if images is not None else [here, here / "images", here.parent / "images", here.parent]
+    names = distinct([_row_name(file, number) for number, (file, _) in enumerate(entries, start=1)])
+    samples = []
+    for unique, (file, parse) in zip(names, entries, strict=True):
+        refuse = partial(unreadable, path, entry=unique)
+        try:
+            place = _find_image(file, folders)
+        except WRONG as error:
+            samples.append(Sample(unique, partial(_refuse, refuse(error))))
+        else:
+            samples.append(Sample(unique, partial(read_labelled, place, parse, refuse), (place,)))
+    if not any(is_file(file) for sample in samples for file in sample.files):
+        if not samples[0].files:
+            samples[0].read()  # raises a more specific error
+        raise OptionError(
+            f"None of the {len(samples)} images of {path.name!r} exists, such as {names[0]!r}. Pass their folder with "
+            "--images (images=…)."
+        )
+    return Dataset(name, "images with annotated regions", samples, True, {"annotations": digest_of([path])})
+
+
+def _refuse(problem: Exception) -> Labelled:
+    raise problem
+
+
+def _row_name(file: Any, number: int) -> str:
+    """Return the name of an entry's row: the file's name, without its folders if they may lead out."""
+    candidates = [file, Path(file).name] if _is_name(file) else []
+    return next(filter(is_inside, candidates), f"entry {number}")
+
+
+def _is_name(file: Any) -> bool:
+    try:
+        return isinstance(file, str) and file != "" and "\0" not in file and len(os.fsencode(file)) <= _LONGEST_NAME
+    except UnicodeEncodeError:
+        return False
+
+
+def _find_image(file: Any, folders: Sequence[Path]) -> Path:
+    """Return the path of an image in one of the folders; if it does not exist, its path in the first folder.
+
+    Paths and links to images outside the folders are rejected.
+    """
+    if not _is_name(file):
+        raise ValueError(f"expected an image's file name, got {reprlib.repr(file)}")
+    inside: list[Path] = [
+        folder / file for folder in folders if (folder / file).resolve().is_relative_to(folder.resolve())
+    ]
+    existing = next(filter(is_file, inside), None)
+    if existing is None and len(inside) < len(folders):
+        raise OptionError(
+            f"The annotations name {file[:LONGEST_MESSAGE]!r}, which is outside the image folders ("
+            f"{', '.join(repr(str(folder)) for folder in folders)}). To allow it, pass its folder with --images "
+            "(images=…)."
+        )
+    return inside[0] if existing is None else existing
 
 
 # --- Folders ---------------------------------------------------------------------------------------------------------
@@ -219,22 +268,17 @@ def _images(
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"Expected class names in 'classes.txt', one per line, got {error}.") from error
     labels = labels if labels is not None and is_file(labels) else None
-    rows = {} if labels is None else _read_labels(labels)
-    written = {path: rows.get(path.name, ("", "")) for path in paths}
-    for path, label in (classes or {}).items():
-        written[path] = (label, "") if label.isdecimal() else ("", label)
-    mixed = len({path.is_absolute() for path in paths}) > 1
-    places = [path.absolute() for path in paths] if mixed else paths
+    rows = {} if labels is None else read_labels(labels)
+    places = [path.absolute() for path in paths]
     root = os.path.commonpath([place.parent for place in places])
     names = distinct([place.relative_to(root).as_posix() for place in places])
-    samples = [
-        Sample(
-            unique,
-            partial(_read_masked, path, masks.get(path), lines, written[path]),
-            (path, masks[path]) if path in masks else (path,),
-        )
-        for path, unique in zip(paths, names, strict=True)
-    ]
+    samples = []
+    for path, unique in zip(paths, names, strict=True):
+        mask, label = masks.get(path), (classes or {}).get(path)
+        files = (path,) if mask is None else (path, mask)
+        entry = rows.get(path.name, {}) if label is None else {"label_index" if label.isdecimal() else "label": label}
+        parse = partial(parse_mask, mask, lines, entry)
+        samples.append(Sample(unique, partial(read_labelled, path, parse), files))
     kind = "images" + (" with masks" if masks else "") + (" with classes" if rows else "")
     identity = {"root": root, "annotations": digest_of([file for file in (labels, names_file) if file is not None])}
     return Dataset(name, kind, samples, bool(masks), identity, _unread(paths))
@@ -262,38 +306,3 @@ def _unread(paths: Sequence[Path]) -> tuple[str, ...]:
         f"Not read: {listed} file{'s' if sum(counts.values()) > 1 else ''} of these images, which may be annotations "
         "of Pascal VOC or YOLO. Boxes are read from COCO JSON or boxes.json.",
     )
-
-
-def _read_labels(path: Path) -> dict[str, tuple[str, str]]:
-    """Return class index and class name of each file, as text."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file)
-            return {row["file"]: (row.get("label_index") or "", row.get("label") or "") for row in rows}
-    except (*WRONG, csv.Error) as error:
-        raise unreadable(path, error) from error
-
-
-def _read_masked(path: Path, mask: Path | None, names: Sequence[str], written: tuple[str, str]) -> Labelled:
-    image = read_image(path)
-    try:
-        label = as_label(float(written[0])) if written[0] else written[1] or None
-    except ValueError as error:
-        raise OptionError(f"Expected a class index in labels.csv, got {reprlib.repr(written[0])}.") from error
-    if mask is None:
-        return Labelled(image, None, label)
-    try:
-        values = read_mask(mask, (image.shape[0], image.shape[1]))
-    except FrameError as error:
-        raise with_turn(error, path) from error
-    if not names:
-        return Labelled(image, (Region(label, values > 0),), label)
-    present = np.unique(values[values > 0]).tolist()
-    regions = []
-    for value in present:
-        unknown = value > len(names) and value == _UNKNOWN
-        if not unknown and (value > len(names) or value != int(value)):
-            raise ShapeError(f"Pixels of {mask.name!r} have the value {value}, and classes.txt has {len(names)} lines.")
-        name = None if unknown else names[int(value) - 1].strip()
-        regions.append(Region(name, partial(np.equal, values, value), unknown))
-    return Labelled(image, tuple(regions), label)

@@ -7,8 +7,8 @@ turned by its EXIF orientation.
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,15 +122,19 @@ def file_frame(source: Any) -> Size | None:
         return None
 
 
-def with_turn(error: FrameError, source: Any) -> ShapeError:
-    """Return the error, with the EXIF turn as its cause if the annotation fits the image before the turn."""
-    frame = file_frame(source)
-    if frame is None or not error.fits(frame):
-        return error
-    return ShapeError(
-        f"{error} It fits the file before its EXIF orientation turns it, {frame[1]} × {frame[0]}: annotate the image "
-        "as it is displayed, or remove the orientation from the file."
-    )
+@contextmanager
+def naming_turn(source: Any) -> Iterator[None]:
+    """Name the EXIF turn in a FrameError if the annotation fits the image before the turn."""
+    try:
+        yield
+    except FrameError as error:
+        frame = file_frame(source)
+        if frame is None or not error.fits(frame):
+            raise
+        raise ShapeError(
+            f"{error} It fits the file before its EXIF orientation turns it, {frame[1]} × {frame[0]}: annotate the "
+            "image as it is displayed, or remove the orientation from the file."
+        ) from error
 
 
 def check_size(given: Any, size: Size, kind: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import FrameError, ShapeError, VitflowError
-from vitflow.evaluation.regions import Label, Mask, Region, check_boxes, with_turn
+from vitflow.errors import ShapeError, VitflowError
+from vitflow.evaluation.regions import Label, Mask, Region, check_boxes, naming_turn
 
 _MOST_OBJECTS = 10_000  # of one image, far above real annotations
 
@@ -44,11 +44,9 @@ class Labelled:
     def union(self, regions: Sequence[Region]) -> Mask:
         """Return the union of some of its regions, bool [height, width]; errors as of `Region.paint`."""
         mask = np.zeros(self.image.shape[:2], dtype=np.bool_)
-        try:
+        with naming_turn(self.source):
             for region in regions:
                 region.paint(mask)
-        except FrameError as error:
-            raise with_turn(error, self.source) from error
         return mask
 
 
