@@ -35,7 +35,7 @@ import torch
 import vitflow
 from examples.scenes import COLOURS, SHAPES, Scene, draw_scene
 from vitflow.demo import DEMO_CAPTION
-from vitflow.evaluation.measures.localisation import energy_in_region, pointing_game
+from vitflow.evaluation.measures.localisation import localise
 from vitflow.evaluation.statistics import Estimate, estimate_means
 from vitflow.methods.cells import centre_prior
 from vitflow.models.parts import decoder_path
@@ -153,7 +153,8 @@ def scene_values(
 
     def measure(index: int, label: tuple[str, str], saliency: vitflow.Saliency, mask: np.ndarray) -> None:
         heatmap = saliency.heatmap
-        values[index, LABELS.index(label)] = pointing_game(heatmap, mask), energy_in_region(heatmap, mask)
+        scores = localise(heatmap, mask)
+        values[index, LABELS.index(label)] = scores.pointing_game, scores.energy
 
     requested = {place for places, _ in regions for place in places}
     for label, one in rows_of(model, actual, given, requested):

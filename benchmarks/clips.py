@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import vitflow
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_ground, draw_image
-from vitflow.evaluation.measures.localisation import roc_auc
+from vitflow.evaluation.measures.localisation import localise
 
 FRAMES, FIRST_SEED = 8, 700_000
 
@@ -133,7 +133,7 @@ def measure_video(file: Path, count: int, method: str, figure: Path | None) -> N
         rows.append([separates(clip.shares, shown), separates(shuffled.shares[np.argsort(order)], shown)])
         truth = np.zeros(clip.grid.shape, dtype=bool)
         truth[shown] = covered
-        areas.append(roc_auc(clip.grid.reshape(-1, 8), truth.reshape(-1, 8)))
+        areas.append(localise(clip.grid.reshape(-1, 8), truth.reshape(-1, 8)).roc_auc)
         if figure is not None and len(rows) == 1:
             clip.figure(figure)
     right, followed = np.mean(rows, axis=0)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import vitflow
 from vitflow.demo import CLASS_NAMES, draw_image
 from vitflow.demo.model import demo_metadata
-from vitflow.evaluation.measures.localisation import roc_auc
+from vitflow.evaluation.measures.localisation import localise
 from vitflow.registry.method_table import get_method
 
 TOWERS = ("class token", "average", "registers", "transformers")
@@ -157,7 +157,7 @@ def measure(name: str, images: int) -> None:
                     wins = float(
                         max(means, key=lambda other: means[other]) == index and np.ptp(list(means.values())) > 0
                     )
-                    rows.setdefault((preset, readout), []).append((wins, roc_auc(grid, patches[index])))
+                    rows.setdefault((preset, readout), []).append((wins, localise(grid, patches[index]).roc_auc))
     for (preset, readout), values in rows.items():
         wins, area = np.mean(values, axis=0)
         print(

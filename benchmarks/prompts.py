@@ -23,7 +23,7 @@ import numpy as np
 import vitflow
 from examples.scenes import COLOURS, SHAPES, Scene, draw_scene
 from vitflow import Explainer, load_model
-from vitflow.evaluation.measures.localisation import energy_in_region, score_object
+from vitflow.evaluation.measures.localisation import localise, score_object
 from vitflow.evaluation.statistics import estimate_means
 
 METHODS = ["gae", "sampling", "consensus", "gradcam", "legrad", "gradient_rollout", "rollout", "random", "centre"]
@@ -83,7 +83,7 @@ def measure(images: int, name: str, methods: list[str]) -> None:
 def scored(heatmaps: Sequence[np.ndarray], masks: np.ndarray) -> np.ndarray:
     """Means over the things of an image, each by its own map: the three numbers of the table."""
     entry = [
-        (energy_in_region(one, mask), *score_object(one, list(masks), requested))
+        (localise(one, mask).energy, *score_object(one, list(masks), requested))
         for requested, (one, mask) in enumerate(zip(heatmaps, masks, strict=True))
     ]
     return np.mean(entry, axis=0)

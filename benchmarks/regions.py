@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vitflow import Explainer, load_model
 from vitflow.demo import draw_image
-from vitflow.evaluation.measures.localisation import roc_auc
+from vitflow.evaluation.measures.localisation import localise
 from vitflow.registry.method_table import get_method
 
 # Each as published, and with its defaults, which weight values and spread maps among similar patches.
@@ -81,7 +81,7 @@ def measure(explainer: Explainer, images: list, methods: list = METHODS) -> dict
                     grid = maps[number if len(maps) > 1 else 0].grid
                     means = [grid.flatten()[cell].mean() for cell in cells]
                     wins = float(np.argmax(means) == number and np.ptp(means) > 0)
-                    area = roc_auc(grid, cells[number].reshape(grid.shape))
+                    area = localise(grid, cells[number].reshape(grid.shape)).roc_auc
                     scores.setdefault((method, preset, readout), []).append([wins, area])
     return {key: np.array(rows) for key, rows in scores.items()}
 

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy, one_hot, scaled_dot_product_atten
 
 import vitflow
 from vitflow.demo import CLASS_NAMES, draw_image
-from vitflow.evaluation.measures.localisation import roc_auc
+from vitflow.evaluation.measures.localisation import localise
 from vitflow.images.figures import figure_bytes
 
 CLASSES, QUERIES, SIZE = 8, 10, 96
@@ -172,7 +172,7 @@ def measure(detector: Detector, boxes: int, methods: list[str]) -> None:
                 means = [each.heatmap[other].mean() for _, _, other in objects]
                 place = [label for label, *_ in objects].index(label)
                 wins = float(int(np.argmax(means)) == place and np.ptp(means) > 0)
-                rows.setdefault(each.method, []).append((wins, roc_auc(each.heatmap, mask), 1 / len(objects)))
+                rows.setdefault(each.method, []).append((wins, localise(each.heatmap, mask).roc_auc, 1 / len(objects)))
             count += 1
     known = np.array(right, dtype=float)
     print(f"{count} boxes; class right {known[:, 0].mean():.1%}, IoU {known[:, 1].mean():.2f}\n")

@@ -3,12 +3,7 @@ from .measures.faithfulness import Curves as Curves
 from .measures.faithfulness import faithfulness_curves as faithfulness_curves
 from .measures.localisation import Localisation as Localisation
 from .measures.localisation import accumulated_iou as accumulated_iou
-from .measures.localisation import average_precision as average_precision
-from .measures.localisation import energy_in_region as energy_in_region
 from .measures.localisation import localise as localise
-from .measures.localisation import mean_iou as mean_iou
-from .measures.localisation import pointing_game as pointing_game
-from .measures.localisation import roc_auc as roc_auc
 from .measures.references import coverage as coverage
 from .measures.references import rank_correlation as rank_correlation
 from .measures.removal import can_drop_tokens as can_drop_tokens

@@ -24,10 +24,23 @@ CELLS = 4
 
 @dataclass(frozen=True, slots=True)
 class Localisation:
-    """The five measures of a map, and the pixel counts of its mean IoU.
+    """The five measures of a map and a region, and the pixel counts of the mean IoU.
 
     Attributes:
-        pointing_game, energy, roc_auc, average_precision, mean_iou: as returned by the functions of these names.
+        pointing_game: 1.0 if the map's highest pixel is in the region, else 0.0. Of tied pixels the one nearest to
+            their centroid counts, so that a plateau is represented by its middle. Source: Zhang et al., "Top-Down
+            Neural Attention by Excitation Backprop", ECCV 2016, §4.1, here without their tolerance of 15 pixels.
+        energy: share of the map's mass above its minimum that is in the region; the share of area for a constant map.
+            Source: the energy-based pointing game of Wang et al., "Score-CAM", CVPR workshops 2020, §4.3, here minus
+            the minimum, where they rescale the map.
+        roc_auc: probability that a pixel of the region is higher than one of the background, ties counted half. Source:
+            Hanley & McNeil, "The Meaning and Use of the Area under a ROC Curve", Radiology, 1982.
+        average_precision: Σ (R_k − R_{k−1}) P_k over the distinct values as thresholds, without interpolation, as
+            scikit-learn's `average_precision_score`; the region's share of the area for a constant map.
+        mean_iou: mean of the IoU of the region with the pixels above the map's mean, and of the background with the
+            others. Source: the segmentation test of Chefer, Gur & Wolf, "Transformer Interpretability Beyond Attention
+            Visualization", CVPR 2021, §4.2, here for each image, over the pixels of the original image inside the model
+            input; see `accumulated_iou`.
         overlap: pixels in the (background ∩, region ∩, background ∪, region ∪) of the thresholded map and the truth.
     """
 
@@ -101,91 +114,8 @@ def _by_threshold(values: NDArray[np.floating[Any]], inside: Mask) -> tuple[NDAr
     return np.append(0.0, hits), np.append(0.0, last + 1 - hits)
 
 
-def pointing_game(heatmap: Heatmap, region: Mask) -> float | None:
-    """Return 1.0 if the map's highest pixel is in the region, else 0.0.
-
-    Of tied pixels, the one nearest to their centroid counts, so that a plateau is represented by its middle instead of
-    a corner; of equally near pixels, the first in raster order.
-
-    Source: Zhang et al., "Top-Down Neural Attention by Excitation Backprop", ECCV 2016, §4.1, here without their
-    tolerance of 15 pixels.
-
-    >>> pointing_game(np.array([[0.1, 0.7, 0.2]]), np.array([[True, False, False]]))
-    0.0
-    """
-    scores = localise(heatmap, region)
-    return None if scores is None else scores.pointing_game
-
-
-def energy_in_region(heatmap: Heatmap, region: Mask) -> float | None:
-    """Return the share of the map's mass above its minimum in the region; the share of area for a constant map.
-
-    Source: the energy-based pointing game of Wang et al., "Score-CAM", CVPR workshops 2020, §4.3, here minus
-    the minimum, where they rescale the map.
-
-    >>> energy_in_region(np.array([[3.0, 1.0, 2.0]]), np.array([[True, False, False]]))
-    0.6666666666666666
-    """
-    scores = localise(heatmap, region)
-    return None if scores is None else scores.energy
-
-
-def roc_auc(heatmap: Heatmap, region: Mask) -> float | None:
-    """Return the area under the ROC curve of the map as a detector of the region's pixels.
-
-    It is the probability that a pixel of the region is higher than one of the background, with ties counted half: 0.5
-    for a constant map.
-
-    Source: Hanley & McNeil, "The Meaning and Use of the Area under a ROC Curve", Radiology, 1982.
-
-    >>> roc_auc(np.array([[0.9, 0.5, 0.5, 0.1]]), np.array([[True, True, False, False]]))
-    0.875
-    """
-    scores = localise(heatmap, region)
-    return None if scores is None else scores.roc_auc
-
-
-def average_precision(heatmap: Heatmap, region: Mask) -> float | None:
-    """Return Σ (R_k − R_{k−1}) P_k over the distinct values of the map as thresholds, without interpolation.
-
-    A constant map has the region's share of the area, which is the chance level, so small regions have low values.
-
-    Source: as defined by scikit-learn's `average_precision_score`.
-
-    >>> round(average_precision(np.array([[0.9, 0.5, 0.4, 0.1]]), np.array([[True, False, True, False]])), 4)
-    0.8333
-    """
-    scores = localise(heatmap, region)
-    return None if scores is None else scores.average_precision
-
-
-def mean_iou(heatmap: Heatmap, region: Mask) -> float | None:
-    """Return the mean IoU of region and background for the map thresholded at its mean.
-
-    The steps are those of the segmentation test of Chefer et al.:
-
-    1. Interpolate the map bilinearly to the image.
-    2. Scale it to 0 … 1 by its minimum and maximum (which does not change the result).
-    3. Use the mean of the map over the pixels as threshold.
-    4. Predict region for pixels above the threshold, background for all others.
-    5. Count intersection and union with the truth in pixels, for the region and for the background.
-    6. Return the mean of both IoU = intersection / union.
-
-    Here the pixels are those of the original image inside the model input, not those of the model input, and each
-    image has a result, so that methods can be compared by image. Chefer et al. accumulate intersections and unions
-    over all images before they divide: see `accumulated_iou`.
-
-    Source: Chefer, Gur & Wolf, "Transformer Interpretability Beyond Attention Visualization", CVPR 2021, §4.2.
-
-    >>> mean_iou(np.array([[0.9, 0.8, 0.2, 0.1]]), np.array([[True, False, False, False]]))
-    0.5833333333333333
-    """
-    scores = localise(heatmap, region)
-    return None if scores is None else scores.mean_iou
-
-
 def accumulated_iou(overlaps: Sequence[Sequence[float]] | NDArray[np.floating[Any]]) -> float:
-    """Return the mean IoU of region and background accumulated over images, from `Localisation.overlap` of each.
+    """Return the mean IoU accumulated over images as by Chefer et al., from `Localisation.overlap` of each.
 
     >>> accumulated_iou([(2, 1, 3, 2), (4, 0, 4, 1)])
     0.5952380952380952
@@ -232,9 +162,9 @@ def score_cell(grid: NDArray[np.floating], cell: int) -> tuple[float, float, flo
     whole = float(mass.sum())
     inside = np.zeros(cells.shape, dtype=np.bool_)
     inside[cell] = True
-    auc = roc_auc(cells.reshape(CELLS, -1), inside.reshape(CELLS, -1))
-    assert auc is not None
-    return float(mass[cell]) / whole if whole > 0 else 1 / CELLS, auc, _wins(cells.mean(axis=(1, 2)), cell)
+    scores = localise(cells.reshape(CELLS, -1), inside.reshape(CELLS, -1))
+    assert scores is not None
+    return float(mass[cell]) / whole if whole > 0 else 1 / CELLS, scores.roc_auc, _wins(cells.mean(axis=(1, 2)), cell)
 
 
 def score_object(heatmap: Heatmap, objects: Sequence[Mask], target: int) -> tuple[float, float] | None:
