@@ -200,6 +200,22 @@ def test_tokens_of_convolutional_stems_are_drawn_around_their_centres(kernel):
     assert [span[:2] for span in trace.layout.extent] == [(-3.5, 8)] * 2  # pixel 8 i is in the middle of token i
 
 
+@pytest.mark.parametrize(("name", "options"), [("pvt_v2_b0", {"depths": (1, 1, 1, 1)}), ("tiny_vit_5m_224", {})])
+def test_uniform_attention_is_a_uniform_map_through_padded_strided_convolutions(name, options):
+    """Their receptive fields contain the cells of an even grid: no corner counts more than the others."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4, **options).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if path.endswith(("attn.q.weight", "attn.q.bias", "attn.qkv.weight", "attn.qkv.bias", "attention_biases")):
+                parameter.zero_()
+    image = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+    explainer = Explainer(model, data_config={**CONFIG, "input_size": (3, 224, 224)})
+    actual = explainer.explain(image, method="rollout", preset="paper")
+    assert actual.placement.extent is None
+    np.testing.assert_allclose(actual.grid, actual.grid.mean(), rtol=1e-4)
+
+
 def test_a_refused_layout_names_the_remedy():
     model = Changed(vit(img_size=64), lambda x: x.mT)
     with pytest.raises(UnsupportedModelError, match="layout=TokenLayout"):

@@ -387,6 +387,10 @@ def _aligned(edges: Mapping[tuple[int, int], Edges], axis: int, count: int, leng
             expected = min(max(begin + place[axis] * step, 0.0), length)
             if step <= 0 or abs(edge - expected) > _TOLERANCE * step + 0.5:
                 return None
+    if math.isclose(step * count, length, rel_tol=1e-3) and begins[0] <= 0.5 and begins[1] >= step - 0.5:
+        # Padded strided convolutions: each receptive field contains its cell of an even grid. Cells around the centres
+        # of the fields would leave the last pixels without a cell, and give those at the other end too much weight.
+        return Span(0.0, length / count, first, last)
     return Span((begins[0] + begins[1] - step) / 2, step, first, last)
 
 
