@@ -194,6 +194,52 @@ def test_tokens_that_are_reordered_or_come_from_elsewhere_are_refused(function, 
             explainer.explain(images()[0], method=method)
 
 
+class Rearranged(nn.Module):
+    """A block whose input has other axes than its output."""
+
+    def __init__(self, block: nn.Module, channels_first: bool) -> None:
+        super().__init__()
+        self.block, self.channels_first = block, channels_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x.mT if self.channels_first else x.flatten(1, 2))
+
+
+@pytest.mark.parametrize("channels_first", [True, False])
+def test_tokens_are_compared_if_blocks_return_them_with_other_axes(channels_first):
+    def rearranged(function):
+        def act(model, x, index):
+            x = function(model, x, index)
+            return x.mT if channels_first else x.unflatten(1, (1, -1))
+
+        model = Between(act)
+        for index in range(1, DEPTH):
+            model.vit.blocks[index] = Rearranged(model.vit.blocks[index], channels_first)
+        return model, Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
+
+    model, explainer = rearranged(pruned_once)
+    if not channels_first:  # a class token is on no grid
+        with pytest.raises(UnsupportedModelError, match="rearranges its tokens between"):
+            explainer.explain(images()[0], method="rollout")
+        return
+    saliency = explainer.explain(images()[0], method="rollout", preset="paper")
+    with record_attention(model, layout=TokenLayout(PREFIX, 4, 4)) as trace, torch.no_grad():
+        model(explainer.pixels(images()[0]))
+    assert np.abs(saliency.grid - literal(model, trace)[0].numpy()).max() < 1e-6
+    with pytest.raises(UnsupportedModelError, match="reorders"):
+        rearranged(REFUSED["permuted"][0])[1].explain(images()[0], method="rollout")
+
+
+def test_tokens_that_a_hook_of_the_user_replaces_after_a_block_are_replaced():
+    model = Between(lambda model, x, index: x)
+    for index in range(1, DEPTH):
+        model.vit.blocks[index - 1].register_forward_hook(lambda _, args, x, index=index: prompts(model, x, index))
+    saliency = Explainer(model, data_config=CONFIG).explain(images()[0], method="rollout", preset="paper")
+    with record_attention(model) as trace, torch.no_grad():
+        model(torch.from_numpy(images()[0]).movedim(-1, 0)[None] / 127.5 - 1)
+    assert np.abs(saliency.grid - literal(model, trace)[0].numpy()).max() < 1e-6
+
+
 class ReordersInside(nn.Module):
     def __init__(self, block: nn.Module, function) -> None:
         super().__init__()

@@ -77,14 +77,15 @@ class BetweenBlocks:
         for path in self.blocks:
             module = self._model.get_submodule(path)
             yield Hook(module, partial(self._enter, path), before=True, while_unrecorded=while_unrecorded)
-            yield Hook(module, partial(self._leave, path), before=False, while_unrecorded=while_unrecorded)
+            # First, as other hooks may replace the tokens.
+            yield Hook(module, partial(self._leave, path), before=False, while_unrecorded=while_unrecorded, first=True)
 
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
         last, self._last = self._last, None
         self.calls.append(path)
         if last is None or not last[1].numel():
             return
-        given = [value for value in tensors_in([args, kwargs]) if value.shape == last[1].shape]
+        given = _like([args, kwargs], last[1])
         if not given or any(_is_same(value, *last[1:]) for value in given):
             return
         if _version(last[1]) != last[2] or not torch.equal(given[0], last[1]):  # changed in place, or other values
@@ -95,13 +96,20 @@ class BetweenBlocks:
         self._last = None if tokens is None else (path, tokens, _version(tokens))
 
 
+def _like(given: Any, tokens: Tensor) -> list[Tensor]:
+    """Return the tensors among arguments with the shape of tokens; if there is none, those with as many entries."""
+    tensors = [value for value in tensors_in(given) if value.dtype == tokens.dtype and value.numel() == tokens.numel()]
+    return [value for value in tensors if value.shape == tokens.shape] or tensors
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_same(tensor: Tensor, other: Tensor, version: int) -> bool:
     """Return True if a tensor is the other one, or a view of it, unchanged since it had this version."""
-    same = tensor is other or (tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride())
+    in_order = (tensor.is_contiguous() and other.is_contiguous()) or tensor.stride() == other.stride()
+    same = tensor is other or (tensor.data_ptr() == other.data_ptr() and in_order)
     return same and tensor.dtype == other.dtype and _version(tensor) == version
 
 
@@ -134,8 +142,11 @@ def find_passed(
     by_block: dict[str, AttentionLayer] = {}
     for name, layer in lowest.items():
         by_block.setdefault(blocks[name], layer)
-    whole = next((layer.tokens.keys for layer in layers if layer.multiplied), None)
-    layouts = {block: by_block[block].tokens.keys if block in by_block else whole for block in blocks}
+    whole = next((layer for layer in layers if layer.multiplied), None)
+    placed = {block: by_block.get(block, whole) for block in blocks}
+    layouts = {
+        block: () if layer is None else (layer.tokens.keys, layer.tokens.queries) for block, layer in placed.items()
+    }
     examined = _Examined(call.model, blocks, watched.changed, layouts, len(call.pixels))
     _repeat(call, examined)
     if examined.refusal is not None:
@@ -187,7 +198,7 @@ class _Examined(BetweenBlocks):
         model: nn.Module,
         blocks: Sequence[str],
         changed: Boundaries,
-        layouts: Mapping[str, TokenLayout | None],
+        layouts: Mapping[str, Sequence[TokenLayout]],
         batch: int,
     ) -> None:
         super().__init__(model, blocks)
@@ -209,16 +220,24 @@ class _Examined(BetweenBlocks):
         self.calls.append(path)
         if index in self._examine and self._leaves and self.refusal is None:
             leaf = self._leaves[-1]
-            given = next((each for each in tensors_in([args, kwargs]) if each.shape == leaf.shape), None)
-            layout = self._layouts.get(path)
-            if given is not None and layout is not None:
-                self._compare(self._examine[index], given, leaf, layout)
+            given = next(iter(_like([args, kwargs], leaf)), None)
+            if given is not None and self._layouts[path]:
+                readable = (
+                    layout
+                    for layout in self._layouts[path]
+                    if self._tokens(given, layout) is not None and self._tokens(leaf, layout) is not None
+                )
+                layout = next(readable, None)
+                if layout is not None:
+                    self._compare(self._examine[index], given, leaf, layout)
+                else:
+                    between = "between {} and {}".format(*self._examine[index])
+                    self.refusal = f"rearranges its tokens {between} from {tuple(leaf.shape)} to {tuple(given.shape)}"
         torch.set_grad_enabled(False)
 
     def _compare(self, between: tuple[str, str], given: Tensor, leaf: Tensor, layout: TokenLayout) -> None:
         tokens, path = self._tokens(given, layout), between[1]
-        if tokens is None:
-            return
+        assert tokens is not None
         random = torch.Generator().manual_seed(0)
         direction = torch.randn(tokens.shape[-1], generator=random, device="cpu").to(tokens)
         weights = (torch.rand(tokens.shape[:2], generator=random, device="cpu") + 0.5).to(tokens)
@@ -279,7 +298,9 @@ class _Examined(BetweenBlocks):
         if value.ndim == 3:
             if value.shape[:2] == (self._batch, layout.num_tokens):  # usual, so preferred if both numbers are equal
                 return value
-            return value.transpose(0, 1) if value.shape[:2] == (layout.num_tokens, self._batch) else None
+            if value.shape[:2] == (layout.num_tokens, self._batch):
+                return value.transpose(0, 1)
+            return value.mT if value.shape[::2] == (self._batch, layout.num_tokens) else None
         if layout.num_tokens != layout.num_patches:
             return None
         last, first = (value.shape[axis : axis + 2] == (layout.rows, layout.cols) for axis in (1, 2))
