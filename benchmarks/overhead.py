@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from vitflow.explaining.applying import recording_options
 from vitflow.explaining.refining import make_maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.rollout import rollout_step
+from vitflow.models.info import read_model_info
 from vitflow.recording.recorder import record_attention
 from vitflow.registry.choices import choose_methods
 
@@ -38,6 +39,8 @@ from vitflow.registry.choices import choose_methods
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": "0"}
 
 MODELS = ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224")
+
+model_info = cache(read_model_info)  # not part of what is measured
 
 
 def plain(model: torch.nn.Module, pixels: torch.Tensor) -> None:
@@ -49,7 +52,8 @@ def with_rollout(model: torch.nn.Module, pixels: torch.Tensor, **chosen: object)
     [rollout] = choose_methods(["rollout"], chosen)
     with record_attention(model, **recording_options([rollout], model)) as trace:
         model(pixels)
-    make_maps(rollout.method, rollout.options, TargetedTrace.of(trace, None))
+    targeted = TargetedTrace.of(trace, None, run=model, model_info=model_info(model))
+    make_maps(rollout.method, rollout.options, targeted)
 
 
 def refinement_share(name: str, batch: int, repeats: int) -> float:

@@ -1,6 +1,7 @@
 """Gradient methods against a hand-written Vision Transformer, against grad-cam and captum, and their properties."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,21 +17,29 @@ from vitflow.methods import cells
 from vitflow.methods.gradients import grad_cam, input_gradient
 from vitflow.methods.rollout import attention_rollout, gradient_weighted_attention, relevance
 from vitflow.models.blocks import block_norm
+from vitflow.models.info import read_model_info
 from vitflow.recording.trace import Trace
 from vitflow.registry.method_table import get_method
 
 BATCH, TARGETS = 3, [4, 0, 2]
+CONFIG = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 
 
 def photos(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
+def with_targets(trace: Trace, targets: list[int]) -> TargetedTrace:
+    return TargetedTrace.of(
+        trace, torch.tensor(targets), run=trace.model, model_info=read_model_info(trace.model, data_config=CONFIG)
+    )
+
+
 def recorded(model: nn.Module, pixels: Tensor, targets: list[int] | None = None, layer: int = -1) -> TargetedTrace:
     features = [block_norm(model, layer)]
     with record_attention(model, gradients=True, values=True, features=features) as trace:
         model(pixels)
-    return TargetedTrace.of(trace, torch.tensor(targets or TARGETS))
+    return with_targets(trace, targets or TARGETS)
 
 
 def grid(trace: Trace, method: str, **options) -> np.ndarray:
@@ -104,14 +113,14 @@ def test_what_is_requested_is_not_written_onto_the_record():
     model = literal_vit.timm_model()
     with record_attention(model, gradients=True) as trace:
         model(photos())
-    one, other = (TargetedTrace.of(trace, torch.full((BATCH,), target)) for target in (1, 2))
+    one, other = (with_targets(trace, [target] * BATCH) for target in (1, 2))
     assert not hasattr(trace, "targets")
     for requested in (one, other):
         actual, expected = requested.backward().attentions, trace.backward(requested.class_indices).attentions
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
     assert not torch.equal(one.backward().attentions[0], other.backward().attentions[0])
     with pytest.raises(OptionError, match="this model has none"):
-        TargetedTrace.of(trace, None).backward()
+        replace(one, targets=None).backward()
 
 
 def test_unfused_attention_gives_the_same_gradients():
@@ -121,7 +130,7 @@ def test_unfused_attention_gives_the_same_gradients():
         block.attn.fused_attn = False
     with record_attention(model, gradients=True, features=["blocks.2.norm1"]) as trace:
         model(pixels)  # no values are asked for: the un-fused softmax itself is recorded
-    trace = TargetedTrace.of(trace, torch.tensor(TARGETS))
+    trace = with_targets(trace, TARGETS)
     paper = [grid(trace, name, preset="paper") for name in ("gae", "gradient_rollout")]
     fused = recorded(literal_vit.timm_model(), pixels)
     for name, ours in zip(("gae", "gradient_rollout"), paper, strict=True):
@@ -141,7 +150,7 @@ def test_half_precision_gradients_are_near_those_of_float64(dtype, fused):
         block.attn.fused_attn = fused
     with record_attention(half, gradients=True) as trace:
         half(pixels.to(dtype))
-    trace = TargetedTrace.of(trace, torch.tensor(TARGETS))
+    trace = with_targets(trace, TARGETS)
     for name, exact in expected.items():
         actual = grid(trace, name, preset="paper")
         for ours, theirs in zip(actual, exact, strict=True):

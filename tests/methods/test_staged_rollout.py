@@ -13,6 +13,7 @@ from vitflow.explaining import maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import TokenLayout
 from vitflow.methods.staged_rollout import LayerTokens, carry, staged_rollout
+from vitflow.models.info import read_model_info
 from vitflow.registry.method_table import get_method
 
 SIDE = 64  # of the image; patches of 4 pixels make 16 × 16 tokens, merged to 8 × 8 for the second stage
@@ -175,7 +176,8 @@ def test_class_specific_methods_go_through_windows(method):
     model, pixels = swin(1), torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
     with record_attention(model, gradients=True, values=True) as trace:
         model(pixels)
-    trace = TargetedTrace.of(trace, torch.tensor([1, 3]))
+    info = read_model_info(model, data_config={"input_size": (3, SIDE, SIDE), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    trace = TargetedTrace.of(trace, torch.tensor([1, 3]), run=model, model_info=info)
     options = get_method(method).function_options(get_method(method).complete({"preset": "paper"}))
     actual = getattr(maps, method)(trace, **options).grids
     attentions = [heads.detach() for heads in trace.heads()]

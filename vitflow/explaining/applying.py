@@ -85,15 +85,12 @@ def _residual_of_one_product(chosen: Chosen) -> float:
     return residual if [function, *others] == [ROLLOUT, 0.0, 1, -1] else 0.0
 
 
-def probabilities_of(logits: object, info: ModelInfo) -> Tensor | None:
+def probabilities_of(logits: Tensor, info: ModelInfo) -> Tensor | None:
     """Return the scores [batch, classes] of a model's logits, usually probabilities; None if it has no classes.
 
     Raises:
-        ModelError: the model returned no tensor, values that are not finite, probabilities instead of logits, or
-            another number of logits than it has classes.
+        ModelError: the logits are not finite, are probabilities, or are more or fewer than the classes.
     """
-    if not isinstance(logits, Tensor):
-        raise ModelError(f"Expected {info.id} to return one tensor of logits, got none.")
     if info.outputs.count == 0 or logits.ndim != 2:
         return None
     if not torch.isfinite(logits).all():
@@ -166,7 +163,6 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool],
     if not np.isfinite(grids).all():
         raise ShapeError(f"Method {method.name} gave a map with NaN or infinite values.")
     seconds = (seconds + time.perf_counter() - started) / batch
-    assert trace.model_info is not None
     outputs, saliencies = trace.model_info.outputs, []
     readouts = trace.readout_words(trace.targets) if starts_at_readout(chosen) else []
     extent = trace.extent_of((grids.shape[1], grids.shape[2]))

@@ -4,7 +4,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,7 +22,6 @@ from vitflow.explaining.applying import (
 from vitflow.explaining.image_model import ImageModel
 from vitflow.explaining.inputs import ImageInput, PlacedImage, name_of, several
 from vitflow.explaining.saliency import Saliency, contrasted
-from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.explaining.targets import (
     Contrast,
     Score,
@@ -359,21 +357,18 @@ class Explainer(ImageModel):
         # Leave the caller's torch.inference_mode(), in which tensors have no gradients.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), evaluating(self.model):
             started, state = time.perf_counter(), random_state(self.device)
-            trace, chosen = self._record_for(pixels := self._tensor(images), chosen, outputs, readout)
-            if trace.logits is None:
-                self.logits(pixels)  # raises an error that describes the output
-            logits = trace.logits if outputs is self.outputs else self.outputs.raw_scores(trace.output)
+            trace, chosen = self._record_for(self._tensor(images), chosen, outputs, readout)
+            reported = trace.logits if outputs is self.outputs else None
+            logits = self.outputs.required_scores(trace.output, self.model_id) if reported is None else reported
             probabilities = probabilities_of(logits, self.model_info)
             seconds = time.perf_counter() - started
             indices = resolve_targets(targets, probabilities, self.model_info.outputs.names)
-            targeted = TargetedTrace.of(
+            targeted = self.targeted(
                 trace,
                 None,
-                run=partial(self.logits, outputs=outputs.perturbed_outputs or outputs),
-                outputs=outputs,
-                model_info=self.model_info,
+                outputs,
                 images=images,
-                raw_scores=None if logits is None else logits.detach(),
+                raw_scores=logits.detach(),
                 probabilities=probabilities,
                 seconds=seconds,
                 is_random=not torch.equal(state, random_state(self.device)),

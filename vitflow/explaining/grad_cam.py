@@ -13,6 +13,7 @@ from vitflow.models.anatomy import forward_options
 from vitflow.models.blocks import block_of, branch_norms, entries_of
 from vitflow.recording.isolation import evaluating
 from vitflow.recording.recorder import record_attention
+from vitflow.recording.trace import Trace
 
 # Share of a gradient above which the rest is rounding, in float32 and in half precision.
 _WHOLE, _WHOLE_IN_HALF = 0.99, 0.95
@@ -24,13 +25,13 @@ def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
 
     The maps of branches with the same grid are added.
     """
-    paths, shares = cam_layers(trace, layer)
+    paths, shares = cam_layers(trace, trace.class_indices, layer)
     grids, whole = [_map_of(trace, path) for path in paths], _whole(trace)
     facts = [{} if share >= whole else {"cam_share": round(share, 3)} for share in shares.tolist()]
     return Maps(torch.stack(grids).sum(dim=0), facts)
 
 
-def cam_layers(trace: TargetedTrace, layer: int) -> tuple[list[str], Tensor]:
+def cam_layers(trace: Trace, targets: Tensor, layer: int) -> tuple[list[str], Tensor]:
     """Return the modules whose Grad-CAM maps are added, and the share of each image's gradient that passes them.
 
     The gradient of the target is measured at the block that contains the layer. If a part of it passes elsewhere, the
@@ -39,6 +40,7 @@ def cam_layers(trace: TargetedTrace, layer: int) -> tuple[list[str], Tensor]:
 
     Args:
         trace: a pass recorded with gradients and the features of `branch_norms`.
+        targets: class index of each image, [batch].
         layer: 1 for the first, −1 for the last.
 
     Returns:
@@ -47,7 +49,7 @@ def cam_layers(trace: TargetedTrace, layer: int) -> tuple[list[str], Tensor]:
     Raises:
         UnsupportedModelError: a part of the gradient passes neither these branches nor the first block of the stack.
     """
-    model, targets, whole = type(trace.model).__name__, trace.class_indices, _whole(trace)
+    model, whole = type(trace.model).__name__, _whole(trace)
     first, *others = branch_norms(trace.model, layer)
     paths = [path for path in (first, *others) if path in trace.features]
     if first not in paths:
@@ -82,7 +84,6 @@ def cam_layers(trace: TargetedTrace, layer: int) -> tuple[list[str], Tensor]:
 
 def measured_layers(trace: TargetedTrace, layer: int) -> list[str]:
     """Return the modules of `cam_layers` for a trace without gradients, from another forward pass."""
-    assert trace.pixels is not None
     size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
     recording = record_attention(
         trace.model,
@@ -93,10 +94,10 @@ def measured_layers(trace: TargetedTrace, layer: int) -> list[str]:
     )
     with torch.inference_mode(False), torch.enable_grad(), evaluating(trace.model), recording as recorded:
         trace.model(trace.pixels.detach().clone(), **forward_options(trace.model, size))
-    return cam_layers(TargetedTrace.of(recorded, trace.targets), layer)[0]
+    return cam_layers(recorded, trace.class_indices, layer)[0]
 
 
-def _whole(trace: TargetedTrace) -> float:
+def _whole(trace: Trace) -> float:
     half = trace.logits is not None and trace.logits.dtype.itemsize < 4
     return _WHOLE_IN_HALF if half else _WHOLE
 

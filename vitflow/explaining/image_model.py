@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vitflow.errors import OptionError, VitflowError, check_known, printable, unknown_name
 from vitflow.explaining.inputs import ImageInput, ModelInputs, PlacedImage, at_least_one, name_of
 from vitflow.explaining.regions import Boxes, Masks, boxes
+from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.images import FITS
 from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.images.reading import ImageSource, image_name
@@ -21,7 +22,7 @@ from vitflow.models import DTYPES
 from vitflow.models.anatomy import forward_options
 from vitflow.models.binding import Binding
 from vitflow.models.blocks import headless
-from vitflow.models.calls import no_logits, refused_input
+from vitflow.models.calls import refused_input
 from vitflow.models.identity import library_versions, state_sha256, weights_sha256
 from vitflow.models.info import library_data_config, read_model_info
 from vitflow.models.loading import load_model
@@ -319,6 +320,14 @@ class ImageModel:
                 trace.logits, trace.read = outputs.raw_scores(trace.output), outputs.read
         return trace
 
+    def targeted(
+        self, trace: Trace, targets: Tensor | None, outputs: Outputs | None = None, **further: Any
+    ) -> TargetedTrace:
+        """Add to a recorded pass its targets, by default of the explainer's outputs, and the means to run it again."""
+        outputs = outputs or self.outputs
+        run = partial(self.logits, outputs=outputs.perturbed_outputs or outputs)
+        return TargetedTrace.of(trace, targets, run=run, outputs=outputs, model_info=self.model_info, **further)
+
     def logits(self, pixels: Tensor, outputs: Outputs | None = None) -> Tensor:
         """Run the model in eval mode and return its logits, [batch, classes].
 
@@ -331,10 +340,7 @@ class ImageModel:
         """
         with evaluating(self.model):
             output = self.forward(pixels.clone())  # the model may change it in place
-            logits = (outputs or self.outputs).raw_scores(output)
-        if logits is None:
-            raise no_logits(output, self.model_id)
-        return logits
+            return (outputs or self.outputs).required_scores(output, self.model_id)
 
 
 def _loaded(

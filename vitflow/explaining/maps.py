@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -260,24 +260,21 @@ def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: 
     check_known("score", score, OPTIONS["score"].choices)
     rows, cols = trace.grid(patch_size)
     predict = trace.log_odds if score == "log-odds" else trace.predict
-    assert trace.pixels is not None
     options: dict[str, Any] = {"rows": rows, "cols": cols, "extent": trace.extent_of((rows, cols))}
     with tracking("occlusion", len(trace.pixels) * rows * cols) as progress:
         options |= {"batch_size": occlusion_batch, "progress": progress}
         return Maps(cells.occlusion(predict, trace.pixels, trace.class_indices, **options))
 
 
-def random(trace: Trace, *, random_seed: int) -> Maps:
+def random(trace: TargetedTrace, *, random_seed: int) -> Maps:
     """Random numbers on the patch grid."""
     rows, cols = trace.grid()
-    assert trace.pixels is not None
     return Maps(cells.random_map(trace.pixels, rows=rows, cols=cols, seed=random_seed))
 
 
-def centre(trace: Trace, *, sigma: float) -> Maps:
+def centre(trace: TargetedTrace, *, sigma: float) -> Maps:
     """Gaussian at the centre of the image."""
     rows, cols = trace.grid()
-    assert trace.pixels is not None
     return Maps(cells.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
 
 
@@ -302,7 +299,7 @@ def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
     with tracking("LeGrad", len(paths) - first) as progress:
         for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
             # Only this layer: the layers above do not affect its output.
-            single = replace(trace, layers=[layer], features={}, pixels=None)
+            single = Trace(layers=[layer], model=trace.model, names=trace.names, head_inputs=trace.head_inputs)
             gradient += single.gradients_of(_output_of(trace, trace.features[path], paths[-1], pooled)).attentions
             progress(1)
     return Maps(trace.layout.to_grid(gradients.legrad(gradient)))
@@ -310,7 +307,6 @@ def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
 
 def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
     """Return the target output of each image if the last block returned these tokens, [batch, 1]."""
-    assert trace.pixels is not None
     with torch.inference_mode(False), torch.enable_grad():
         if pooled == "mean":  # in place of each prefix token that is read more than any patch
             readout, prefix = trace.readout, trace.layout.num_prefix_tokens
@@ -318,6 +314,6 @@ def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> 
             mean = tokens.mean(dim=1, keepdim=True)
             means = torch.where(read.to(tokens.device).unsqueeze(-1), mean, tokens[:, :prefix])
             tokens = torch.cat([means, tokens[:, prefix:]], dim=1)
-        numbers = trace.outputs.raw_scores(output_from_tokens(trace.model, trace.pixels, last, tokens))
-        assert numbers is not None
-        return numbers.gather(1, trace.class_indices.to(numbers.device).view(-1, 1))
+        output = output_from_tokens(trace.model, trace.pixels, last, tokens)
+        scores = trace.outputs.required_scores(output, trace.model_info.id)
+        return scores.gather(1, trace.class_indices.to(scores.device).view(-1, 1))

@@ -71,7 +71,6 @@ def _image_by_image(function: Callable[..., Maps]) -> Callable[..., Maps]:
     """Compute each map alone, with the same random numbers, so that it does not depend on the images of its batch."""
 
     def compute(trace: TargetedTrace, **options: Any) -> Maps:
-        assert trace.pixels is not None
         targets = trace.class_indices
         maps = [
             function(
@@ -120,16 +119,13 @@ def _classes(module: Any, package: str) -> dict[str, type]:
 class _Explained(nn.Module):
     """A model that returns the explained outputs, [batch, k]."""
 
-    def __init__(self, model: nn.Module, outputs: Outputs) -> None:
+    def __init__(self, model: nn.Module, outputs: Outputs, name: str) -> None:
         super().__init__()
-        self.model, self._outputs = model, outputs
+        self.model, self._outputs, self._name = model, outputs, name
 
     def forward(self, pixels: Tensor) -> Tensor:
         output = self.model(pixels.clone(), **forward_options(self.model, (pixels.shape[-2], pixels.shape[-1])))
-        numbers = self._outputs.raw_scores(output)
-        if numbers is None:
-            raise UnsupportedModelError("the model returns no scores")
-        return numbers
+        return self._outputs.required_scores(output, self._name)
 
 
 @dataclass(frozen=True)
@@ -226,7 +222,6 @@ class _ExternalMethod:
         Raises:
             UnsupportedModelError: the package raised an error.
         """
-        assert trace.pixels is not None
         parameters = list(trace.model.parameters())
         device = trace.pixels.device
         numbers = np.random.get_state()  # noqa: NPY002 (packages use the global generator)
@@ -243,7 +238,8 @@ class _ExternalMethod:
                 torch.manual_seed(0)
                 np.random.seed(0)  # noqa: NPY002
                 warnings.simplefilter("ignore")  # about hooks and gradients that are restored here
-                yield _Explained(trace.model, trace.outputs).eval(), trace.pixels.detach().clone().requires_grad_()
+                explained = _Explained(trace.model, trace.outputs, trace.model_info.id)
+                yield explained.eval(), trace.pixels.detach().clone().requires_grad_()
         except VitflowError:
             raise
         except Exception as error:

@@ -38,7 +38,7 @@ def make_maps(method: Method, options: Mapping[str, Any], trace: TargetedTrace) 
         affinity_of(trace, affinity, (trace.layout.rows, trace.layout.cols))
     result = method.load()(trace, **method.function_options(options))
     maps = result if isinstance(result, Maps) else Maps(result)
-    batch = 0 if trace.pixels is None else len(trace.pixels)
+    batch = len(trace.pixels)
     per_image = maps.grids.ndim == 3 and len(maps.grids) == batch
     if steps and per_image and method.refine_stage in ("after", "after_clamping"):
         least = 0.0 if method.refine_stage == "after_clamping" else None

@@ -123,7 +123,6 @@ def sample(
         layout, hidden = None, trace.cached_outputs[failed]
     if layout is not None:
         batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
-    assert trace.pixels is not None
     images = trace.pixels.detach().split(1)
     # Fewer masks are the first of more masks: the outputs serve further classes, methods and numbers of masks.
     known: list[list[Tensor]] = trace.cached_outputs.setdefault(
@@ -157,8 +156,6 @@ def sample(
 
 def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
     """Return the layout of tokens that can be dropped (or None), the patch grid, and a description."""
-    assert trace.pixels is not None
-    assert trace.model_info is not None
     try:
         layout = droppable_tokens(trace.model, trace.pixels, trace.model_info.layout, trace.perturbed_outputs.read)
         return layout, (layout.rows, layout.cols), "tokens dropped"

@@ -16,17 +16,18 @@ from vitflow.recording.readout import Readouts
 from vitflow.recording.trace import Trace
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class TargetedTrace(Trace):
     """A recorded pass with its targets: the first argument of the function of a method.
 
     It shares the recorded tensors with the trace that it was made from.
 
     Attributes:
-        targets: target class of each image, [batch]; None if the model has no classes.
+        pixels: the model input, [batch, channels, height, width].
         run: maps model inputs to logits [batch, classes] by running the model again.
-        outputs: the outputs that maps explain; may differ from the reported ones.
         model_info: properties of the model.
+        targets: target class of each image, [batch]; None if the model has no classes.
+        outputs: the outputs that maps explain; may differ from the reported ones.
         images: the images of the pass.
         raw_scores: logits of the reported outputs, [batch, classes].
         probabilities: reported scores, [batch, classes]; None if the model has no classes.
@@ -34,16 +35,13 @@ class TargetedTrace(Trace):
         refinement_requested: whether the refinement of the current method was requested, not a default.
         is_random: True if the pass used random numbers, as Monte-Carlo dropout does.
         cached_outputs: outputs of further forward passes by key, for further classes and methods.
-
-    >>> import torch
-    >>> TargetedTrace.of(Trace(), torch.tensor([3])).class_indices
-    tensor([3])
     """
 
+    pixels: Tensor
+    run: Callable[[Tensor], Tensor]
+    model_info: ModelInfo
     targets: Tensor | None = None
-    run: Callable[[Tensor], Tensor] | None = None
     outputs: Outputs = field(default_factory=Outputs)
-    model_info: ModelInfo | None = None
     images: Sequence[PlacedImage] = ()
     raw_scores: Tensor | None = None
     probabilities: Tensor | None = None
@@ -54,7 +52,7 @@ class TargetedTrace(Trace):
 
     @classmethod
     def of(cls, trace: Trace, targets: Tensor | None, **further: Any) -> "TargetedTrace":
-        """Add targets and further attributes to a recorded pass."""
+        """Add targets and further attributes, at least `run` and `model_info`, to a recorded pass."""
         recorded = {field.name: getattr(trace, field.name) for field in fields(Trace)}
         return cls(**recorded, targets=targets, **further)
 
@@ -89,13 +87,10 @@ class TargetedTrace(Trace):
 
     def predict(self, pixels: Tensor) -> Tensor:
         """Run the model again and return the probabilities [batch, classes]."""
-        return activate(self._run_again(pixels), self.perturbed_outputs.activation)
+        with torch.no_grad():
+            return activate(self.run(pixels), self.perturbed_outputs.activation)
 
     def log_odds(self, pixels: Tensor) -> Tensor:
         """Run the model again and return the log-odds [batch, classes], which do not saturate at probability 1."""
-        return log_odds(self._run_again(pixels), self.perturbed_outputs.activation)
-
-    def _run_again(self, pixels: Tensor) -> Tensor:
-        assert self.run is not None
         with torch.no_grad():
-            return self.run(pixels)
+            return log_odds(self.run(pixels), self.perturbed_outputs.activation)

@@ -102,6 +102,12 @@ class Outputs:
             )
         return scores
 
+    def required_scores(self, output: Any, model: str) -> Tensor:
+        """Compute `raw_scores`; ModelError, which names the model, for an output without logits."""
+        if (scores := self.raw_scores(output)) is None:
+            raise no_logits(output, model)
+        return scores
+
     def fingerprint(self) -> dict[str, Any]:
         """Return how these outputs differ from the model's classes, for JSON, without activation and names."""
         usual = Outputs()
@@ -116,14 +122,14 @@ class Outputs:
         }
 
     def with_reference(self, output: Any) -> list[Tensor]:
-        """Compute the scores [batch, k], then those of the reference, [batch, k] or [batch, 1]; empty without logits.
+        """Compute the scores [batch, k], then those of the reference if it is given, [batch, k] or [batch, 1].
 
         Raises:
-            ModelError: as for `raw_scores`; or `reference` failed or returned another shape.
+            ModelError: as for `raw_scores`; or there are no scores, or `reference` failed or returned another shape.
         """
-        scores = self.raw_scores(output)
-        if scores is None or self.reference is None:
-            return [] if scores is None else [scores]
+        scores = self.required_scores(output, "the model")
+        if self.reference is None:
+            return [scores]
         reference = _called(self.reference, output)
         rows, columns = scores.shape[0], scores.shape[-1]
         if not isinstance(reference, Tensor) or reference.shape not in ((rows, columns), (rows, 1)):
@@ -153,12 +159,11 @@ class Outputs:
 
     def scores_minus_rest(self, output: Any) -> Tensor:
         """Compute the scores minus their reference, by default the mean of the others, [batch, k]."""
-        numbers, *rest = self.with_reference(output) or [torch.empty(0)]
+        numbers, *rest = self.with_reference(output)
         if numbers.ndim != 2:
-            got = f"shape {tuple(numbers.shape)}" if numbers.numel() else "none"
             raise OptionError(
-                f"Expected logits [images, classes] for a contrast with the rest, got {got}: leave out against, or "
-                "pass outputs=."
+                "Expected logits [images, classes] for a contrast with the rest, got shape "
+                f"{tuple(numbers.shape)}: leave out against, or pass outputs=."
             )
         if rest:
             return numbers - rest[0]
@@ -205,9 +210,7 @@ class Outputs:
 
     def _rows(self, run: Callable[[Tensor], Any], pixels: Tensor) -> list[Tensor]:
         """Return `with_reference` of a batch; ModelError unless it has a row for each image."""
-        scores = self.with_reference(output := run(pixels))
-        if not scores:
-            raise no_logits(output, "the model")
+        scores = self.with_reference(run(pixels))
         if scores[0].shape[0] != len(pixels):
             raise ModelError(
                 f"Expected a row of outputs for each image, got {scores[0].shape[0]} for {len(pixels)} images."

@@ -220,9 +220,10 @@ class record_attention:
             self._listening.end()
         if output is not None:  # no exception was raised
             self._listening.close(name)
-        if not name and output is not None and (logits := self._outputs(output)) is not None:
+        if not name and output is not None:
             self.trace.output = output
-            self._finish(logits)
+            if (logits := self._outputs(output)) is not None:
+                self._finish(logits)
 
     def _keep(self, path: str, args: Any, output: Any) -> None:
         if self._gradients and not torch.is_grad_enabled():

@@ -15,7 +15,6 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.sampling import sample
-from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.explaining.targets import Target
 from vitflow.images.reading import ImageSource
 from vitflow.methods.flow.attention_flow import attention_flow
@@ -143,8 +142,7 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
         return regress(kept, scores[:, target], affinity_of(trace, method.options["affinity"], grid).matrix[0])
 
     recorded = explainer.record(shared_input([saliency]), **recording_options([method], explainer.model))
-    of_model = {"run": explainer.logits, "outputs": explainer.outputs, "model_info": explainer.model_info}
-    trace = TargetedTrace.of(recorded, torch.tensor([target]), **of_model)
+    trace = explainer.targeted(recorded, torch.tensor([target]))
     with torch.no_grad(), evaluating(explainer.model):
         few = posterior(saliency.facts.get("masks_used", method.options["masks"]), seed)
         many = posterior(masks, seed + 1)

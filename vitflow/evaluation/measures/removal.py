@@ -1,7 +1,7 @@
 """Run a model on an image with some of its patches removed: dropped from the sequence, blank or blurred."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -12,7 +12,6 @@ from torch import Tensor
 from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, check_known
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
-from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.images.extents import Extent
 from vitflow.methods.cells import cell_owners
 from vitflow.methods.tokens import TokenLayout
@@ -85,8 +84,7 @@ def pools_patches(explainer: Explainer, placed: PlacedImage, target: int | None)
     """
     try:
         targets = None if target is None else torch.tensor([target])
-        of_model: Any = {"run": explainer.logits, "outputs": explainer.outputs, "model_info": explainer.model_info}
-        trace = TargetedTrace.of(explainer.record(placed), targets, **of_model)
+        trace = explainer.targeted(explainer.record(placed), targets)
         readout, layout = trace.readout[0].double().cpu(), trace.top
     except VitflowError:
         return True
