@@ -6,6 +6,7 @@ import re
 import sys
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -17,6 +18,7 @@ from vitflow.cli import cli
 from vitflow.cli.output import images_bar, reporting, resumable
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
+from vitflow.evaluation import run as evaluation_run
 from vitflow.folder.batches import RunProgress
 from vitflow.progress import tracking, watched
 from vitflow.registry.method_table import is_slow, list_methods
@@ -127,3 +129,26 @@ def test_an_output_that_cannot_be_written_is_reported_with_a_remedy(tmp_path):
         actual = CliRunner().invoke(cli, [*verb, "-o", str(tmp_path / "file" / "out")])
         assert actual.exit_code == 2, actual.output
         assert "cannot be written to: Not a directory. Choose another" in actual.stderr and ".part" not in actual.stderr
+
+
+# With sanity checks of one image, ten times the work of another: 13 of 4 images, and 2 or 11 of the first 2.
+@pytest.mark.parametrize(("metrics", "expected"), [(["roc_auc"], {200.0}), (["roc_auc", "sanity"], {650.0, 1300 / 11})])
+def test_an_evaluation_says_how_long_it_takes_after_its_first_batch(metrics, expected, monkeypatch, capsys):
+    clock = itertools.count(0.0, 100.0)
+    monkeypatch.setattr(evaluation_run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    states = []
+    with images_bar() as show:
+        progress = lambda state: (states.append(state), show(state))  # noqa: E731
+        evaluate(
+            "demo:4",
+            model="demo",
+            methods=["rollout"],
+            metrics=metrics,
+            batch_size=2,
+            sanity_images=1,
+            progress=progress,
+        )
+    assert {state.seconds for state in states if state.done < 2} == {None}
+    [seconds] = {state.seconds for state in states if state.done > 2}
+    assert seconds in expected
+    assert capsys.readouterr().err.count(f"about {seconds / 60:.0f} min in all") == 1

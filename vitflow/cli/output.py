@@ -21,6 +21,9 @@ from vitflow.files import is_folder
 from vitflow.images import FIGURE_FORMATS
 from vitflow.progress import shown_by
 
+# Seconds of a run whose expected duration is printed.
+_LONG = 90.0
+
 
 def say(text: object) -> None:
     """Print lines on stderr, with terminal control characters escaped."""
@@ -101,9 +104,10 @@ def images_bar() -> Iterator[Any]:
     from tqdm import tqdm
 
     bar: Any = None
+    announced = False
 
     def show(state: Any) -> None:
-        nonlocal bar
+        nonlocal bar, announced
         if bar is None:
             bar = tqdm(
                 total=state.total,
@@ -123,6 +127,9 @@ def images_bar() -> Iterator[Any]:
             if state.row["status"] == "failed":
                 error = f"{state.row['error']}: {state.row['message']}"
                 bar.write(f"error: {error if name in error else f'{name}: {error}'}", file=sys.stderr)
+        if not announced and (state.seconds or 0.0) > _LONG:
+            announced = True
+            bar.write(f"note: about {state.seconds / 60:.0f} min in all, from the first images", file=sys.stderr)
         bar.update(max(state.done + state.under_way - bar.n, 0))
 
     try:

@@ -1,6 +1,7 @@
 """Evaluate methods on a model and data: choose what to measure, and measure image by image, with resume."""
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -275,9 +276,12 @@ class _Run:
         """Measure these images of the data set, and yield a row for each."""
         tally = Tally(self.progress, len(self.dataset), len(self.dataset) - len(samples))
         size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
-        batches = Batches(self.explainer, size)
+        batches, begin = Batches(self.explainer, size), time.perf_counter()
         for start in range(0, len(samples), size):
             batch = samples[start : start + size]
+            if start == size:  # from the time of the first batch
+                tally.seconds = (time.perf_counter() - begin) * self._work(samples) / self._work(samples[:size])
+                tally.share(0.0)
             with watched(partial(_report_share, tally, tally.done, len(batch)), self._rounds(batch)):
                 for row in self._measure(batches, batch):
                     tally.row(row)
@@ -308,6 +312,10 @@ class _Run:
                     raise
                 row = error
             yield (failed_row({"input": case.name}, row) if isinstance(row, Exception) else row) | stamps[case.name]
+
+    def _work(self, samples: Sequence[Sample]) -> int:
+        """Return the expected work on images, in runs of every method."""
+        return sum(1 + _SANITY_ROUNDS * ("sanity" in self.groups[sample.name]) for sample in samples)
 
     def _rounds(self, samples: Sequence[Sample]) -> float:
         """Return the expected work on a batch, in runs of one slow method over it."""

@@ -111,12 +111,14 @@ class RunProgress:
         row: the newest row.
         under_way: further work done, in images, as far as it is known. Slow methods report it between rows, without a
             row.
+        seconds: expected duration of the whole run, once it is known.
     """
 
     done: int
     total: int
     row: Mapping[str, Any] | None
     under_way: float = 0.0
+    seconds: float | None = None
 
 
 class Tally:
@@ -124,6 +126,7 @@ class Tally:
 
     def __init__(self, callback: Callable[[RunProgress], None] | None, total: int, done: int = 0) -> None:
         self._callback, self._total, self.done = callback, total, done
+        self.seconds: float | None = None
         self.share(0.0)
 
     def row(self, row: Mapping[str, Any], under_way: float = 0.0) -> None:
@@ -137,4 +140,4 @@ class Tally:
 
     def _report(self, row: Mapping[str, Any] | None, under_way: float) -> None:
         if self._callback is not None:
-            self._callback(RunProgress(self.done, self._total, row, under_way))
+            self._callback(RunProgress(self.done, self._total, row, under_way, self.seconds))
