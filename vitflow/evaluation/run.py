@@ -121,17 +121,15 @@ def evaluate(
     if methods is None or methods == "all":
         chosen, refused = _applicable_methods(explainer, dataset, chosen)
         notes += refused
-    replacement = replace_by or ("drop" if "faithfulness" in groups and can_drop_tokens(explainer) else "blank")
-    # With "all", methods that run the model many times would dominate the time of the sanity checks.
-    slow = [choice.label for choice in chosen if methods == "all" and "predict" in choice.method.needs]
     protocol = Protocol(
         methods=tuple(chosen),
         groups=tuple(groups),
-        replace=replacement,
+        replace=replace_by or ("drop" if "faithfulness" in groups and can_drop_tokens(explainer) else "blank"),
         points=points,
         seed=seed,
         sanity_images=sanity_images,
-        unchecked=tuple(slow),
+        # With "all", methods that run the model many times would dominate the time of the sanity checks.
+        unchecked=tuple(each.label for each in chosen if methods == "all" and "predict" in each.method.needs),
         blurred_control=blurred_control and bool({"localisation", "faithfulness"} & set(groups)),
     )
     settings = _settings(dataset, explainer, protocol)
@@ -260,11 +258,9 @@ class _Run:
 
         def is_done(row: Mapping[str, Any]) -> bool:
             """Return True if an earlier run measured these groups on this image, unchanged and in the same grid."""
-            name = row["input"]
-            grid = self.grids[name].names if name in self.grids else None
-            groups = list(self.groups[name])
-            unchanged = row["stamp"] == samples[name].stamp() and row.get("grid") == grid
-            return unchanged and row["status"] == "measured" and row["groups"] == groups
+            sample, grid = samples[row["input"]], self.grids.get(row["input"])
+            same = row["groups"] == list(self.groups[sample.name]) if row["status"] == "measured" else False
+            return same and row["stamp"] == sample.stamp() and row.get("grid") == (grid and grid.names)
 
         with Run(folder, settings, overwrite=overwrite) as run:
             for row in self.rows([samples[name] for name in run.missing(list(samples), is_done)]):

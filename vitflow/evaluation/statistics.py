@@ -87,9 +87,6 @@ def estimate_means(values: NDArray[np.float64], *, limits: Limits | None = None,
         limits: smallest and largest possible value; without them, no pseudo-observations.
         share: the values are hits and misses, at the ends of the range.
 
-    Raises:
-        ShapeError: values is not two-dimensional.
-
     Source: Agresti & Coull, "Approximate Is Better than 'Exact' for Interval Estimation of Binomial Proportions", The
     American Statistician, 1998 (shares); simulations for the other weight.
 
@@ -119,9 +116,6 @@ def paired_differences(
         values: [images, methods]; NaN if undefined.
         pairs: indices of the methods to compare; by default all pairs.
         limits, share: as for `estimate_means`.
-
-    Raises:
-        ShapeError: values does not have one column per label.
 
     Source: Bonett & Price, "Adjusted Wald Confidence Interval for a Difference of Binomial Proportions Based on Paired
     Data", Journal of Educational and Behavioral Statistics, 2012 (shares).

@@ -1,9 +1,9 @@
 """Values of an evaluation, and the estimates, differences and rankings computed from them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations, groupby, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -201,11 +201,7 @@ class Tables:
     # --- Estimates ---------------------------------------------------------------------------------------------------
 
     def table(self, metric: str) -> list[TableRow]:
-        """Return the table of a metric: a row per method, in the requested order.
-
-        Raises:
-            OptionError: the metric was not measured.
-        """
+        """Return the table of a metric: a row per method, in the requested order; OptionError if not measured."""
         check_known("metric of this evaluation", metric, self.values)
         return list(self._tables[metric].values())
 
@@ -215,30 +211,24 @@ class Tables:
 
     @cached_property
     def _tables(self) -> dict[str, dict[str, TableRow]]:
-        tables: dict[str, dict[str, TableRow]] = {}
-        for metric in self.metrics:
-            estimates = estimate_means(self.measured_values(metric), limits=metric.limits, share=metric.share)
-            tables[metric.name] = {}
-            for method, estimate in zip(self.methods, estimates, strict=True):
-                measured = self.is_measured(method, metric)
-                shown = estimate if measured else replace(estimate, undefined=0)
-                tables[metric.name][method] = TableRow(method, self.is_baseline(method), measured, shown)
-        return tables
+        return {metric.name: dict(zip(self.methods, self._rows_of(metric), strict=True)) for metric in self.metrics}
+
+    def _rows_of(self, metric: Metric) -> Iterator[TableRow]:
+        estimates = estimate_means(self.measured_values(metric), limits=metric.limits, share=metric.share)
+        for method, estimate in zip(self.methods, estimates, strict=True):
+            measured = self.is_measured(method, metric)
+            shown = estimate if measured else replace(estimate, undefined=0)
+            yield TableRow(method, self.is_baseline(method), measured, shown)
 
     def differences(self, metric: str) -> list[Difference]:
-        """Return the paired differences of all methods, and of each method and its blurred control.
-
-        Raises:
-            OptionError: the metric was not measured.
-        """
+        """Return the paired differences of all methods, and of each method and its control; OptionError as `table`."""
         check_known("metric of this evaluation", metric, self.values)
         return list(self._differences[metric].values())
 
     def difference(self, metric: str, first: str, second: str) -> Difference | None:
         """Return first minus second; None for a method and itself, or another method's blurred control."""
         check_known("metric of this evaluation", metric, self.values)
-        pair = self._differences[metric].get((first, second))
-        reverse = self._differences[metric].get((second, first))
+        pair, reverse = (self._differences[metric].get(pair) for pair in ((first, second), (second, first)))
         return pair if reverse is None else reverse.reversed()
 
     @cached_property
@@ -250,8 +240,8 @@ class Tables:
         ]
         differences = {}
         for metric in self.metrics:
-            values, bounds = self.measured_values(metric), {"limits": metric.limits, "share": metric.share}
-            estimated = paired_differences(list(self.methods), values, pairs, **bounds)  # type: ignore[arg-type]
+            values, labels = self.measured_values(metric), list(self.methods)
+            estimated = paired_differences(labels, values, pairs, limits=metric.limits, share=metric.share)
             differences[metric.name] = {(pair.first, pair.second): pair for pair in estimated}
         return differences
 
@@ -305,47 +295,36 @@ class Tables:
 
     def accumulated_mean_iou(self) -> dict[str, float | None]:
         """Return the mean IoU accumulated over all images for each method, as reported by Chefer et al."""
-        if "overlap" not in self.series:
-            return {}
-        ious: dict[str, float | None] = {}
-        for method, overlaps in zip(self.methods, self.series["overlap"].transpose(1, 0, 2), strict=True):
-            defined = overlaps[~np.isnan(overlaps).any(axis=1)]
-            ious[method] = accumulated_iou(defined) if len(defined) else None
-        return ious
-
-    @property
-    def correlation_means(self) -> NDArray[np.float64]:
-        """Means and standard deviations of rank correlation over images, [2, references, methods, layers]."""
-        if self.correlation is None:
-            return np.empty((2, len(REFERENCES), len(LAYER_METHODS), 0))
-        spread = np.ma.masked_invalid(self.correlation).std(axis=0, ddof=1).filled(np.nan)
-        return np.stack([defined_means(self.correlation), spread])
+        overlaps = self.series["overlap"].transpose(1, 0, 2) if "overlap" in self.series else ()
+        defined = (of_method[~np.isnan(of_method).any(axis=1)] for of_method in overlaps)
+        ious = [accumulated_iou(counts) if len(counts) else None for counts in defined]
+        return dict(zip(self.methods, ious, strict=False))
 
     def correlations(self) -> list[dict[str, Any]]:
         """Return a row per reference, method and layer: mean and standard deviation of Spearman's ρ over images."""
-        means, spreads = self.correlation_means
+        if self.correlation is None:
+            return []
+        means = defined_means(self.correlation)
+        spreads = np.ma.masked_invalid(self.correlation).std(axis=0, ddof=1).filled(np.nan)
         cells = product(enumerate(REFERENCES), enumerate(LAYER_METHODS), range(means.shape[-1]))
         return [
-            {
-                "reference": reference,
-                "method": method,
-                "layer": layer + 1,
-                "mean": optional(means[i, j, layer]),
-                "standard_deviation": optional(spreads[i, j, layer]),
-            }
+            {"reference": reference, "method": method, "layer": layer + 1}
+            | {"mean": optional(means[i, j, layer]), "standard_deviation": optional(spreads[i, j, layer])}
             for (i, reference), (j, method), layer in cells
         ]
 
     def correlation_tables(self) -> list[Table]:
         """Return a table per reference, as in the paper: mean ± standard deviation, a row per method."""
         tables = []
-        for reference, means, spreads in zip(REFERENCES, *self.correlation_means, strict=True):
-            head = (f"Spearman with {_LAYER_TITLES[reference]}", *(f"L{layer + 1}" for layer in range(means.shape[1])))
-            lines = zip(LAYER_METHODS, means.tolist(), spreads.tolist(), strict=True)
-            rows = [(_LAYER_TITLES[name], *map(_with_spread, *numbers)) for name, *numbers in lines]
-            tables.append(Table(head, rows))
+        for reference, cells in groupby(self.correlations(), lambda row: row["reference"]):
+            lines = {method: list(line) for method, line in groupby(cells, lambda row: row["method"])}
+            head = (f"Spearman with {_LAYER_TITLES[reference]}", *(f"L{row['layer']}" for row in lines["attention"]))
+            tables.append(
+                Table(head, [(_LAYER_TITLES[name], *map(_with_spread, line)) for name, line in lines.items()])
+            )
         return tables
 
 
-def _with_spread(mean: float, spread: float) -> str:
-    return decimal(optional(mean), 2) + ("" if np.isnan(spread) else f" ± {spread:.2f}")
+def _with_spread(row: Mapping[str, Any]) -> str:
+    spread = row["standard_deviation"]
+    return decimal(row["mean"], 2) + ("" if spread is None else f" ± {spread:.2f}")

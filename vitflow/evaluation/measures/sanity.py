@@ -1,4 +1,9 @@
-"""Sanity checks: cascading weight randomisation, stability under shifts and flips, and sensitivity to the class."""
+"""Sanity checks: cascading weight randomisation, stability under shifts and flips, and sensitivity to the class.
+
+Each takes the explainer that made some maps and the maps, which explain one target of one image by any methods, and
+returns Spearman's ρ for each map, in order; None if a map is constant. Maps of several images or targets are an
+OptionError.
+"""
 
 import copy
 import warnings
@@ -79,11 +84,7 @@ def cascading_randomisation(
 
 
 def explain_again(explainer: Explainer, images: Sequence[PlacedImage], maps: Sequence[Saliency]) -> list[Saliency]:
-    """Explain images by the methods, with the options and for the target of some maps; by image, then by map.
-
-    Raises:
-        OptionError: the maps are of several targets.
-    """
+    """Explain images by the methods, with the options and for the target of some maps; by image, then by map."""
     first = maps[0]
     if any(m.target != first.target for m in maps[1:]):
         raise OptionError("Expected maps of one image for one target, got several targets.")
@@ -177,16 +178,8 @@ def shift_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[floa
     The model input is shifted by one patch, once to the right and once down; ρ is the mean of both. Only patches with
     identical pixels before and after are compared. New pixels come from the image beyond the crop, or from its
     reflection at the border. Only the position embedding and the border change, so a map that depends on content is
-    stable. A map that depends only on position can be stable, too: a centre prior loses little.
-
-    Args:
-        explainer, maps: as for `cascading_randomisation`.
-
-    Returns:
-        For each map, in order; None if a map is constant or its grid does not shift by whole cells.
-
-    Raises:
-        OptionError: the maps are of several images or targets.
+    stable. A map that depends only on position can be stable, too: a centre prior loses little. ρ is None for constant
+    maps, and for grids that do not shift by whole cells.
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
@@ -211,19 +204,10 @@ def shift_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[floa
 
 
 def flip_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
-    """Flip stability: Spearman's ρ between the mirrored image's map, mirrored, and each map.
+    """Return Spearman's ρ between each map and the map of the mirrored image, mirrored back.
 
     The model input itself is mirrored left to right, so that every patch contains the mirror image of its counterpart.
     A centre prior has ρ = 1 up to rounding: stability alone is not evidence for a map.
-
-    Args:
-        explainer, maps: as for `cascading_randomisation`.
-
-    Returns:
-        For each map, in order; None if a map is constant.
-
-    Raises:
-        OptionError: the maps are of several images or targets.
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
@@ -233,26 +217,15 @@ def flip_stability(explainer: Explainer, maps: Sequence[Saliency]) -> list[float
     """
     placed = shared_input(maps)
     mirrored = explain_again(explainer, [replace(placed, pixels=_wide_input(explainer, placed, (0, 0)).flip(-1))], maps)
-    return [
-        spearman(before.grid, np.ascontiguousarray(after.grid[:, ::-1]))
-        for before, after in zip(maps, mirrored, strict=True)
-    ]
+    return [spearman(a.grid, np.ascontiguousarray(b.grid[:, ::-1])) for a, b in zip(maps, mirrored, strict=True)]
 
 
 def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency]) -> list[float | None]:
     """Return 1 − ρ between the maps for two classes of the image, by the method of each map.
 
     Maps for the two most probable classes are compared by Spearman's ρ over patches. A method that is not
-    class-specific has 0 and is not run. 1 means uncorrelated maps, 2 reversed ranks.
-
-    Args:
-        explainer, maps: as for `cascading_randomisation`.
-
-    Returns:
-        For each map, in order; None if the map for one of the classes is constant.
-
-    Raises:
-        OptionError: the model has fewer than two classes.
+    class-specific has 0 and is not run. 1 means uncorrelated maps, 2 reversed ranks. A model must have two
+    classes.
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
