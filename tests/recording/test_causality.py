@@ -14,7 +14,9 @@ from tests.text.test_reading import TEXT, wordpiece_tokenizer
 from vitflow.errors import UnsupportedModelError
 from vitflow.recording.isolation import trial
 from vitflow.recording.probing import is_causal
+from vitflow.recording.recorder import record_attention
 from vitflow.text import explain_generation, explain_text
+from vitflow.text.languages import reading
 
 transformers = pytest.importorskip("transformers")
 
@@ -238,6 +240,41 @@ def test_a_model_that_shortens_its_attention_in_the_trial_is_as_before():
     assert is_causal(model) is False
     assert model.attention_type == "block_sparse"
     torch.testing.assert_close(model(input_ids=ids).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("words", [40, 43])
+def test_sparse_attention_is_measured_with_the_keys_that_chunks_share(words):
+    """In eval mode, the random blocks of BigBird are its first block, which its returned matrix holds only once."""
+    sizes = {**SIZES, "block_size": 4, "num_random_blocks": 2, "max_position_embeddings": 128}
+    model = of_transformers("BigBirdForSequenceClassification", "BigBirdConfig", sizes, None).eval()
+    ids, mixed = numbers(words), []
+    before = model(input_ids=ids, output_attentions=True)
+    layers = [layer.attention.self for layer in model.bert.encoder.layer]
+    for gradients in (False, True):
+        hooks = [layer.register_forward_hook(lambda *given: mixed.append(given[-1][0])) for layer in layers[:gradients]]
+        with record_attention(model, gradients=gradients) as trace, torch.set_grad_enabled(gradients):
+            logits = model(input_ids=ids).logits
+        torch.testing.assert_close(logits, before.logits)
+        for actual, returned in zip(trace.attentions, before.attentions, strict=True):
+            expected = returned.clone()
+            expected[:, :, 4:-4, :4] *= 3
+            torch.testing.assert_close(actual, expected[..., :words, :words], atol=1e-6, rtol=1e-5)
+    (by_result,) = torch.autograd.grad(logits[0, 1], mixed[0], retain_graph=True)
+    gradient = trace.gradients_of(logits[:, 1:2]).attentions[0]
+    torch.testing.assert_close((gradient * trace.attentions[0]).sum(), (by_result * mixed[0]).sum())
+    hooks[0].remove()
+    assert model.bert.attention_type == "block_sparse"
+
+
+@pytest.mark.parametrize("landmarks", [4, 16])
+@pytest.mark.parametrize("words", [12, 16])
+def test_approximations_of_attention_are_refused(landmarks, words):
+    sizes = {**SIZES, "num_landmarks": landmarks, "segment_means_seq_len": 16, "conv_kernel_size": 3}
+    model = of_transformers("NystromformerModel", "NystromformerConfig", sizes, None).eval()
+    fails = landmarks == 4 and words == 12
+    with pytest.raises(UnsupportedModelError, match="fails on a text of 12" if fails else "convolution, or by weights"):
+        with reading(model, numbers(words)), record_attention(model):
+            model(input_ids=numbers(words))
 
 
 def test_a_model_that_needs_a_multiple_of_some_tokens_is_tried_on_the_length_of_the_text():

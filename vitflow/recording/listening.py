@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ from vitflow.recording.attention_kinds import (
     other_attention,
 )
 from vitflow.recording.between import BetweenBlocks
+from vitflow.recording.chunks import has_wide_convolution, measure_matrix
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing
+from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing, unrecorded
 from vitflow.recording.layers import (
     Arrange,
     AttentionLayer,
@@ -45,7 +47,8 @@ class Listening(Interception):
         gradients, values, keys, visible, residual, within: as for `record_attention`.
         between: the comparison of tokens between blocks of this pass.
         pooling: attention of a pooling head, if there is one.
-        batch: the number of images or texts of the pass.
+        batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
+        calls: arguments of the running modules by path, if a text is read.
         recorded_any: True if any attention was recorded.
         recorded: paths of the finished layers, in order.
     """
@@ -82,6 +85,8 @@ class Listening(Interception):
         self.between.begin()
         self.pooling: Tensor | None = None
         self.batch = 1
+        self.tokens: int | None = None
+        self.calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.recorded: list[str] = []
         self._open: dict[str, list[ModuleAttention]] = {}  # running layers
         self._waiting: dict[str, list[str]] = {}  # layers whose projection is in the module around, by its path
@@ -205,44 +210,89 @@ class Listening(Interception):
         key = (key if arrange is None else arrange(key)).detach()
         return key.to(torch.promote_types(key.dtype, torch.float32)).transpose(1, 2).flatten(2)
 
-    def close(self, name: str) -> None:
-        """Finish a module, which may be a layer, or have one whose output projection it runs."""
-        projection = self._projections.get(name)
+    def close(self, name: str, output: Any) -> Any:
+        """Finish a module, which may be a layer, or have one whose output projection it runs.
+
+        Returns:
+            A replacement for its output with the recorded attention in its autograd graph; None to keep the output.
+        """
+        replacement, projection = self._join_chunks(name, output), self._projections.get(name)
         if name in self._open and projection is not None and projection.outside and self.path:
             self._waiting.setdefault(self.path[-1][0], []).append(name)
         else:
             self._finish(name)
         for waiting in self._waiting.pop(name, ()):
             self._finish(waiting)
+        return replacement
+
+    def _join_chunks(self, name: str, output: Any) -> Any:
+        """Measure the attention of a text that a module computes in chunks or with convolutions; see `close`.
+
+        Tokens that the model appends to fill the last chunk, and that no other token sees, are left out.
+        """
+        parts, call, end = self._open.get(name, ()), self.calls.pop(name, None), self.tokens
+        if end is None or call is None or not parts or parts[0].tensor.ndim != 4:
+            return None
+        module = self.model.get_submodule(name)
+        if not self._pieces(name, parts) and not has_wide_convolution(module):
+            return None
+        measured = measure_matrix(module, *call, parts[0].tensor.shape[1])
+        if measured is not None and (measured[0].shape[-1] < end or measured[0][..., :end, end:].any()):
+            measured = None
+        if has_wide_convolution(module) if measured is None else (measured[0] < 0).any():
+            raise UnsupportedModelError(
+                f"{type(module).__name__} ({name}) also mixes tokens by a convolution, or by weights below 0 that "
+                "approximate attention: rollout and flow do not support it. Use a model with full attention."
+            )
+        if measured is None:
+            return None
+        matrix, values = measured
+        visible = (matrix[..., :end, :end] > 0).any(dim=1) if self.wants_visible else None
+        whole = ModuleAttention(
+            matrix.requires_grad_(self.gradients),
+            lambda tensor: tensor[..., :end, :end],
+            values[..., :end, :],
+            parts[0].projection,
+            visible=visible,
+        )
+        self._open[name] = [whole]
+        if not self.gradients:
+            return None
+        with unrecorded():
+            product = (matrix @ values).transpose(1, 2).flatten(2)  # in the graph, without changing the result
+        return (output[0] + (product - product.detach()), *output[1:])
 
     def _finish(self, name: str) -> None:
         parts = self._open.pop(name, ())
         if parts:  # otherwise it was fused part by part
             module, fusions = self.model.get_submodule(name), () if self._keep_heads else self.fusions
-            self._refuse_pieces(name, module, parts)
+            if how := self._pieces(name, parts):
+                raise self._pieces_error(f"{type(module).__name__} ({name}) computes its attention {how}", len(parts))
             self._take(close_layer(name, parts, module, fusions))
         elif name in self._projections:
             self._projections[name].check_product()
         for path in [path for path in self._projections if path == name or path.startswith(f"{name}.")]:
             self._projections.pop(path).release()
 
-    def _refuse_pieces(self, name: str, module: nn.Module, parts: Sequence[ModuleAttention]) -> None:
-        """Raise UnsupportedModelError if attention was computed image by image, or for chunks of queries."""
+    def _pieces(self, name: str, parts: Sequence[ModuleAttention]) -> str:
+        """Return "image by image" or "chunk by chunk" if attention was computed so; otherwise an empty text."""
         if len(parts) < 2:
-            return
+            return ""
+        module = self.model.get_submodule(name)
         shapes = {(len(heads), *heads.shape[-2:]) for heads in (part.heads for part in parts)}
         side_by_side = len(parts) == self.batch > 1 and all(part.tensor.ndim == 3 for part in parts)
-        by_image = any(count % self.batch for count, _, _ in shapes) or (side_by_side and not is_head_by_head(module))
-        if by_image or len(shapes) > 1 or any(queries != keys for _, queries, keys in shapes):
-            how, remedy = "computes its attention chunk by chunk", "Use"
-            if by_image:
-                how, remedy = "computes its attention image by image", "Explain one image at a time, or use"
-            remedy += " sampling, occlusion or input_gradient."
-            if self._trace.pixels is None:  # a text
-                remedy = "Use a model with full attention."
-                if hasattr(self.model, "set_attention_type"):
-                    remedy += " model.set_attention_type('original_full') makes this one such a model."
-            raise UnsupportedModelError(f"{type(module).__name__} ({name}) {how}, in {len(parts)} pieces. {remedy}")
+        if any(count % self.batch for count, _, _ in shapes) or (side_by_side and not is_head_by_head(module)):
+            return "image by image"
+        whole = len(shapes) == 1 and all(queries == keys for _, queries, keys in shapes)
+        return "" if whole else "chunk by chunk"
+
+    def _pieces_error(self, what: str, count: int) -> UnsupportedModelError:
+        remedy = "Use sampling, occlusion or input_gradient."
+        if self._trace.pixels is None:  # a text
+            remedy = "Use a model with full attention."
+        elif what.endswith("image by image"):
+            remedy = "Explain one image at a time, or use sampling, occlusion or input_gradient."
+        return UnsupportedModelError(f"{what}, in {count} pieces. {remedy}")
 
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.recorded_any = True
@@ -260,6 +310,11 @@ class Listening(Interception):
     def no_attention_error(self) -> NoAttentionError:
         """Return the error for a forward pass without recorded attention."""
         instead = " and ".join(sorted(self._other)) or "convolution or mixing of another kind"
+        if self.tokens is not None:
+            return NoAttentionError(
+                f"No attention between tokens was seen in a forward pass of {type(self.model).__name__}: it computes "
+                f"{instead}. Use a model with full attention."
+            )
         return NoAttentionError(
             f"No attention between tokens was seen in a forward pass of {type(self.model).__name__}: it computes "
             f"{instead}. Attention rollout and flow need a model with self-attention, such as a timm vit_*, deit_* or "

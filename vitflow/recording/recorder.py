@@ -134,7 +134,7 @@ class record_attention:
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within
         self._head_inputs = HeadInputs(self._model, cut, gradients=gradients)
-        self._is_open = False
+        self._is_open = self._reads = False
 
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
@@ -159,7 +159,7 @@ class record_attention:
     def _close(self) -> None:
         self._listening.end_all()
         self._listening.release()
-        self._is_open = False
+        self._is_open = self._reads = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -213,17 +213,21 @@ class record_attention:
         if name in self._watched:
             self._listening.begin()
         self._listening.path.append((name, module))
+        if self._reads:
+            self._listening.calls[name] = args, kwargs
         return (args, kwargs) if not name else None
 
-    def _leave(self, name: str, args: Any, output: Any) -> None:
+    def _leave(self, name: str, args: Any, output: Any) -> Any:
         if self._listening.leave(name) and name in self._watched:
             self._listening.end()
-        if output is not None:  # no exception was raised
-            self._listening.close(name)
-        if not name and output is not None:
+        if output is None:  # an exception was raised
+            return None
+        replacement = self._listening.close(name, output)
+        if not name:
             self.trace.output = output
             if (logits := self._outputs(output)) is not None:
                 self._finish(logits)
+        return replacement
 
     def _keep(self, path: str, args: Any, output: Any) -> None:
         if self._gradients and not torch.is_grad_enabled():
@@ -258,6 +262,7 @@ class record_attention:
                 "torch.enable_grad(), not torch.no_grad() or torch.inference_mode()."
             )
         if text is not None:
+            self._listening.tokens = given.shape[1]
             refuse_static(reads_cache(kwargs))
             return args, kwargs
         if 0 in given.shape:

@@ -137,7 +137,7 @@ def reading(model: nn.Module, ids: Tensor | None = None) -> Iterator[None]:
 
     Raises:
         OptionError: the text is longer than the model's positions, or has token ids outside its vocabulary.
-        UnsupportedModelError: the model also requires a text for its decoder.
+        UnsupportedModelError: the model also requires a text for its decoder, or fails on this text.
     """
     try:
         yield
@@ -159,7 +159,10 @@ def reading(model: nn.Module, ids: Tensor | None = None) -> Iterator[None]:
             raise OptionError(
                 f"Expected at most {limit} tokens, the positions of {kind}, got {ids.shape[1]}: shorten the text."
             ) from error
-        raise
+        if ids is None:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedModelError(f"{kind} fails on a text of {ids.shape[1]} tokens: {reason}") from error
 
 
 def generation_setting(model: nn.Module, given: Mapping[str, Any], name: str) -> Any:
