@@ -276,6 +276,7 @@ def test_backbones_of_timm_have_features():
         ([], {}, "at least one image"),
         (photo(), {"layer": 9}, "layer from 1 to 3"),
         (photo(), {"layer": 0}, "layer from 1 to 3"),
+        (photo(), {"fit": "pad"}, "fit= differs"),
     ],
 )
 def test_features_that_cannot_be_shown_are_refused(images, options, words):

@@ -171,7 +171,7 @@ def feature_maps(
     [(12, 12, 3), (12, 12, 3)]
     """
     sources = at_least_one(images)
-    explainer = model if isinstance(model, Explainer) else Explainer(model, device=device, fit=fit)
+    explainer = Explainer.of(model, device=device, fit=fit)
     placed, vectors = [], []
     for index, source in enumerate(sources, start=1):
         image = explainer.placed(source, name_of(source, index))

@@ -21,6 +21,7 @@ from vitflow.explaining.applying import (
 )
 from vitflow.explaining.image_model import ImageModel
 from vitflow.explaining.inputs import ImageInput, PlacedImage, name_of, several
+from vitflow.explaining.regions import Regions
 from vitflow.explaining.saliency import Saliency, contrasted
 from vitflow.explaining.targets import (
     Contrast,
@@ -277,9 +278,10 @@ class Explainer(ImageModel):
     ) -> list[list[Saliency]]:
         """Explain images in batches of the same input size: [images][methods and targets]."""
         if self.regions is not None:
+            by_image = [[target] for target in targets] if is_per_image(targets) else [targets] * len(images)
             return [
-                self._explain_regions(image, [target] if is_per_image(targets) else targets, chosen, outputs, readout)
-                for image, target in zip(images, targets if is_per_image(targets) else images, strict=True)
+                self._explain_regions(self.regions, image, each, chosen, outputs, readout)
+                for image, each in zip(images, by_image, strict=True)
             ]
         results: list[list[Saliency]] = [[] for _ in images]
         groups: dict[tuple[int, int], list[int]] = {}
@@ -293,18 +295,17 @@ class Explainer(ImageModel):
         return results
 
     def _explain_regions(
-        self, image: PlacedImage, targets: Any, chosen: Chosen, outputs: Outputs, readout: Any
+        self, regions: Regions, image: PlacedImage, targets: Any, chosen: Chosen, outputs: Outputs, readout: Any
     ) -> list[Saliency]:
         """Explain the detections or regions of one image, which a plain forward pass selects."""
-        assert self.regions is not None
         if any(map(starts_at_readout, chosen)):
             refuse_deformable(self.model)
         with torch.inference_mode(False), evaluating(self.model):
             with torch.no_grad():
                 output = self.forward(self._tensor([image]))
             runs = []
-            for selected in self.regions.select(output, image.placement, targets, self.outputs):
-                with self.regions.binding(selected):
+            for selected in regions.select(output, image.placement, targets, self.outputs):
+                with regions.binding(selected):
                     [maps] = self._run([image], chosen, [selected.index], outputs, readout)
                 runs.append(
                     [replace(each, facts={**each.facts, **selected.facts}, region=selected.outline) for each in maps]
@@ -381,26 +382,23 @@ class Explainer(ImageModel):
         Value weighting and refinement are dropped from methods if the model does not support them, unless they were
         requested.
         """
-        weighting_requested = any("value_weighted" in each.requested for each in chosen)
-        while True:
-            kept = recording_options(chosen, self.model)
-            try:
-                reads = any(map(starts_at_readout, chosen))
-                return self._run_recorded(pixels, outputs, reads=reads, readout=readout, **kept), chosen
-            except NoAttentionError:
-                plain = [
-                    each.with_options(refine=0)
-                    if each.method.needs == {"predict"} and "refine" not in each.requested
-                    else each
-                    for each in chosen
-                ]
-                if plain == chosen:
-                    raise
-            except ValueNormsError as error:
-                plain = [each.with_options(value_weighted=False) for each in chosen]
-                if weighting_requested or plain == chosen:
-                    raise
-                if self._unweighted != error.args[0]:
-                    self._unweighted = error.args[0]
-                    warnings.warn(f"{self._unweighted} Value weighting is switched off.", VitflowWarning, stacklevel=2)
-            chosen = plain
+        options, reads = recording_options(chosen, self.model), any(map(starts_at_readout, chosen))
+        try:
+            return self._run_recorded(pixels, outputs, reads=reads, readout=readout, **options), chosen
+        except NoAttentionError:
+            plain = [
+                each.with_options(refine=0)
+                if each.method.needs == {"predict"} and "refine" not in each.requested
+                else each
+                for each in chosen
+            ]
+            if plain == list(chosen):
+                raise
+        except ValueNormsError as error:
+            plain = [each.with_options(value_weighted=False) for each in chosen]
+            if any("value_weighted" in each.requested for each in chosen) or plain == list(chosen):
+                raise
+            if self._unweighted != error.args[0]:
+                self._unweighted = error.args[0]
+                warnings.warn(f"{self._unweighted} Value weighting is switched off.", VitflowWarning, stacklevel=2)
+        return self._record_for(pixels, plain, outputs, readout)

@@ -138,7 +138,7 @@ class ImageModel:
             tried = self.outputs.validated(
                 lambda images: self.forward(images.clone()), noise, check_batch=binding.check_batch
             )
-            return tried if binding.complete is None else binding.complete(tried, self.model)
+            return tried if binding.complete is None else binding.complete(tried.count or 0, self.model)
 
     def __repr__(self) -> str:
         count = "" if self.model_info.outputs.count is None else f", {self.model_info.outputs.count} classes"

@@ -31,6 +31,9 @@ from vitflow.models.outputs import Outputs, activate
 from vitflow.models.pairs import PromptedDetector, Prompts
 from vitflow.models.pairs import prompts as prompts_of
 
+#: Left, top, right and bottom in pixels of the image.
+Box = tuple[float, float, float, float]
+
 _SAME = 0.5  # detections of one class with a larger IoU are of one object
 
 
@@ -38,7 +41,7 @@ _SAME = 0.5  # detections of one class with a larger IoU are of one object
 class Boxes:
     """Detections as the outputs of a model; see `boxes`."""
 
-    box: tuple[float, float, float, float] | None = None
+    box: Box | None = None
     prompts: Prompts | None = None
 
     def bind(self, binding: Binding) -> Binding:
@@ -171,23 +174,22 @@ class Regions:
         """Return the outputs, before anything about the model is known."""
         return Outputs(self._detected if isinstance(self.question, Boxes) else self._segmented, activation="softmax")
 
-    def completed(self, tried: Outputs, model: nn.Module) -> Outputs:
+    def completed(self, count: int, model: nn.Module) -> Outputs:
         """Return the outputs with the names and the activation for the number of classes that a trial run gave."""
-        assert tried.count is not None
-        names = output_names(model, self._names, tried.count)
+        names = output_names(model, self._names, count)
         if isinstance(self.question, Masks):
             return Outputs(
-                self._segmented, names, tried.count, self._activation or "softmax", description=self._description()
+                self._segmented, names, count, self._activation or "softmax", description=self._description()
             )
         labels = self._names or config_labels(model)
-        activation = self._activation or ("sigmoid" if len(labels) == tried.count else "softmax")
+        activation = self._activation or ("sigmoid" if len(labels) == count else "softmax")
         if activation == "softmax" and names is None:
-            names = (*(f"class {index}" for index in range(tried.count - 1)), NO_OBJECT)
+            names = (*(f"class {index}" for index in range(count - 1)), NO_OBJECT)
         self._activation = activation
         return Outputs(
             self._detected,
             names,
-            tried.count,
+            count,
             activation,
             description=self._description(),
             perturbed_outputs=Outputs(self._followed, activation="sigmoid"),
@@ -216,16 +218,17 @@ class Regions:
 
         Raises:
             OptionError: there is no such class.
-        OutsideImageError: there is no such detection, or the class is predicted nowhere.
+            OutsideImageError: there is no such detection, or the class is predicted nowhere.
         """
         with torch.no_grad():
             given = targets if isinstance(targets, list | tuple) else [targets]
             wanted = [self._class(target, outputs) for target in given]
             if isinstance(self.question, Masks):
-                return [self._region(output, placement, index) for index, _ in wanted]
+                return [self._region(output, self.question.region, placement, index) for index, _ in wanted]
+            box = self.question.box
             logits, places = (each[0].detach().cpu() for each in detections_of(output))
             scores = self._objects(activate(logits, outputs.activation))
-            return [one for each in wanted for one in self._matching(scores, places.double(), placement, *each)]
+            return [one for each in wanted for one in _matching(scores, places.double(), box, placement, *each)]
 
     def _class(self, target: Any, outputs: Outputs) -> tuple[int | None, int]:
         """Return the class of a target, None for any class, and the number of detections."""
@@ -258,46 +261,6 @@ class Regions:
             products = iou(places.detach().cpu().double(), self.bound.box).unsqueeze(-1) * probabilities
         return products.amax(dim=1).logit(eps=1e-9)
 
-    def _matching(
-        self, scores: Tensor, places: Tensor, placement: Placement, index: int | None, count: int
-    ) -> list[Selected]:
-        """Select detections by class, box and number, from scores [queries, classes] and boxes [queries, 4]."""
-        assert isinstance(self.question, Boxes)
-        if index is not None and index >= scores.shape[1]:
-            raise OptionError(f"Expected the class of an object, got {NO_OBJECT!r}.")
-        ranked = scores if index is None else scores[:, [index]]
-        overlaps = torch.ones(len(scores)).double()
-        if self.question.box is not None:
-            overlaps = iou(places, _input_shares(self.question.box, placement))
-            if not overlaps.any():
-                raise OutsideImageError(
-                    f"None of the {len(scores)} detections overlaps the box {self.question.box}. Give another "
-                    "box, or the target 'top5' without a box to see the most probable detections."
-                )
-        best, classes = (ranked * overlaps.unsqueeze(1)).max(dim=1)
-        selected: list[Selected] = []
-        for query in best.argsort(descending=True, stable=True).tolist():
-            kind = int(classes[query]) if index is None else index
-            if any(
-                one.index == kind and iou(places[query], one.box) > _SAME for one in selected if one.box is not None
-            ):
-                continue  # the same object
-            left, top, right, bottom = places[query].tolist()
-            height, width = placement.input_size
-            y0, x0 = placement.to_image(top * height, left * width)
-            y1, x1 = placement.to_image(bottom * height, right * width)
-            detection: dict[str, Any] = {
-                "box": [round(float(edge), 1) for edge in (x0, y0, x1, y1)],
-                "probability": round(float(scores[query, kind]), 4),
-                "query": query,
-            }
-            if self.question.box is not None:
-                detection |= {"requested": list(self.question.box), "iou": round(float(overlaps[query]), 3)}
-            selected.append(Selected(kind, query, places[query], {"detection": detection}))
-            if len(selected) == count:
-                break
-        return selected
-
     # --- Regions ----------------------------------------------------------------------------------------------------
 
     def _segmented(self, output: Any) -> Tensor:
@@ -307,9 +270,9 @@ class Regions:
             return logits.mean(dim=(2, 3))
         return torch.einsum("bchw,hw->bc", logits, self.bound.place.to(logits))
 
-    def _region(self, output: Any, placement: Placement, index: int | None) -> Selected:
-        assert isinstance(self.question, Masks)
-        logits, region = dense_logits_of(output)[0].detach().cpu().double(), self.question.region
+    def _region(self, output: Any, region: Any, placement: Placement, index: int | None) -> Selected:
+        """Select a region, or by default the pixels for which the model predicts the class."""
+        logits = dense_logits_of(output)[0].detach().cpu().double()
         size = (int(logits.shape[1]), int(logits.shape[2]))
         height, width = placement.image_size
         y, x = (np.arange(side) + 0.5 for side in (height, width))
@@ -343,6 +306,44 @@ class Regions:
         return Selected(index, weights, None, facts, outline)
 
 
+def _matching(
+    scores: Tensor, places: Tensor, box: Box | None, placement: Placement, index: int | None, count: int
+) -> list[Selected]:
+    """Select detections by class, box and number, from scores [queries, classes] and boxes [queries, 4]."""
+    if index is not None and index >= scores.shape[1]:
+        raise OptionError(f"Expected the class of an object, got {NO_OBJECT!r}.")
+    ranked = scores if index is None else scores[:, [index]]
+    overlaps = torch.ones(len(scores)).double()
+    if box is not None:
+        overlaps = iou(places, _input_shares(box, placement))
+        if not overlaps.any():
+            raise OutsideImageError(
+                f"None of the {len(scores)} detections overlaps the box {box}. Give another "
+                "box, or the target 'top5' without a box to see the most probable detections."
+            )
+    best, classes = (ranked * overlaps.unsqueeze(1)).max(dim=1)
+    selected: list[Selected] = []
+    for query in best.argsort(descending=True, stable=True).tolist():
+        kind = int(classes[query]) if index is None else index
+        if any(one.index == kind and iou(places[query], one.box) > _SAME for one in selected if one.box is not None):
+            continue  # the same object
+        left, top, right, bottom = places[query].tolist()
+        height, width = placement.input_size
+        y0, x0 = placement.to_image(top * height, left * width)
+        y1, x1 = placement.to_image(bottom * height, right * width)
+        detection: dict[str, Any] = {
+            "box": [round(float(edge), 1) for edge in (x0, y0, x1, y1)],
+            "probability": round(float(scores[query, kind]), 4),
+            "query": query,
+        }
+        if box is not None:
+            detection |= {"requested": list(box), "iou": round(float(overlaps[query]), 3)}
+        selected.append(Selected(kind, query, places[query], {"detection": detection}))
+        if len(selected) == count:
+            break
+    return selected
+
+
 def iou(boxes: Tensor, box: Tensor) -> Tensor:
     """Compute the intersection over union of boxes [..., 4] with one box [4].
 
@@ -355,7 +356,7 @@ def iou(boxes: Tensor, box: Tensor) -> Tensor:
     return common / (sizes - common).clamp_min(torch.finfo(boxes.dtype).tiny)
 
 
-def _input_shares(box: tuple[float, float, float, float], placement: Placement) -> Tensor:
+def _input_shares(box: Box, placement: Placement) -> Tensor:
     """Return a box of the image in shares of the model input, [4]."""
     left, top, right, bottom = box
     (y0, x0), (y1, x1) = placement.to_input(top, left), placement.to_input(bottom, right)

@@ -25,7 +25,7 @@ class Binding:
         outputs: what is explained: `Outputs`, a function of the model's output, or None for the model's classes.
         data_config, class_names, activation, layout, name: as for `Explainer`.
         check_batch: whether the outputs may mix the images of a batch, which is then tested.
-        complete: the outputs of the explainer, given those of a trial run; None to keep these.
+        complete: returns the outputs of the explainer for the number of outputs of a trial run; None to keep these.
         selects: selects a detection or region of each image, if one is explained.
     """
 
@@ -37,7 +37,7 @@ class Binding:
     layout: TokenLayout | None = None
     name: str | None = None
     check_batch: bool = True
-    complete: Callable[[Outputs, nn.Module], Outputs] | None = None
+    complete: Callable[[int, nn.Module], Outputs] | None = None
     selects: Any = None
 
     def refuse_class_names(self) -> None:
