@@ -557,10 +557,10 @@ def test_mixing_that_is_known_is_no_unseen_attention(how):
 def test_tokens_in_another_order_are_no_unseen_attention():
     class Turned(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x.flip(1)
+            return x[:, [0, *range(2, 17), 1]]
 
     model = build()
-    model.norm_pre, model.norm = nn.Sequential(Turned()), nn.Sequential(Turned(), model.norm)
+    model.norm_pre = nn.Sequential(Turned())
     assert "tokens are in another order" in run(model, torch.randn(1, 3, 32, 32)).refusal
 
 

@@ -1,6 +1,7 @@
 """Transformer blocks of a model, the modules whose outputs are its features, and models without some modules."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -133,12 +134,17 @@ def branch_norms(model: nn.Module, layer: int) -> list[str]:
 def block_of(path: str) -> str:
     """Return the path of the element of a list of modules that contains a module, or of the module itself.
 
-    >>> block_of("blocks.11.norm1"), block_of("conv1")
-    ('blocks.11', 'conv1')
+    >>> block_of("blocks.11.norm1"), block_of("layers.encoder_layer_2.ln_1"), block_of("conv1")
+    ('blocks.11', 'layers.encoder_layer_2', 'conv1')
     """
     parts = path.split(".")
-    last = next((n for n in range(len(parts), 0, -1) if parts[n - 1].isdigit()), len(parts))
-    return ".".join(parts[:last])
+    return ".".join(parts[: max(_indices(parts), default=len(parts)) + 1])
+
+
+def _indices(parts: Sequence[str]) -> list[int]:
+    """Return which parts of a path are indices of a list, or end in one, as those of torchvision do."""
+    exact = [n for n, part in enumerate(parts) if part.isdigit()]
+    return exact or [n for n, part in enumerate(parts[:-1]) if part.rpartition("_")[2].isdigit()]
 
 
 def entries_of(model: nn.Module, path: str) -> list[str]:
@@ -147,9 +153,11 @@ def entries_of(model: nn.Module, path: str) -> list[str]:
     They do not contain the module itself: for "models.1.blocks.11.norm1", "models.1.blocks.0" and "models.0".
     """
     parts = path.split(".")
-    indices = [n for n, part in enumerate(parts) if part.isdigit() and part != "0"]
-    first = [".".join([*parts[:n], "0"]) for n in reversed(indices)]
-    return [*first, *(block_of(norm) for norm in block_norms(model)[:1])]
+    first = [".".join([*parts[:n], parts[n].rstrip("0123456789") + "0"]) for n in reversed(_indices(parts))]
+    return [
+        *(entry for entry in first if not f"{path}.".startswith(f"{entry}.")),
+        *(block_of(norm) for norm in block_norms(model)[:1]),
+    ]
 
 
 def block_paths(model: nn.Module) -> list[str]:
