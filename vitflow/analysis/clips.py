@@ -19,7 +19,7 @@ from vitflow.explaining.applying import probabilities_of
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targets import Score, Target, is_several, resolve_targets
+from vitflow.explaining.targets import Score, Target, class_index, is_several, top_count
 from vitflow.files import write_atomically
 from vitflow.images import CLIP_FORMATS, FIGURE_FORMATS, overlay
 from vitflow.images.geometry import Placement
@@ -272,11 +272,12 @@ def explain_clip(
     probabilities = probabilities_of(mean, explainer.model_info)
     if probabilities is None:
         raise OptionError("A clip requires a model with classes; pass outputs= to explain other values.")
-    [index] = resolve_targets(target, probabilities, explainer.model_info.outputs.names)
-    assert index is not None
-    explained = explainer.explain_batch(images, methods=[chosen], targets=np.full(len(images), int(index)), names=names)
+    index = int(probabilities.argmax())
+    if top_count(target) is None:  # a class
+        index = class_index(target, probabilities.shape[1], explainer.outputs.names)
+    explained = explainer.explain_batch(images, methods=[chosen], targets=np.full(len(images), index), names=names)
     best = max(range(len(explained)), key=lambda frame: explained[frame].score.value or 0.0)
-    shares = frame_shares(logits[:, int(index)].numpy())
+    shares = frame_shares(logits[:, index].numpy())
     return Clip(tuple(explained), explained[best].score, shares, source, best=best)
 
 

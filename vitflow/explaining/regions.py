@@ -329,10 +329,9 @@ def _matching(
             continue  # the same object
         left, top, right, bottom = places[query].tolist()
         height, width = placement.input_size
-        y0, x0 = placement.to_image(top * height, left * width)
-        y1, x1 = placement.to_image(bottom * height, right * width)
+        edges = placement.box_on_image((top * height, bottom * height), (left * width, right * width))
         detection: dict[str, Any] = {
-            "box": [round(float(edge), 1) for edge in (x0, y0, x1, y1)],
+            "box": [round(edge, 1) for edge in edges],
             "probability": round(float(scores[query, kind]), 4),
             "query": query,
         }

@@ -43,7 +43,7 @@ class Saliency:
         class_specific: whether the map depends on the target.
         score: the target, by default the predicted class, with its probability; or a contrast of two classes with the
             difference of their logits.
-        facts: further facts about the map, such as its readout or the saturated share of a flow.
+        facts: further facts about the map, by the keys below; only those that apply.
         reference: reference image of a similarity, uint8 RGB [height, width, 3]; else None.
         region: region of the image that a class was explained in, bool [height, width]; else None.
         pixels: the map at the size of the model input, float32 [height, width], if the method gives one: overlays
@@ -51,6 +51,25 @@ class Saliency:
         significant: patches whose value is above 0 at 95 %, bool [rows, cols], which figures outline; None if unknown.
         model_input: the tensor that was explained, [channels, height, width]; None if the input was made from `image`.
         seconds: time of the forward pass (the image's share of its batch) and of the method.
+
+    Facts:
+        readout: the tokens that the output is computed from, at which the map starts.
+        model_note: note for readers that the model carries.
+        random: True if the model used random numbers, as Monte-Carlo dropout does.
+        note: the probability of the class is so low that the map is no evidence for its presence.
+        cosine: similarity behind a softmax over prompts.
+        against: description of what is subtracted from the score.
+        blank: value and display of the score of the image replaced by its mean colour; for a word also with_image.
+        refinement: why the map is not refined, or nearly constant.
+        patch_grid, patch_extent: (rows, columns) that the option `patch` counts on, if it is not that of the map.
+        saturated, flow_layers: share of saturated flows, and the first and last layer of the flow.
+        cam_share: share of the gradient that passes the layer of Grad-CAM.
+        reliability, masks_used, hidden, made_of: of sampling: split-half correlation, number of masks with
+            masks="auto", how patches were hidden; and the methods of a consensus.
+        compared_with: what each patch is compared with by similarity.
+        detection: box, probability and query of a detection; also requested and iou if a box was given.
+        region: kind (of), mean_logit and pixels of a region.
+        on_image, on_first_patch, on_edges, on_video, layer: of a generated word, see `Generation.image` and `clip`.
     """
 
     grid: NDArray[np.float32]

@@ -179,7 +179,7 @@ def is_per_image(targets: Any) -> bool:
 
 
 def top_count(target: Any) -> int | None:
-    """Return k of "topk", 1 for None, and None for a class.
+    """Return k of "topk", the k most probable classes, 1 for None, and None for a class.
 
     >>> top_count("top3"), top_count(None), top_count("tabby")
     (3, 1, None)
@@ -197,15 +197,6 @@ def is_several(target: Any) -> bool:
     (True, False, False)
     """
     return (top_count(target) or 1) > 1
-
-
-def is_top(target: Any) -> bool:
-    """Return True if a target depends on the model's prediction.
-
-    >>> is_top(None), is_top("top1"), is_top(3)
-    (True, True, False)
-    """
-    return top_count(target) is not None
 
 
 def _given_targets(targets: Any, probabilities: Tensor) -> Tensor:

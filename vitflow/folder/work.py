@@ -25,7 +25,6 @@ from vitflow.explaining.targets import (
     check_class_specific,
     contrasts_among,
     is_several,
-    is_top,
     resolve_targets,
     top_count,
 )
@@ -135,7 +134,7 @@ def check_target(job: Job, explainer: Explainer) -> None:
         indices = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
         if isinstance(job.target, Contrast) and not job.target.against_rest:
             # The predicted class depends on the image.
-            sides = [None if is_top(side) else index for side, index in zip(job.target.sides, indices, strict=True)]
+            sides = [None if top_count(side) else index for side, index in zip(job.target.sides, indices, strict=True)]
             if sides[0] == sides[1]:
                 raise OptionError(
                     f"A contrast requires two classes, but {job.target.target!r} and {job.target.against!r} are the "

@@ -88,12 +88,12 @@ class Placement:
         (50.0, 0.0, 150.0, 100.0)
         """
         (top, bottom), (left, right) = self._seen
-        return self._on_image((top, bottom), (left, right))
+        return self.box_on_image((top, bottom), (left, right))
 
     def area(self, grid: tuple[int, int]) -> tuple[float, float, float, float]:
         """Return (left, top, right, bottom) of a grid of (rows, columns) on the image; cells may exceed the window."""
         (top, height), (left, width) = self.cells(grid)
-        return self._on_image((top, top + height), (left, left + width))
+        return self.box_on_image((top, top + height), (left, left + width))
 
     def cells(self, grid: tuple[int, int]) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return first pixel and length in pixels of the rows, and of the columns, of a grid on the model input.
@@ -116,9 +116,9 @@ class Placement:
         for index, count, length, (start, extent) in zip(patch, grid, self.input_size, self.cells(grid), strict=True):
             step = extent / count
             edges.append([min(max(start + step * each, 0.0), float(length)) for each in (index, index + 1)])
-        return self._on_image(*edges)
+        return self.box_on_image(*edges)
 
-    def _on_image(self, rows: Sequence[float], cols: Sequence[float]) -> tuple[float, float, float, float]:
+    def box_on_image(self, rows: Sequence[float], cols: Sequence[float]) -> tuple[float, float, float, float]:
         """Return (left, top, right, bottom) on the image of a part of the model input."""
         (top, left), (bottom, right) = (self.to_image(float(y), float(x)) for y, x in zip(rows, cols, strict=True))
         return left, top, right, bottom
