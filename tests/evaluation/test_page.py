@@ -113,7 +113,7 @@ def test_the_page_counts_the_methods_that_were_requested_and_answers_its_title(o
     actual, page = saved[0], open_page("light")
     assert actual.main_methods == ["gae", METHOD] and "2 methods," in repr(actual)
     assert "2 methods and 2 baselines" in page.locator("header .summary").inner_text()
-    assert page.locator("header .verdict").inner_text().startswith("On your 3 images: fewer than 10")
+    assert page.locator("header .verdict").inner_text().startswith("On your 3 images: too few images")
 
 
 def test_the_best_are_all_methods_whose_means_are_equal_and_never_a_baseline():

@@ -485,7 +485,7 @@ def test_rows_for_other_programs(saved, monkeypatch):
 def test_the_text_has_a_table_for_each_group(saved):
     text = str(saved[0])
     assert text == saved[0].to_markdown()
-    assert text.startswith("On your 4 images: fewer than 10 images") and "\n4 drawn images" in text
+    assert text.startswith("On your 4 images: too few images") and "\n4 drawn images" in text
     assert "| method | pointing game ↑ |" in text
     assert text.count("| random |") == 3
 

@@ -54,12 +54,13 @@ def test_on_few_images_nothing_is_clear():
         "gap": {"gae": 0.3, "rollout": 0.5, "random": 0.0},
     }
     assert verdict(measured(9, **values)) == (
-        "On your 9 images: fewer than 10 images show no clear difference, and the best means are those of GAE for "
-        "where the object is, Attention rollout for what the prediction depends on."
+        "On your 9 images: too few images to be clear: the best means are those of GAE for where the object is "
+        "(9 images), Attention rollout for what the prediction depends on (9 images)."
     )
     actual = measured(20, **values)
     actual.values["gap"][8:] = np.nan  # measured on eight of them
-    assert verdict(actual).startswith("On your 20 images: GAE for where the object is; fewer than 10 images show")
+    assert verdict(actual).startswith("On your 20 images: GAE for where the object is; too few images")
+    assert "prediction depends on (8 images)" in verdict(actual)
 
 
 def test_lower_may_be_better_and_options_are_named():

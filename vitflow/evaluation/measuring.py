@@ -45,17 +45,9 @@ def blurred(saliency: Saliency) -> Saliency:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """Methods and settings of a run.
+    """Methods, groups of metrics and settings of a run, as for `evaluate`.
 
-    Attributes:
-        methods: the measured methods, with distinct labels.
-        groups: groups of metrics.
-        replace: replacement of removed patches: "drop", "blank" or "blur".
-        points: number of points of the deletion and insertion curves.
-        seed: seed of the random weights and of the draw of images.
-        sanity_images: number of images for the costly groups.
-        unchecked: labels of the methods without sanity checks.
-        blurred_control: also measure each map blurred, as a control, except for baselines and in sanity checks.
+    `methods` have distinct labels, and `unchecked` are the labels of those without sanity checks.
     """
 
     methods: tuple[ChosenMethod, ...]

@@ -265,13 +265,7 @@ METRICS: dict[str, Metric] = {row[0]: _metric(group, *row) for group, rows in _R
 
 
 def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], list[str]]:
-    """Return the metrics of these names and groups, in table order, and the groups to compute for them.
-
-    Args:
-        names: names of metrics or groups, or "all"; by default the first three groups.
-
-    Raises:
-        OptionError: a name is unknown, or names is empty.
+    """Return the metrics of these names and groups ("all"), in table order, and the groups to compute for them.
 
     >>> metrics, groups = choose_metrics(["roc_auc", "sanity"])
     >>> [metric.name for metric in metrics][:2], groups

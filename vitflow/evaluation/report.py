@@ -38,13 +38,9 @@ _PIXELS = 108
 
 
 def draw_bars(evaluation: Tables, names: Sequence[str]) -> Figure:
-    """Draw a panel per metric: the mean of each measured method with its interval.
+    """Draw a panel for each of these metrics or groups: the mean of each measured method with its interval.
 
     Baselines are grey. A thin line marks the random map's mean in every panel.
-
-    Args:
-        evaluation: the results to draw.
-        names: measured metrics or their groups.
     """
     metrics = [metric for metric in evaluation.metrics if metric.name in names or metric.group in names]
     methods = [
@@ -119,14 +115,7 @@ def draw_charts(evaluation: Tables) -> dict[str, Figure]:
 
 
 def write_page(evaluation: Tables, path: Path, charts: Mapping[str, Figure], notes: Sequence[str]) -> Path:
-    """Write the page.
-
-    Args:
-        evaluation: the results to show.
-        path: the HTML file.
-        charts: charts by name, from `draw_charts`.
-        notes: sentences to show above the tables.
-    """
+    """Write the page, with charts from `draw_charts` and sentences above the tables."""
     return write_html(
         path,
         "evaluation",

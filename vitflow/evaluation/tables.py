@@ -59,13 +59,9 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row of the table of a metric.
+    """A row of the table of a metric: the mean over images of a method, and whether it was measured for it at all.
 
-    Attributes:
-        method: its label.
-        baseline: True if the method does not depend on the model.
-        measured: True if the metric was measured for the method.
-        estimate: the mean over images, with its standard error and interval.
+    A baseline does not depend on the model.
     """
 
     method: str

@@ -67,9 +67,6 @@ def choose_target(image: Labelled, num_classes: int, class_names: Sequence[str] 
         image: the image and its annotations.
         num_classes: number of classes of the model; 0 without a classifier.
         class_names: names of the classes, if known. Models of ImageNet-1k know WordNet ids such as n01440764.
-
-    Raises:
-        ShapeError: a region is invalid.
     """
     target = _index(image.label, num_classes, class_names)
     if image.regions is None:
@@ -124,12 +121,7 @@ def tile(windows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageGrid:
-    """Four images of different classes that the model classifies correctly.
-
-    Attributes:
-        samples: the images, in raster order.
-        classes: the class of each.
-    """
+    """Four images of different classes that the model classifies correctly, in raster order, with their classes."""
 
     samples: tuple[Sample, ...]
     classes: tuple[int, ...]
@@ -229,11 +221,7 @@ def draw_grids(
 ) -> tuple[Figure, ...]:
     """Draw the first grids with their maps: a row per class, a column for each of the best class-specific methods.
 
-    Args:
-        grids: grids from `make_grids`.
-        explainer: explainer of the model.
-        methods: the measured methods.
-        best: labels of the methods, best first.
+    `best` are labels of the methods, best first.
     """
     specific = [m for label in best for m in methods if m.label == label and m.method.class_specific]
     drawn = []

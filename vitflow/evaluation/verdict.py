@@ -38,15 +38,14 @@ def verdict(evaluation: Tables) -> str:
     """
     winners: dict[str, list[str]] = {}  # questions by their best method
     best_of_few: dict[str, list[str]] = {}
-    unclear: list[str] = []
-    answered: list[str] = []  # metrics measured on enough images
+    unclear, answered = list[str](), list[str]()  # questions; metrics measured on enough images
     for question, names in _QUESTIONS.items():
         metric = next((name for name in names if name in evaluation.values), None)
         if metric is None or not (ranking := evaluation.ranking(metric)):
             continue
         best = ranking[0][0]
-        if evaluation.count(metric) < MIN_CLEAR:
-            best_of_few.setdefault(best, []).append(question)
+        if (count := evaluation.count(metric)) < MIN_CLEAR:
+            best_of_few.setdefault(best, []).append(f"{question} ({counted(count, 'image')})")
             continue
         answered.append(metric)
         if evaluation.state(metric, best, "random") == "better":
@@ -64,10 +63,7 @@ def verdict(evaluation: Tables) -> str:
     sentences = [", ".join(parts)] if parts else []
     sentences += _ties(evaluation, named, answered)
     if best_of_few:
-        sentences.append(
-            f"fewer than {MIN_CLEAR} images show no clear difference, and the best means are those of "
-            f"{', '.join(_best_of(best_of_few))}"
-        )
+        sentences.append(f"too few images to be clear: the best means are those of {', '.join(_best_of(best_of_few))}")
     return f"On your {counted(len(evaluation.images), 'image')}: {'; '.join(sentences)}." if sentences else ""
 
 

@@ -64,9 +64,6 @@ def rank_correlation(
     Returns:
         ρ, [references, methods, layers from start_layer on]; NaN if one of the two maps is constant.
 
-    Raises:
-        VitflowError: the image, the model or an option is invalid.
-
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §4. Their Tables 1 to 3 show the
     means over sentences.
 
