@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
 from vitflow.images.extents import Extent
@@ -15,85 +15,36 @@ from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_norms
 from vitflow.models.calls import logits_of
-from vitflow.models.names import class_count
-from vitflow.models.pooling import ATTENTION_POOLING, declared_pooling, pooling_name
-from vitflow.recording.heads import (
-    HeadGraph,
-    HeadInput,
-    HeadInputs,
-    block_paths_of,
-    chained_gradients,
-    is_nonzero,
-    layer_counts,
-)
+from vitflow.recording.heads import HeadInput, chained_gradients, is_nonzero, layer_counts
 from vitflow.recording.isolation import checkpointing_error
-from vitflow.recording.layers import NOTHING_RECORDED, AttentionLayer, Backward, RecordedLayers
-from vitflow.recording.probing import Call, repeated
-from vitflow.recording.readout import (
-    HALF_SCALE,
-    Measured,
-    Read,
-    ReadBlock,
-    Readouts,
-    describe_readouts,
-    measure,
-    read_blocks,
-    readout_words,
-)
-
-_ZERO = "it is zero: the output is detached, constant, saturated, behind an inactive ReLU, or from integer weights"
-_NO_GRADIENT = "there is none: the model runs without gradients, or has integer weights"
-# Relative difference of the outputs of two equal passes, by bytes per element.
-_SAME_OUTPUT = {8: 1e-6, 4: 1e-3, 2: 5e-2}
-# Limit of the sum of absolute differences between a readout and a known pooling, by bytes per element.
-_SAME_POOLING = {8: 1e-9, 4: 1e-5, 2: 2e-3}
+from vitflow.recording.layers import NOTHING_RECORDED, AttentionLayer, Backward
+from vitflow.recording.probing import Call
+from vitflow.recording.readout import HALF_SCALE, Read
+from vitflow.recording.recorded_head import RecordedHead
 
 
 @dataclass(slots=True)
-class Trace(RecordedLayers):
+class Trace(RecordedHead):
     """Recording of the last forward pass inside `record_attention`; filled while the model runs.
 
     Attributes:
         layout: prefix tokens and patch grid of this pass.
         readout: the tokens of the top layer that the output is computed from, [batch, tokens]; rows sum to 1.
         pooling: source of the readout: "class token", "average over patches", …
-        pooled: attention of an attention-pooling head, [batch, heads, queries, tokens], if there is one.
         features: outputs of the requested modules, by module path, [batch, tokens, channels], or
             [batch, channels, rows, cols] or [batch, rows, cols, channels].
         feature_layouts: token layout of each feature and True if its channels are last; None without a layout.
         passed: with gradients, outputs of the blocks that contain the features and of the first blocks of their stacks,
             by module path; None for several runs.
-        pixels: the model input, [batch, channels, height, width].
         output: what the model returned.
-        logits: the explained outputs, [batch, classes].
-        model: the model, for methods that run it again.
-        refusal: reason why rollout and flow do not apply to this model, or None.
         affinities: patch affinities by kind and patch grid, filled on request.
-        names: paths of the attention modules that ran, first layer first, without those of a decoder on top.
-        read: maps the model's return value to the explained outputs.
-        call: the recorded model call, repeatable on other pixels.
-        head_inputs: tokens that the head may read, in the autograd graph of the pass.
     """
 
     features: dict[str, Tensor] = field(default_factory=dict)
     feature_layouts: dict[str, tuple[TokenLayout, bool] | None] = field(default_factory=dict)
     passed: dict[str, Tensor | None] = field(default_factory=dict)
-    pixels: Tensor | None = None
     output: Any = None
-    logits: Tensor | None = None
-    pooled: Tensor | None = None
-    model: Any = None
-    refusal: str | None = None
     affinities: dict[tuple[str, tuple[int, int]], Affinity] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
-    read: Read = logits_of
-    call: Call | None = None
-    head_inputs: HeadInputs | None = None
-    _layout: TokenLayout | None = None
-    _top: TokenLayout | None = None
-    _given: Tensor | None = None
-    _readouts: dict[Any, Readouts] = field(default_factory=dict)
-    _repeated: tuple[Any, HeadGraph | None, str] | None = None
     _backward: dict[tuple[int, ...], Backward] = field(default_factory=dict)
 
     def begin(self, pixels: Tensor | None = None, read: Read = logits_of, call: Call | None = None) -> None:
@@ -109,25 +60,6 @@ class Trace(RecordedLayers):
     ) -> None:
         """Set the layers with their positions, the layouts of all tokens and of the top layer, and a given readout."""
         self.layers, self._layout, self._top, self._given = layers, layout, top, given
-
-    @property
-    def layout(self) -> TokenLayout:
-        """Prefix tokens and patch grid of the recorded pass; of the finest stage if stages differ."""
-        if self.refusal is not None:
-            raise UnsupportedModelError(self.refusal)
-        if self._layout is None and self.logits is not None:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} does not say how its tokens are arranged: pass "
-                "layout=TokenLayout(num_prefix_tokens, rows, cols)."
-            )
-        if self._layout is None:
-            raise VitflowError(NOTHING_RECORDED)
-        return self._layout
-
-    @property
-    def top(self) -> TokenLayout:
-        """Prefix tokens and patch grid of the top layer, as in the readout."""
-        return self.layout if self._top is None else self._top
 
     @property
     def block_norms(self) -> Sequence[str]:
@@ -168,228 +100,6 @@ class Trace(RecordedLayers):
             return None
         sides = zip(extent, grid, self.pixels.shape[-2:], strict=True)
         return None if all(span.is_even(count, length) for span, count, length in sides) else extent
-
-    @property
-    def blocks(self) -> list[str]:
-        """Path of the block of each attention layer that ran, first layer first."""
-        return block_paths_of(self.model, self.names)
-
-    @property
-    def readout(self) -> Tensor:
-        """Readout of the most probable class, [batch, tokens]; see `readout_of`.
-
-        Raises:
-            UnsupportedModelError: as for `readout_of`.
-        """
-        return self.readout_of(None)
-
-    @property
-    def readouts(self) -> Readouts:
-        """Readouts of the most probable class at each block that the head reads; see `readouts_of`."""
-        return self.readouts_of(None)
-
-    @property
-    def pooling(self) -> str:
-        """Source of the readout of the most probable class: "class token", …, or "gradient of the output"."""
-        if self._given is not None:
-            return "given as argument"
-        names = set(self.readouts_of(None).names)
-        return names.pop() if len(names) == 1 and "" not in names else "gradient of the output"
-
-    def readout_of(self, targets: Tensor | None) -> Tensor:
-        """Return the readout: weights of the top layer's tokens in each target output, [batch, tokens].
-
-        Args:
-            targets: as for `readouts_of`.
-
-        Raises:
-            UnsupportedModelError: as for `readouts_of`; or the head reads the tokens of several blocks.
-        """
-        blocks = self.readouts_of(targets).blocks
-        if len(blocks) > 1 or blocks[0].layers < len(self.layers):
-            read = ", ".join(str(block.layers) for block in blocks if block.share.any())
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} computes its output from the tokens after layers {read}. This requires a "
-                "readout of the last layer: use rollout, gae or gradient_rollout, or pass readout=."
-            )
-        return blocks[0].readout
-
-    def readouts_of(self, targets: Tensor | None) -> Readouts:
-        """Return the tokens that one output of each image is computed from, at each block that the head reads.
-
-        The readout at a block is `‖∂f/∂y_i‖` for its tokens y, along paths that pass no higher block; of images for
-        which this gradient is zero or cannot exist, the pooling that the model declares.
-
-        Args:
-            targets: index of the output f of each image, [batch]; by default the largest, or ½‖e‖² of an embedding e.
-
-        Raises:
-            UnsupportedModelError: the head reads other values than the outputs of the blocks, there is no gradient and
-                no declared pooling, or a repetition of the pass has another output.
-        """
-        if self.refusal is not None:
-            raise UnsupportedModelError(self.refusal)
-        if self._top is None or self.pixels is None:
-            raise VitflowError(NOTHING_RECORDED)
-        key = None if targets is None else tuple(targets.tolist())
-        if key not in self._readouts:
-            self._readouts[key] = self._measure(targets)
-        return self._readouts[key]
-
-    def target_changes_readout(self, targets: Sequence[Tensor | None]) -> list[bool]:
-        """Return for each image True if readouts depend on the target: not all are the same known pooling.
-
-        The weights of an attention-pooling head depend on the target, too.
-        """
-        if self._given is not None:
-            return [False] * len(self._given)
-        by_target = [self.readouts_of(target).names for target in targets]
-        named = ((set(names), names[0]) for names in zip(*by_target, strict=True))
-        return [len(names) > 1 or first in ("", ATTENTION_POOLING) for names, first in named]
-
-    def reads_several_blocks(self) -> bool:
-        """Return True if any output is computed from the tokens of several blocks, or not from the last one."""
-        outputs, graph, _ = self._graph()
-        if graph is None or not outputs.requires_grad or self._given is not None:
-            return False
-        weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
-        gradients = graph.differentiate(outputs, weights, [block.tokens for block in graph.blocks])
-        return any(map(is_nonzero, gradients[:-1]))
-
-    def _measure(self, targets: Tensor | None) -> Readouts:
-        """Measure readouts, and replace those of images without a gradient by the declared pooling."""
-        assert self._top is not None and self.pixels is not None
-        example, batch, top = self.layers[-1].example, len(self.pixels), self._top
-        kind, device = torch.promote_types(example.dtype, torch.float32), example.device
-        pooled = torch.zeros(batch, dtype=torch.bool, device=device)
-        every = torch.ones(batch, dtype=kind, device=device)
-        if self._given is not None:
-            block = ReadBlock(len(self.layers), self._given.to(kind), every)
-            return Readouts([block], ["given as argument"] * batch, [True] * batch, pooled)
-        outputs, graph, cause = self._graph()
-        norms, rounding = [example.new_zeros(batch, top.num_tokens, dtype=torch.float64)], 0.0
-        counts = [len(self.layers)]
-        if graph is not None and outputs.requires_grad:
-            runs = [self._layer_number(count) for count in layer_counts(self.blocks, graph.blocks)]
-            try:
-                result = measure(self._scores(outputs, targets), graph, [self.layers[n - 1].tokens for n in runs])
-            except RuntimeError as error:  # from autograd, such as about checkpointing
-                cause = f"{type(error).__name__}: {error}"
-            else:
-                norms, pooled, rounding = self._checked(result), result.pooled, _SAME_POOLING[outputs.dtype.itemsize]
-                counts = runs
-        sums = torch.stack([each.sum(dim=1) for each in norms]).sum(dim=0)
-        measured = (torch.isfinite(sums) & (sums > 0)).tolist()
-        name = ""
-        if not all(measured):
-            name, weights = self._declared(cause or _ZERO)
-            missing = ~torch.tensor(measured, device=device)
-            norms = [torch.where(missing[:, None], 0.0, each) for each in norms]
-            norms[-1][missing] = weights.to(norms[-1]).expand(batch, -1)[missing]
-        blocks = [
-            ReadBlock(each.layers, each.readout.to(kind), each.share.to(kind)) for each in read_blocks(norms, counts)
-        ]
-        if len(blocks) > 1:
-            return Readouts(blocks, [""] * batch, measured, pooled)
-        names = [pooling_name(row, top, rounding) for row in norms[-1] / norms[-1].sum(dim=1, keepdim=True)]
-        return Readouts(
-            blocks,
-            [
-                name if not known else ATTENTION_POOLING if pools else each
-                for each, known, pools in zip(names, measured, pooled.tolist(), strict=True)
-            ],
-            measured,
-            pooled,
-        )
-
-    def _checked(self, result: Measured) -> list[Tensor]:
-        if result.refusal:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} computes its output {result.refusal}, so a map from its attention is "
-                "incomplete. Pass readout= with weights for the tokens of its last block, or use sampling, "
-                "input_gradient or occlusion."
-            )
-        norms = [each for each in result.norms if each is not None]
-        if len(norms) < len(result.norms):
-            raise UnsupportedModelError(
-                "The output is computed from tokens that do not fit the patch grid of their block. Pass readout=, or "
-                "use sampling or occlusion."
-            )
-        return norms
-
-    def _scores(self, outputs: Tensor, targets: Tensor | None) -> Tensor:
-        """Return one output of each image, [batch]; of an embedding e, the product with its direction."""
-        with torch.inference_mode(False), torch.enable_grad():
-            if targets is None and self.read is logits_of and class_count(self.model) == 0:
-                return (outputs * nn.functional.normalize(outputs.detach().float(), dim=1).to(outputs)).sum(dim=1)
-            chosen = outputs.detach().argmax(dim=1) if targets is None else targets.to(outputs.device)
-            return outputs.gather(1, chosen.view(-1, 1)).squeeze(1)
-
-    def _graph(self) -> tuple[Any, HeadGraph | None, str]:
-        """Return the outputs and the graph of the head: those of the pass, or of a repetition; or the cause of none."""
-        logits, call = self.logits, self.call
-        if not isinstance(logits, Tensor) or logits.ndim != 2:
-            return None, None, "the output of the model is no tensor [batch, outputs]"
-        if call is None or call.pixels.is_meta:
-            return None, None, "the model is on the meta device"
-        graph = None if self.head_inputs is None else self.head_inputs.graph(self.blocks)
-        if graph is not None:
-            return logits, graph, "" if logits.requires_grad else _NO_GRADIENT
-        if self._repeated is None:
-            self._repeated = self._repeat(call, logits)
-        return self._repeated
-
-    def _repeat(self, call: Call, logits: Tensor) -> tuple[Any, HeadGraph | None, str]:
-        try:
-            outputs, graph = repeated(call, list(dict.fromkeys(self.blocks)), self.read)
-        except VitflowError:
-            raise
-        except Exception as error:  # a model may refuse gradients in any way
-            return None, None, f"a pass with gradients of the head failed with {type(error).__name__}: {error}"
-        before, after = logits.detach().double(), outputs.detach().double()
-        limit = _SAME_OUTPUT[logits.dtype.itemsize] * before.abs().amax()
-        if before.shape != after.shape or bool(((before - after).abs() > limit).any()):
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} has another output if it runs again, so that its readout cannot be "
-                "measured: it may be random, or in training mode. Record it without torch.no_grad(), or pass readout=."
-            )
-        return outputs, graph, "" if graph is not None and outputs.requires_grad else _NO_GRADIENT
-
-    def _declared(self, cause: str) -> tuple[str, Tensor]:
-        """Return name and weights of the declared pooling; UnsupportedModelError without one."""
-        logits = self.logits
-        if isinstance(logits, Tensor) and not logits.is_meta and logits.numel() and not logits.any():
-            cause = "all outputs are 0: is the head still all zeros?"
-        assert self._top is not None
-        declared = declared_pooling(self.model, self._top, self.pooled)
-        if declared is None:
-            raise UnsupportedModelError(
-                f"The readout of {type(self.model).__name__} requires the gradient of the output with respect to its "
-                f"tokens: {cause}. Pass readout= with a weight for each token of the top layer, or use sampling or "
-                "occlusion, which need no gradient."
-            )
-        return declared.name, declared.weights
-
-    def _layer_number(self, count: int) -> int:
-        """Return the number of recorded layers that contain the first `count` layers, some of them as a product."""
-        covered = 0
-        for number, layer in enumerate(self.layers, start=1):
-            covered += max(1, layer.multiplied)
-            if covered >= count:
-                return number
-        return len(self.layers)
-
-    def readout_words(self, targets: Tensor | None) -> list[str]:
-        """Describe the readout of each image, for captions."""
-        if self._given is not None:
-            return [f"{readout_words(row, self.top)}, given as argument" for row in self._given]
-        readouts = self.readouts_of(targets)
-        layouts = [self.layers[block.layers - 1].tokens.queries for block in readouts.blocks]
-        described = describe_readouts(readouts.blocks, layouts, len(self.layers))
-        return [
-            f"{name}, declared, not verified" if not measured else name or words
-            for name, words, measured in zip(readouts.names, described, readouts.measured, strict=True)
-        ]
 
     def forget_gradients(self) -> None:
         """Free the gradients that `backward` caches."""
