@@ -5,6 +5,7 @@ This module imports no torch.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vitflow.errors import OptionError, check_known
@@ -108,160 +109,145 @@ GROUPS = {
     ),
 }
 
-# Name, title, description, limitations and, unless higher values are better, the direction.
-_ROWS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "localisation": (
-        (
-            "pointing_game",
-            "pointing game",
-            "Share of images whose highest pixel is in the object.",
-            "Depends on one pixel only, and the centre of the image often hits the object, too.",
-        ),
-        (
-            "energy",
-            "energy in object",
-            "Share of the map's mass above its minimum that is in the object.",
-            "A model may rightly use the context of the object; sparse maps score higher.",
-        ),
-        (
-            "roc_auc",
-            "ROC-AUC",
-            "Probability that a pixel of the object is higher than one of the background.",
-            "Depends on the order of values only, and large objects are easier.",
-        ),
-        (
-            "average_precision",
-            "average precision",
-            "Precision of the highest pixels for the object, averaged over all thresholds.",
-            "Chance is the object's share of the area, so data sets with different object sizes are not comparable.",
-        ),
-        (
-            "mean_iou",
-            "mean IoU",
-            "IoU of the map, thresholded at its mean, with object and background.",
-            "The threshold is arbitrary: a sharp map inside the object scores lower than one that fills it.",
-        ),
-    ),
-    "faithfulness": (
-        (
-            "deletion_auc",
-            "deletion AUC",
-            "Probability of the class while the highest patches are removed first.",
-            "Images with removed patches differ from the training data, so the model may fail for other reasons.",
-            "lower",
-        ),
-        (
-            "insertion_auc",
-            "insertion AUC",
-            "Probability of the class while the highest patches are inserted first.",
-            "A few sufficient patches need not be those that the model uses in the whole image.",
-        ),
-        (
-            "gap",
-            "insertion − deletion",
-            "Area between the curves with the lowest and with the highest patches removed first.",
-            "Depends on the order of patches only, and ignores interactions between patches.",
-        ),
-        (
-            "positive_perturbation",
-            "positive perturbation",
-            "Accuracy for the class while the highest 0 to 90 % of patches are removed, as an area.",
-            "A class that is never predicted counts as removed, so the value includes the model's accuracy.",
-            "lower",
-        ),
-        (
-            "negative_perturbation",
-            "negative perturbation",
-            "Accuracy for the class while the lowest 0 to 90 % of patches are removed, as an area.",
-            "Rewards every map that ranks the whole object first, even if the model uses only a part of it.",
-        ),
-    ),
-    "sanity": (
-        (
-            "randomisation",
-            "after randomisation",
-            "Similarity to the map of a model with random weights: |Spearman|.",
-            "A map that changes with the weights may still be wrong; one that does not change is wrong.",
-            "lower",
-        ),
-        (
-            "shift_stability",
-            "shift stability",
-            "Similarity of the maps of the image and of the shifted image: Spearman.",
-            "A map that ignores the image is stable, and the map should change if the model reacts to the shift.",
-        ),
-        (
-            "flip_stability",
-            "flip stability",
-            "Similarity of the maps of the image and of its mirror image: Spearman.",
-            "A symmetric map that ignores the image is perfectly stable.",
-        ),
-        (
-            "class_sensitivity",
-            "class sensitivity",
-            "Difference of the maps for two classes: 1 − Spearman; 0 for methods that are not class-specific.",
-            "Both maps may be wrong, and similar classes may rightly share a map.",
-        ),
-    ),
-    "grid": (
-        (
-            "grid_energy",
-            "energy in cell",
-            "In a grid of four images: share of the map in the cell of the target class.",
-            "Sparse maps score higher. Chance, and every map that is the same for all classes, is 0.25.",
-        ),
-        (
-            "grid_auc",
-            "ROC-AUC of cell",
-            "Probability that a patch of the target cell is higher than one of the other three cells.",
-            "The background of the target cell counts as correct, so a map of the object alone does not reach 1.",
-        ),
-        (
-            "grid_wins",
-            "cell wins",
-            "Share of targets whose cell has the largest mean of the four.",
-            "Ignores positions within the cell, and grids differ from the images that a model was trained on.",
-        ),
-        (
-            "separation",
-            "energy in target object",
-            "In images with labelled objects of several classes: share of the map's mass in all objects that is in the "
-            "target object.",
-            "Ignores the background. Chance is the target object's share of the area of all objects.",
-        ),
-        (
-            "separation_wins",
-            "target object wins",
-            "Share of targets with the largest mean among the labelled objects.",
-            "With two objects, chance is 0.5.",
-        ),
-    ),
-    "intervals": (
-        (
-            "coverage",
-            "coverage",
-            "Share of patches whose 95 % interval contains the mean from 1,024 masks of another seed.",
-            "Correct intervals have a coverage of 0.95, and wide ones more; it does not show that a map is right.",
-        ),
-    ),
-}
+_localisation, _faithfulness, _sanity, _grid, _intervals = (
+    partial(Metric, group) for group in ("localisation", "faithfulness", "sanity", "grid", "intervals")
+)
 
-_SHARES = {"pointing_game", "grid_wins", "separation_wins"}
-# Ranges of the metrics that are not between 0 and 1.
-_LIMITS = {
-    "gap": (-1.0, 1.0),
-    "shift_stability": (-1.0, 1.0),
-    "flip_stability": (-1.0, 1.0),
-    "class_sensitivity": (0.0, 2.0),
-}
-
-
-def _metric(group: str, name: str, title: str, description: str, limitations: str, better: str = "higher") -> Metric:
-    limits = _LIMITS.get(name, (0.0, 1.0))
-    return Metric(group, name, title, description, limitations, better, limits, name in _SHARES)
-
-
-METRICS: dict[str, Metric] = {row[0]: _metric(group, *row) for group, rows in _ROWS.items() for row in rows}
+# Name, title, description and limitations.
+_METRICS = (
+    _localisation(
+        "pointing_game",
+        "pointing game",
+        "Share of images whose highest pixel is in the object.",
+        "Depends on one pixel only, and the centre of the image often hits the object, too.",
+        share=True,
+    ),
+    _localisation(
+        "energy",
+        "energy in object",
+        "Share of the map's mass above its minimum that is in the object.",
+        "A model may rightly use the context of the object; sparse maps score higher.",
+    ),
+    _localisation(
+        "roc_auc",
+        "ROC-AUC",
+        "Probability that a pixel of the object is higher than one of the background.",
+        "Depends on the order of values only, and large objects are easier.",
+    ),
+    _localisation(
+        "average_precision",
+        "average precision",
+        "Precision of the highest pixels for the object, averaged over all thresholds.",
+        "Chance is the object's share of the area, so data sets with different object sizes are not comparable.",
+    ),
+    _localisation(
+        "mean_iou",
+        "mean IoU",
+        "IoU of the map, thresholded at its mean, with object and background.",
+        "The threshold is arbitrary: a sharp map inside the object scores lower than one that fills it.",
+    ),
+    _faithfulness(
+        "deletion_auc",
+        "deletion AUC",
+        "Probability of the class while the highest patches are removed first.",
+        "Images with removed patches differ from the training data, so the model may fail for other reasons.",
+        better="lower",
+    ),
+    _faithfulness(
+        "insertion_auc",
+        "insertion AUC",
+        "Probability of the class while the highest patches are inserted first.",
+        "A few sufficient patches need not be those that the model uses in the whole image.",
+    ),
+    _faithfulness(
+        "gap",
+        "insertion − deletion",
+        "Area between the curves with the lowest and with the highest patches removed first.",
+        "Depends on the order of patches only, and ignores interactions between patches.",
+        limits=(-1.0, 1.0),
+    ),
+    _faithfulness(
+        "positive_perturbation",
+        "positive perturbation",
+        "Accuracy for the class while the highest 0 to 90 % of patches are removed, as an area.",
+        "A class that is never predicted counts as removed, so the value includes the model's accuracy.",
+        better="lower",
+    ),
+    _faithfulness(
+        "negative_perturbation",
+        "negative perturbation",
+        "Accuracy for the class while the lowest 0 to 90 % of patches are removed, as an area.",
+        "Rewards every map that ranks the whole object first, even if the model uses only a part of it.",
+    ),
+    _sanity(
+        "randomisation",
+        "after randomisation",
+        "Similarity to the map of a model with random weights: |Spearman|.",
+        "A map that changes with the weights may still be wrong; one that does not change is wrong.",
+        better="lower",
+    ),
+    _sanity(
+        "shift_stability",
+        "shift stability",
+        "Similarity of the maps of the image and of the shifted image: Spearman.",
+        "A map that ignores the image is stable, and the map should change if the model reacts to the shift.",
+        limits=(-1.0, 1.0),
+    ),
+    _sanity(
+        "flip_stability",
+        "flip stability",
+        "Similarity of the maps of the image and of its mirror image: Spearman.",
+        "A symmetric map that ignores the image is perfectly stable.",
+        limits=(-1.0, 1.0),
+    ),
+    _sanity(
+        "class_sensitivity",
+        "class sensitivity",
+        "Difference of the maps for two classes: 1 − Spearman; 0 for methods that are not class-specific.",
+        "Both maps may be wrong, and similar classes may rightly share a map.",
+        limits=(0.0, 2.0),
+    ),
+    _grid(
+        "grid_energy",
+        "energy in cell",
+        "In a grid of four images: share of the map in the cell of the target class.",
+        "Sparse maps score higher. Chance, and every map that is the same for all classes, is 0.25.",
+    ),
+    _grid(
+        "grid_auc",
+        "ROC-AUC of cell",
+        "Probability that a patch of the target cell is higher than one of the other three cells.",
+        "The background of the target cell counts as correct, so a map of the object alone does not reach 1.",
+    ),
+    _grid(
+        "grid_wins",
+        "cell wins",
+        "Share of targets whose cell has the largest mean of the four.",
+        "Ignores positions within the cell, and grids differ from the images that a model was trained on.",
+        share=True,
+    ),
+    _grid(
+        "separation",
+        "energy in target object",
+        "In images with labelled objects of several classes: share of the map's mass in all objects that is in the "
+        "target object.",
+        "Ignores the background. Chance is the target object's share of the area of all objects.",
+    ),
+    _grid(
+        "separation_wins",
+        "target object wins",
+        "Share of targets with the largest mean among the labelled objects.",
+        "With two objects, chance is 0.5.",
+        share=True,
+    ),
+    _intervals(
+        "coverage",
+        "coverage",
+        "Share of patches whose 95 % interval contains the mean from 1,024 masks of another seed.",
+        "Correct intervals have a coverage of 0.95, and wide ones more; it does not show that a map is right.",
+    ),
+)
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
 
 
 def choose_metrics(names: Iterable[str] | None = None) -> tuple[list[Metric], list[str]]:
