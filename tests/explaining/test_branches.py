@@ -221,3 +221,17 @@ def test_a_model_that_fails_on_the_kept_number_of_patches_has_them_blanked():
     actual = explained(model, "sampling", masks=8, keep=0.33)[0]
     assert "fails on 33 of its patches" in actual.facts["hidden"]
     assert explained(model, "sampling", masks=8, keep=0.3)[0].facts["hidden"] == "tokens dropped"
+
+
+def test_blocks_that_also_return_tokens_within_patches_have_a_map():
+    model = timm.create_model("tnt_s_patch16_224", num_classes=5, depth=2).eval()
+    explainer, image = Explainer(model), np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+    actual = explainer.explain(image, method="gradcam", target=1, layer=2)
+    pixels = explainer.pixels(image)
+    kept = []
+    handle = model.blocks[1].norm_out.register_forward_hook(lambda _, args, output: kept.append(output))
+    logit = model(pixels)[0, 1]
+    handle.remove()
+    [gradient] = torch.autograd.grad(logit, kept)
+    expected = (gradient[0, 1:].mean(0) * kept[0][0, 1:]).sum(-1).clamp_min(0).detach().reshape(14, 14)
+    np.testing.assert_allclose(actual.grid, expected.numpy(), rtol=1e-4, atol=1e-7)

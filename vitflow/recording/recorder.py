@@ -237,7 +237,8 @@ class record_attention:
         self.trace.features[path] = output if isinstance(output, Tensor) else output[0]
 
     def _keep_stream(self, path: str, args: Any, output: Any) -> None:
-        tokens = next(tensors_in(output), None)
+        # TNT's blocks return tokens within patches, too, which are folded into the batch.
+        tokens = next((each for each in tensors_in(output) if len(each) == self._listening.batch), None)
         if path in self.trace.passed or tokens is None or not tokens.requires_grad:
             tokens = None  # of several runs
         self.trace.passed[path] = tokens
