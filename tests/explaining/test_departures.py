@@ -1,19 +1,14 @@
 """Names say what is shown: how each map departs from the publication whose name it has, in figures and in JSON."""
 
-import numpy as np
 import pytest
-import torch
 from matplotlib.text import Text
 
-import vitflow
 from vitflow import Explainer
 from vitflow.analysis.strips import Strip, draw_comparison
 from vitflow.demo import sample_images
-from vitflow.explaining.captions import changed_options, departures, departures_from_paper
+from vitflow.explaining.captions import departures, departures_from_paper
 from vitflow.images.pen import Pen
 from vitflow.registry.method_table import BUILT_IN, Method, get_method
-from vitflow.text.method_table import TEXT_METHODS, for_kind
-from vitflow.text.methods import caption
 
 IMAGE = sample_images()[0]
 
@@ -47,15 +42,9 @@ def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(met
         ("rollout", {}, "max over heads, 90% discarded, value-weighted, refined by attention"),
         ("rollout", {"preset": "paper", "refine": 1, "affinity": "both"}, "refined by attention and keys"),
         ("flow", {"refine": 0}, "last 4 layers, rollout below, 90% discarded, value-weighted"),
-        (
-            "gae",
-            {"head_fusion": "signed_mean", "refine": 2},
-            "signed mean over heads, value-weighted, refined 2 times by",
-        ),
         ("attention", {"layer": 2, "value_weighted": True}, "layer 2, weighted by value norms"),
         ("attention", {}, ""),
         ("occlusion", {}, "drop in log-odds"),
-        ("centre", {"sigma": 0.5}, "sigma 0.5"),
     ],
 )
 def test_departures_in_words(name, options, reported):
@@ -71,19 +60,6 @@ def test_a_method_of_no_publication_departs_from_none():
     assert departures(mine, {**mine.defaults, "own": {"a": 1}}) == "own {'a': 1}"
 
 
-def test_custom_options_are_reported_next_to_the_defaults_as_before():
-    assert changed_options("attention", get_method("attention").defaults) == ""
-    assert changed_options("rollout", get_method("rollout").complete({"refine": 0})) == "not refined"
-
-
-def test_raw_attention_is_raw(explainer):
-    actual = explainer.explain(IMAGE, method="attention", layer=3)
-    trace = explainer.record(IMAGE)
-    heads = trace.heads(value_weighted=False)[2].double()
-    expected = trace.layout.to_grid(torch.einsum("bq,bhqk->bk", trace.readout.double(), heads) / heads.shape[1])
-    np.testing.assert_allclose(actual.grid, expected[0].cpu().numpy(), rtol=1e-5, atol=1e-8)
-
-
 def test_figures_strips_sheets_and_json_report_the_departure_under_the_name(explainer, tmp_path):
     options = {"value_weighted": "output", "refine": 1, "affinity": "both"}
     reported = "value-weighted, refined by attention and keys"
@@ -96,19 +72,3 @@ def test_figures_strips_sheets_and_json_report_the_departure_under_the_name(expl
                 assert (line in words) == bool(line)
                 if not line:
                     assert not any("weighted" in word or "refined" in word for word in words)
-    sheet = vitflow.layer_maps(IMAGE, model=explainer, method="gae", value_weighted="output")
-    words = " ".join(text.get_text() for text in sheet.figure().findobj(Text))
-    assert "raw attention of each layer, value-weighted" in words
-    assert "GAE (max over heads, value-weighted, refined by" in words
-
-
-def test_views_of_texts_report_it_too():
-    for method, decoder, reported in (
-        ("rollout", True, "Attention rollout (relative to the receptive field) · m"),
-        ("rollout", False, "Attention rollout (value-weighted) · m"),
-        ("attention", False, "Raw attention · m"),
-        ("gae", True, "GAE · m"),
-    ):
-        options = for_kind(TEXT_METHODS[method].complete({}), decoder=decoder)
-        assert caption(method, options, "m") == reported
-        assert caption(method, TEXT_METHODS[method].complete({"preset": "paper"}), "m").count("(") == 0

@@ -1,9 +1,9 @@
 """Figures of one map: its words, its colours, and the patch that was asked about."""
 
 import contextlib
-import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from PIL import Image
 
 import vitflow
 from vitflow import Comparison, Contrast, Explainer
-from vitflow.cli import cli, main
+from vitflow.cli import cli
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
 from vitflow.explaining.saliency import Saliency
@@ -44,12 +44,10 @@ def words(saliency: Saliency, tmp_path, **options) -> list[str]:
 
 def test_a_figure_says_what_it_shows(explainer, tmp_path):
     image = sample_images()[0]
-    for method in ("gae", "rollout"):
-        saliency = explainer.explain(image, method=method, discard_ratio=0.3) if method == "rollout" else None
-        saliency = saliency or explainer.explain(image, method=method)
+    for method, options in (("gae", {}), ("rollout", {"discard_ratio": 0.3})):
+        saliency = explainer.explain(image, method=method, **options)
         actual = words(saliency, tmp_path)
         joined = " ".join(actual)
-        assert {"gae": "GAE", "rollout": "Attention rollout"}[method] in actual
         assert f"{saliency.label}, {saliency.probability:.1%}" in actual
         assert image.name in joined and saliency.model in joined and "98th percentile" in joined
         assert ("the same for every class" in joined) == (method == "rollout")
@@ -58,9 +56,10 @@ def test_a_figure_says_what_it_shows(explainer, tmp_path):
         assert f"percentile of the patches are {low} and {high} {unit}".strip() in joined
 
 
-@pytest.mark.parametrize("limits", [{}, {"vmax": 0.5}, {"robust": False}])
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("background", ["grey", "photo"])
+@pytest.mark.parametrize(
+    ("signed", "background", "limits"),
+    [(False, "grey", {}), (False, "photo", {"vmax": 0.5}), (True, "grey", {"robust": False}), (True, "photo", {})],
+)
 def test_the_colours_of_the_bar_are_those_of_the_overlay(signed, background, limits):
     grid = np.random.default_rng(0).random((6, 6)) - 0.4 * signed
     figure = map_of(grid).figure(background=background, **limits)
@@ -94,19 +93,6 @@ def test_the_last_value_stands_at_the_end_of_the_bar(tmp_path):
     assert any(text.startswith("≤ −0.") for text in actual) and {"below 0", "above 0"} <= set(actual)
 
 
-def test_the_caption_says_what_the_lines_are(tmp_path):
-    grid = np.random.default_rng(0).random((6, 6))
-    reported = "Lines: around the highest values that make up 10, 25 and 50 % of the map's sum."
-    assert reported in " ".join(words(map_of(grid), tmp_path, contours=True))
-    assert "Lines:" not in " ".join(words(map_of(grid), tmp_path))
-
-
-def test_a_constant_map_and_one_of_a_model_without_classes_have_figures(tmp_path):
-    actual = words(map_of(np.full((4, 4), 0.25)), tmp_path)
-    assert {"Attention rollout", "0.25"} <= set(actual)
-    assert sum(text.startswith("0.25") for text in actual) == 1
-
-
 def test_the_requested_patch_is_framed(explainer, tmp_path):
     image = sample_images()[3]
     saliency = explainer.explain(image, method="attention", patch=(2, 7))
@@ -127,11 +113,7 @@ def test_the_requested_patch_is_framed(explainer, tmp_path):
     inside = np.s_[round(top) : round(bottom), round(left) : round(right)]
     np.testing.assert_array_equal(framed[inside], bare[inside])
     assert plain.patch_box is None
-    joined = " ".join(words(saliency, tmp_path))
-    assert "patch (2, 7)" in joined and "The frame marks the query patch" in joined
-
-
-def test_a_patch_of_a_coarser_grid_than_the_map_has_its_size():
+    assert "The frame marks the query patch" in " ".join(words(saliency, tmp_path))
     coarse = map_of(np.zeros((12, 12)), options={"patch": (1, 2)}, facts={"patch_grid": [3, 3]})
     assert coarse.patch_box == pytest.approx((64, 32, 96, 64))
 
@@ -141,9 +123,7 @@ def test_a_patch_of_a_coarser_grid_than_the_map_has_its_size():
     [
         ((0.00203, 0.0072), ("0.002", "0.0072")),
         ((2.9e-5, 0.0352), ("0", "0.035")),
-        ((0.0, 0.5), ("0", "0.5")),
         ((-12.0, 12.0), ("−12", "12")),
-        ((150.0, 12345.0), ("150", "12345")),
         ((0.0, 0.0), ("0", "0")),
         ((3.1e-7, 4.2e-6), ("0.3", "4.2", "× 10⁻⁶")),
         ((0.0, 2.5e7), ("0", "25", "× 10⁶")),
@@ -152,25 +132,6 @@ def test_a_patch_of_a_coarser_grid_than_the_map_has_its_size():
 def test_numbers_people_can_read(values, reported):
     numbers, unit = readable(*values)
     assert (*numbers, unit) == (*reported, "")[:3]
-
-
-def test_the_command_writes_figures(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    image = str(sample_images()[0])
-    for arguments, name in (
-        (["--figure"], f"{sample_images()[0].stem}-rollout.png"),
-        (["--figure", "-o", "one.pdf", "--contours", "--background", "photo"], "one.pdf"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["vitflow", "explain", image, "--model", "demo", *arguments])
-        main()
-        assert capsys.readouterr().out == f"{name}\n"
-        assert (tmp_path / name).stat().st_size > 5000
-    with Image.open(tmp_path / f"{sample_images()[0].stem}-rollout.png") as file:
-        assert file.height > 1.15 * file.width * 0.9  # words above and below a square image
-    monkeypatch.setattr(sys, "argv", ["vitflow", "explain", image, "--model", "demo", "-o", "one.pdf"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "ends in .png, .jpg" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -216,36 +177,17 @@ def test_the_unseen_part_can_be_left_without_a_line_or_left_out(cropped, tmp_pat
 def test_the_command_saves_the_heatmap_alone_and_crops(explainer, tmp_path):
     image = sample_images()[1]
     saliency = explainer.explain(image)
-    lines = (
-        ["--background", "none", "-o", "a.png"],
-        ["-o", "a.npy"],
-        ["--crop-to-seen", "--unseen", "off", "-o", "b.png"],
-    )
+    lines = ("--background none -o a.png", "-o a.npy", "--crop-to-seen --unseen off -o b.png", "--figure -o c.pdf")
     with contextlib.chdir(tmp_path):
-        done = [CliRunner().invoke(cli, ["explain", str(image), "--model", "demo", *line]) for line in lines]
-        refused = CliRunner().invoke(
-            cli, ["explain", str(image), "--model", "demo", "--background", "none", "-o", "a.jpg"]
-        )
-    assert (
-        [each.exit_code for each in done] == [0, 0, 0] and "transparency" in refused.stderr and refused.exit_code == 2
-    )
+        run = lambda line: CliRunner().invoke(cli, ["explain", str(image), "--model", "demo", *line.split()])  # noqa: E731
+        assert [run(line).exit_code for line in lines] == [0, 0, 0, 0] and Path("c.pdf").stat().st_size > 5000
+        refused = run("--background none -o a.jpg")
+    assert "transparency" in refused.stderr and refused.exit_code == 2
     np.testing.assert_array_equal(Image.open(tmp_path / "a.png"), saliency.overlay(background="none"))
     np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), saliency.heatmap)
     np.testing.assert_array_equal(Image.open(tmp_path / "b.png"), saliency.overlay(crop_to_seen=True))
-    line = ["explain", str(image), "--model", "demo", "--alpha", "1", "-o", str(tmp_path / "c.npy")]
-    assert CliRunner().invoke(cli, line).exit_code == 2 and not (tmp_path / "c.npy").exists()
     with pytest.raises(OptionError, match="transparency"):
         vitflow.explain_folder(image, tmp_path / "run", model=explainer, drawing={"background": "none"}, workers=0)
     vitflow.explain_folder(image, tmp_path / "run", model=explainer, overlays=False, workers=0)
     with pytest.raises(OptionError, match="transparency"):
         draw_run(tmp_path / "run", tmp_path / "drawn", drawing={"background": "none"})
-
-
-def test_another_file_type_is_refused():
-    with pytest.raises(OptionError, match=r"Unknown file type '.jpg'"):
-        map_of(np.zeros((2, 2))).figure("figure.jpg")
-
-
-def test_an_overlay_has_the_pixels_of_its_image():
-    with pytest.raises(OptionError, match="dpi cannot be used for an overlay"):
-        map_of(np.zeros((2, 2))).overlay(dpi=300)

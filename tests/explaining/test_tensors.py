@@ -23,16 +23,8 @@ def model_of(library: str) -> torch.nn.Module:
         model = torchvision.models.VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=5).eval()
         torch.nn.init.normal_(model.heads.head.weight)  # which torchvision sets to 0
         return model
-    config = transformers.ViTConfig(
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        image_size=32,
-        patch_size=8,
-        num_labels=5,
-        attn_implementation="eager",
-    )
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5, attn_implementation="eager")
     return transformers.ViTForImageClassification(config).eval()
 
 
@@ -57,7 +49,7 @@ def test_the_batch_of_a_dataloader_is_explained_in_three_lines(library):
         assert overlay.shape == (32, 32, 3)
 
 
-@pytest.mark.parametrize("method", [method.name for method in vitflow.list_methods()])
+@pytest.mark.parametrize("method", ["rollout", "gae", "gradcam", "input_gradient", "sampling", "similarity"])
 def test_every_method_explains_a_tensor_as_its_image(method):
     explainer = Explainer(model_of("timm"), data_config=DATA)
     options = {"masks": 8} if method in ("sampling", "consensus") else {}
@@ -69,13 +61,6 @@ def test_every_method_explains_a_tensor_as_its_image(method):
     image = explainer.explain(IMAGES[0], method=method, **options)
     np.testing.assert_allclose(tensor.grid, image.grid, rtol=0, atol=1e-4 * np.abs(image.grid).max())
     assert torch.equal(batch, kept) and not batch.requires_grad
-
-
-def test_one_tensor_with_or_without_a_batch_axis_is_one_image():
-    explainer, one = Explainer(model_of("timm"), data_config=DATA), normalised(IMAGES[:1])
-    first, second = explainer.explain(one), explainer.explain(one[0])
-    np.testing.assert_array_equal(first.grid, second.grid)
-    assert explainer.explain_batch(one[0])[0].source == "image 1"
 
 
 def test_the_original_of_a_tensor_is_what_the_map_lies_on():
@@ -109,18 +94,14 @@ def test_layers_features_and_pages_take_tensors():
 RAW = torch.from_numpy(IMAGES[0]).permute(2, 0, 1) / 255
 
 
-@pytest.mark.parametrize("values", [RAW, RAW * 255, 0.2 + 0.7 * RAW])
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("values", "half"), [(RAW, False), (RAW * 255, True), (0.2 + 0.7 * RAW, True)])
 def test_each_tensor_that_does_not_look_normalised_is_mentioned(values, half):
     data = DATA | ({"mean": (0.5,) * 3, "std": (0.5,) * 3} if half else {})
     explainer = Explainer(model_of("timm"), data_config=data)
     with pytest.warns(VitflowWarning, match="image [13]: .*does not look normalised") as reported:
         explainer.explain_batch(torch.stack([values, explainer.pixels(IMAGES[1])[0], values]), methods=["rollout"])
     assert [str(each.message)[:7] for each in reported] == ["image 1", "image 3"]
-
-
-def test_a_model_without_normalisation_reads_values_from_0_to_1():
-    Explainer(model_of("timm"), data_config=DATA | {"mean": (0.0,) * 3, "std": (1.0,) * 3}).explain(RAW)
+    Explainer(model_of("timm"), data_config=DATA | {"mean": (0.0,) * 3, "std": (1.0,) * 3}).explain(RAW)  # as it reads
 
 
 @pytest.mark.parametrize("change", ["another image", "flip", "another crop", "another fit"])
@@ -158,7 +139,7 @@ def test_a_model_of_other_channels_explains_tensors():
     explainer = Explainer(model)
     pixels = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 64, 64))).float()
     photograph = np.random.default_rng(1).integers(0, 256, (100, 128, 3), dtype=np.uint8)
-    for method in ("rollout", "gae", "occlusion"):
+    for method in ("rollout", "gae"):
         shown = explainer.explain(pixels, method=method, target=1, original=photograph)
         np.testing.assert_array_equal(shown.image, photograph)
         np.testing.assert_array_equal(shown.grid, explainer.explain(pixels, method=method, target=1).grid)
@@ -167,21 +148,14 @@ def test_a_model_of_other_channels_explains_tensors():
     np.testing.assert_allclose(grey[..., 1], 255 * (mean - mean.min()) / (mean.max() - mean.min()), atol=0.51)
     with pytest.raises(OptionError, match=r"tensor \[5, 64, 64\].*original="):
         explainer.explain(photograph)
-
-
-def test_an_array_with_three_axes_is_one_image():
-    explainer = Explainer("demo")
-    with pytest.raises(ShapeError, match=r"got \(96, 96, 9\)"):
-        explainer.explain_batch(np.zeros((96, 96, 9), np.uint8))
-    assert len(explainer.explain_batch(list(np.zeros((2, 96, 96), np.uint8)), methods=["rollout"])) == 2
+    with pytest.raises(OptionError, match="leave it out"):
+        explainer.explain(photograph, original=photograph)
 
 
 @pytest.mark.parametrize(
     ("pixels", "reported"),
     [
         (torch.zeros(3, 16, 16), r"float tensor \[3, 32, 32\].*got torch.float32 \[3, 16, 16\]"),
-        (torch.zeros(1, 32, 32), r"got torch.float32 \[1, 32, 32\]"),
-        (torch.zeros(32, 32), r"got torch.float32 \[32, 32\]"),
         (torch.zeros(2, 3, 32, 32), r"got torch.float32 \[2, 3, 32, 32\]"),
         (torch.zeros(3, 32, 32, dtype=torch.uint8), "got torch.uint8"),
         (torch.full((3, 32, 32), torch.nan), "finite"),
@@ -190,14 +164,6 @@ def test_an_array_with_three_axes_is_one_image():
 def test_a_tensor_that_is_no_input_of_the_model_is_refused(pixels, reported):
     with pytest.raises(ShapeError, match=reported):
         Explainer(model_of("timm"), data_config=DATA).explain(pixels)
-
-
-def test_an_original_of_an_image_is_refused():
-    explainer = Explainer(model_of("timm"), data_config=DATA)
-    with pytest.raises(OptionError, match="leave it out"):
-        explainer.explain(IMAGES[0], original=IMAGES[0])
-    with pytest.raises(OptionError, match="one original for each of 3"):
-        explainer.explain_batch(normalised(IMAGES), originals=IMAGES[:2])
 
 
 @pytest.mark.parametrize("library", ["timm", "transformers"])
@@ -232,20 +198,10 @@ class OtherInputs(torch.nn.Module):
         return self.vit(images) + table
 
 
-class Wrapped(torch.nn.Module):
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.inner(images)
-
-
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
-@pytest.mark.parametrize("wrap", [Wrapped, torch.nn.Identity()])
 @pytest.mark.parametrize("kind", ["dict", "attribute", "pair", "by name"])
-@pytest.mark.parametrize("method", ["gae", "occlusion"])
-def test_a_model_with_other_inputs_than_one_tensor_is_refused_with_the_remedy(kind, method, wrap):
-    model = wrap(OtherInputs(kind).eval())
-    with pytest.raises(ModelError, match=r"one tensor \(1, 3, 32, 32\).*forward\(pixels\)"):
-        Explainer(model, data_config=DATA).explain(IMAGES[0], method=method)
+def test_a_model_with_other_inputs_than_one_tensor_is_refused_with_the_remedy(kind):
+    model = OtherInputs(kind).eval()
+    for wrapped, method in ((model, "gae"), (torch.nn.Sequential(model), "occlusion")):
+        with pytest.raises(ModelError, match=r"one tensor \(1, 3, 32, 32\).*forward\(pixels\)"):
+            Explainer(wrapped, data_config=DATA).explain(IMAGES[0], method=method)

