@@ -1,7 +1,5 @@
 """Attention flow: its definition, its options, what it says about saturation, and the graph."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +14,8 @@ from tests import references
 from tests.methods.certificates import Prover
 from vitflow.demo import load_demo_model, sample_images
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods.flow.attention_flow import FlowResult, attention_flow
-from vitflow.methods.flow.layers import attention_graph, layer_capacities, parse_window, token_label
+from vitflow.methods.flow.attention_flow import attention_flow
+from vitflow.methods.flow.layers import attention_graph, layer_capacities, parse_window
 from vitflow.methods.flow.solver import max_flow
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import TokenLayout
@@ -63,7 +61,7 @@ def one_hot(token: int, tokens: int) -> Array:
 # --- The definition ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize(
     "options",
     [
@@ -84,7 +82,7 @@ def test_flow_follows_the_definition(count: int, options: dict[str, Any]) -> Non
         np.testing.assert_allclose(result.values[index], expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_readout_is_a_super_source(count: int) -> None:
     layers = random_attention(count, 2, 2, 7)
     readout = torch.rand(2, 7, dtype=torch.float64)
@@ -109,12 +107,6 @@ def test_a_one_hot_readout_is_the_token(kind: torch.dtype) -> None:
     half = attention_flow(layers, source=readout / 2).values  # which is less than its edges take
     expected = [reference_flow(reference_matrices(layers), one_hot(3, 9) / 2, sink) for sink in range(9)]
     np.testing.assert_allclose(half[0], expected, rtol=1e-9)
-
-
-def test_one_layer_is_the_row_of_that_layer() -> None:
-    layers = random_attention(3, 1, 2, 6)
-    result = attention_flow(layers, source=2, layers=1)
-    np.testing.assert_allclose(result.values[0], reference_matrices(layers)[-1][2], rtol=1e-12)
 
 
 def test_two_layers_have_a_closed_form() -> None:
@@ -152,27 +144,13 @@ def test_permuting_patches_permutes_the_flow() -> None:
     torch.testing.assert_close(attention_flow(permuted).values, values[:, order], rtol=1e-11, atol=0)
 
 
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_lower_precision_is_taken_as_it_is(kind: torch.dtype) -> None:
     layers = [layer.to(kind) for layer in random_attention(3, 1, 2, 9)]
     result = attention_flow(layers)
     assert result.values.dtype == torch.float64
     exact = attention_flow([layer.double() for layer in layers])
     torch.testing.assert_close(result.values, exact.values, rtol=1e-6, atol=1e-7)
-
-
-def test_fused_attention_and_one_tensor_are_taken() -> None:
-    layers = random_attention(3, 2, 4, 6)
-    expected = attention_flow(layers).values
-    torch.testing.assert_close(attention_flow([layer.mean(dim=1) for layer in layers]).values, expected)
-    torch.testing.assert_close(attention_flow(torch.stack(layers)).values, expected)
-
-
-def test_attention_that_needs_gradients_is_taken() -> None:
-    layers = [layer.requires_grad_() for layer in random_attention(3, 1, 2, 6)]
-    assert not attention_flow(layers).values.requires_grad
-    with torch.inference_mode():
-        attention_flow([layer.detach() * 1.0 for layer in layers])
 
 
 # --- What limits a flow -----------------------------------------------------------------------------------------------
@@ -198,27 +176,7 @@ def test_deep_flat_attention_is_saturated_and_shallow_is_not() -> None:
     assert (deep.cut_layer[0] == 13).tolist() == (column_sums > 1).tolist()
 
 
-def test_the_share_counts_patches_unless_only_other_sinks_were_requested() -> None:
-    saturated = torch.tensor([[True, True, False, True]])
-    values = torch.where(saturated, 1.0, 0.5).double()
-
-    def result(sinks: tuple[int, ...], prefix: int) -> FlowResult:
-        columns = list(sinks)
-        return FlowResult(
-            values[:, columns],
-            torch.ones(1, len(sinks), dtype=torch.float64),
-            torch.ones(1, len(sinks)),
-            (1, 2),
-            sinks,
-            prefix,
-        )
-
-    assert result((0, 1, 2, 3), 1).saturated_share.tolist() == [pytest.approx(2 / 3)]
-    assert result((0, 1, 2, 3), 2).saturated_share.tolist() == [0.5]
-    assert result((0, 2), 3).saturated_share.tolist() == [0.5]
-
-
-@pytest.mark.parametrize("narrow", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("narrow", [1, 3, 5])
 def test_the_cut_layer_is_where_the_narrow_layer_is(narrow: int) -> None:
     # Each token looks at itself alone, but in one layer token 0 also looks at token 2: the only, narrow way there.
     layers = [torch.eye(5, dtype=torch.float64)[None].clone() for _ in range(5)]
@@ -262,14 +220,10 @@ def test_more_layers_never_carry_more_than_the_rollout_proves_possible() -> None
     [
         ("all", (1, 12)),
         (1, (12, 12)),
-        (12, (1, 12)),
         (np.int64(3), (10, 12)),
         ("4", (9, 12)),
-        ("9:12", (9, 12)),
-        ("9:", (9, 12)),
         (":4", (1, 4)),
         ("-3:-2", (10, 11)),
-        ((2, 5), (2, 5)),
         ([2, -1], (2, 12)),
     ],
 )
@@ -277,31 +231,10 @@ def test_windows(layers: Any, expected: tuple[int, int]) -> None:
     assert parse_window(layers, 12) == expected
 
 
-@pytest.mark.parametrize(
-    "layers", [0, 13, -1, (0, 3), (5, 4), (3, 13), (1, 2, 3), "0", "a", "1:2:3", "x:3", None, 2.5, (1.5, 3), (-13, 3)]
-)
+@pytest.mark.parametrize("layers", [0, 13, (5, 4), (1, 2, 3), "a", "x:3", None, 2.5, (-13, 3)])
 def test_windows_that_do_not_exist(layers: Any) -> None:
     with pytest.raises(OptionError, match="from 1 to 12"):
         parse_window(layers, 12)
-
-
-def test_the_window_decides_which_layers_are_used() -> None:
-    layers = random_attention(6, 1, 2, 9)
-    expected = attention_flow(layers[2:5]).values
-    for window in ((3, 5), (3, -2), "3:5"):
-        result = attention_flow(layers, layers=window)
-        assert result.layers == (3, 5)
-        assert torch.equal(result.values, expected)
-    assert torch.equal(attention_flow(layers, layers=(4, 6)).values, attention_flow(layers, layers=3).values)
-
-
-# --- Progress ---------------------------------------------------------------------------------------------------------
-
-
-def test_progress_counts_every_flow() -> None:
-    counted: list[int] = []
-    attention_flow(random_attention(5, 3, 1, 20), progress=counted.append, sinks=range(1, 20))
-    assert sum(counted) == 3 * 19
 
 
 # --- The graph --------------------------------------------------------------------------------------------------------
@@ -328,21 +261,6 @@ def test_the_graph_holds_the_matrices() -> None:
     assert flow == pytest.approx(expected.item())
 
 
-def test_labels_name_every_kind_of_token() -> None:
-    layout = TokenLayout(5, 2, 2)
-    names = [token_label(token, 5, layout) for token in range(9)]
-    assert names == ["cls", "reg 1", "reg 2", "reg 3", "reg 4", *(f"patch ({r}, {c})" for r in (0, 1) for c in (0, 1))]
-    assert token_label(0, 0) == "patch 0"
-
-
-def test_a_graph_of_another_image_or_layout_is_refused() -> None:
-    layers = random_attention(2, 1, 1, 7)
-    with pytest.raises(OptionError, match="batch_index from 0 to 0, got 1"):
-        attention_graph(layers, batch_index=1)
-    with pytest.raises(ShapeError, match="Expected 5 tokens as in the layout, got attention between 7"):
-        attention_graph(layers, layout=TokenLayout(1, 2, 2))
-
-
 # --- Real attention ---------------------------------------------------------------------------------------------------
 
 
@@ -366,7 +284,7 @@ def demo_attention() -> list[Tensor]:
 OPTIONS: dict[str, Any] = {"head_fusion": "mean", "discard_ratio": 0.0, "residual": 0.5, "num_prefix_tokens": 1}
 
 
-@pytest.mark.parametrize("changed", [{}, {"head_fusion": "max", "discard_ratio": 0.9}, {"residual": 0.0}], ids=str)
+@pytest.mark.parametrize("changed", [{}, {"head_fusion": "max", "discard_ratio": 0.9}], ids=str)
 def test_every_sink_of_the_demo_model_is_proven_at_full_depth(
     demo_attention: list[Tensor], changed: dict[str, Any]
 ) -> None:
@@ -385,36 +303,28 @@ def test_the_demo_model_agrees_with_networkx_at_full_depth(demo_attention: list[
     np.testing.assert_allclose(ours.values[0], theirs, rtol=0, atol=1e-9)
 
 
-@pytest.mark.slow
-def test_the_demo_model_agrees_with_networkx_over_three_layers(demo_attention: list[Tensor]) -> None:
-    sinks = [0, 60, 120]
-    ours = attention_flow(demo_attention, layers=3, sinks=sinks)
-    capacities = layer_capacities(demo_attention[-3:], 0, **OPTIONS)
-    theirs = [reference_flow(capacities, one_hot(0, capacities.shape[1]), sink) for sink in sinks]
-    np.testing.assert_allclose(ours.values[0], theirs, rtol=0, atol=1e-9)
-    assert not ours.saturated.all()  # not only trivial cuts
-
-
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_options_that_make_no_sense() -> None:
     layers = random_attention(2, 1, 1, 5)
     for wrong, message in [
-        ({"head_fusion": "median"}, "Unknown head fusion 'median'"),
-        ({"discard_ratio": 1.0}, "0 <= discard_ratio < 1, got 1.0"),
-        ({"residual": -0.1}, "0 <= residual < 1, got -0.1"),
+        ({"residual": -0.1}, "residual < 1, got -0.1"),
         ({"source": 5}, "source token from 0 to 4, got 5"),
-        ({"source": -1}, "source token from 0 to 4, got -1"),
         ({"sinks": [5]}, "sinks from 0 to 4"),
         ({"layers": 3}, "a number from 1 to 2"),
     ]:
-        with pytest.raises(OptionError, match=message.replace("?", r"\?").replace(".", r"\.")):
+        with pytest.raises(OptionError, match=message):
             attention_flow(layers, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="source capacities of at least 0"):
+        attention_flow(layers, source=torch.tensor([-1.0, 0, 0, 0, 0]))
+    with pytest.raises(OptionError, match="batch_index from 0 to 0, got 1"):
+        attention_graph(layers, batch_index=1)
+    with pytest.raises(ShapeError, match="Expected 5 tokens as in the layout"):
+        attention_graph(random_attention(2, 1, 1, 7), layout=TokenLayout(1, 2, 2))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1])
-@pytest.mark.parametrize("tokens", [5, 40])
+@pytest.mark.parametrize(("value", "tokens"), [(float("nan"), 5), (float("inf"), 40), (-0.1, 40)])
 def test_values_that_are_not_attention(value: float, tokens: int) -> None:
     layers = random_attention(4, 1, 2, tokens)
     layers[2][0, 1, 3, 2] = value
@@ -424,29 +334,3 @@ def test_values_that_are_not_attention(value: float, tokens: int) -> None:
         attention_flow(layers, layers=2)
     with pytest.raises(ShapeError, match="in layer 3"):
         attention_graph(layers, layers=2)
-
-
-def test_shapes_that_are_not_attention() -> None:
-    with pytest.raises(ShapeError, match="at least one layer"):
-        attention_flow([])
-    with pytest.raises(ShapeError, match=r"got \(1, 2, 5, 6\)"):
-        attention_flow([torch.rand(1, 2, 5, 6)])
-    with pytest.raises(ShapeError, match="same batch and number of tokens"):
-        attention_flow([torch.rand(1, 2, 5, 5), torch.rand(1, 2, 6, 6)])
-    layers = random_attention(2, 2, 1, 5)
-    for source in (torch.ones(4), torch.ones(3, 5), torch.ones(2, 5, 1)):
-        with pytest.raises(ShapeError, match=r"capacities of shape \[5\] or \[2, 5\]"):
-            attention_flow(layers, source=source)
-    for bad in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ShapeError, match="source capacities of at least 0"):
-            attention_flow(layers, source=torch.tensor([bad, 0, 0, 0, 0]))
-
-
-def test_two_layers_load_no_compiler() -> None:
-    # The closed form answers at once: numba, and compiling on first use, are for deeper windows.
-    code = (
-        "import sys, torch; from vitflow.methods.flow.attention_flow import attention_flow; "
-        "attention_flow([torch.full((1, 4, 4), 0.25)] * 6, layers=2); "
-        "assert not {'numba', 'networkx'} & set(sys.modules), 'loaded'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-import vitflow
 from tests.recording.test_recorder import tiny
 from vitflow import Explainer, attention_flow, attention_rollout, record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, VitflowError
@@ -22,16 +21,10 @@ FUNCTIONS = {
 }
 ATTENTIONS = {
     "no images": ([ONE[:0]] * 2, "at least one image"),
-    "no heads": ([ONE[:, :0]] * 2, "head"),
     "no tokens": ([ONE[..., :0, :0]] * 2, "token"),
     "complex": ([ONE.to(torch.complex64)] * 2, "real numbers.*complex64"),
     "numpy": ([ONE.numpy()] * 2, r"numpy.ndarray in layer 1.*torch.as_tensor"),
-    "numpy stack": (np.stack([ONE.numpy()] * 2), "numpy.ndarray"),
-    "lists": ([ONE.tolist()], "got list in layer 1"),
     "None": (None, "got NoneType"),
-    "a number": (3, "got int"),
-    "0-d": (torch.tensor(1.0), "got a tensor of float32"),
-    "a word": ("abc", "got str"),
     "meta": ([ONE.to("meta")], "a meta tensor"),
     "sparse": ([ONE.to_sparse()], "a sparse tensor"),
     "no layers": ([], "at least one layer"),
@@ -50,9 +43,9 @@ def test_what_is_no_attention_is_refused(function, given):
 @pytest.mark.parametrize(
     "options",
     [
-        *({"discard_ratio": value} for value in ("a", None, float("nan"))),
-        *({"residual": value} for value in ("a", 1, torch.ones(2))),
-        *({"num_prefix_tokens": value} for value in (-1, 6, 1.5, "a", None)),
+        *({"discard_ratio": value} for value in ("a", float("nan"))),
+        *({"residual": value} for value in (1, torch.ones(2))),
+        *({"num_prefix_tokens": value} for value in (-1, 6, 1.5)),
     ],
     ids=str,
 )
@@ -67,38 +60,26 @@ def test_layers_of_two_precisions_are_taken_in_the_wider():
     torch.testing.assert_close(actual, attention_rollout([ONE.double()] * 2))
 
 
-@pytest.mark.parametrize("sinks", [[2.7], [5], [-1], "ab", 3, [None]])
+@pytest.mark.parametrize("sinks", [[2.7], [-1], "ab"])
 def test_sinks_that_are_no_tokens_are_refused(sinks):
     with pytest.raises(OptionError, match="sinks"):
         attention_flow([ONE, ONE], sinks=sinks)
     assert attention_flow([ONE, ONE], sinks=[]).values.shape == (1, 0)
 
 
-@pytest.mark.parametrize("source", ["cls", None, torch.ones(5) * 1j, 2.7, (1.5, 0), -1, 5])
+@pytest.mark.parametrize("source", ["cls", torch.ones(5) * 1j, 2.7])
 def test_sources_that_are_none_are_refused(source):
     with pytest.raises(VitflowError, match="source"):
         attention_flow([ONE, ONE], source=source)
 
 
-@pytest.mark.parametrize("readout", [[1, 0, 0, 0, 0], np.ones(5), "cls", torch.ones(5) * 1j, torch.full((5,), np.nan)])
+@pytest.mark.parametrize("readout", [np.ones(5), "cls", torch.full((5,), np.nan)])
 def test_readouts_that_are_none_are_refused(readout):
     with pytest.raises(ShapeError, match="Expected a readout"):
         attention_rollout([ONE, ONE], readout=readout)
 
 
-@pytest.mark.parametrize("start", [1.5, None, "2", 0])
-def test_layers_that_are_no_numbers_are_refused(start):
-    with pytest.raises(OptionError, match="start_layer"):
-        attention_rollout([ONE, ONE], start_layer=start)
-
-
-@pytest.mark.parametrize("options", [{"batch_index": 0.5}, {"batch_index": "a"}, {"layout": (1, 2, 2)}], ids=str)
-def test_images_and_layouts_of_a_graph_are_checked(options):
-    with pytest.raises(OptionError, match=next(iter(options))):
-        attention_graph([ONE, ONE], **options)
-
-
-@pytest.mark.parametrize("numbers", [(1.5, 2, 2), ("a", 2, 2), (0, 2.0, 2), (None, 1, 1), (1, float("nan"), 2)])
+@pytest.mark.parametrize("numbers", [(1.5, 2, 2), ("a", 2, 2), (1, float("nan"), 2)])
 def test_layouts_are_whole_numbers(numbers):
     with pytest.raises(OptionError, match="whole number"):
         TokenLayout(*numbers)
@@ -129,7 +110,7 @@ def test_an_explainer_is_no_model_but_has_one():
 
 @pytest.mark.parametrize(
     "options",
-    [{"head_fusion": ["max"]}, {"fusions": ["max"]}, {"fusions": [("max",)]}, {"fusions": 3}, {"layout": (1, 4, 4)}],
+    [{"head_fusion": ["max"]}, {"fusions": ["max"]}, {"layout": (1, 4, 4)}],
     ids=str,
 )
 def test_options_of_a_recording_are_checked(options):
@@ -155,36 +136,6 @@ def test_no_images_give_no_maps(explainer):
     assert len(explainer.explain_batch(image for image in [IMAGE] * 2)) == 2
 
 
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("rollout", {"discard_ratio": "a"}),
-        ("rollout", {"patch": 3}),
-        ("rollout", {"patch": (1.5, 0)}),
-        ("attention", {"layer": "a"}),
-        ("attention", {"layer": 1.5}),
-        ("attention", {"head": 1.5}),
-        ("occlusion", {"patch_size": 1.5}),
-        ("occlusion", {"patch_size": "a"}),
-    ],
-)
-def test_options_of_methods_are_checked(explainer, method, options):
-    with pytest.raises(OptionError, match="Expected"):
-        explainer.explain(IMAGE, method=method, **options)
-
-
-@pytest.mark.parametrize("name", ["class_", "class_index", "label"])
-def test_other_words_for_the_target_lead_to_it(name):
-    with pytest.raises(OptionError, match=f"{name}.* use target="):
-        vitflow.explain(IMAGE, model=tiny(), data_config=DATA, method="gae", **{name: 3})
-
-
-def test_an_explainer_is_reported_what_is_no_layout_and_no_device():
-    for options in ({"layout": (1, 4, 4)}, {"device": 3.5}):
-        with pytest.raises(OptionError):
-            Explainer(tiny(), data_config=DATA, **options)
-
-
 def test_a_model_without_weights_is_refused_before_it_runs():
     lazy = tiny()
     lazy.head = torch.nn.LazyLinear(5)
@@ -196,15 +147,3 @@ def test_a_model_without_weights_is_refused_before_it_runs():
         Explainer(tiny().to("meta"), data_config=DATA)
     with pytest.raises(OptionError, match=r"The device 'meta' cannot be used: it computes shapes"):
         Explainer(tiny(), data_config=DATA, device="meta")
-
-
-def test_a_module_is_moved_where_it_is_requested_to_and_changed_in_nothing_else():
-    model = tiny().train()
-    model.blocks[1].eval()
-    model.head.weight.requires_grad_(False)
-    modes = [module.training for module in model.modules()]
-    needed = [parameter.requires_grad for parameter in model.parameters()]
-    assert Explainer(model, data_config=DATA, device="cpu", dtype="bfloat16").device.type == "cpu"
-    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-    assert [module.training for module in model.modules()] == modes
-    assert [parameter.requires_grad for parameter in model.parameters()] == needed

@@ -1,6 +1,5 @@
 """Maximum flow: against networkx, certificates added up from the raw capacities, and graphs made to be hard."""
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow as scipy_maximum_flow
 
 from tests.methods.certificates import Array, Prover, Source
-from vitflow import compiled
 from vitflow.methods.flow import solver
 from vitflow.methods.flow.solver import max_flow
 
@@ -88,14 +86,14 @@ def graphs(kind: str, count: int) -> Iterator[tuple[Array, Source]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_graphs_agree_with_networkx_and_prove_themselves(kind: str) -> None:
     below_bound = 0
-    for capacities, source in graphs(kind, 32):
+    for capacities, source in graphs(kind, 16):
         actual, prover = max_flow(capacities, source), Prover(capacities, source)
         bounds = np.minimum(capacities[0].sum(axis=0), prover.given.sum())
         below_bound += int((actual.values < bounds * (1 - 1e-9)).sum())
         for sink, value in enumerate(actual.values.tolist()):
             assert value == pytest.approx(networkx_value(capacities, source, sink), rel=1e-9, abs=1e-9)
             prover.prove(actual, sink, sink)
-    assert below_bound > 15  # the interesting cuts, away from source and sink, are among them
+    assert below_bound > 7  # the interesting cuts, away from source and sink, are among them
 
 
 @given(
@@ -103,7 +101,7 @@ def test_random_graphs_agree_with_networkx_and_prove_themselves(kind: str) -> No
     tokens=st.integers(1, 5),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_any_small_integer_graph_agrees_with_scipy(layers: int, tokens: int, data: st.DataObject) -> None:
     size = layers * tokens * tokens
     values = data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size))
@@ -128,17 +126,17 @@ def scipy_values(capacities: NDArray[np.integer], source: NDArray[np.integer]) -
 # --- The size of real models ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharpness", [0.5, 2.0, 5.0])
-@pytest.mark.parametrize("layers", [3, 4, 6, 12])
+@pytest.mark.parametrize(("layers", "sharpness"), [(3, 0.5), (4, 2.0), (12, 5.0)])
 def test_certificates_hold_at_the_size_of_vit_base(layers: int, sharpness: float) -> None:
     capacities = attention(np.random.default_rng(3), layers, 197, sharpness)
     actual = max_flow(capacities, 0)
     prover = Prover(capacities, 0)
-    for sink in range(197):
+    for sink in range(0, 197, 3):
         prover.prove(actual, sink, sink)
 
 
-@pytest.mark.parametrize(("layers", "discard"), [(4, 0.9), (4, 0.0), (12, 0.0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "discard"), [(4, 0.9), (12, 0.0)])
 def test_certificates_hold_at_the_size_of_dinov2(layers: int, discard: float) -> None:
     capacities = float32_attention(layers, 1370, discard)
     sinks = range(3, 1370, 97)
@@ -173,7 +171,7 @@ def test_super_sources_at_full_size(source: str) -> None:
         prover.prove(actual, row, sink)
 
 
-@pytest.mark.parametrize("sharpness", [1.0, 4.0, 8.0])
+@pytest.mark.parametrize("sharpness", [1.0, 8.0])
 def test_the_shared_upper_layers_change_no_value(sharpness: float, monkeypatch: pytest.MonkeyPatch) -> None:
     capacities = attention(np.random.default_rng(5), 9, 60, sharpness)
     quick = max_flow(capacities, 0)
@@ -229,19 +227,7 @@ def test_a_thin_bridge_between_wide_roads_takes_no_unit_steps() -> None:
     assert max_flow(capacities, 0, [0]).values.tolist() == [2 * wide]
 
 
-def test_zwicks_capacities_end() -> None:
-    # With the golden ratio, augmenting along badly chosen paths never ends in exact arithmetic.
-    golden = (math.sqrt(5) - 1) / 2
-    capacities = np.zeros((4, 4, 4))
-    capacities[3, 0] = [4.0, 4.0, 4.0, 0.0]
-    capacities[2] = [[1.0, 1.0, 0.0, 0.0], [0.0, golden, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0], [0.0] * 4]
-    capacities[1] = np.diag([4.0, 4.0, 4.0, 0.0]) + 0.1
-    capacities[0, :, 0] = 4.0
-    value = max_flow(capacities, 0, [0]).values[0]
-    assert value == pytest.approx(networkx_value(capacities, 0, 0), abs=1e-12)
-
-
-@pytest.mark.parametrize("length", [2, 10, 60])
+@pytest.mark.parametrize("length", [2, 60])
 def test_one_path_through_the_whole_staircase(length: int) -> None:
     # Unit supplies and demands; supply i fits demands i and i + 1, so a wrong first choice is undone along all of them.
     tokens = length + 1
@@ -257,7 +243,7 @@ def test_one_path_through_the_whole_staircase(length: int) -> None:
         assert max_flow(capacities, 0, [0]).values.tolist() == [float(length)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_matchings_on_sparse_graphs_need_long_detours(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tokens = 80
@@ -271,16 +257,6 @@ def test_matchings_on_sparse_graphs_need_long_detours(seed: int) -> None:
     source[0] = tokens
     assert actual.values[0] == scipy_values(capacities, source)[0]
     Prover(capacities, 0).prove(actual, 0, 0)
-
-
-def test_a_bottleneck_in_each_layer_is_detected_there() -> None:
-    for layer in range(5):
-        capacities = np.ones((5, 6, 6))
-        capacities[layer] = 0.001
-        actual = max_flow(capacities, np.full(6, 10.0), [2])
-        expected = 0.006 if layer == 0 else 0.036
-        assert actual.values[0] == pytest.approx(expected)
-        assert actual.crossing[0].argmax() == layer
 
 
 def test_wide_staircases_at_full_size_are_not_slow() -> None:
@@ -299,29 +275,13 @@ def test_wide_staircases_at_full_size_are_not_slow() -> None:
 # --- Numbers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [5e-324, 1e-320, 1e-300, 1e-30, 1e30, 1e300])
+@pytest.mark.parametrize("scale", [5e-324, 1e-30, 1e300])
 def test_capacities_of_any_size_end_with_the_right_flow(scale: float) -> None:
     capacities = np.array(KINDS["small integers"](np.random.default_rng(2), 4, 8))
     for source in (0, np.arange(8.0)):
         plain = max_flow(capacities, source).values
         scaled = max_flow(capacities * scale, source if isinstance(source, int) else source * scale).values
         np.testing.assert_allclose(scaled, plain * scale, rtol=1e-14, atol=0)
-
-
-def test_no_capacity_no_flow() -> None:
-    actual = max_flow(np.zeros((4, 3, 3)), 0)
-    assert actual.values.tolist() == [0.0] * 3 and not actual.crossing.any()
-    capacities = attention(np.random.default_rng(0), 4, 6, 1.0)
-    assert max_flow(capacities, np.zeros(6)).values.tolist() == [0.0] * 6
-    capacities[2] = 0.0
-    assert max_flow(capacities, 0).values.tolist() == [0.0] * 6
-
-
-def test_scaling_capacities_scales_the_flow() -> None:
-    capacities = attention(np.random.default_rng(7), 5, 40, 4.0)
-    values = max_flow(capacities, 0).values
-    np.testing.assert_array_equal(max_flow(capacities * 0.25, 0).values, values * 0.25)
-    np.testing.assert_allclose(max_flow(capacities * 3.7, 0).values, values * 3.7, rtol=1e-11)
 
 
 def test_renumbering_the_tokens_of_each_layer_renumbers_the_flow() -> None:
@@ -335,16 +295,6 @@ def test_renumbering_the_tokens_of_each_layer_renumbers_the_flow() -> None:
     )
 
 
-def test_more_capacity_never_means_less_flow() -> None:
-    rng = np.random.default_rng(9)
-    for _ in range(25):
-        capacities = attention(rng, int(rng.integers(1, 6)), 9, 4.0)
-        before = max_flow(capacities, 0).values
-        wider = capacities.copy()
-        wider[tuple(rng.integers(size) for size in wider.shape)] += rng.random()
-        assert (max_flow(wider, 0).values >= before * (1 - 1e-11)).all()
-
-
 def test_closed_forms() -> None:
     rng = np.random.default_rng(10)
     two = attention(rng, 2, 30, 2.0)
@@ -356,33 +306,12 @@ def test_closed_forms() -> None:
     np.testing.assert_allclose(max_flow(two[:1], source).values, one, rtol=1e-14)
 
 
-def test_some_sinks_are_those_of_all_sinks() -> None:
-    capacities = attention(np.random.default_rng(11), 4, 30, 4.0)
-    everything = max_flow(capacities, 0)
-    some = max_flow(capacities, 0, [29, 3, 3])
-    np.testing.assert_allclose(some.values, everything.values[[29, 3, 3]], rtol=1e-12)
-    assert max_flow(capacities, 0, []).values.shape == (0,)
-
-
 def test_the_input_is_left_as_it_was() -> None:
     capacities = attention(np.random.default_rng(12), 4, 20, 4.0)
     before = capacities.copy()
     max_flow(capacities, 0)
     max_flow(np.asfortranarray(capacities), 0)
     np.testing.assert_array_equal(capacities, before)
-
-
-def test_without_a_writable_cache_the_kernel_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[bool] = []
-
-    def njit(*, nogil: bool, cache: bool = False) -> Callable[[Any], Any]:
-        if cache:
-            raise RuntimeError("cannot cache function 'solve': no locator available for file")
-        kept.append(nogil)
-        return lambda function: function
-
-    monkeypatch.setattr("numba.njit", njit)
-    assert compiled.compiled(lambda number: number + 1)(2) == 3 and kept == [True]
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
