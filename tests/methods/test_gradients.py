@@ -1,7 +1,6 @@
 """Gradient methods against a hand-written Vision Transformer, against grad-cam and captum, and their properties."""
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from vitflow import record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import cells
-from vitflow.methods.gradients import grad_cam, input_gradient
 from vitflow.methods.rollout import attention_rollout, gradient_weighted_attention, relevance
 from vitflow.models.blocks import block_norm
 from vitflow.models.info import read_model_info
@@ -109,20 +107,6 @@ def test_from_a_patch_instead_of_the_answer():
     assert_equal(rolled, literal_vit.gradient_rollout(actual))
 
 
-def test_what_is_requested_is_not_written_onto_the_record():
-    model = literal_vit.timm_model()
-    with record_attention(model, gradients=True) as trace:
-        model(photos())
-    one, other = (with_targets(trace, [target] * BATCH) for target in (1, 2))
-    assert not hasattr(trace, "targets")
-    for requested in (one, other):
-        actual, expected = requested.backward().attentions, trace.backward(requested.class_indices).attentions
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
-    assert not torch.equal(one.backward().attentions[0], other.backward().attentions[0])
-    with pytest.raises(OptionError, match="this model has none"):
-        replace(one, targets=None).backward()
-
-
 def test_unfused_attention_gives_the_same_gradients():
     model, pixels = literal_vit.timm_model(), photos()
     expected = [grid(recorded(model, pixels), name) for name in ("gae", "gradient_rollout", "gradcam")]
@@ -140,8 +124,7 @@ def test_unfused_attention_gives_the_same_gradients():
         assert_equal(grid(unfused, name), ours, 1e-9)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("fused", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
 def test_half_precision_gradients_are_near_those_of_float64(dtype, fused):
     model, pixels = literal_vit.timm_model(), photos()
     expected = {name: grid(recorded(model, pixels), name, preset="paper") for name in ("gae", "gradient_rollout")}
@@ -174,7 +157,7 @@ def test_small_gradients_survive_float16():
 # --- Against maintained packages ---
 
 
-@pytest.mark.parametrize("readout", ["class token", "class token and registers", "average"])
+@pytest.mark.parametrize("readout", ["class token and registers", "average"])
 def test_gradcam_equals_pytorch_grad_cam_before_its_scaling(readout):
     from pytorch_grad_cam import GradCAM
     from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
@@ -234,12 +217,6 @@ def test_the_row_from_the_top_is_the_row_of_the_whole_matrix(function):
     torch.testing.assert_close(row, torch.einsum("bi,bij->bj", readout, whole), rtol=0, atol=1e-12)
 
 
-def test_gradient_rollout_of_constant_gradients_is_rollout():
-    attention, _ = random_pair()
-    actual = gradient_rollout(attention, torch.ones_like(attention), discard_ratio=0.5)
-    torch.testing.assert_close(actual, attention_rollout(attention, discard_ratio=0.5))
-
-
 def test_without_positive_gradients_the_map_is_the_readout():
     attention, gradients = random_pair()
     for function in (gae, gradient_rollout):
@@ -265,20 +242,9 @@ def test_wrong_layers_are_named(function):
         function(attention, gradients * float("nan"))
     with pytest.raises(OptionError, match="start_layer from 1 to 4"):
         function(attention, gradients, start_layer=5)
-    with pytest.raises(OptionError, match="head fusion"):
-        function(attention, gradients, head_fusion="median")
 
 
-def test_wrong_features_are_named():
-    with pytest.raises(ShapeError, match="one shape"):
-        grad_cam(torch.zeros(1, 3, 4), torch.zeros(1, 3, 5))
-    with pytest.raises(ShapeError, match=r"\[batch, channels, height, width\]"):
-        input_gradient(torch.zeros(3, 4, 4), rows=2, cols=2)
-    with pytest.raises(ShapeError, match="1 to 4 cells on a side of 4 pixels, got 5"):
-        input_gradient(torch.zeros(1, 3, 4, 4), rows=5, cols=2)
-
-
-@pytest.mark.parametrize(("length", "count"), [(12, 4), (10, 4), (7, 7), (225, 14), (5, 1)])
+@pytest.mark.parametrize(("length", "count"), [(10, 4), (7, 7), (225, 14)])
 def test_cells_share_the_pixels_out_evenly(length, count):
     edges = cells.cell_edges(length, count)
     sizes = np.diff(edges)
@@ -322,11 +288,3 @@ def test_attention_without_a_part_in_the_logits_is_an_error_and_no_zero_map():
     model = Detached()
     with pytest.raises(UnsupportedModelError, match="logits of Detached do not depend on the recorded attention"):
         recorded(model, photos()).backward()
-
-
-def test_gradcam_needs_features_on_the_image():
-    assert block_norm(literal_vit.timm_model(), -1) == "blocks.2.norm1"
-    with pytest.raises(OptionError, match="layer from 1 to 3"):
-        block_norm(literal_vit.timm_model(), 4)
-    with pytest.raises(UnsupportedModelError, match="Use input_gradient or occlusion"):
-        block_norm(nn.Sequential(nn.Flatten(), nn.Linear(12, 4)), -1)

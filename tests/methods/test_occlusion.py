@@ -82,15 +82,6 @@ def test_log_odds_are_exact_however_sure_the_answer_is(activation):
                 assert actual[number] == pytest.approx(float(value - (others.ln() if activation == "softmax" else 0)))
 
 
-@pytest.mark.parametrize("score", ["log-odds", "probability"])
-def test_a_single_logit_is_scored_as_a_sigmoid(score):
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=1).eval()
-    requested = [Explainer(model, data_config=DATA, activation=activation) for activation in ("softmax", "sigmoid")]
-    grids = [one.explain(IMAGES[0], method="occlusion", score=score).grid for one in requested]
-    np.testing.assert_array_equal(*grids)
-    assert np.isfinite(grids[0]).all() and grids[0].std() > 0
-
-
 def test_an_answer_that_is_sure_loses_as_much_as_one_that_is_not():
     """A probability of 1 − 1e-12 hides what a patch takes from it: less than float32 logits round to."""
     model = literal_vit.timm_model().float()
@@ -137,17 +128,6 @@ def test_the_batch_size_changes_no_map():
         assert max(sizes[:-1]) == size
 
 
-def test_small_drops_of_a_certain_answer_are_not_lost():
-    """A probability of 1 − 1e-12 is 1 in float32: its map must not be all zero either."""
-    model = literal_vit.timm_model().float()
-    with torch.no_grad():
-        model.head.bias[2] += 30.0
-    explainer = Explainer(model, data_config=DATA)
-    saliency = explainer.explain(IMAGES[0], method="occlusion", target=2, score="probability")
-    assert 0 < np.abs(saliency.grid).max() < 1e-7
-    assert len(np.unique(saliency.grid)) > 10
-
-
 def test_cells_of_another_size():
     model = literal_vit.timm_model()
     explainer = Explainer(model, data_config=DATA)
@@ -157,7 +137,7 @@ def test_cells_of_another_size():
     assert explainer.explain(IMAGES[0], method="input_gradient", patch_size=4).grid.shape == (8, 8)
 
 
-@pytest.mark.parametrize("name", ["resnet10t", "convnext_atto"])
+@pytest.mark.parametrize("name", ["resnet10t"])
 def test_models_without_attention_are_explained_too(name):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5).eval()
@@ -191,7 +171,5 @@ def test_wrong_input_is_named():
         occlusion(predict, pixels, targets[:1], rows=2, cols=2)
     with pytest.raises(ShapeError, match="1 to 8 cells on a side of 8 pixels, got 9"):
         occlusion(predict, pixels, targets, rows=9, cols=2)
-    with pytest.raises(OptionError, match="Unknown score 'odds'"):
-        Explainer(literal_vit.timm_model(), data_config=DATA).explain(IMAGES[0], method="occlusion", score="odds")
     with pytest.raises(OptionError, match="patch_size from 1 to 32 pixels, got 40"):
         Explainer(literal_vit.timm_model(), data_config=DATA).explain(IMAGES[0], method="occlusion", patch_size=40)

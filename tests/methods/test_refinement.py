@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests import references
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import ShapeError
 from vitflow.methods import refinement
 from vitflow.methods.refinement import Affinity, balance, co_attention, key_affinity, refine
 
@@ -130,11 +130,6 @@ def test_other_shapes_are_refused(wrong):
         key_affinity([torch.rand(1, 3, 4), torch.rand(1, 2, 4)])
     with pytest.raises(ShapeError, match="got none"):
         key_affinity([])
-
-
-def test_steps_and_names_are_checked():
-    with pytest.raises(OptionError, match="0 steps or more, got -1"):
-        refine(torch.rand(1, 1, 2), affinity_of("keys"), -1)
 
 
 def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):

@@ -12,7 +12,7 @@ from tests import literal_vit, references
 from tests.recording.test_token_dropping import by_hand
 from vitflow import Contrast, Explainer, load_model
 from vitflow.demo import draw_image, sample_images
-from vitflow.errors import NoAttentionError, OptionError, ShapeError
+from vitflow.errors import NoAttentionError, OptionError
 from vitflow.explaining.saliency import contrasted
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
 from vitflow.methods.sampling import draw_masks, mean_differences, regress, split_half_maps
@@ -62,15 +62,7 @@ def test_a_score_that_is_a_sum_over_patches_is_detected_again():
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-def test_the_halves_are_every_other_mask():
-    kept = draw_masks(4, 4, masks=20, keep=0.5)
-    scores = torch.randn(20, dtype=torch.float64)
-    first, second = split_half_maps(kept, scores)
-    torch.testing.assert_close(first, mean_differences(kept[[*range(0, 20, 2)]], scores[[*range(0, 20, 2)]]))
-    torch.testing.assert_close(second, mean_differences(kept[[*range(1, 20, 2)]], scores[[*range(1, 20, 2)]]))
-
-
-@pytest.mark.parametrize(("rows", "cols"), [(2, 3), (1, 9), (14, 14), (9, 20)])
+@pytest.mark.parametrize(("rows", "cols"), [(2, 3), (1, 9), (9, 20)])
 def test_masks_keep_exactly_so_many_patches_and_follow_from_the_seed(rows, cols):
     masks = draw_masks(rows, cols, masks=30, keep=0.3)
     assert masks.shape == (30, rows * cols) and (masks.sum(dim=1) == round(0.3 * rows * cols)).all()
@@ -91,31 +83,15 @@ def test_fewer_cells_make_larger_regions():
     ("options", "message"),
     [
         ({"masks": 1}, "masks of at least 2, got 1"),
-        ({"masks": 2.5}, "masks to be a whole number of at least 2, got 2.5"),
-        ({"cells": 1}, "cells of at least 2, got 1"),
-        ({"random_seed": -1}, "random_seed of at least 0, got -1"),
+        ({"masks": "many"}, "masks"),
         ({"keep": 0.03}, "4 × 4 patches that leaves one of them at least and not all, got 0.03"),
-        ({"keep": 0.99}, "and not all, got 0.99"),
-        ({"keep": 1}, "and not all, got 1"),
         ({"keep": float("nan")}, "got nan"),
-        ({"keep": "much"}, "got 'much'"),
-        ({"occlusion_batch": 0}, "occlusion_batch of at least 1, got 0"),
     ],
 )
 def test_impossible_options_are_named(options, message):
     explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
     with pytest.raises(OptionError, match=message):
         explainer.explain(IMAGES[0], method="sampling", **options)
-
-
-def test_wrong_shapes_are_named():
-    kept = torch.ones(3, 4, dtype=torch.bool)
-    with pytest.raises(ShapeError, match=r"got torch.float32 \(3, 4\) and \(3,\)"):
-        mean_differences(kept.float(), torch.zeros(3))
-    with pytest.raises(ShapeError, match=r"\(3, 4\) and \(2,\)"):
-        mean_differences(kept, torch.zeros(2))
-    with pytest.raises(ShapeError, match="at least two masks, got 1"):
-        mean_differences(kept[:1], torch.zeros(1))
 
 
 # --- Of a model -----------------------------------------------------------------------------------------------------
@@ -250,14 +226,13 @@ def test_the_regression_has_the_affinity_as_its_prior(affinity):
     for saliency in (unrefined, refined):
         np.testing.assert_array_equal(saliency.significant[clear], above[clear] > 1.96)
     assert any("significant at 95 %" in note for note in refined._notes())
-    consensus = explainer.explain(image, method="consensus", **options)
-    assert consensus.options["estimator"] == "regression" and np.isfinite(consensus.grid).all()
 
 
 def test_the_regression_requires_an_affinity():
     explainer = Explainer(timm.create_model("test_resnet", num_classes=5).eval(), data_config=DATA)
     with pytest.raises(NoAttentionError, match="No attention between tokens"):
         explainer.explain(IMAGES[0], method="sampling", masks=8, estimator="regression")
+    assert explainer.explain(IMAGES[0], method="sampling", masks=4).options["refine"] == 0
     with pytest.raises(OptionError, match="Unknown estimator 'ridge'"):
         explainer.explain(IMAGES[0], method="sampling", masks=8, estimator="ridge")
 
@@ -286,21 +261,11 @@ def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so(
     np.testing.assert_allclose(saliency.grid, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
-def test_a_model_without_attention_is_not_refined_unless_that_is_requested():
-    explainer = Explainer(timm.create_model("test_resnet", num_classes=5).eval(), data_config=DATA)
-    assert explainer.explain(IMAGES[0], method="sampling", masks=4).options["refine"] == 0
-    with pytest.raises(NoAttentionError, match="No attention between tokens"):
-        explainer.explain(IMAGES[0], method="sampling", masks=4, refine=1)
-
-
 def test_consensus_says_what_it_is_made_of():
     explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
     made = explainer.explain(IMAGES[0], method="consensus", masks=8)
     assert made.facts["made_of"] == "gae and sampling"
     assert made.facts["hidden"] == "tokens dropped" and "reliability" in made.facts
-    model = timm.create_model("vit_relpos_small_patch16_224", depth=2, num_classes=5, img_size=64).eval()
-    other = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
-    assert "patches blanked" in other.explain(IMAGES[0], method="consensus", masks=8).facts["hidden"]
 
 
 # --- as many masks as a map needs ------------------------------------------------------------------------------------
@@ -322,14 +287,9 @@ def test_auto_stops_when_the_strongest_patches_are_settled():
 
 def test_auto_counts_masks_for_each_image_of_a_batch():
     explainer = Explainer("demo")
-    images = [draw_image(seed).image for seed in (12, 13, 14, 15)]
+    images = [draw_image(seed).image for seed in (12, 14)]
     together = explainer.explain_batch(images, methods=["consensus"], targets="top1", masks="auto")
     alone = [explainer.explain(image, method="consensus", target="top1", masks="auto") for image in images]
     assert [each.facts["masks_used"] for each in together] == [each.facts["masks_used"] for each in alone]
     for one, other in zip(together, alone, strict=True):
         np.testing.assert_allclose(one.grid, other.grid, rtol=1e-4, atol=1e-7 * other.grid.max())
-
-
-def test_another_value_of_masks_is_refused():
-    with pytest.raises(OptionError, match="masks"):
-        Explainer("demo").explain(draw_image(12).image, method="sampling", masks="many")
