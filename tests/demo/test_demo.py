@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +20,7 @@ from vitflow.demo.model import DEMO_WEIGHTS, demo_metadata
 from vitflow.errors import ModelError, OptionError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SIZES = [96, 33, (64, 97), (150, 100)]
+SIZES = [96, (64, 97)]
 
 
 def load_example(name: str) -> ModuleType:
@@ -52,27 +50,11 @@ def test_the_seed_alone_decides_the_image() -> None:
     assert not np.array_equal(first.image, draw_image(12).image)
 
 
-def test_many_images_are_those_of_consecutive_seeds() -> None:
-    for offset, image in enumerate(draw_images(3, seed=40, size=48)):
-        np.testing.assert_array_equal(image.image, draw_image(40 + offset, 48).image)
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_shapes_and_types(size: int | tuple[int, int]) -> None:
-    expected = (size, size) if isinstance(size, int) else size
-    for image in draw_images(20, seed=100, size=size):
-        assert image.image.shape == (*expected, 3) and image.image.dtype == np.uint8
-        assert image.masks.shape == (len(image.labels), *expected) and image.masks.dtype == np.bool_
-        assert 1 <= len(image.labels) <= 3
-        assert len(set(image.labels)) == len(image.labels)
-        assert all(0 <= label < len(CLASS_NAMES) for label in image.labels)
-
-
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_masks_are_exact(size: int | tuple[int, int]) -> None:
     """Without its objects an image is the same outside the masks, and another inside them."""
     changed_share = []
-    for seed in range(200, 240):
+    for seed in range(200, 220):
         image, ground = draw_image(seed, size), draw_ground(seed, size)
         changed = (image.image != ground).any(axis=-1)
         assert not (changed & ~image.masks.any(axis=0)).any()
@@ -82,7 +64,8 @@ def test_masks_are_exact(size: int | tuple[int, int]) -> None:
 
 
 def test_objects_lie_apart_and_whole_in_the_image() -> None:
-    for image in draw_images(100, seed=300):
+    for image in draw_images(40, seed=300):
+        assert len(set(image.labels)) == len(image.labels) == len(image.masks)
         assert image.masks.sum(axis=0).max() == 1
         for mask in image.masks:
             assert mask.sum() > 100
@@ -102,7 +85,7 @@ def test_objects_have_the_colour_of_their_class() -> None:
 
 
 def test_the_same_scene_at_every_size() -> None:
-    for seed in range(500, 520):
+    for seed in range(500, 508):
         small, large = draw_image(seed, 96), draw_image(seed, 384)
         assert small.labels == large.labels
         for mask, fine in zip(small.masks, large.masks, strict=True):
@@ -110,15 +93,6 @@ def test_the_same_scene_at_every_size() -> None:
             assert (mask & shrunk).sum() / (mask | shrunk).sum() > 0.75
         shrunk_image = large.image.reshape(96, 4, 96, 4, 3).mean(axis=(1, 3))
         assert np.abs(shrunk_image - small.image).mean() < 10.0
-
-
-def test_mask_of_a_class() -> None:
-    image = draw_image(0)
-    for label, mask in zip(image.labels, image.masks, strict=True):
-        np.testing.assert_array_equal(image.mask_of(label), mask)
-    absent = next(label for label in range(len(CLASS_NAMES)) if label not in image.labels)
-    assert not image.mask_of(absent).any()
-    assert image.mask_of(absent).shape == (96, 96)
 
 
 def test_bad_seed_and_size_are_reported() -> None:
@@ -159,7 +133,7 @@ def test_the_model_is_a_stock_timm_model_ready_to_use(model: VisionTransformer) 
 def test_fresh_images_are_read_right(model: VisionTransformer) -> None:
     right = []
     with torch.inference_mode():
-        for photo in draw_images(300, seed=FIRST_TRAINING_SEED // 2):
+        for photo in draw_images(100, seed=FIRST_TRAINING_SEED // 2):
             image = torch.from_numpy(photo.image).permute(2, 0, 1)[None].float() / 127.5 - 1.0
             present = (model(image)[0].sigmoid() > 0.5).nonzero().flatten().tolist()
             right += [(label in present) == (label in photo.labels) for label in range(len(CLASS_NAMES))]
@@ -182,14 +156,6 @@ def test_sample_images_are_read_right_through_timms_custom_preprocessing(dynamic
             probabilities = model(tensor[None])[0].sigmoid()
         present = {int(value) - 1 for value in np.unique(np.asarray(Image.open(mask_path))) if value}
         assert {int(label) for label in (probabilities > 0.5).nonzero()} == present, image_path.name
-
-
-def test_dynamic_size_changes_nothing_at_the_native_size(model: VisionTransformer) -> None:
-    images = torch.rand(2, 3, 96, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    dynamic = demo.load_demo_model(dynamic_img_size=True)
-    with torch.inference_mode():
-        torch.testing.assert_close(dynamic(images), model(images))
-        assert dynamic(torch.zeros(1, 3, 96, 128)).shape == (1, len(CLASS_NAMES))
 
 
 def test_a_missing_or_foreign_file_is_reported(tmp_path: Path) -> None:
@@ -256,25 +222,3 @@ def test_sample_images_can_be_drawn_again(tmp_path: Path) -> None:
         old, new = np.asarray(Image.open(path)).astype(int), np.asarray(Image.open(again)).astype(int)
         # OpenCV's vector code may round the last bit another way on another processor.
         assert np.abs(old - new).max() <= 1 if path.parent.name != "masks" else (old != new).mean() < 1e-4
-
-
-def test_sample_masks_name_the_classes() -> None:
-    samples = load_example("draw_assets").SAMPLES
-    for path, (name, seed, size) in zip(demo.sample_masks(), samples, strict=True):
-        assert path.stem == name
-        image, mask = draw_image(seed, size), np.asarray(Image.open(path))
-        for label in range(len(CLASS_NAMES)):
-            assert ((mask == 1 + label) != image.mask_of(label)).mean() < 1e-4
-
-
-def test_importing_the_demo_loads_no_torch() -> None:
-    code = "import sys, vitflow.demo as demo; demo.draw_image(0); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_public_names_are_sorted_and_exist() -> None:
-    assert sorted(demo.__all__) == sorted(set(demo.__all__))
-    assert all(getattr(demo, name) is not None for name in demo.__all__)
-    assert set(demo.__all__) <= set(dir(demo))
-    with pytest.raises(AttributeError, match="vitflow.demo attribute draw_pictre"):
-        demo.draw_pictre  # noqa: B018

