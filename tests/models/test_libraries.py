@@ -204,9 +204,10 @@ def test_value_weighting_uses_the_models_output_projection(name):
     torch.testing.assert_close(trace.layers[-1].values.norms(), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["Dinov2WithRegistersForImageClassification", "BeitForImageClassification"])
+@pytest.mark.parametrize("name", ["Dinov2WithRegistersForImageClassification", "torchvision"])
 def test_every_method_explains_them(name):
-    explainer = Explainer(built(name), data_config=NORMALISATION)
+    model = torchvision_vit() if name == "torchvision" else built(name)
+    explainer = Explainer(model, data_config=NORMALISATION)
     methods = ["rollout", "gae", "gradcam", "flow", "attention", "gradient_rollout", "input_gradient", "occlusion"]
     actual = explainer.explain_batch([photo(), photo(52, 40)], methods=methods, targets=1)
     assert len(actual) == 2 * len(methods)
