@@ -81,6 +81,10 @@ def test_a_patch_can_be_requested_instead_of_the_answer():
     actual = explaining.explain(image, method="attention", patch=(1, 2), layer=2, discard_ratio=0.0, **plain)
     expected = trace.attentions[1][0].mean(0)[1 + 1 * 4 + 2, 1:]
     np.testing.assert_allclose(actual.grid.ravel(), expected.numpy(), rtol=1e-5)
+    passes: list[object] = []
+    with explaining.model.register_forward_hook(lambda *_: passes.append(None)):
+        explaining.explain(image, method="rollout", patch=(1, 2))
+    assert len(passes) == 1  # the readout of the output is not measured
     with pytest.raises(OptionError, match=r"Patch \(4, 0\) is outside the grid of 4 × 4"):
         explaining.explain(image, patch=(4, 0))
 

@@ -50,12 +50,15 @@ class Maps:
     refined: list[bool] | None = None
 
 
-def readout_of(trace: Trace, patch: Patch | None) -> Tensor:
+def readout_of(trace: TargetedTrace, patch: Patch | None) -> Tensor:
     """Return the trace's readout [batch, tokens], or one-hot on the patch at (row, col)."""
     if patch is None:
         return trace.readout
-    one_hot = torch.zeros_like(trace.readout)
-    one_hot[:, trace.top.token_of_patch(*patch_place(patch))] = 1.0
+    top = trace.top  # raises the reason if the tokens of the model cannot be followed
+    example = trace.layers[-1].example
+    kind = torch.promote_types(example.dtype, torch.float32)
+    one_hot = torch.zeros(len(trace.pixels), top.num_tokens, dtype=kind, device=example.device)
+    one_hot[:, top.token_of_patch(*patch_place(patch))] = 1.0
     return one_hot
 
 
@@ -69,7 +72,7 @@ def patch_place(patch: Patch) -> tuple[int, int]:
 
 
 def _through_layers(
-    trace: Trace,
+    trace: TargetedTrace,
     matrices: Sequence[Tensor],
     readouts: Mapping[int, Tensor],
     *,
@@ -101,7 +104,7 @@ def _through_layers(
     return Maps(layout.to_grid(row))
 
 
-def _readouts(trace: Trace, patch: Patch | None) -> dict[int, Tensor]:
+def _readouts(trace: TargetedTrace, patch: Patch | None) -> dict[int, Tensor]:
     """Return the weights [batch, tokens] with which a product of layers starts, by the number of layers below them.
 
     A block that the head reads has its readout, times the share of the block.
@@ -124,8 +127,10 @@ def _for_the_class(
         trace.heads(value_weighted=value_weighted), gradient.attentions, head_fusion
     )
     readouts, top = _readouts(trace, patch), len(trace.layers)
-    pooled = patch is None and trace.pooled is not None and trace.readouts.pooled
-    if pooled is False or not pooled.any() or gradient.pooled is None or trace.pooled is None:
+    if patch is not None or trace.pooled is None or gradient.pooled is None:
+        return readouts, matrices
+    pooled = trace.readouts.pooled  # images whose output passes the head
+    if not pooled.any():
         return readouts, matrices
     [queries] = rollouts.gradient_weighted_attention([trace.pooled.detach()], [gradient.pooled], head_fusion)
     weights = pool_queries(trace.model, trace.top, queries)
@@ -134,7 +139,7 @@ def _for_the_class(
 
 
 def rollout(
-    trace: Trace,
+    trace: TargetedTrace,
     *,
     head_fusion: HeadFusion,
     value_weighted: ValueWeighting,
@@ -152,7 +157,7 @@ def rollout(
 
 
 def flow(
-    trace: Trace,
+    trace: TargetedTrace,
     *,
     layers: LayerRange,
     below: str,
@@ -207,7 +212,7 @@ def flow(
 
 
 def attention(
-    trace: Trace,
+    trace: TargetedTrace,
     *,
     head_fusion: HeadFusion,
     layer: int,

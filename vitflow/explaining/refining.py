@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, VitflowWarning, check_known
+from vitflow.errors import ShapeError, UnsupportedModelError, VitflowWarning, check_known
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.refinement import AFFINITIES, Affinity, AffinityName, co_attention, key_affinity, refine
@@ -108,7 +108,11 @@ def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affi
 
 def _layers(trace: Trace, name: str, grid: tuple[int, int]) -> list[tuple[int, AttentionLayer]]:
     """Return the layers that determine the affinity of a grid, with their indices."""
-    dense = [(index, layer) for index, layer in enumerate(trace.layers) if _is_dense(layer, grid)]
+    dense = [
+        (index, layer)
+        for index, layer in enumerate(trace.layers)
+        if (each := layer.located) is not None and each.dense and (each.keys.rows, each.keys.cols) == grid
+    ]
     useful = [
         (index, layer) for index, layer in dense if (layer.keys is not None if name == "keys" else not layer.mixed)
     ]
@@ -124,12 +128,3 @@ def _layers(trace: Trace, name: str, grid: tuple[int, int]) -> list[tuple[int, A
         what = f"{model} mixes its heads after the softmax, so that its attention need not be positive"
         remedy = "Use affinity='keys', or refine=0."
     raise UnsupportedModelError(f"Refinement does not apply: {what}. {remedy}")
-
-
-def _is_dense(layer: AttentionLayer, grid: tuple[int, int]) -> bool:
-    """Return True if all patches of the grid attend to each other in a layer."""
-    try:
-        tokens = layer.tokens
-    except VitflowError:  # its token layout is unknown
-        return False
-    return tokens.dense and (tokens.keys.rows, tokens.keys.cols) == grid
