@@ -9,6 +9,9 @@ from importlib import import_module
 from operator import index
 from typing import Any
 
+#: Remedy for models whose attention gives no map.
+OTHER_METHODS = "Use sampling, occlusion or input_gradient."
+
 
 class VitflowError(Exception):
     """Base class of every error that vitflow raises on purpose."""

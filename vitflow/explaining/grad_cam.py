@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vitflow.errors import UnsupportedModelError
+from vitflow.errors import OTHER_METHODS, UnsupportedModelError
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import gradients
@@ -17,7 +17,6 @@ from vitflow.recording.trace import Trace
 
 # Share of a gradient above which the rest is rounding, in float32 and in half precision.
 _WHOLE, _WHOLE_IN_HALF = 0.99, 0.95
-_REMEDY = "Use sampling, occlusion or input_gradient."
 
 
 def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
@@ -60,10 +59,8 @@ def cam_layers(trace: Trace, targets: Tensor, layer: int) -> tuple[list[str], Te
     for path in paths:
         count, images = len(trace.features[path]), len(targets)
         if count != images:
-            raise UnsupportedModelError(
-                f"{model} computes {count} rows for {images} images at {path}, as for test-time augmentation, so "
-                f"Grad-CAM has no place on the image. {_REMEDY}"
-            )
+            fact = f"{model} computes {count} rows for {images} images at {path}, as for test-time augmentation, so "
+            raise UnsupportedModelError(f"{fact}Grad-CAM has no place on the image. {OTHER_METHODS}")
     shares = trace.share_passing([block_of(paths[0])], targets)
     if shares.min() >= whole:
         return paths[:1], shares
@@ -77,8 +74,8 @@ def cam_layers(trace: Trace, targets: Tensor, layer: int) -> tuple[list[str], Te
         return paths[:1], shares
     raise UnsupportedModelError(
         f"{model} computes its output in several branches that do not share a patch grid: "
-        f"{float(shares.min()):.0%} of its gradient pass {block_of(paths[0])}, so Grad-CAM there would leave out the "
-        f"rest. {_REMEDY}"
+        f"{float(shares.min()):.0%} of its gradient pass {block_of(paths[0])}, and Grad-CAM would omit the rest. "
+        f"{OTHER_METHODS}"
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
-from vitflow.errors import UnsupportedModelError
+from vitflow.errors import OTHER_METHODS, UnsupportedModelError
 
 #: Names of the classification heads of transformers.
 CLASSIFIERS = ("classifier", "cls_classifier")
@@ -206,8 +206,7 @@ def refuse_deformable(model: nn.Module) -> None:
     """Raise UnsupportedModelError if a model has deformable attention, of which there is no matrix."""
     if any("deformable" in type(module).__name__.lower() for module in model.modules()):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has deformable attention: each query reads a few sampled points, so that there "
-            "is no attention matrix to follow to its patches. Use sampling, occlusion or input_gradient."
+            f"{type(model).__name__} has deformable attention, of which there is no matrix. {OTHER_METHODS}"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitflow.errors import UnsupportedModelError
+from vitflow.errors import OTHER_METHODS, UnsupportedModelError
 from vitflow.models.parts import module_paths, modules_of, text_config
 from vitflow.recording.layers import Arrange, AttentionLayer
 
@@ -194,11 +194,8 @@ def refusal_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> str | None
     words = refusal_in_words(model, layers)
     if not words:
         return None
-    transformer = _refused(model) or model
-    return (
-        f"{type(transformer).__name__} computes {words}: a product of its layers is not a rollout. Use sampling, "
-        "input_gradient or occlusion; the attention is in trace.attentions."
-    )
+    kind = type(_refused(model) or model).__name__
+    return f"{kind} computes {words}: a product of its layers is not a rollout. {OTHER_METHODS}"
 
 
 def refusal_of_text(model: nn.Module) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitflow.errors import OTHER_METHODS
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_paths
 from vitflow.models.calls import tensors_in
@@ -150,10 +151,8 @@ def find_passed(
     examined = _Examined(call.model, blocks, watched.changed, layouts, len(call.pixels))
     _repeat(call, examined)
     if examined.refusal is not None:
-        return (
-            f"{type(call.model).__name__} {examined.refusal}, so a product of layers would not follow its tokens. Use "
-            "sampling, occlusion or input_gradient; the recorded attention is in trace.attentions."
-        )
+        fact = f"{type(call.model).__name__} {examined.refusal}"
+        return f"{fact}, so a product of layers would not follow its tokens. {OTHER_METHODS}"
     for index, mask in examined.passed.items():
         lowest[_first_name(blocks, examined.calls, index)].passed = mask
     if once and not examined.passed:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitflow.errors import OTHER_METHODS
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count, read_layout
@@ -105,9 +106,8 @@ def find_tokens(
         return mixing, None
     kind = type(model.get_submodule(unknown.name)).__name__
     return list(layers), (
-        f"The image positions of the tokens of {unknown.name} ({kind}) in {type(model).__name__} are unknown: its "
-        f"attention {tuple(unknown.example.shape)} is in trace.attentions, but rollout does not apply. Use sampling, "
-        "input_gradient or occlusion."
+        f"The image positions of the tokens of {unknown.name} ({kind}) in {type(model).__name__}, with attention "
+        f"{tuple(unknown.example.shape)}, are unknown: rollout does not apply. {OTHER_METHODS}"
     )
 
 

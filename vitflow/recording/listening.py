@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import NoAttentionError, UnsupportedModelError
+from vitflow.errors import OTHER_METHODS, NoAttentionError, UnsupportedModelError
 from vitflow.methods.gradients import fuse_weighted
 from vitflow.recording.attending import Attention, Part
 from vitflow.recording.attention_kinds import (
@@ -267,7 +267,11 @@ class Listening(Interception):
         if parts:  # otherwise it was fused part by part
             module, fusions = self.model.get_submodule(name), () if self._keep_heads else self.fusions
             if how := self._pieces(name, parts):
-                raise self._pieces_error(f"{type(module).__name__} ({name}) computes its attention {how}", len(parts))
+                alone = "; one image at a time is supported" if how == "image by image" else ""
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} ({name}) computes its attention {how}, in {len(parts)} pieces{alone}. "
+                    f"{OTHER_METHODS if self.tokens is None else 'Use a model with full attention.'}"
+                )
             self._take(close_layer(name, parts, module, fusions))
         elif name in self._projections:
             self._projections[name].check_product()
@@ -285,14 +289,6 @@ class Listening(Interception):
             return "image by image"
         whole = len(shapes) == 1 and all(queries == keys for _, queries, keys in shapes)
         return "" if whole else "chunk by chunk"
-
-    def _pieces_error(self, what: str, count: int) -> UnsupportedModelError:
-        remedy = "Use sampling, occlusion or input_gradient."
-        if self._trace.pixels is None:  # a text
-            remedy = "Use a model with full attention."
-        elif what.endswith("image by image"):
-            remedy = "Explain one image at a time, or use sampling, occlusion or input_gradient."
-        return UnsupportedModelError(f"{what}, in {count} pieces. {remedy}")
 
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.recorded_any = True

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitflow.errors import OTHER_METHODS
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import layout_of_count
 from vitflow.models.calls import tensors_in
@@ -62,11 +63,9 @@ def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[st
     if fault is None:
         return None
     path, reason = fault
-    return (
-        f"{type(model.get_submodule(path)).__name__} ({path}) in {type(model).__name__} {reason}, so a product of "
-        "layers would be incomplete. Use sampling, occlusion or input_gradient; the recorded attention is in "
-        "trace.attentions."
-    )
+    kind = type(model.get_submodule(path)).__name__
+    fact = f"{kind} ({path}) in {type(model).__name__} {reason}"
+    return f"{fact}, so a product of layers would be incomplete. {OTHER_METHODS}"
 
 
 def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> tuple[str, str] | None:
