@@ -129,6 +129,7 @@ def test_names_of_full_length_and_repeated_ones(folder):
 def test_a_list_of_relative_and_absolute_files(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert results(open_dataset(["cat.jpg", folder / "dog.jpg"])) == {"cat.jpg": None, "dog.jpg": None}
+    assert open_dataset(".").identity == open_dataset(folder).identity  # one run, wherever it is resumed
 
 
 # --- COCO ------------------------------------------------------------------------------------------------------------
