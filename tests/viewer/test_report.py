@@ -1,6 +1,5 @@
 """The report in a real browser: what a reader sees, does and is safe from."""
 
-import io
 import json
 import re
 import sqlite3
@@ -9,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
-from PIL import Image
 
 from tests.folder.test_run import fill, image_bytes, tiny_model
 from tests.references import patch_box
@@ -89,23 +86,6 @@ def test_hostile_names_are_text(page, summary):
     assert "<img src=x" not in text and "</script><script>alert" not in text
 
 
-def test_the_slider_moves_the_opacity_of_this_image_alone(page):
-    heat, slider = page.locator("#heat"), page.locator("#opacity")
-    assert heat.evaluate("(canvas) => getComputedStyle(canvas).opacity") == "0.75"
-    clear = []
-    for value in ("0", "100"):
-        slider.fill(value)
-        assert float(heat.evaluate("(canvas) => getComputedStyle(canvas).opacity")) == float(value) / 100
-        clear.append(page.locator("#frame").screenshot())
-    assert clear[0] != clear[1]
-    page.keyboard.press("ArrowLeft")  # the slider has the focus, and the key is its own
-    assert page.locator("#percent").text_content() == "99 %"
-    page.locator(".card").nth(1).click()
-    assert page.locator("#percent").text_content() == "75 %"
-    page.locator(".card").nth(0).click()
-    assert page.locator("#percent").text_content() == "99 %"
-
-
 def test_tabs_change_the_map(page):
     draw = "() => document.getElementById('heat').toDataURL()"
     before = page.evaluate(draw)
@@ -165,55 +145,6 @@ def test_the_heat_is_the_overlay_of_vitflow(page, summary, method):
         assert (low < 0) == (method == "occlusion" and grid.min() < 0)
 
 
-BAR = """() => {
-    const bar = document.querySelector("#scale canvas"), copy = document.createElement("canvas");
-    copy.width = bar.width;
-    const pen = copy.getContext("2d");
-    pen.drawImage(bar, 0, 0);
-    return [...pen.getImageData(0, 0, bar.width, 1).data];
-}"""
-
-
-def test_the_colour_bar_is_as_the_map_lies_on_the_photograph(page):
-    for method, low in (("rollout", 0.0), ("occlusion", -1.0)):
-        page.get_by_role("tab", name=method).click()
-        page.locator("#opacity").fill("50")
-        bar = np.array(page.evaluate(BAR)).reshape(-1, 4)
-        values = np.linspace(low, 1, 513)[1::2][None]
-        black = np.zeros((1, 256, 3), np.uint8)
-        expected = blend(black, values, alpha=0.5, vmin=low, vmax=1, soft=True)[0]
-        assert np.abs(bar[:, :3] * (bar[:, 3:] / 255) - expected).max() <= 3
-        assert page.locator("#scale .zero").is_visible() == (low < 0)
-    low, high = (page.locator(f"#scale {end}").text_content() for end in (".low", ".high"))
-    assert low == "−" + high
-
-
-def test_the_photograph_is_grey_under_the_map_where_the_model_saw_it(page):
-    page.locator(".card").first.click()
-    page.locator("#opacity").fill("60")
-    hide = """(hidden) => {
-        const parts = ["heat", "seen", "patch", "ground"];
-        for (const id of parts) $(id).style.visibility = hidden.includes(id) ? "hidden" : "";
-    }"""
-    shots = []
-    for hidden in (["heat", "seen", "patch", "ground"], ["heat", "seen", "patch"]):
-        page.evaluate(hide, hidden)
-        shots.append(Image.open(io.BytesIO(page.locator("#frame").screenshot())).convert("RGB"))
-    bare, grey = (np.asarray(shot).astype(float) for shot in shots)
-    middle, edge = (slice(40, -40), slice(80, -80)), (slice(40, -40), slice(2, 20))
-    luminance = bare @ np.array([0.299, 0.587, 0.114])
-    assert np.abs(grey - 0.75 * luminance[..., None])[middle].max() <= 2
-    assert np.abs(grey - bare)[edge].max() <= 1  # the crop left this out
-
-
-def test_what_the_model_saw_is_bounded(page):
-    page.locator(".card").first.click()
-    frame, seen = (page.locator(name).bounding_box() for name in ("#frame", "#seen"))
-    scale, window = frame["width"] / 48, page.evaluate("current.window")
-    assert seen["x"] - frame["x"] == pytest.approx(scale * window[0], abs=1.5) and window[0] > 0
-    assert seen["width"] == pytest.approx(scale * (window[2] - window[0]), abs=2)
-
-
 def test_the_address_names_the_image_and_the_method(page, summary):
     page.get_by_role("tab", name="centre").click()
     page.locator(".card", has_text="<img").click()
@@ -229,38 +160,6 @@ def test_the_address_names_the_image_and_the_method(page, summary):
     page.goto(summary.report.as_uri() + "#image=nothing&method=<b>")
     page.reload()
     assert page.locator("#name").text_content() == names(page)[0]
-
-
-def test_keys_choose_the_method(page):
-    page.keyboard.press("2")
-    assert page.get_by_role("tab", name="centre").get_attribute("aria-selected") == "true"
-    page.get_by_role("tab", name="centre").focus()
-    for key, chosen in (
-        ("ArrowRight", "occlusion"),
-        ("ArrowRight", "rollout"),
-        ("End", "occlusion"),
-        ("Home", "rollout"),
-    ):
-        page.keyboard.press(key)
-        tab = page.get_by_role("tab", name=chosen)
-        assert tab.get_attribute("aria-selected") == "true" and tab.evaluate("(tab) => tab === document.activeElement")
-    assert page.locator("#name").text_content() == names(page)[0]  # the image is the same
-    page.locator("#file").focus()
-    page.keyboard.press("2")
-    assert page.get_by_role("tab", name="rollout").get_attribute("aria-selected") == "true"
-
-
-def test_arrow_keys_step_through_the_images(page):
-    order, shown = names(page), page.locator("#name")
-    for expected in (*order[1:], order[-1]):
-        page.keyboard.press("ArrowRight")
-        assert shown.text_content() == expected
-    page.keyboard.press("ArrowLeft")
-    assert shown.text_content() == order[-2]
-    page.locator("#file").focus()
-    page.keyboard.press("ArrowLeft")
-    assert shown.text_content() == order[-2]
-    assert page.locator(".card[aria-current] .name").text_content() == order[-2]
 
 
 def test_images_are_filtered_and_sorted(page, summary):
@@ -287,14 +186,6 @@ def test_images_are_filtered_and_sorted(page, summary):
     middle = sorted(round(100 * row["probability"]) for row in rows.values())[3]
     page.locator("#least").fill(str(middle))
     assert names(page) == [name for name, row in rows.items() if row["probability"] >= middle / 100]
-
-
-def test_light_and_dark_follow_the_reader(page):
-    paper = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(paper)
-    page.emulate_media(color_scheme="dark")
-    dark = page.evaluate(paper)
-    assert sum(map(int, re.findall(r"\d+", light))) > 700 > 120 > sum(map(int, re.findall(r"\d+", dark)))
 
 
 def test_failures_can_be_read_on_a_phone(page):
@@ -350,32 +241,6 @@ def test_long_runs_get_several_pages(tmp_path):
             assert image["image"].startswith("data:image/jpeg;base64,")
             shown.append(image["name"])
     assert shown == [row["input"] for row in summary if row["status"] == "explained"]
-
-
-def test_names_stand_in_their_natural_order(tmp_path):
-    source = tmp_path / "in"
-    source.mkdir()
-    for number in (1, 2, 9, 10, 11, 100):
-        (source / f"{number}.jpg").write_bytes(image_bytes(number))
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=12, img_size=32, depth=1)
-    model.pretrained_cfg["label_names"] = [f"class {number}" for number in range(12)]
-    actual = explain_folder(source, tmp_path / "out", model=model, methods=["centre"], workers=0, report=True)
-    text = actual.report.read_text()
-    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert [image["name"] for image in data["images"]] == [f"{number}.jpg" for number in (1, 2, 9, 10, 11, 100)]
-    classes = re.findall(r"<option>class (\d+)</option>", text)
-    assert classes == sorted(classes, key=int)
-
-
-def test_a_photograph_that_is_gone_leaves_its_map(browser, tmp_path):
-    summary = make_run(tmp_path)
-    for path in (tmp_path / "in").iterdir():
-        path.unlink()
-    page = browser.new_page()
-    page.goto(report_run(summary.output).as_uri())
-    assert page.locator(".card").count() == 7 and page.locator(".card img").count() == 0
-    assert page.evaluate("document.getElementById('heat').width") > 100
-    page.close()
 
 
 def test_a_run_that_was_stopped_has_a_report_too(tmp_path):
