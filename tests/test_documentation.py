@@ -8,8 +8,6 @@ import io
 import pkgutil
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,13 +38,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *SITE]
 def place(page: Path) -> str:
     """Return the path of a page in the project, as the name of its tests."""
     return page.relative_to(ROOT).as_posix()
-
-
-def test_python_m_vitflow_is_the_command_line():
-    done = subprocess.run(
-        [sys.executable, "-m", "vitflow", "--version"], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout.split() == ["vitflow,", "version", vitflow.__version__]
 
 
 # --- docstrings ------------------------------------------------------------------------------------------------------
@@ -253,40 +244,6 @@ def test_every_page_has_its_place_in_the_contents_of_the_site():
     assert sorted(listed) == sorted(
         page.relative_to(DOCS).with_suffix("").as_posix() for page in pages if page != start
     )
-
-
-#: How people ask for a page. The site's search finds pages that hold all words of what was typed.
-WORDINGS = {
-    "how-to/explain-a-class": ["explain a class", "why did the model predict this class", "heatmap for one class"],
-    "how-to/compare-two-classes": ["compare two classes", "difference between two classes", "cat versus dog"],
-    "how-to/boxes-and-masks": ["object detection explanation", "bounding box", "semantic segmentation"],
-    "how-to/fine-tune": ["my own fine-tune", "custom checkpoint weights", "load my trained model"],
-    "how-to/no-classes": ["model without classes", "DINOv2 backbone features", "self-supervised"],
-    "prompts": ["prompts", "CLIP text prompt", "ask about something that is not a class"],
-    "how-to/app": ["try it in the browser", "drop a photograph on a page", "web app"],
-    "explorer": ["click a patch", "interactive explorer", "html page"],
-    "how-to/folder": ["folder of images", "batch many images", "process a directory"],
-    "how-to/cluster": ["cluster", "run on several machines", "Ray distributed GPUs"],
-    "how-to/evaluate": ["evaluation", "which method is best", "are the maps faithful"],
-    "how-to/other-packages": ["captum integrated gradients", "pytorch-grad-cam LayerCAM", "SHAP", "LIME"],
-    "how-to/text": ["explain a text", "BERT sentence attention", "which words matter"],
-    "how-to/caption": ["caption", "vision language model", "which part of the image a word describes"],
-    "how-to/writing": ["generated text", "GPT prompt", "language model generation"],
-    "how-to/clips": ["video explanation", "frames of a clip", "which frame matters"],
-    "how-to/channels": ["multispectral", "in_chans", "Sentinel-2", "medical images", "more than three channels"],
-    "how-to/tensors": ["tensor", "DataLoader batch", "normalised input", "pixel_values", "captum attribute"],
-    "how-to/notebook": ["notebook", "Jupyter", "show a map inline in Colab"],
-    "how-to/publish-a-figure": ["publish a figure", "figure for a paper", "save as PDF"],
-}
-
-
-@pytest.mark.parametrize("name", WORDINGS)
-def test_a_page_holds_the_words_by_which_people_ask_for_it(name):
-    assert {f"how-to/{page.stem}" for page in (DOCS / "how-to").glob("*.md")} <= {*WORDINGS}
-    held = {word[:5] for word in re.findall(r"\w+", (DOCS / f"{name}.md").read_text(encoding="utf-8").lower())}
-    for wording in WORDINGS[name]:
-        missing = [word for word in re.findall(r"\w+", wording.lower()) if len(word) > 3 and word[:5] not in held]
-        assert not missing, f"whoever types {wording!r} does not find docs/{name}.md: {missing}"
 
 
 ROOMS = ["vitflow", *(f"vitflow.{room}" for room in ("text", "folder", "methods", "evaluation", "demo"))]

@@ -70,25 +70,6 @@ def test_the_page_shows_the_image_and_the_maps_of_the_strip(run, tmp_path, capti
     assert over.exit_code != 0 and "overwrite the image" in over.stderr
 
 
-def test_json_holds_the_map_of_each_word(run, tmp_path):
-    done = run("--json", "--method", "attention", "--through-tower", "-o", "maps/")
-    assert done.exit_code == 0, done.output
-    reported = json.loads(done.stdout)
-    assert reported["answer"] == "a red heart left of heart ." and reported["left_out"] == ["a", "of", "."]
-    assert [one["word"] for one in reported["words"]] == ["red", "heart", "left", "heart (2)"]
-    assert np.shape(reported["words"][0]["map"]) == (6, 6) and reported["words"][0]["options"]["through_tower"]
-    assert (tmp_path / reported["output"]).is_file()
-
-
-def test_what_is_wrong_is_reported(run, tmp_path):
-    missing = CliRunner().invoke(cli, ["caption", "nothing.png", "--model", str(tmp_path)])
-    assert missing.exit_code != 0
-    unknown = run("--layers", "2")
-    assert (unknown.exit_code != 0 and "no option" in unknown.stderr.lower()) or "option" in unknown.stderr
-    over = run("-o", "photo.png")
-    assert over.exit_code != 0 and "overwrite the image" in over.stderr
-
-
 def test_the_bundled_captioner_finds_each_drawn_thing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     image = next(one for one in sample_images() if "ring_heart_and_star" in one.name)

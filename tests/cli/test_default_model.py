@@ -67,7 +67,7 @@ def test_without_a_hub_the_demo_model_is_offered_and_not_taken(here, away, tmp_p
     assert not list(tmp_path.glob("out/*"))
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ["explain", "folder"])
 def test_by_default_the_model_knows_photographs_and_its_name_is_reported(verb, here, there):
     code, _, err = here(verb)
     assert code == 0, err
@@ -75,20 +75,11 @@ def test_by_default_the_model_knows_photographs_and_its_name_is_reported(verb, h
     assert err.startswith(f"model: {DEFAULT_MODEL} (change with --model)\n") and "shapes" not in err
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ["explain", "folder"])
 def test_the_demo_model_says_what_it_knows_once(verb, here):
     code, _, err = here(verb, "--model", "demo")
     assert code == 0, err
     assert err.count(LIMITS) == 1 == err.count("model: ")
-
-
-def test_strip_and_report_say_what_the_demo_model_knows(here, there, tmp_path):
-    for options, reported in ((["--model", "demo"], True), ([], False)):
-        assert here("compare", "-o", "strip.svg", *options)[0] == 0
-        assert here("folder", "--report", "--overwrite", *options)[0] == 0
-        for file in ("strip.svg", "out/report.html"):
-            text = (tmp_path / file).read_text()
-            assert ("knows eight drawn shapes only" in text) == reported, file
 
 
 def test_a_model_of_the_users_carries_a_note_into_figures_and_runs(tmp_path):
@@ -118,12 +109,6 @@ def test_a_resume_never_switches_the_model(here, there, monkeypatch):
     monkeypatch.setattr(hub.timm, "create_model", _no_hub)
     code, _, err = here("folder")
     assert code == 2 and "cannot be fetched" in err
-
-
-def test_a_run_of_the_demo_model_goes_on_with_it_alone(here, there, monkeypatch):
-    assert here("folder", "--model", "demo")[0] == 0
-    code, _, err = here("folder")
-    assert code == 2 and f"model was 'vitflow_demo' and is '{DEFAULT_MODEL}'" in err
 
 
 def _no_hub(*_: object, **__: object) -> None:

@@ -76,8 +76,6 @@ def test_a_crafted_tokenizer_sends_nothing_but_words_to_a_terminal(decoder, tmp_
     for arguments in (
         (text,),
         (text, "--method", "gae"),
-        (text, "--view", "graph"),
-        ("--prompt", text, "--generate", 3),
         ("--prompt", text, "--generate", 3, "--token", words[7]),
         (text, "--token", words[12]),
         (text, "--method", "gae", "--target", f"{words[5]} {words[6]}"),
@@ -121,15 +119,6 @@ def test_a_user_reads_a_word(encoder, tmp_path):
         assert image.width > 500
 
 
-def test_a_page_answers_for_each_word(encoder, tmp_path):
-    done = read("the <b> cabinets", "--model", encoder, "--html", tmp_path / "o.html")
-    assert done.exit_code == 0, done.stderr
-    page = (tmp_path / "o.html").read_text()
-    assert "<b>" not in page and r"\u003cb\u003e" in page
-    assert '"text": "cabinets"' in page and "http:" not in page and str(encoder) not in page
-    assert page.count("<h1") == 1 and "as graphs" in page and '<p class="title">' not in page
-
-
 def test_numbers_come_as_json(encoder):
     done = read(TEXT, "--model", encoder, "--token", 6, "--method", "attention", "--json")
     actual = json.loads(done.stdout)
@@ -137,16 +126,6 @@ def test_numbers_come_as_json(encoder):
     assert actual["method"] == "attention" and len(actual["weights"]) == 9
     assert sum(actual["weights"]) == pytest.approx(1, abs=1e-5)
     assert actual["summary"]["special"] == pytest.approx(actual["weights"][0] + actual["weights"][-1], abs=1e-5)
-
-
-def test_words_are_hidden_in_each_view(encoder, tmp_path):
-    (tmp_path / "words.txt").write_text("the\nto\n")
-    hidden = ("--hide-special", "--hide-stop-words", tmp_path / "words.txt")
-    done = read(TEXT, "--model", encoder, "--token", "is", *hidden)
-    assert re.search(r"Not shown: special tokens \(\d+ % .*\), stop words \(\d+ % ", done.stdout)
-    assert "[CLS]" not in done.stdout
-    graph = read(TEXT, "--model", encoder, "--view", "graph", "--hide-stop-words", "english").stdout
-    assert "attention flow" in graph and "Not shown: stop words" in graph
 
 
 def test_a_terminal_without_unicode_gets_what_it_can_show(encoder):
@@ -173,10 +152,8 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
     ("arguments", "message"),
     [
         ([], "got neither"),
-        (["a", "--prompt", "b"], "got both"),
         (["a", "--generate", 3], "--generate requires --prompt"),
         (["--prompt", "a", "--target", "a"], "--target cannot be used with --prompt"),
-        (["--prompt", "a", "--view", "graph"], "--view graph cannot be used with --prompt"),
         (["a", "--png", "a.bmp"], "Expected an output that ends in .png, .pdf, .svg, got 'a.bmp'"),
         (["a", "--method", "attention", "--residual", 0.1], "Unknown attention option 'residual'"),
         (["a", "--hide-stop-words", "none.txt"], "Expected --hide-stop-words english, or a file"),
@@ -241,16 +218,12 @@ def _without_weights(folder):
 
 DAMAGE = {
     "config of nothing": (lambda place: (place / "config.json").write_text("null"), "as the model, got"),
-    "deep config": (lambda place: (place / "config.json").write_text("[" * 100_000), "as the model, got"),
-    "architecture": (lambda place: _set(place, architectures=[5]), "as the model, got"),
     "no model": (lambda place: _set(place, architectures=["pipeline"]), "as the model, got"),
     "no heads": (lambda place: _set(place, num_attention_heads=0), "as the model, got"),
-    "no size": (lambda place: _set(place, hidden_size="x"), "as the model, got"),
     "cut weights": (lambda place: (place / "model.safetensors").write_bytes(b"\0" * 100), "as the model, got"),
     "pickle": (lambda place: torch.save([_Hostile()], _without_weights(place)), "could run code when loaded"),
     "plain pickle": (lambda place: _without_weights(place).write_bytes(pickle.dumps(_Hostile())), "could run code"),
     "tokenizer": (lambda place: (place / "tokenizer.json").write_text("null"), "Expected a tokenizer saved"),
-    "its settings": (lambda place: (place / "tokenizer_config.json").write_text("[1]"), "Expected a tokenizer saved"),
 }
 
 
@@ -269,9 +242,7 @@ def test_a_damaged_model_of_a_language_is_reported_in_one_line(case, encoder, tm
     assert message in done.stderr.splitlines()[-1] and done.stdout == "" and "code of a file ran" not in done.output
 
 
-def test_a_name_that_no_file_can_have_is_reported(encoder):
-    done = CliRunner().invoke(cli, ["read", "the key", "--model", "x" * 300])
-    assert done.exit_code == 2 and "Expected a hub id" in done.stderr
+def test_a_page_that_cannot_be_written_is_reported(encoder):
     for name in ("", "x" * 300):
         done = CliRunner().invoke(cli, ["read", "the key", "--model", str(encoder), "--html", name])
         assert done.exit_code == 1 and "Cannot write" in done.stderr, done.exception

@@ -1,8 +1,6 @@
 """Maps first, overlays later: a run without overlays keeps its maps, which are drawn on demand and exported."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -129,9 +127,3 @@ def test_backgrounds_and_contours_reach_the_overlays_and_the_report(tmp_path, ex
     assert np.abs(drawn - saliency.overlay()).mean() > 2
     before = (out / "report.html").read_text()
     assert report_run(out).read_text() == before  # the record says how it was drawn
-
-
-def test_a_run_without_a_report_loads_no_matplotlib():
-    code = "import sys, vitflow.folder.run\nprint('matplotlib' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "False\n", done.stderr
