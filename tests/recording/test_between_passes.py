@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitflow import record_attention
-from vitflow.models.parts import model_cache, module_paths, modules_of
+from vitflow.models.parts import model_cache, module_paths
 from vitflow.recording import recorder
 from vitflow.recording.attention_kinds import may_attend
 
@@ -141,13 +141,6 @@ def test_a_model_lives_no_longer_for_what_is_kept():
     del model
     gc.collect()
     assert alive() is None
-
-
-def test_modules_come_in_the_order_of_torch():
-    model = model_of()
-    model.again = model.blocks[1]  # one module in two places
-    model.nothing = None
-    assert modules_of(model) == list(model.modules())
 
 
 def test_the_cache_is_emptied_when_modules_change():

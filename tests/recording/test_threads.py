@@ -17,7 +17,7 @@ from tests.recording.test_recorder import state_of, tiny
 from vitflow import Explainer, record_attention
 from vitflow.errors import VitflowError
 
-THREADS, EACH = 8, 50
+THREADS, EACH = 8, 20
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
 METHODS = [
     ("rollout", {}),
@@ -66,8 +66,8 @@ def test_eight_threads_explain_as_one_does(mode):
     model = tiny(drop_rate=0.1)
     model.train(mode == "train")
     explainer = Explainer(model, data_config=DATA)
-    images = [np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8) for seed in range(5)]
-    requested = [(image, *METHODS[(number + image) % 10]) for number in range(10) for image in range(5)]
+    images = [np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8) for seed in range(2)]
+    requested = [(image, *METHODS[(number + image) % 10]) for number in range(10) for image in range(2)]
     assert len(requested) == EACH
 
     def explain(image: int, method: str, options: dict) -> tuple:
@@ -103,7 +103,7 @@ def test_eight_threads_record_one_model(build):
 
     before, at_first = state_of(model), flags()
     alone = [record(other, number) for number in range(THREADS)]
-    for number, actual in enumerate(in_threads(lambda number: [record(model, number) for _ in range(10)])):
+    for number, actual in enumerate(in_threads(lambda number: [record(model, number) for _ in range(4)])):
         for seen in actual:
             assert len(seen) == len(alone[number])
             for ours, theirs in zip(seen, alone[number], strict=True):
