@@ -212,7 +212,6 @@ def test_a_run_whose_driver_was_killed_goes_on_and_has_each_input_once(ray_clust
     ("options", "message"),
     [
         ({"engine": "spark"}, "Unknown engine 'spark'"),
-        ({"actors": 2}, "require --engine ray"),
         ({"address": "auto"}, "require --engine ray"),
         ({"engine": "ray", "workers": None, "actors": 0}, "actors of at least 1"),
         ({"engine": "ray", "workers": None, "report": True}, "report require engine='local'"),
