@@ -206,13 +206,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_training_and_evaluation_share_no_image() -> None:
-    script = load_example("train_demo_model")
-    assert script.EVALUATION_IMAGES < FIRST_TRAINING_SEED
-    with pytest.raises(SystemExit):
-        script.parse(["--images", str(FIRST_TRAINING_SEED + 1)])  # would reach the next training seed's images
-
-
 def test_sample_images_can_be_drawn_again(tmp_path: Path) -> None:
     load_example("draw_assets").main(["--output", str(tmp_path)])
     shipped = [*demo.sample_images(), *demo.sample_masks()]

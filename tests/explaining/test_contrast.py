@@ -8,9 +8,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from vitflow import Contrast, Explainer, compare
+from vitflow import Contrast, Explainer
 from vitflow.cli import cli
-from vitflow.demo import draw_image, sample_images
+from vitflow.demo import draw_image
 from vitflow.errors import OptionError
 from vitflow.explaining.saliency import contrasted
 from vitflow.folder.work import explained_row, make_job
@@ -85,14 +85,6 @@ def test_names_several_contrasts_and_the_predicted_class(demo):
 def test_what_makes_no_sense_is_refused(demo, method, targets, words):
     with pytest.raises(OptionError, match=words):
         demo.explain_batch([IMAGE.image], methods=[method], targets=targets)
-
-
-def test_a_comparison_shows_contrasts_in_two_colours(demo, tmp_path):
-    actual = compare(sample_images()[0], model=demo, targets=[Contrast(1, 2), Contrast(1, 3)])
-    assert {one.method for one in actual.saliencies} == {"gradient_rollout", "gae", "gradcam"}
-    assert len(actual.saliencies) == 6
-    assert all(one.grid.min() < 0 < one.grid.max() for one in actual.saliencies)
-    actual.save(tmp_path / "strip.png")
 
 
 def test_the_command_line_sets_a_class_against_the_class(tmp_path, demo):

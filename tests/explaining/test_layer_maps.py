@@ -2,13 +2,11 @@
 
 import json
 import sys
-import xml.etree.ElementTree as ET
 from functools import partial
 
 import numpy as np
 import pytest
 import timm
-from matplotlib.image import AxesImage
 from PIL import Image
 
 import vitflow
@@ -37,15 +35,6 @@ def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_hea
     expected += [one(method="attention", layer=2, head=head) for head in range(3)]
     for one, alone in zip(actual.saliencies, expected, strict=True):
         np.testing.assert_allclose(one.grid, alone.grid, rtol=1e-4, atol=1e-7)
-
-
-def test_the_sheet_names_every_map(explainer, tmp_path):
-    figure = vitflow.layer_maps(IMAGE, model=explainer, layer=1).figure(tmp_path / "sheet.svg", contours=True)
-    nodes = ET.parse(tmp_path / "sheet.svg").iter("{http://www.w3.org/2000/svg}text")
-    words = ["".join(node.itertext()) for node in nodes]
-    reported = ["Layer 1", "Layer 2", "Layer 3", "Layers 2–3", "Layers 1–3", "Head 0", "Head 1", "Head 2", "Image"]
-    assert set(reported) <= set(words) and words.count("Layer 3") == 2  # alone, and where building up begins
-    assert len(figure.findobj(AxesImage)) == 3 + 3 + 3 + 2 + 1  # the photograph, the whole map first, and a bar
 
 
 def test_json_holds_the_grid_of_every_map(explainer, tmp_path):

@@ -86,12 +86,6 @@ def test_the_model_is_left_as_it_was():
     assert sum(len(module._forward_hooks) for module in model.modules()) == before
 
 
-def test_half_precision_gives_finite_maps():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=3).eval()
-    grids = [Explainer(model, dtype=dtype).explain(photo(), method="legrad").grid for dtype in ("float32", "bfloat16")]
-    assert np.corrcoef(grids[0].ravel(), grids[1].ravel())[0, 1] > 0.95
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -259,19 +259,6 @@ def test_matchings_on_sparse_graphs_need_long_detours(seed: int) -> None:
     Prover(capacities, 0).prove(actual, 0, 0)
 
 
-def test_wide_staircases_at_full_size_are_not_slow() -> None:
-    # 196 supplies that each fit only two demands per layer: almost every flow needs its way undone and found again.
-    tokens = 197
-    rng = np.random.default_rng(1)
-    capacities = np.zeros((6, tokens, tokens))
-    for layer in capacities:
-        layer += np.diag(rng.random(tokens)) + np.diag(rng.random(tokens - 1), 1) + np.diag(rng.random(tokens - 2), -2)
-    actual = max_flow(capacities, np.full(tokens, 0.5))
-    prover = Prover(capacities, np.full(tokens, 0.5))
-    for sink in range(0, tokens, 7):
-        prover.prove(actual, sink, sink)
-
-
 # --- Numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -282,17 +269,6 @@ def test_capacities_of_any_size_end_with_the_right_flow(scale: float) -> None:
         plain = max_flow(capacities, source).values
         scaled = max_flow(capacities * scale, source if isinstance(source, int) else source * scale).values
         np.testing.assert_allclose(scaled, plain * scale, rtol=1e-14, atol=0)
-
-
-def test_renumbering_the_tokens_of_each_layer_renumbers_the_flow() -> None:
-    rng = np.random.default_rng(8)
-    capacities = attention(rng, 5, 40, 4.0)
-    orders = [rng.permutation(40) for _ in range(6)]
-    renumbered = np.stack([layer[orders[n + 1]][:, orders[n]] for n, layer in enumerate(capacities)])
-    source = int(np.flatnonzero(orders[5] == 7)[0])
-    np.testing.assert_allclose(
-        max_flow(renumbered, source).values, max_flow(capacities, 7).values[orders[0]], rtol=1e-11
-    )
 
 
 def test_closed_forms() -> None:

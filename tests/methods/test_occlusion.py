@@ -80,6 +80,7 @@ def test_log_odds_are_exact_however_sure_the_answer_is(activation):
             for number, value in enumerate(exact):
                 others = sum(other.exp() for index, other in enumerate(exact) if index != number)
                 assert actual[number] == pytest.approx(float(value - (others.ln() if activation == "softmax" else 0)))
+    assert outputs.log_odds(torch.tensor([[2.0]]), activation).tolist() == [[2.0]]  # one logit is that of a sigmoid
 
 
 def test_an_answer_that_is_sure_loses_as_much_as_one_that_is_not():

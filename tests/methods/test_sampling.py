@@ -62,6 +62,12 @@ def test_a_score_that_is_a_sum_over_patches_is_detected_again():
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
+def test_the_halves_are_every_other_mask():
+    kept, scores = draw_masks(4, 4, masks=20, keep=0.5), torch.randn(20, dtype=torch.float64)
+    for start, half in enumerate(split_half_maps(kept, scores)):
+        torch.testing.assert_close(half, mean_differences(kept[start::2], scores[start::2]))
+
+
 @pytest.mark.parametrize(("rows", "cols"), [(2, 3), (1, 9), (9, 20)])
 def test_masks_keep_exactly_so_many_patches_and_follow_from_the_seed(rows, cols):
     masks = draw_masks(rows, cols, masks=30, keep=0.3)

@@ -10,7 +10,7 @@ from torch.nn.functional import cosine_similarity
 
 from tests import literal_vit
 from tests.pairs import DATA, VISION, pair, photo
-from vitflow import Explainer, compare, evaluate, explain_folder, explore, similarity_to
+from vitflow import Explainer, similarity_to
 from vitflow.cli import cli
 from vitflow.errors import ModelError, OptionError
 from vitflow.images.reading import write_image
@@ -74,20 +74,6 @@ def test_the_answers_are_the_cosines_and_gradients_are_theirs(requested):
         float(cosines[0, 1].detach()), abs=1e-5
     )
     assert actual.label == "image 2" and np.array_equal(actual.reference, THIRD)
-
-
-def test_every_kind_of_run_takes_it(tmp_path):
-    entry = Explainer(backbone("timm, classes"), outputs=similarity_to([OTHER, THIRD]), data_config=DATA)
-    write_image(tmp_path / "in" / "0.png", photo())
-    (tmp_path / "in" / "labels.csv").write_text("file,label\n0.png,image 1\n")
-    strip = compare(photo(), model=entry, methods=["rollout", "gae"], targets=[0, 1])
-    strip.figure(tmp_path / "strip.png")
-    wide, plain = strip.saliencies[-1].figure(), entry.explain(photo()).figure()
-    assert min(wide.get_figwidth(), plain.get_figwidth()) > 5  # both images side by side
-    assert "image 1" in explore(photo(), model=entry, methods=["gae"]).html
-    assert explain_folder(tmp_path / "in", tmp_path / "out", model=entry, methods=["gae"], target=1).explained == 1
-    options = {"methods": ["gae"], "points": 3, "sanity_images": 0}
-    assert not evaluate(tmp_path / "in", model=entry, metrics=["faithfulness"], **options).failures
 
 
 def test_a_head_is_left_out_of_a_copy_alone():

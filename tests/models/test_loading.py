@@ -179,6 +179,14 @@ def test_weights_that_are_no_floats_are_refused_from_every_kind_of_file(model, t
             vitflow.load_model(name, checkpoint=checkpoint and tmp_path / checkpoint)
 
 
+def test_whole_numbers_stay_where_a_model_has_them(tmp_path):
+    entry = timm.create_model("resnet10t", num_classes=3).eval()
+    counter = next(name for name in entry.state_dict() if name.endswith("num_batches_tracked"))
+    entry.state_dict()[counter].fill_(7)
+    save_file(entry.state_dict(), tmp_path / "w.safetensors")
+    assert same_weights(vitflow.load_model("resnet10t", checkpoint=tmp_path / "w.safetensors", num_classes=3), entry)
+
+
 @pytest.mark.parametrize("name", ["head.weight", "pos_embed"])
 def test_a_number_where_a_matrix_is_expected_is_named(model, tmp_path, name):
     save_file(model.state_dict() | {name: torch.tensor(0.5)}, tmp_path / "w.safetensors")
