@@ -266,3 +266,26 @@ def test_tokens_that_are_reordered_or_zeroed_inside_a_block_are_refused(function
     explainer = Explainer(model, data_config=CONFIG, layout=TokenLayout(PREFIX, 4, 4))
     with pytest.raises(UnsupportedModelError, match=r"vit.blocks.4.*(reorders|zeroes|mixes)"):
         explainer.explain(images()[0], method="rollout")
+
+
+class InAnotherOrder(nn.Module):
+    """An attention module in another order of the tokens, which is undone after it."""
+
+    def __init__(self, attn: nn.Module, order) -> None:
+        super().__init__()
+        self.attn, self.order = attn, order
+
+    def forward(self, x: Tensor, **_) -> Tensor:
+        order = self.order(x)
+        y = self.attn(x.gather(1, order[..., None].expand_as(x)))
+        return y.gather(1, order.argsort(1)[..., None].expand_as(y))
+
+
+@pytest.mark.parametrize(
+    "order", [lambda x: x[..., 0].argsort(1), lambda x: torch.arange(19).flip(0).expand(len(x), -1)]
+)
+def test_attention_in_another_order_than_the_tokens_of_its_block_is_refused(order):
+    model = Between(lambda model, x, index: x)
+    model.vit.blocks[2].attn = InAnotherOrder(model.vit.blocks[2].attn, order)
+    with pytest.raises(UnsupportedModelError, match=r"blocks.2.attn.attn.*reorders"):
+        Explainer(model, data_config=CONFIG).explain(images()[0], method="rollout")

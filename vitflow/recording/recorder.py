@@ -307,8 +307,9 @@ class record_attention:
         if layers and refusal is None:
             layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
             if not self._within:
+                traced = [layer.name for layer in layers if layer.tokens.key_index is not None]
                 refusal = (
-                    unseen_mixing(call, layouts, self._listening.recorded)
+                    unseen_mixing(call, layouts, self._listening.recorded, traced)
                     or place_layers(call, layers, trace.names)
                     or find_passed(call, layers, trace.names, self._listening.between)
                 )

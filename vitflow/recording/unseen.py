@@ -44,7 +44,9 @@ _ROUNDING, _MIXING = 1e-4, 1e-3
 _HALF_ROUNDING, _HALF_MIXING = 1e-2, 3e-2
 
 
-def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> str | None:
+def unseen_mixing(
+    call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], traced: Collection[str] = ()
+) -> str | None:
     """Return why a product of layers would be incomplete, or None.
 
     The model runs at most three times; the result is cached while its weights, modules and recorded layers are
@@ -54,11 +56,12 @@ def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[st
         call: the recorded call of the model.
         layouts: token layouts of its layers.
         names: paths of the recorded layers.
+        traced: paths of those whose tokens may be in another order than the block's, which is known.
     """
     model = call.model
     known, key = call.cache, (unseen_mixing, *names)
     if key not in known and not call.pixels.is_meta:
-        known[key] = _find(call, layouts, names)
+        known[key] = _find(call, layouts, names, set(names).difference(traced))
     fault: tuple[str, str] | None = known.get(key)
     if fault is None:
         return None
@@ -68,7 +71,9 @@ def unseen_mixing(call: Call, layouts: Sequence[TokenLayout], names: Sequence[st
     return f"{fact}, so a product of layers would be incomplete. {OTHER_METHODS}"
 
 
-def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> tuple[str, str] | None:
+def _find(
+    call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], in_order: Collection[str]
+) -> tuple[str, str] | None:
     """Return path and fault of the first innermost module with unrecorded token mixing, or of a block; or None."""
     model, pixels, noise = call.model, call.pixels, call.noise(1).expand(2, -1, -1, -1)
     explained: set[str] = set()
@@ -78,7 +83,7 @@ def _find(call: Call, layouts: Sequence[TokenLayout], names: Sequence[str]) -> t
     for shortened in (blocks, (), ()):
         known = explained if not shortened else set[str]()
         whole = set(blocks).difference(names)  # not single attention modules
-        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, known, whole)
+        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, known, whole, in_order)
         try:
             with (
                 trial(model, pixels.device),
@@ -135,9 +140,11 @@ class _Probe(Interception):
         layouts: Sequence[TokenLayout],
         explained: set[str],
         blocks: Collection[str] = (),
+        in_order: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self._model, self._size, self._explained, self._blocks = model, size, explained, blocks
+        self._model, self._size, self._explained = model, size, explained
+        self._blocks, self._in_order = blocks, in_order
         self._counts = {layout.num_tokens for layout in layouts} | {FEW_TOKENS}
         self._attending = may_attend(model)
         self._calls: list[_Call] = []
@@ -274,7 +281,25 @@ class _Probe(Interception):
         shape = (*torch.broadcast_shapes(probabilities.shape[:-2], value.shape[:-2]), queries, width)
         if queries != keys:
             return value.new_zeros(shape)
+        block = next((call for call in reversed(self._calls) if call.changed is not None), None)
+        if block is not None and block.tokens and not block.explained and self.fault is None:
+            self._check_order(value, block)
         return value.expand(shape).clone(memory_format=torch.contiguous_format)
+
+    def _check_order(self, value: Tensor, block: _Call) -> None:
+        """Set the fault if the values of an attention module have the tokens of its block in another order."""
+        name, changed = self.path[-1][0], block.changed
+        if name not in self._in_order or changed is None or value.shape[-2] != len(changed) or value.ndim < 3:
+            return
+        with torch._C.DisableTorchFunction():
+            first, second = value.flatten(0, -3).movedim(-2, 0).tensor_split(2, dim=1)
+            apart = (first - second).float().square().flatten(1).mean(dim=1) if first.shape == second.shape else None
+            if apart is None or not torch.isfinite(apart).all():
+                return
+            moved = apart > apart.max() * _limits(value)[1] ** 2
+            by_image = value.ndim == 4 and len(value) == 2  # otherwise heads may come before images
+            if (by_image or moved.sum() == changed.sum()) and not torch.equal(moved, changed):
+                self.fault = name, "reorders its tokens"
 
 
 def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
