@@ -1,16 +1,12 @@
 """The probability of generated words with the image, and with its mean colour instead."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from scenes import draw_scene
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from vitflow.cli import cli
-from vitflow.demo import DEMO_CAPTION, sample_images
+from vitflow.demo import DEMO_CAPTION
 from vitflow.text import explain_generation
 
 
@@ -38,13 +34,3 @@ def test_probabilities_with_and_without_the_image_equal_a_pass_for_each_token():
     facts = generation.image(word).facts["blank"]
     assert facts["value"] == pytest.approx(float(np.prod(generation.probabilities[indices, 1])), abs=1e-5)
     assert explain_generation(model, prompt, image=image, processor=processor, method="attention").probabilities is None
-
-
-def test_the_command_line_reports_both_probabilities(tmp_path):
-    line = ["caption", str(sample_images()[0]), "--model", "demo-caption", "--blank", "--generate", "4"]
-    line += ["--method", "attention", "-o", str(tmp_path / "words.png")]
-    done = CliRunner().invoke(cli, line)
-    assert done.exit_code == 0, done.output
-    assert "for a blank image" in done.output
-    reported = json.loads(CliRunner().invoke(cli, [*line, "--json"]).stdout)
-    assert 0.0 <= reported["words"][0]["facts"]["blank"]["value"] <= 1.0

@@ -13,7 +13,6 @@ from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import byte_tokenizer
 from vitflow import record_attention
 from vitflow.errors import ModelError
-from vitflow.progress import shown_by
 from vitflow.text import Generation, explain_generation
 
 transformers = pytest.importorskip("transformers")
@@ -200,24 +199,6 @@ def test_other_methods_read_the_finished_text_once(method):
             eye = np.eye(len(low))
             expected = [(eye + low)[row], ((eye + high) @ (eye + low))[row]]
         np.testing.assert_allclose(joined(actual)[number].T, expected, atol=2e-6, err_msg=method)
-
-
-def test_a_progress_bar_is_reported_of_every_step():
-    steps: list[int] = []
-
-    class Bar:
-        def __init__(self, label: str, total: int) -> None:
-            assert (label, total) == ("generation", NEW)
-
-        def __enter__(self):
-            return steps.append
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    with shown_by(Bar):
-        written(built("GPT2LMHeadModel"))
-    assert sum(steps) == NEW
 
 
 def test_arguments_of_tokens_are_those_of_the_prompt_without_its_padding():

@@ -29,7 +29,6 @@ from vitflow.text.prompts import tower_rows
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
 
-NEW = 3
 ANSWER = ["a", "red", "heart"]
 
 
@@ -284,13 +283,6 @@ def test_of_two_images_each_has_its_map():
         actual.image("heart", image=2)
 
 
-def test_an_image_of_one_pixel_has_a_map():
-    for name in ("llava", "internvl"):
-        saliency = written(name, Image.new("RGB", (1, 1))).image("heart")
-        assert saliency.image.shape == (1, 1, 3) and np.isfinite(saliency.grid).all()
-        assert np.isfinite(saliency.heatmap).all() and saliency.figure() is not None
-
-
 def test_a_prompt_without_its_image_token_is_given_one():
     one = family("llava")
     options = {"image": photograph(), "processor": one.processor}
@@ -314,13 +306,6 @@ def test_an_image_is_explained_by_gae_and_a_text_by_rollout():
     np.testing.assert_array_equal(actual.values, written(method="gae").values)
     tokenizer = {"tokenizer": one.processor.tokenizer, **saying(one, ANSWER)}
     assert explain_generation(one.model, "what is on", **tokenizer).method == "rollout"
-
-
-def test_an_image_alone_is_requested_its_description():
-    one = family("llava")
-    options = {"image": photograph(), "processor": one.processor, **saying(one, ANSWER)}
-    alone, reported = (explain_generation(one.model, text, **options) for text in (None, "Describe the image."))
-    assert alone.prompt_tokens == reported.prompt_tokens
 
 
 def test_what_the_processor_has_made_has_rows_and_no_maps():

@@ -100,50 +100,37 @@ MISTAKES = [
     (lambda: read(token=13), OptionError, "from 0 to 12"),
     (lambda: read("The [MASK] is on [MASK]"), OptionError, r"2 mask tokens.*\[2, 5\]"),
     (lambda: read(method="gae", target="cabinets"), OptionError, "single token"),
-    (lambda: read(method="gae", target=-1), OptionError, "a token id, .*got -1"),
     (lambda: read(method="gae", target=99999), OptionError, "from 0 to 14, got 99999"),
     (lambda: read(method="gae", model=transformers.BertModel(reads().config).eval()), OptionError, "ends in features"),
     (lambda: read(method="flow", layers=3), OptionError, "from 1 to 2, .* got 3"),
     (lambda: read([TEXT]), OptionError, "one text"),
     (lambda: read("caf\udce9"), OptionError, r"UTF-8.*caf\\xe9"),
     (lambda: read("the key " * 40), OptionError, "at most 64 tokens, .* got 82"),
-    (lambda: read("the key " * 40, "GPT2LMHeadModel"), OptionError, "at most 64 tokens, .* got 82"),
     (lambda: read(model=built("BertForMaskedLM", vocab_size=12)), OptionError, "below 12, got 14: the tokenizer"),
-    (lambda: read(model=built("GPT2LMHeadModel", vocab_size=12)), OptionError, "below 12, got 14: the tokenizer"),
     (lambda: read(tokenizer=None), ModelError, "pass tokenizer="),
     (lambda: read(model="nobody/nothing-here"), ModelError, "hub id or a transformers folder"),
     (lambda: read(model=t5()), UnsupportedModelError, r"model\.get_encoder\(\)"),
     (lambda: read(model=longformer(), value_weighted=False), UnsupportedModelError, "No attention .* Longformer"),
-    (lambda: read(model=longformer(), value_weighted="output"), UnsupportedModelError, "No attention .* Longformer"),
     (lambda: read(model=funnel()), UnsupportedModelError, "several token streams"),
     (lambda: Words(("a",), (1, 2), (False,)), ShapeError, "same length"),
     # a text that is generated
     (lambda: gpt([1, 2]), OptionError, "got list"),
-    (lambda: gpt([]), OptionError, "got list"),
     (lambda: gpt(texts("right")), OptionError, "one prompt, got 2"),
     (lambda: gpt("", tokenizer=wordless()), OptionError, "at least one token"),
     (lambda: gpt("caf\udce9", tokenizer=wordpiece_tokenizer()), OptionError, r"UTF-8.*caf.*xe9"),
     (lambda: gpt({"input_ids": prompt(), "attention_mask": torch.ones(1, 4)}), OptionError, r"\(1, 9\), got \(1, 4\)"),
     (lambda: gpt(torch.tensor([[5, 77]]), max_new_tokens=2), OptionError, "below 50, got 77"),
     (lambda: gpt(max_new_tokens=10**9), OptionError, "at most 56 new tokens after 9"),
-    (lambda: gpt(torch.ones(1, 66, dtype=torch.long), max_new_tokens=2), OptionError, "at most 0 new tokens after 66"),
-    (lambda: gpt(max_length=70), OptionError, "at most 56 new tokens .* got 61"),
     (lambda: gpt(num_beams=3), OptionError, "beam_search.*num_beams=1"),
-    (lambda: gpt(num_beams=2, do_sample=True), OptionError, "beam_sample"),
     (lambda: gpt(prompt_lookup_num_tokens=2), OptionError, "prompt_lookup_num_tokens"),
     (lambda: gpt(cache_implementation="static"), OptionError, "cache_implementation='static'"),
     (lambda: gpt(num_return_sequences=2, do_sample=True), OptionError, "num_return_sequences"),
     (lambda: gpt(guidance_scale=1.5), OptionError, "guidance_scale=1.5"),
-    (lambda: gpt(guidance_scale=1.5, method="gae"), OptionError, "guidance_scale=1.5"),
     (lambda: gpt(stop_strings=["a"]), ModelError, "pass tokenizer="),
-    (lambda: gpt(method="rolout"), OptionError, "Did you mean 'rollout'"),
-    (lambda: gpt(method="gae", residual=0.5), OptionError, "Unknown gae option 'residual'"),
     (with_filled_cache, OptionError, "cache with 9 tokens"),
     (lambda: explain_generation(reads(), prompt()), UnsupportedModelError, "BertForMaskedLM.*explain_text"),
-    (lambda: explain_generation("nobody/nothing-here", "a"), ModelError, "hub id or a transformers folder"),
     # images and videos in a prompt
     (lambda: seen(image=[]), OptionError, "empty list"),
-    (lambda: seen(given=["what", "is"]), OptionError, ONE_PROMPT),
     (lambda: seen(given=with_inputs(family("qwen2_vl"), FRAMES)), OptionError, ONE_PROMPT),
     (lambda: seen(image=None, through_tower=True), OptionError, "require image"),
     (lambda: seen(image=None, blank=True), OptionError, "requires an image"),
@@ -171,8 +158,6 @@ MISTAKES = [
     (lambda: ImageTokens([1], 1, 1, role="crop"), OptionError, "Unknown role 'crop'"),
     # an encoder and a decoder
     (lambda: encoded(SOURCE, model=t5(), start_layer=4), OptionError, "start_layer"),
-    (lambda: encoded(SOURCE, model=t5(), num_beams=2), OptionError, "num_beams=1"),
-    (lambda: encoded(torch.tensor([[60, 1]]), model=t5()), OptionError, "below 50, got 60"),
     (lambda: encoded(SOURCE, model=bart(), max_new_tokens=41), OptionError, "at most 40 new tokens after 1"),
     (lambda: encoded(model=t5()), OptionError, "a text, or tokenizer output"),
     (lambda: encoded("the key", model=t5(), **AN_IMAGE), UnsupportedModelError, "T5.* no image token"),
@@ -181,7 +166,6 @@ MISTAKES = [
     (lambda: encoded(through_tower=True, **AN_IMAGE), OptionError, "through_tower"),
     (lambda: encoded(**{**AN_IMAGE, "image": [photograph(), photograph()]}), OptionError, "one image .*, got 2"),
     (lambda: encoded(torch.zeros(1, 3, 32, 32), **AN_IMAGE), OptionError, ONE_PROMPT),
-    (lambda: encoded(torch.zeros(2, 3, 32, 32)), OptionError, "one prompt, got 2"),
     (lambda: encoded(image=photograph()), OptionError, "not loaded"),
 ]
 
@@ -192,17 +176,6 @@ def test_a_mistake_is_reported_with_its_remedy(call, error, words):
         call()
     assert isinstance(reported.value, VitflowError)
     assert not torch.overrides._get_current_function_mode_stack()  # what watched the pass watches no other one
-
-
-@pytest.mark.parametrize(
-    "option", [{"causal": "x"}, {"head_fusion": "x"}, {"discard_ratio": 2.0}, {"residual": 1.5}, {"below": "x"}]
-)
-def test_values_are_checked_before_text_is_generated(option, monkeypatch):
-    model = built("GPT2LMHeadModel")
-    monkeypatch.setattr(type(model), "generate", None)  # a call would be a TypeError
-    method = "flow" if "below" in option else "rollout"
-    with pytest.raises(OptionError, match=f"(?i){next(iter(option)).replace('_', '.')}"):
-        explain_generation(model, prompt(), method=method, **option)
 
 
 def test_value_weighting_that_does_not_apply_is_refused_with_the_way_out(monkeypatch):

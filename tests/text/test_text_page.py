@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.text.test_encoder_decoder import SOURCE, t5
-from tests.text.test_images import ANSWER, photograph, written
+from tests.text.test_images import ANSWER, written
 from tests.text.test_reading import TEXT, reads, wordpiece_tokenizer
 from tests.viewer.waiting import until
 from vitflow.text import Generation, Reading, Words, explain_generation, explain_text
@@ -104,17 +103,6 @@ def test_each_word_of_a_text_that_was_read_has_its_row(method, causal, opened):
         for layer, row in enumerate(one.layers):
             shares = page.evaluate(SHARES, [number, str(layer + 1)])
             np.testing.assert_allclose(shares, shares_of(row.astype(float)), rtol=2e-3, atol=1e-5)
-
-
-def test_other_methods_answer_for_the_requested_word_alone(opened):
-    given = {"model": reads("BertForMaskedLM"), "tokenizer": wordpiece_tokenizer()}
-    page = opened(explain_text(TEXT, token="is", method="gae", target="table", **given).page())
-    assert page.evaluate("rows.length") == 1 and "for “table”, probability" in page.inner_text(".summary")
-    place = page.evaluate("rows[0].positions[0]")
-    page.click(".token >> nth=2")
-    assert page.inner_text("h1") == "Attribution to “key”" and "“is”" in page.inner_text("#summary")
-    page.click(f".token >> nth={place}")
-    assert page.inner_text("h1") == "Attribution of “is”"
 
 
 def test_a_reader_clicks_through_a_written_text(generation, opened):
@@ -213,13 +201,6 @@ def test_the_page_and_the_terminal_give_the_same_verdict(reading, generation, op
     assert page.evaluate("evenness([0, 0])") == ""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_window_holds_it(scheme, generation, reading, opened):
-    for result in (generation, reading):
-        page = opened(result.page(), width=390, scheme=scheme)
-        assert page.evaluate("document.documentElement.scrollWidth") == 390
-
-
 def test_a_hostile_text_is_shown_as_it_is(opened):
     hostile = Words(("<script>alert(1)</script>", ' " onload="alert(2)', " \u202eevil"), (1, 2, 3), (False,) * 3)
     matrices = np.full((2, 3, 3), 1 / 3, np.float32)
@@ -255,15 +236,6 @@ def test_a_words_custom_place_is_no_earlier_word(opened):
             assert (
                 page.evaluate("[...document.querySelectorAll('#sheet thead th')].at(-1).textContent") == "query token"
             )
-
-
-def test_a_source_with_an_encoder_can_be_clicked_too(opened):
-    actual = explain_generation(t5(), SOURCE, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    page = opened(actual.page())
-    row = actual.values[0, :, -1]
-    np.testing.assert_allclose(page.evaluate(SHARES, [0, "all"])[:7], row / row.sum(), rtol=1e-3, atol=1e-6)
-    page.click(".token >> nth=1")
-    assert page.inner_text("h1").startswith("Attribution to")
 
 
 @pytest.mark.parametrize("name", ["llava", "internvl"])
@@ -308,11 +280,3 @@ def test_a_reader_clicks_from_word_to_word_on_the_image(opened):
     page.keyboard.press("ArrowRight")
     page.click(".token >> text=heart")
     assert page.is_visible("#images")
-
-
-@pytest.mark.parametrize("width", [390, 1200])
-def test_images_fit_the_window(width, opened):
-    page = opened(written(image=photograph(size=(400, 90))).page(), width=width)
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    box = page.locator(".stage .frame").bounding_box()
-    assert box["width"] / box["height"] == pytest.approx(90 / 400, rel=0.02) and box["height"] <= 451
