@@ -125,7 +125,7 @@ def one_dropped(tokens: Tensor) -> Tensor:
 ORDER = torch.randperm(49, generator=torch.Generator().manual_seed(1))
 # Models that are refused, and a word of the reason.
 REFUSED = {
-    "flipped": (lambda: Changed(vit(img_size=112), lambda x: x.flip(3)), 112, "flipped"),
+    "flipped": (lambda: Changed(vit(img_size=112), lambda x: x.flip(3)), 112, "column 6: tokens are in another order"),
     "rolled by half a patch": (lambda: Changed(vit(img_size=112), lambda x: x.roll(8, 3)), 112, "other"),
     "in another order": (
         lambda: Changed(vit(img_size=112), tokens=lambda x: torch.cat([x[:, :1], x[:, 1:][:, ORDER]], 1)),

@@ -73,7 +73,9 @@ def module_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module as `named_modules` does, skipping torch.compile wrappers."""
     for path, module in model.named_modules():
         if "_orig_mod" not in module._modules:
-            yield ".".join(part for part in path.split(".") if part != "_orig_mod"), module
+            if "_orig_mod" in path:
+                path = ".".join(part for part in path.split(".") if part != "_orig_mod")
+            yield path, module
 
 
 def pretrained_of(model: nn.Module) -> nn.Module | None:

@@ -1,7 +1,7 @@
 """Tokens between blocks: the input of each block is compared with the output of the block before it, on the image.
 
-In most models both are the same tensor, which is checked in the recorded pass. Otherwise the model runs once more on
-the image, with the outputs of its blocks as leaves of the autograd graph, and gradients show which tokens passed on.
+In most models both are the same tensor, which is checked in the recorded pass. Otherwise gradients show which tokens
+passed on: in the recorded pass if the outputs of its blocks are leaves of the autograd graph, else in another pass.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_paths
 from vitflow.models.calls import tensors_in
 from vitflow.models.parts import module_paths, runs_compiled
-from vitflow.recording.heads import block_paths_of, tokens_of, with_tokens
-from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
+from vitflow.recording.heads import HeadGraph, HeadInputs, block_paths_of, tokens_of, with_tokens
+from vitflow.recording.isolation import Hook, hooked, trial, uncompiled, unrecorded
 from vitflow.recording.layers import AttentionLayer, stack_of
 from vitflow.recording.probing import Call
 
@@ -44,6 +44,7 @@ class BetweenBlocks:
     Attributes:
         blocks: paths of the blocks.
         changed: the blocks whose input is another tensor with other values, by the index of their call.
+        given: these inputs, and their versions.
         calls: paths of the blocks that ran, in order.
     """
 
@@ -52,15 +53,16 @@ class BetweenBlocks:
         self.begin()
 
     @classmethod
-    def of(cls, model: nn.Module) -> "BetweenBlocks":
-        """Return the comparison of a model's blocks, those of its last pass or of its lists of blocks."""
+    def of(cls, model: nn.Module, cut: Sequence[str] = ()) -> "BetweenBlocks":
+        """Return the comparison of a model's blocks: where it is cut, of its last pass, or of its lists of blocks."""
         paths = {path for path, _ in module_paths(model)}
-        blocks = _blocks.get(model, ())
+        blocks = tuple(cut) or _blocks.get(model, ())
         return cls(model, blocks if blocks and paths.issuperset(blocks) else block_paths(model))
 
     def begin(self) -> None:
         """Reset for a new forward pass."""
         self.changed: Boundaries = {}
+        self.given: dict[int, tuple[Tensor, int]] = {}
         self.calls: list[str] = []
         self._last: tuple[str, Tensor, int] | None = None
 
@@ -91,6 +93,7 @@ class BetweenBlocks:
             return
         if _version(last[1]) != last[2] or not torch.equal(given[0], last[1]):  # changed in place, or other values
             self.changed[len(self.calls) - 1] = last[0], path
+            self.given[len(self.calls) - 1] = given[0], _version(given[0])
 
     def _leave(self, path: str, args: Any, output: Any) -> Any:
         tokens = tokens_of(output)
@@ -115,7 +118,7 @@ def _is_same(tensor: Tensor, other: Tensor, version: int) -> bool:
 
 
 def find_passed(
-    call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], watched: BetweenBlocks
+    call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], watched: BetweenBlocks, inputs: HeadInputs
 ) -> str | None:
     """Set the masks of the tokens that each layer receives from the layer below, where some are replaced or zeroed.
 
@@ -124,13 +127,14 @@ def find_passed(
         layers: its layers, some of which may be products of several.
         names: paths of all attention modules that ran, first layer first.
         watched: the comparison during the recorded pass, perhaps of other blocks.
+        inputs: the head inputs of this pass, with the leaves if it was cut.
 
     Returns:
         Why a product of layers would not follow the tokens: they are reordered or merged, or bypass a block; or None.
     """
     blocks = block_paths_of(call.model, names)
     _blocks[call.model] = tuple(dict.fromkeys(blocks))
-    if watched.blocks != _blocks[call.model]:
+    if set(watched.blocks) != set(blocks):
         watched = BetweenBlocks(call.model, blocks)
         _repeat(call, watched)
     # What is between the attention modules of one block is verified once.
@@ -149,7 +153,8 @@ def find_passed(
         block: () if layer is None else (layer.tokens.keys, layer.tokens.queries) for block, layer in placed.items()
     }
     examined = _Examined(call.model, blocks, watched.changed, layouts, len(call.pixels))
-    _repeat(call, examined)
+    if not examined.has_compared(watched, inputs.graph(blocks) if inputs.cut else None):
+        _repeat(call, examined)
     if examined.refusal is not None:
         fact = f"{type(call.model).__name__} {examined.refusal}"
         return f"{fact}, so a product of layers would not follow its tokens. {OTHER_METHODS}"
@@ -205,6 +210,24 @@ class _Examined(BetweenBlocks):
         self._leaves: list[Tensor] = []
         self.passed: dict[int, Tensor] = {}  # by the index of the call
         self.refusal: str | None = None
+
+    def has_compared(self, watched: BetweenBlocks, graph: HeadGraph | None) -> bool:
+        """Compare the inputs of the recorded pass, and return True, if its graph shows them unchanged."""
+        if graph is None or [run.path for run in graph.blocks] != watched.calls:
+            return False
+        given = [
+            (tokens, graph.blocks[index - 1].tokens, version) for index, (tokens, version) in watched.given.items()
+        ]
+        if any(_version(tokens) != version or tokens.shape != leaf.shape for tokens, leaf, version in given):
+            return False
+        with unrecorded(), torch.enable_grad(), torch.autocast(given[0][0].device.type, enabled=False):
+            for index, (tokens, leaf, _) in zip(watched.given, given, strict=True):
+                self.calls, self._leaves = watched.calls[: index + 1], [run.tokens for run in graph.blocks[:index]]
+                layout = self._layouts.get(self.calls[-1])
+                if layout is not None and self.refusal is None:
+                    self._compare(self._examine[index], tokens, leaf, layout)
+        self.calls = watched.calls
+        return True
 
     def _leave(self, path: str, args: Any, output: Any) -> Any:
         tokens = tokens_of(output)

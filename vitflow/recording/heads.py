@@ -4,10 +4,11 @@ In vitflow's own passes the output of each block becomes a leaf of the autograd 
 along paths that pass no later block. A user's own pass is only observed.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -217,15 +218,16 @@ def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
     >>> block_paths_of(nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())), ["0.0", "1.0"])
     ['0', '1']
     """
+    prefixes = {name: [name[:i] for i, sign in enumerate(f"{name}.") if sign == "."] for name in layers}
+    layers_in = Counter(chain.from_iterable(prefixes.values()))
     blocks = []
     for name in layers:
-        parts, others = name.split("."), [other for other in layers if other != name]
-        prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
-        if others:
-            unique = [path for path in prefixes if not any(f"{other}.".startswith(f"{path}.") for other in others)]
-        else:
-            unique = [path for path, part in zip(prefixes, parts, strict=True) if part.isdigit()]
-        running = (path for path in unique if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict))
+        alone = [
+            path
+            for path in prefixes[name]
+            if layers_in[path] == 1 and (len(prefixes) > 1 or path.split(".")[-1].isdigit())
+        ]
+        running = (path for path in alone if not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict))
         blocks.append(next(running, name))
     return blocks
 

@@ -150,7 +150,6 @@ class record_attention:
             if self._attention:
                 check_recordable(self._model)
             stack.enter_context(hooked(self._fixed_hooks()))
-            self._watch()
             if runs_compiled(self._called):
                 stack.enter_context(uncompiled())
             self._stack = stack.pop_all()
@@ -180,7 +179,7 @@ class record_attention:
         for path, module in self._features.items():
             yield Hook(module, partial(self._keep, path), before=False)
         if self._attention and not self._within:  # blocks are known after a pass
-            self._listening.between = BetweenBlocks.of(self._model)
+            self._listening.between = BetweenBlocks.of(self._model, self._head_inputs.cut)
             yield from self._listening.between.hooks()
         modules = dict(self._model.named_modules()) if self._gradients and self._features else {}
         streams = [[block_of(path), *entries_of(self._model, path)] for path in self._features if modules]
@@ -311,7 +310,7 @@ class record_attention:
                 refusal = (
                     unseen_mixing(call, layouts, self._listening.recorded, traced)
                     or place_layers(call, layers, trace.names)
-                    or find_passed(call, layers, trace.names, self._listening.between)
+                    or find_passed(call, layers, trace.names, self._listening.between, self._head_inputs)
                 )
                 layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         if not layers or refusal is not None:

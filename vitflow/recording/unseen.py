@@ -61,7 +61,7 @@ def unseen_mixing(
     model = call.model
     known, key = call.cache, (unseen_mixing, *names)
     if key not in known and not call.pixels.is_meta:
-        known[key] = _find(call, layouts, names, set(names).difference(traced))
+        known[key], known[blocks_in_place] = _find(call, layouts, names, set(names).difference(traced))
     fault: tuple[str, str] | None = known.get(key)
     if fault is None:
         return None
@@ -71,19 +71,25 @@ def unseen_mixing(
     return f"{fact}, so a product of layers would be incomplete. {OTHER_METHODS}"
 
 
+def blocks_in_place(call: Call) -> frozenset[str]:
+    """Return the paths of the blocks that `unseen_mixing` found to compute each token from itself and attention."""
+    blocks: frozenset[str] = call.cache.get(blocks_in_place, frozenset())
+    return blocks
+
+
 def _find(
     call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], in_order: Collection[str]
-) -> tuple[str, str] | None:
-    """Return path and fault of the first innermost module with unrecorded token mixing, or of a block; or None."""
+) -> tuple[tuple[str, str] | None, frozenset[str]]:
+    """Return path and fault of the first innermost module with unrecorded token mixing, or of a block; or None.
+
+    Also return the paths of the blocks whose tokens are computed from themselves and attention.
+    """
     model, pixels, noise = call.model, call.pixels, call.noise(1).expand(2, -1, -1, -1)
-    explained: set[str] = set()
-    # First with a few tokens per block, which is cheap; then with all tokens, and once more if known mixing was inside
-    # a larger module.
     blocks = block_paths_of(model, names)
-    for shortened in (blocks, (), ()):
-        known = explained if not shortened else set[str]()
-        whole = set(blocks).difference(names)  # not single attention modules
-        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, known, whole, in_order)
+    whole = set(blocks).difference(names)  # not single attention modules
+    # First with a few tokens per block, which is cheap; then with all tokens.
+    for shortened in (blocks, ()):
+        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, whole, in_order)
         try:
             with (
                 trial(model, pixels.device),
@@ -93,20 +99,17 @@ def _find(
             ):
                 call(noise)
         except Exception:  # the model rejects the noise or the few tokens, so the check is impossible
-            if shortened:
-                continue
-            return None
-        if probe.fault is None and not probe.missed and probe.checked.issuperset(shortened):
-            return None
-        if probe.fault is not None and not shortened:
-            return probe.fault
-    return None
+            continue
+        complete = probe.fault is None and not probe.missed and probe.checked.issuperset(shortened)
+        if complete or not shortened:
+            return probe.fault, frozenset(probe.in_place - probe.moved)
+    return None, frozenset()
 
 
 @contextmanager
 def without_attention(call: Call) -> Iterator[None]:
     """Replace recorded attention by the identity, so that tokens are computed only from their own place."""
-    probe = _Probe(call.model, (call.pixels.shape[-2], call.pixels.shape[-1]), (), set())
+    probe = _Probe(call.model, (call.pixels.shape[-2], call.pixels.shape[-1]), ())
     with hooked(probe.hooks()), probe:
         yield
 
@@ -118,7 +121,7 @@ class _Call:
     Attributes:
         path: its module path.
         tokens: the number of its input tokens, if only the changed ones differ; otherwise 0.
-        begins: True if the tokens were changed at its input.
+        begins: True if the tokens were changed at its input, as none were before, or those had been merged or mixed.
         explained: True if it contains known token mixing.
         changed: mask of the changed tokens at the input of a block; None for other modules, which may reorder tokens.
     """
@@ -138,12 +141,11 @@ class _Probe(Interception):
         model: nn.Module,
         size: tuple[int, int],
         layouts: Sequence[TokenLayout],
-        explained: set[str],
         blocks: Collection[str] = (),
         in_order: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self._model, self._size, self._explained = model, size, explained
+        self._model, self._size = model, size
         self._blocks, self._in_order = blocks, in_order
         self._counts = {layout.num_tokens for layout in layouts} | {FEW_TOKENS}
         self._attending = may_attend(model)
@@ -152,6 +154,8 @@ class _Probe(Interception):
         self.fault: tuple[str, str] | None = None  # path and fault of the module with unrecorded mixing
         self.missed = False  # True if a module could not be checked
         self.checked: set[str] = set()  # paths of the checked modules
+        self.in_place: set[str] = set()  # paths of blocks whose changed tokens are those of their input
+        self.moved: set[str] = set()  # paths of other blocks
 
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
@@ -174,14 +178,17 @@ class _Probe(Interception):
             return None
         tokens = self._tokens(given)
         assert tokens is not None
-        if self._changed:
-            call.tokens = tokens.shape[1] if _share(tokens) <= _limits(tokens)[0] else 0
+        if self._changed and _share(tokens) <= _limits(tokens)[0]:
+            call.tokens = tokens.shape[1]
             if path in self._blocks:
                 apart = _difference(tokens)
                 call.changed = apart > apart.max() * _limits(tokens)[1] ** 2
             return None
-        if path in self._explained:
-            return None
+        around = self._calls[:-1]
+        if self._changed and any(each.tokens == tokens.shape[1] and not each.explained for each in around):
+            return None  # mixed in one of these, perhaps
+        for each in around:  # these cannot be checked: their tokens were merged, or mixed in a known way
+            each.tokens = 0
         call.tokens, call.begins, self._changed = tokens.shape[1], True, True
         call.changed = self._which(tokens) if path in self._blocks else None
         with torch._C.DisableTorchFunction():  # not part of the model
@@ -206,17 +213,18 @@ class _Probe(Interception):
         if checked and tokens is not None and self.fault is None:
             fault = _fault(tokens, call.changed)
             self.fault = None if fault is None else (path, fault)
+        if path in self._blocks:
+            kept = tokens is not None and tokens.shape[1] == call.tokens and call.changed is not None
+            (self.in_place if kept and _fault(tokens, call.changed) is None else self.moved).add(path)
         if call.begins:
             self._changed = False
             if not checked:
                 self.missed = True
-                self._explained.add(path)
 
     def explain(self) -> None:
         """Mark all running modules as containing known token mixing."""
         for call in self._calls:
             call.explained = True
-            self._explained.add(call.path)
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
