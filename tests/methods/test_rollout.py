@@ -10,7 +10,7 @@ from torch import Tensor
 from tests import references
 from vitflow import attention_rollout
 from vitflow.errors import OptionError, ShapeError
-from vitflow.methods.fusion import discard_low, raw_attention
+from vitflow.methods.fusion import add_residual, discard_low, raw_attention
 from vitflow.methods.gradients import Values, fuse_weighted
 
 FUSIONS = ["mean", "max", "min"]
@@ -143,6 +143,11 @@ def test_rows_of_any_size_are_normalised(scale, residual):
     actual = attention_rollout([layer], residual=residual, readout=torch.tensor([1.0, 0.0]))
     expected = references.residual(layer[0].double().numpy(), residual)[:1]
     np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_a_row_that_was_discarded_whole_becomes_the_identity_row():
+    fused = torch.tensor([[[0.0, 0.0], [0.5, 0.5]]])
+    assert add_residual(fused, 0.0)[0].tolist() == [[1.0, 0.0], [0.5, 0.5]]
 
 
 def test_value_weighting_multiplies_before_the_fusion_and_normalises_after_it():
