@@ -151,6 +151,7 @@ class _Probe(Interception):
         self._attending = may_attend(model)
         self._calls: list[_Call] = []
         self._changed = False  # True while a module with changed tokens runs
+        self._restarted = False  # True after tokens were changed again, behind merged or mixed ones
         self.fault: tuple[str, str] | None = None  # path and fault of the module with unrecorded mixing
         self.missed = False  # True if a module could not be checked
         self.checked: set[str] = set()  # paths of the checked modules
@@ -187,6 +188,7 @@ class _Probe(Interception):
         around = self._calls[:-1]
         if self._changed and any(each.tokens == tokens.shape[1] and not each.explained for each in around):
             return None  # mixed in one of these, perhaps
+        self._restarted |= self._changed
         for each in around:  # these cannot be checked: their tokens were merged, or mixed in a known way
             each.tokens = 0
         call.tokens, call.begins, self._changed = tokens.shape[1], True, True
@@ -290,7 +292,8 @@ class _Probe(Interception):
         if queries != keys:
             return value.new_zeros(shape)
         block = next((call for call in reversed(self._calls) if call.changed is not None), None)
-        if block is not None and block.tokens and not block.explained and self.fault is None:
+        known = block is not None and block.tokens and not block.explained and not self._restarted
+        if block is not None and known and self.fault is None:
             self._check_order(value, block)
         return value.expand(shape).clone(memory_format=torch.contiguous_format)
 
