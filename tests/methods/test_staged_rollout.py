@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests import references
 from vitflow import Explainer, record_attention
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining import maps
 from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods import TokenLayout
@@ -291,6 +291,13 @@ def test_carrying_keeps_the_sum_and_the_places(source, target):
 def test_a_class_token_that_joins_late_takes_its_share_with_it():
     actual = carry(torch.tensor([[0.4, 0.6]]), TokenLayout(1, 1, 1), TokenLayout(0, 1, 1))
     torch.testing.assert_close(actual, torch.tensor([[0.6]]))
+
+
+def test_another_number_of_prefix_tokens_is_refused_because_the_one_that_stays_is_unknown():
+    for counts in ((4, 1), (1, 4)):
+        source, target = (TokenLayout(count, 1, 1) for count in counts)
+        with pytest.raises(UnsupportedModelError, match=f"from {counts[1]} to {counts[0]}"):
+            carry(torch.rand(1, source.num_tokens), source, target)
 
 
 def test_wrong_shapes_and_options_are_refused():

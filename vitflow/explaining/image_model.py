@@ -299,7 +299,7 @@ class ImageModel:
             self._blocks = guessed_blocks(self.model)
         try:
             trace = self._recorded_pass(pixels, outputs, cut=self._blocks, **options)
-        except VitflowError:
+        except (VitflowError, torch.OutOfMemoryError):
             raise
         except Exception:  # a model may refuse gradients of its head in any way; then the readout is found separately
             self._blocks = []

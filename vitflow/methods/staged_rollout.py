@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vitflow.errors import ShapeError
+from vitflow.errors import OTHER_METHODS, ShapeError, UnsupportedModelError
 from vitflow.images.extents import overlaps
 from vitflow.methods.fusion import (
     carry_rows,
@@ -278,13 +278,22 @@ def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
     Returns:
         [batch, tokens of target].
 
+    Raises:
+        UnsupportedModelError: both layouts have prefix tokens, but not the same number.
+
     >>> carry(torch.tensor([[4.0, 8.0]]), TokenLayout(0, 1, 2), TokenLayout(0, 2, 4))
     tensor([[1., 1., 2., 2., 1., 1., 2., 2.]])
     """
     if source == target:
         return row
+    counts = source.num_prefix_tokens, target.num_prefix_tokens
+    if counts[0] != counts[1] and all(counts):
+        raise UnsupportedModelError(
+            f"The number of prefix tokens changes between layers, from {counts[1]} to {counts[0]}, and it is unknown "
+            f"which of them stay. {OTHER_METHODS}"
+        )
     prefix = row.new_zeros(len(row), target.num_prefix_tokens)
-    if source.num_prefix_tokens == target.num_prefix_tokens:
+    if counts[0] == counts[1]:
         prefix = row[:, : source.num_prefix_tokens]
     return torch.cat([prefix, _by_area(row, source, target, mean=False)], dim=1)
 

@@ -188,6 +188,8 @@ class RecordedHead(RecordedLayers):
             runs = [self._layer_number(count) for count in layer_counts(self.blocks, graph.blocks)]
             try:
                 result = measure(self._scores(outputs, targets), graph, [self.layers[n - 1].tokens for n in runs])
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:  # from autograd, such as about checkpointing
                 cause = f"{type(error).__name__}: {error}"
             else:
@@ -257,7 +259,7 @@ class RecordedHead(RecordedLayers):
     def _repeat(self, call: Call, logits: Tensor) -> tuple[Any, HeadGraph | None, str]:
         try:
             outputs, graph = repeated(call, list(dict.fromkeys(self.blocks)), self.read)
-        except VitflowError:
+        except (VitflowError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model may refuse gradients in any way
             return None, None, f"a pass with gradients of the head failed with {type(error).__name__}: {error}"
