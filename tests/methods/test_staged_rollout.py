@@ -298,6 +298,12 @@ def test_another_number_of_prefix_tokens_is_refused_because_the_one_that_stays_i
         source, target = (TokenLayout(count, 1, 1) for count in counts)
         with pytest.raises(UnsupportedModelError, match=f"from {counts[1]} to {counts[0]}"):
             carry(torch.rand(1, source.num_tokens), source, target)
+    # A class token among tokens that the layer below does not locate, such as registers that are dropped above it.
+    top, below, index = TokenLayout(1, 1, 1), TokenLayout(0, 1, 1), torch.tensor([[-1, -1, 0]])
+    layers = [LayerTokens(below, below, index, index), LayerTokens(top, top)]
+    matrices = [torch.full((1, 1, count, count), 1 / count) for count in (3, 2)]
+    with pytest.raises(UnsupportedModelError, match="from 0 to 1"):
+        staged_rollout(matrices, layers, readout=torch.tensor([[1.0, 0.0]]))
 
 
 def test_wrong_shapes_and_options_are_refused():

@@ -206,6 +206,9 @@ def _through(
         whole, rows = discard_low(matrix.squeeze(1), discard_ratio, layout.num_prefix_tokens), row.unsqueeze(1)
         rows = rows + torch.bmm(rows, whole) if additive else carry_rows(rows, whole, residual)
         return rows.squeeze(1), layout
+    unlocated = layer.query_index is not None and bool((layer.query_index < 0).any())
+    if layout.num_prefix_tokens and not layer.queries.num_prefix_tokens and unlocated:  # some may be the same tokens
+        raise _prefix_error(0, layout.num_prefix_tokens)
     row, layout = _at_least_as_fine(row, layout, layer.queries)
     query_row = carry(row, layout, layer.queries)
     query_index, key_index = _indices(layer, matrix.device)
@@ -288,14 +291,18 @@ def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
         return row
     counts = source.num_prefix_tokens, target.num_prefix_tokens
     if counts[0] != counts[1] and all(counts):
-        raise UnsupportedModelError(
-            f"The number of prefix tokens changes between layers, from {counts[1]} to {counts[0]}, and it is unknown "
-            f"which of them stay. {OTHER_METHODS}"
-        )
+        raise _prefix_error(counts[1], counts[0])
     prefix = row.new_zeros(len(row), target.num_prefix_tokens)
     if counts[0] == counts[1]:
         prefix = row[:, : source.num_prefix_tokens]
     return torch.cat([prefix, _by_area(row, source, target, mean=False)], dim=1)
+
+
+def _prefix_error(before: int, after: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"The number of prefix tokens changes between layers, from {before} to {after}, and it is unknown which of "
+        f"them stay. {OTHER_METHODS}"
+    )
 
 
 def _by_area(values: Tensor, source: TokenLayout, target: TokenLayout, *, mean: bool) -> Tensor:

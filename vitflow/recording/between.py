@@ -223,9 +223,8 @@ class _Examined(BetweenBlocks):
         with unrecorded(), torch.enable_grad(), torch.autocast(given[0][0].device.type, enabled=False):
             for index, (tokens, leaf, _) in zip(watched.given, given, strict=True):
                 self.calls, self._leaves = watched.calls[: index + 1], [run.tokens for run in graph.blocks[:index]]
-                layout = self._layouts.get(self.calls[-1])
-                if layout is not None and self.refusal is None:
-                    self._compare(self._examine[index], tokens, leaf, layout)
+                if self.refusal is None:
+                    self._compare_readable(index, tokens, leaf)
         self.calls = watched.calls
         return True
 
@@ -243,19 +242,23 @@ class _Examined(BetweenBlocks):
         if index in self._examine and self._leaves and self.refusal is None:
             leaf = self._leaves[-1]
             given = next(iter(_like([args, kwargs], leaf)), None)
-            if given is not None and self._layouts[path]:
-                readable = (
-                    layout
-                    for layout in self._layouts[path]
-                    if self._tokens(given, layout) is not None and self._tokens(leaf, layout) is not None
-                )
-                layout = next(readable, None)
-                if layout is not None:
-                    self._compare(self._examine[index], given, leaf, layout)
-                else:
-                    between = "between {} and {}".format(*self._examine[index])
-                    self.refusal = f"rearranges its tokens {between} from {tuple(leaf.shape)} to {tuple(given.shape)}"
+            if given is not None:
+                self._compare_readable(index, given, leaf)
         torch.set_grad_enabled(False)
+
+    def _compare_readable(self, index: int, given: Tensor, leaf: Tensor) -> None:
+        """Compare tokens in the first layout of the block that both have."""
+        layouts = self._layouts.get(self.calls[-1], ())
+        readable = (
+            layout
+            for layout in layouts
+            if self._tokens(given, layout) is not None and self._tokens(leaf, layout) is not None
+        )
+        if (layout := next(readable, None)) is not None:
+            self._compare(self._examine[index], given, leaf, layout)
+        elif layouts:
+            between = "between {} and {}".format(*self._examine[index])
+            self.refusal = f"rearranges its tokens {between} from {tuple(leaf.shape)} to {tuple(given.shape)}"
 
     def _compare(self, between: tuple[str, str], given: Tensor, leaf: Tensor, layout: TokenLayout) -> None:
         tokens, path = self._tokens(given, layout), between[1]

@@ -217,7 +217,8 @@ class _Probe(Interception):
             self.fault = None if fault is None else (path, fault)
         if path in self._blocks:
             kept = tokens is not None and tokens.shape[1] == call.tokens and call.changed is not None
-            (self.in_place if kept and _fault(tokens, call.changed) is None else self.moved).add(path)
+            stays = kept and tokens is not None and _fault(tokens, call.changed) is None
+            (self.in_place if stays else self.moved).add(path)
         if call.begins:
             self._changed = False
             if not checked:
