@@ -42,6 +42,7 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.option_types
 	$(BIN)/python -m tools.language
+	$(BIN)/python -m tools.functions
 
 # The source distribution and the wheel, checked, and tried without network in an empty environment of each Python.
 PYTHONS ?= $(PYTHON)
