@@ -1,5 +1,6 @@
 """Display of results in a notebook: an image, text, and tables with escaped content."""
 
+import asyncio
 import base64
 import io
 import re
@@ -109,7 +110,7 @@ def test_a_figure_as_the_last_expression_of_a_cell_is_displayed():
     cells += ["import matplotlib.pyplot as plt\nplt.figure();", *cells, relabelled]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (setup, *cells)])
     with ThreadPoolExecutor(1) as pool:  # the browser of other tests has an event loop in this thread
-        pool.submit(NotebookClient(notebook, timeout=300).execute).result()
+        pool.submit(asyncio.run, NotebookClient(notebook, timeout=300).async_execute()).result()
     for cell in [cell for cell in notebook.cells[1:] if not cell.source.startswith("import")]:
         [output] = [output for output in cell.outputs if output.output_type == "execute_result"]
         with Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))) as image:

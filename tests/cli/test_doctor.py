@@ -35,14 +35,14 @@ def test_it_reports_versions_the_device_and_that_a_model_runs(reported):
 
 
 def test_an_extra_that_is_not_there_is_reported_with_the_line_that_installs_it(reported, monkeypatch):
-    def without_tifffile(name: str) -> str:
-        if name == "tifffile":
+    def without_captum(name: str) -> str:
+        if name == "captum":
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(info, "version", without_tifffile)
+    monkeypatch.setattr(info, "version", without_captum)
     actual = reported()
-    assert actual["extra tiff"] == "not installed (pip install 'vitflow[tiff]')"
+    assert actual["extra captum"] == "not installed (pip install 'vitflow[captum]')"
     assert actual["extra parquet"] == "pyarrow 1.0"
 
 

@@ -149,7 +149,7 @@ def test_a_model_of_other_channels_explains_tensors():
     with pytest.raises(OptionError, match=r"tensor \[5, 64, 64\].*original="):
         explainer.explain(photograph)
     with pytest.raises(OptionError, match="leave it out"):
-        explainer.explain(photograph, original=photograph)
+        Explainer("demo").explain(photograph, original=photograph)
 
 
 @pytest.mark.parametrize(

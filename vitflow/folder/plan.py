@@ -261,11 +261,12 @@ def _files(source: str, recursive: bool, glob: str | None, output: str, unread: 
 
 
 def _images_below(source: str, output: str) -> int:
-    """Return the number of images in the direct subfolders of a folder, without the output folder."""
+    """Return the number of images in the direct subfolders of a folder, without its masks and the output folder."""
     count = 0
     with suppress(OSError):  # a folder that may not be read is an input, or reported by the listing
         for folder in os.scandir(source) if is_folder(source) else ():
-            if folder.is_dir() and not folder.name.startswith(".") and os.path.realpath(folder.path) != output:
+            left_out = folder.is_dir() and not folder.name.startswith(".") and folder.name != "masks"
+            if left_out and os.path.realpath(folder.path) != output:
                 count += sum(is_image_name(file.name) for file in os.scandir(folder.path))
     return count
 

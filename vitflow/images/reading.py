@@ -105,7 +105,7 @@ def read_with_notes(
         raise ImageError(
             f"Expected an image as a path, bytes, a PIL image or a NumPy array, got {type(source).__name__}.{hint}"
         )
-    with _decoding(source, max_pixels):
+    with _decoding(source, max_pixels, content=content):
         if isinstance(source, Image.Image):
             return _from_pillow(source, max_pixels)
         with _open(source if content is None else content) as opened:
@@ -193,8 +193,11 @@ def image_name(source: object) -> str:
 
 
 @contextmanager
-def _decoding(source: Any, max_pixels: int, kind: str = "") -> Iterator[None]:
-    """Turn whatever a decoder raises into an ImageError that names the source and the remedy."""
+def _decoding(source: Any, max_pixels: int, kind: str = "", content: bytes | None = None) -> Iterator[None]:
+    """Turn whatever a decoder raises into an ImageError that names the source and the remedy.
+
+    `content` is that of the file, if it has been read already; then `source` need not be a file.
+    """
     name = (
         f"{kind}{image_name(source)!r}" if isinstance(source, str | os.PathLike) else f"the given {image_name(source)}"
     )
@@ -215,7 +218,9 @@ def _decoding(source: Any, max_pixels: int, kind: str = "") -> Iterator[None]:
         ) from None
     except UnidentifiedImageError as error:
         known = ", ".join(_known_formats())
-        raise ImageError(f"Expected {name} to be an image ({known}), got {_kind_of(source)}") from error
+        raise ImageError(
+            f"Expected {name} to be an image ({known}), got {_kind_of(source if content is None else content)}"
+        ) from error
     except Exception as error:  # a malformed file makes decoders raise nearly anything
         reason = error or type(error).__name__
         raise ImageError(
