@@ -31,6 +31,7 @@ python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+napoleon_custom_sections = [("Facts", "params_style")]
 default_role = "py:obj"
 
 # Our own names must have their place in the reference. Those of other projects stand as plain text, and so do the
@@ -42,7 +43,7 @@ nitpick_ignore_regex = [
         r"py:class",
         r"vitflow\..*\.(_?[A-Z]\w*Options|Balanced|Call|HeadInputs|Readouts|ReadBlock|Coordinate|Head|ModuleAttention|Panel)",
     ),
-    (r"py:class", r"vitflow\..*\.(Boxes|Masks|PlacedImage|Prompts|ShownImage|SimilarityTo|Tap|TextRow|Values)"),
+    (r"py:class", r"vitflow\..*\.(Boxes|Masks|PlacedImage|Prompts|ShownImage|SimilarityTo|Table|TextRow|Values)"),
     (r"py:class", r"vitflow\..*\._Token"),
 ]
 
