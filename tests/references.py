@@ -80,7 +80,7 @@ def co_attention(layers: list[Array]) -> Array:
 
 
 def key_affinity(layers: list[Array]) -> Array:
-    """Keys [n, width] of each layer → the balanced fourth power of their mean cosines above 0."""
+    """Keys [n, width] of each layer → the balanced, symmetric fourth power of their mean cosines above 0."""
     size = len(layers[0])
     powers = np.zeros((size, size))
     for i in range(size):
@@ -90,7 +90,9 @@ def key_affinity(layers: list[Array]) -> Array:
                 for keys in layers
             ]
             powers[i, j] = max(sum(cosines) / len(cosines), 0.0) ** 4
-    return balanced(powers)
+    result = balanced(powers)
+    rest = [(1 - sum(row)) / 2 for row in result]  # what the last round left
+    return (result + result.T) / 2 + np.diag(rest)
 
 
 def seen_mask(placement: Placement) -> NDArray[np.bool_]:

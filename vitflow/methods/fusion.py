@@ -140,9 +140,9 @@ def normalize_rows(matrix: Tensor) -> Tensor:
             [0.0000, 1.0000]])
     """
     total = matrix.sum(dim=-1, keepdim=True)
-    if (total > _TINY).all():  # nearly always, in a fifth of the time of the code below
+    if ((total > _TINY) & (total < torch.inf)).all():  # nearly always, in a fifth of the time of the code below
         return matrix / total
-    # Dividing by the largest entry first avoids denormal sums of very small numbers.
+    # Divided by the largest entry first, a row of very large numbers does not overflow in its sum.
     largest = matrix.amax(dim=-1, keepdim=True)
     empty = largest <= 0
     scaled = matrix / torch.where(empty, 1.0, largest)
