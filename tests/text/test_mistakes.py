@@ -136,6 +136,7 @@ MISTAKES = [
     (lambda: seen(image=None, blank=True), OptionError, "requires an image"),
     (lambda: seen(processor=image_processor()), OptionError, "images and text .*LlavaImageProc"),
     (lambda: seen(processor=None), OptionError, "not loaded by name"),
+    (lambda: seen(max_new_tokens=2000), OptionError, "positions for 1024, got 2000"),
     (lambda: seen("qwen2_5_vl", through_tower=True), UnsupportedModelError, "window attention: omit through_tower"),
     (lambda: seen("llava_next", through_tower=True), UnsupportedModelError, "5 inputs for 2 token grids"),
     (lambda: alone().image(0), OptionError, "pass image="),

@@ -238,7 +238,7 @@ def plain_token_ids(model: nn.Module, count: int) -> list[int]:
 def text_config(model: nn.Module) -> Any:
     """Return the configuration of a model, or of the text part of a multimodal model."""
     config: Any = getattr(model, "config", None)
-    return config.gettext_config() if hasattr(config, "gettext_config") else config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
