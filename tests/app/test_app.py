@@ -391,7 +391,7 @@ def test_without_gradio_it_says_what_to_install(monkeypatch):
 
 
 def test_the_command_serves_the_given_options(monkeypatch):
-    from vitflow.cli.commands import pages
+    from vitflow.cli import setup
 
     reported: dict = {}
 
@@ -399,7 +399,7 @@ def test_the_command_serves_the_given_options(monkeypatch):
         reported.update(given)
         return SimpleNamespace(local_url="http://127.0.0.1:7860/", block_thread=lambda: None)
 
-    monkeypatch.setattr(pages, "serve", instead)
+    monkeypatch.setattr(setup, "serve", instead)
     line = ["app", str(SAMPLE), "--model", "demo", "--no-open", "--port", "8000", "--time-limit", "5"]
     line += ["--checkpoint", str(SAMPLE), "--class-names", str(SAMPLE), "--allowed-host", "a", "--prompt", "a dog"]
     done = CliRunner().invoke(cli, line)

@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import constants
 
-from vitflow.cli import cli
-from vitflow.cli.commands import info
+from vitflow.cli import cli, setup
 from vitflow.explaining.explainer import Explainer
 
 
@@ -40,7 +39,7 @@ def test_an_extra_that_is_not_there_is_reported_with_the_line_that_installs_it(r
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr(info, "version", without_captum)
+    monkeypatch.setattr(setup, "version", without_captum)
     actual = reported()
     assert actual["extra captum"] == "not installed (pip install 'vitflow[captum]')"
     assert actual["extra parquet"] == "pyarrow 1.0"
@@ -59,12 +58,12 @@ def test_a_hub_that_is_silent_costs_two_seconds_and_offline_it_is_not_requested(
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         started = time.monotonic()
-        assert info._hub().startswith("not reachable within 2 s")
+        assert setup._hub().startswith("not reachable within 2 s")
         assert time.monotonic() - started < 10  # two seconds, and what a busy machine adds
         server.settimeout(5)
         server.accept()[0].close()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert info._hub().startswith("not checked")
+        assert setup._hub().startswith("not checked")
         server.settimeout(0.2)
         with pytest.raises(TimeoutError):
             server.accept()

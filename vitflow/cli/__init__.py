@@ -12,7 +12,7 @@ from typing import Any
 import rich_click as click
 from click.exceptions import Abort, ClickException, Exit
 
-from vitflow.cli import commands
+from vitflow.cli.options import PANELS
 from vitflow.cli.output import reporting
 from vitflow.errors import printable
 
@@ -54,9 +54,12 @@ def cli() -> None:
     """
 
 
-for _module in iter_modules(commands.__path__, f"{commands.__name__}."):
+# Each command is a function in a file of this folder.
+for _module in iter_modules(__path__, f"{__name__}."):
     for _command in vars(import_module(_module.name)).values():
-        if isinstance(_command, click.Command):
+        if isinstance(_command, click.RichCommand):
+            _used = {getattr(param, "panel", None) or "Options" for param in _command.params}
+            _command.panels = [click.RichOptionPanel(title) for title in PANELS if title in _used]
             cli.add_command(_command)
 
 

@@ -11,11 +11,10 @@ import rich_click as click
 
 from vitflow.cli.output import say
 from vitflow.errors import OptionError, printable
-from vitflow.files import is_remote
 from vitflow.images import FIGURE_FORMATS, FITS
 from vitflow.models import DTYPES
 from vitflow.registry.method_table import Method, list_methods
-from vitflow.registry.options import OPTIONS, Option, Scope, default_in_words, options_of
+from vitflow.registry.options import OPTIONS, Option, Scope, options_of
 from vitflow.text.method_table import TEXT_METHODS
 
 _Command = Callable[..., None]
@@ -23,6 +22,16 @@ _Command = Callable[..., None]
 # Trained on photographs, and small enough to download for a first try.
 DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
 _OF_METHODS: tuple[Scope, ...] = ("method", "refinement", "text")
+_METHOD_OPTIONS = "Options of methods (for those of a method and their defaults: vitflow methods NAME)"
+#: Groups of options in the order of the help; "Options" is the group of those without another one.
+PANELS = (
+    *("Model", "Text", "Images", "Target", "Method", "Measurement", "Options", "Drawing", "Server", "Cluster"),
+    *("Video", "Model details", _METHOD_OPTIONS),
+)
+
+#: An existing file, an output file, and an existing and an output folder.
+FILE, NEW_FILE = (click.Path(exists=there, dir_okay=False, path_type=Path) for there in (True, False))
+FOLDER, NEW_FOLDER = (click.Path(exists=there, file_okay=False, path_type=Path) for there in (True, False))
 
 
 class _Value(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -38,28 +47,11 @@ class _Value(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
             self.fail(str(error).partition(": ")[2], param, ctx)
 
 
-#: An existing file, an output file, and an output folder.
-FILE, NEW_FILE = (click.Path(exists=there, dir_okay=False, path_type=Path) for there in (True, False))
-NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
-
-
-class PathOrURL(click.Path):
-    """A local path as a Path, a URL as a string."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert a local path to a Path; leave a URL as it is."""
-        return value if is_remote(value) else super().convert(value, param, ctx)
-
-
 def option(panel: str, flags: str, kind: Any, help: str, **more: Any) -> Callable[[_Command], _Command]:
     """Return an option of a command.
 
-    Args:
-        panel: its group in the help.
-        flags: its flags and its parameter name, separated by spaces.
-        kind: a type of click; the least whole number; the choices; bool for a flag; or the placeholder of a text.
-        help: its help, with the default if that is no value.
-        more: other arguments of `click.option`.
+    `flags` are its flags and its parameter name, separated by spaces; `kind` is a type of click, the least whole
+    number, the choices, bool for a flag, or the placeholder of a text; `more` goes to `click.option`.
     """
     shape: dict[str, Any] = {"type": kind}
     if isinstance(kind, str):
@@ -70,40 +62,28 @@ def option(panel: str, flags: str, kind: Any, help: str, **more: Any) -> Callabl
         shape = {"type": click.IntRange(min=kind), "metavar": f"N≥{kind}"}
     elif isinstance(kind, tuple):
         shape = {"type": click.Choice(kind)}
-    return click.option(*flags.split(), panel=panel or None, help=help, **shape, **more)
+    return click.option(*flags.split(), panel=panel or None, help=help, **shape | more)
+
+
+def together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """Combine several option decorators into one."""
+    return lambda command: reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
 
 
 def method_options(command: Callable[..., None], methods: Iterable[Method] | None = None) -> Callable[..., None]:
-    """Add every option of these methods to a command; by default of all image methods.
-
-    The help groups options by the methods that accept them, the most common options first.
-    """
+    """Add every option of these methods to a command; by default of all image methods."""
     table = list(list_methods() if methods is None else methods)
-    panels: dict[tuple[str, ...], list[Callable[[_Command], _Command]]] = {}
-    for option in options_of(*_OF_METHODS).values():
-        having = [method for method in table if method.accepts(option.name)]
-        if not having:
-            if option.name == "peer_options" and methods is None:
-                titled = table_option(option, "Options of captum:NAME and cam:NAME", "those of the class")
-                panels[()] = [titled]
-            continue
-        names = tuple(method.name for method in having)
-        title = f"Options of {_in_words(names, [method.name for method in table])}"
-        panels.setdefault(names, []).append(table_option(option, title, _defaults(having, option.name)))
-    ordered = sorted(panels, key=len, reverse=True)
-    return _together(*(option for names in ordered for option in panels[names]))(command)
+    return together(
+        *(
+            table_option(row, _METHOD_OPTIONS)
+            for name, row in options_of(*_OF_METHODS).items()
+            if any(method.accepts(name) for method in table) or (name == "peer_options" and methods is None)
+        )
+    )(command)
 
 
-def _in_words(having: Sequence[str], table: Sequence[str]) -> str:
-    """Describe the methods that accept an option, such as "all methods but random"."""
-    others = [name for name in table if name not in having]
-    if len(others) <= 3 < len(having):
-        return f"all methods but {', '.join(others)}" if others else "all methods"
-    return ", ".join(having)
-
-
-def table_option(row: Option, panel: str, default: str) -> Callable[[_Command], _Command]:
-    """Command-line option for a row of the option table, with its default as text."""
+def table_option(row: Option, panel: str, default: str = "") -> Callable[[_Command], _Command]:
+    """Return the command-line option of a row of the option table, with its default as text."""
     kind: Any = row.kind
     if row.kind == "choice":
         kind = row.choices
@@ -118,34 +98,14 @@ def table_option(row: Option, panel: str, default: str) -> Callable[[_Command], 
     return option(panel, f"{flag_of(row.name)} {row.name}", kind, help, default=None, **more)
 
 
-def drawing_option(name: str, default: str | None = None) -> Callable[[_Command], _Command]:
-    """Single drawing option, for commands that do not have all of them."""
-    option = OPTIONS[name]
-    return table_option(option, "Drawing", option.default_help if default is None else default)
-
-
 def flag_of(name: str) -> str:
     """Return the command-line flag of an option."""
     return f"--{name.replace('_', '-')}"
 
 
-def _defaults(methods: list[Method], name: str) -> str:
-    """Format an option's default, such as "0.5"; by method if they differ, "gae: max; flow: mean"."""
-    by_default: dict[str, list[str]] = {}
-    for method in methods:
-        by_default.setdefault(default_in_words(name, method.defaults.get(name)), []).append(method.name)
-    several = [f"{', '.join(names)}: {default}" for default, names in by_default.items()]
-    return "; ".join(several if len(several) > 1 else by_default)
-
-
-def _together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
-    """Combine several option decorators into one."""
-    return lambda command: reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
-
-
-name_option = option("Model", "--name", "TEXT", "Name of the model in figures and rows.  [default: its id]")
+name_option = option("Model details", "--name", "TEXT", "Name of the model in figures and rows.  [default: its id]")
 #: Options of language models, in addition to --model.
-language_model_options = _together(
+language_model_options = together(
     name_option,
     option(
         "Model",
@@ -160,78 +120,45 @@ text_method_option = partial(click.option, "--method", panel="Method", type=clic
 text_method_options = partial(method_options, methods=TEXT_METHODS.values())
 
 #: Options for the model and its device.
-model_options = _together(
+model_options = together(
     option(
         "Model",
         "--model",
         "ID|demo|PATH",
-        "Model id of timm or transformers, hf-hub:…, local-dir:…, a folder, a weights file, or demo (bundled; "
-        "knows eight drawn shapes only). For prompts also demo-text (bundled) and open_clip:MODEL/WEIGHTS.  "
-        f"[default: {DEFAULT_MODEL}]",
+        f"Model id, folder, weights file, or demo (bundled; knows drawn shapes only).  [default: {DEFAULT_MODEL}]",
     ),
     option("Model", "--checkpoint", FILE, "Weights for the model: safetensors or a torch file."),
-    option("Model", "--num-classes", 1, "Number of classes to build the model with."),
-    option(
-        "Model",
-        "--global-pool",
-        "NAME",
-        "Pooling that the checkpoint was trained with, such as avg or token; see timm's global_pool.",
-    ),
     option("Model", "--class-names", FILE, "File with class names: one per line, or JSON."),
+    option("Model", "--device", "cpu|cuda|mps|…", "Device to run on.  [default: a GPU if available]"),
+    option("Model", "--fit", FITS, "How to fit images to it; native keeps aspect ratio and size.", default="crop"),
+    option("Model details", "--num-classes", 1, "Number of classes to build the model with."),
+    option("Model details", "--global-pool", "NAME", "Pooling of the checkpoint, such as avg or token, as in timm."),
     name_option,
     option(
-        "Model",
+        "Model details",
         "--data-config",
         FILE,
         "JSON file with input_size, mean and std, for a model that does not state its preprocessing.",
     ),
-    option("Model", "--device", "cpu|cuda|mps|…", "Device to run on.  [default: a GPU if available]"),
-    option("Model", "--dtype", DTYPES, "Floating-point precision.  [default: the model's]"),
-    option(
-        "Images",
-        "--fit",
-        FITS,
-        "How to fit the image to the model input: the model's centre crop, squash the whole image, pad it, or "
-        "keep its aspect ratio and size (native).",
-        default="crop",
-    ),
+    option("Model details", "--dtype", DTYPES, "Floating-point precision.  [default: the model's]"),
 )
 
 #: Options that explain other outputs than classes.
-question_options = _together(
-    option(
-        "Question",
-        "--prompt prompts",
-        "TEXT",
-        "Explain the similarity to this text instead of a class; repeatable. For CLIP, SigLIP, SigLIP 2, "
-        "open_clip and the bundled demo-text; for OWL-ViT and OWLv2, the object to detect.",
-        multiple=True,
-    ),
-    option(
-        "Question",
-        "--template templates",
-        "TEXT",
-        "Template whose {} is replaced by each prompt, such as 'a photo of {}'; repeatable.",
-        multiple=True,
-    ),
-    option(
-        "Question",
-        "--like",
-        FILE,
-        "Explain the similarity to this image (cosine of pooled features), for any model; repeatable.",
-        multiple=True,
-        metavar="IMAGE",
-    ),
-    option(
-        "Question",
-        "--raw",
-        bool,
-        "Explain the score of a prompt itself, not its difference from the mean of the other prompts.",
-    ),
+question_options = together(
+    option("Target", "--prompt prompts", "TEXT", "Text to explain instead of a class; repeatable.", multiple=True),
+    option("Target", "--template templates", "TEXT", "Template of prompts: 'a photo of {}'.", multiple=True),
+    option("Target", "--like", FILE, "Explain the similarity to this image.", multiple=True, metavar="IMAGE"),
+    option("Target", "--raw", bool, "Explain the score of a prompt itself, not minus the mean of the others."),
 )
 
+
+def drawing_option(name: str, default: str | None = None) -> Callable[[_Command], _Command]:
+    """Return a single drawing option, for commands that do not have all of them."""
+    return table_option(OPTIONS[name], "Drawing", OPTIONS[name].default_help if default is None else default)
+
+
 #: Options for drawing maps.
-drawing_options = _together(*(drawing_option(name) for name in options_of("drawing")))
+drawing_options = together(*(drawing_option(name) for name in options_of("drawing")))
 
 # Options of runs over many images.
 limit_option = option("Images", "--limit", 1, "Use the first N images only.")
@@ -253,7 +180,7 @@ output_option = partial(click.option, "-o", "--output", type=click.Path(path_typ
 
 
 def figure_option(what: str, kind: str) -> Callable[[_Command], _Command]:
-    """Option for the only output file of a command, a figure or its numbers."""
+    """Return the option for the only output file of a command, a figure or its numbers."""
     return output_option(
         help=f"File for the {what}: {', '.join(FIGURE_FORMATS)}; or .json for the numbers; or a folder.  "
         f"[default: IMAGE-{kind}.png in the current folder; for several images, IMAGE-and-N-more-{kind}.png]"
@@ -263,39 +190,29 @@ def figure_option(what: str, kind: str) -> Callable[[_Command], _Command]:
 def _only(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> str | None:
     """Return the only value of an option; a usage error if it is given twice."""
     if len(values) > 1:
-        if ctx.info_name == "folder":
-            advice = "run vitflow folder once for each, with separate output folders"
-        else:
-            advice = "vitflow compare takes several"
+        runs = ctx.info_name == "folder"
+        advice = "run vitflow folder once for each" if runs else "vitflow compare takes several"
         raise click.UsageError(f"{param.opts[0]} was given {len(values)} times, expected once: {advice}.", ctx)
     return values[0] if values else None
 
 
+METHOD_DEFAULT = "[default: gae with --class, --against, --prompt or --like; else rollout]"
+
+
 def method_option(help: str) -> Callable[[_Command], _Command]:
-    """Option for a single method."""
-    help += "  [default: gae with --class, --against, --prompt or --like; else rollout]"
-    return option("Method", "--method", "NAME", help, multiple=True, callback=_only)
+    """Return the option for a single method."""
+    return option("Method", "--method", "NAME", f"{help}  {METHOD_DEFAULT}", multiple=True, callback=_only)
 
 
 #: Called with its metavar and help: the class of a command that explains one.
-class_option = partial(click.option, "--class", "target", panel="Method", multiple=True, callback=_only)
+class_option = partial(click.option, "--class", "target", panel="Target", multiple=True, callback=_only)
 #: Called with its help: the classes of a command that shows several.
-classes_option = partial(click.option, "--class", "targets", panel="Method", metavar="NAME|INDEX|top5", multiple=True)
+classes_option = partial(click.option, "--class", "targets", panel="Target", metavar="NAME|INDEX|top5", multiple=True)
 against_option = option(
-    "Method",
-    "--against",
-    "NAME|INDEX|rest",
-    "Explain the difference between the class and this one (class-specific methods only). rest: the mean of all "
-    "other classes.",
+    "Target", "--against", "NAME|INDEX|rest", "Class to subtract from the explained one; rest: the mean of all others."
 )
-
-
 same_scale_option = option(
-    "Drawing",
-    "--same-scale",
-    bool,
-    "Use the same colour limits for all maps of a method in a strip.  [default: separate limits for each map]",
-    default=None,
+    "Drawing", "--same-scale", bool, "Use the same colour limits for all maps of a method in a strip.", default=None
 )
 
 
@@ -362,18 +279,10 @@ def make_explainer(given: Mapping[str, Any]) -> Any:
 
     if given["model"] is None:
         say(f"model: {DEFAULT_MODEL} (change with --model)")
-    model = load_model(
-        given["model"] or DEFAULT_MODEL,
-        checkpoint=given["checkpoint"],
-        num_classes=given["num_classes"],
-        class_names=given["class_names"],
-        dynamic_img_size=given["fit"] == "native",
-        **({} if given["global_pool"] is None else {"global_pool": given["global_pool"]}),
-    )
-    device = given["device"] or default_device()
-    settings = {name: given[name] for name in ("dtype", "fit", "name")}
-    config = _data_config(given["data_config"])
-    return Explainer(model, device=device, outputs=_outputs(given, model), data_config=config, **settings)
+    loading = given_options(given, ("checkpoint", "num_classes", "class_names", "global_pool"))
+    model = load_model(given["model"] or DEFAULT_MODEL, dynamic_img_size=given["fit"] == "native", **loading)
+    settings = given_options(given, ("dtype", "fit", "name")) | {"data_config": _data_config(given["data_config"])}
+    return Explainer(model, device=given["device"] or default_device(), outputs=_outputs(given, model), **settings)
 
 
 def _data_config(path: str | Path | None) -> Any:

@@ -145,11 +145,7 @@ class CannotWrite(VitflowError):
 
 @contextmanager
 def writing(path: Path, flag: str = "-o") -> Iterator[None]:
-    """Turn an OSError into an error that names the output path, not the temporary file.
-
-    Raises:
-        CannotWrite: the path cannot be written.
-    """
+    """Turn an OSError into a CannotWrite error that names the output path, not the temporary file."""
     try:
         yield
     except OSError as error:
@@ -174,11 +170,7 @@ def check_images(images: Sequence[Path], outputs: Iterable[Path]) -> None:
 def output_file(
     images: Sequence[Path], output: str | None, kind: str, suffixes: Sequence[str] = (*FIGURE_FORMATS, ".json")
 ) -> Path:
-    """Return the path of the output file of images: by default "IMAGE-KIND" with the first suffix, in this folder.
-
-    Raises:
-        OptionError: the suffix is not supported, the file would overwrite an image, or an image is a folder.
-    """
+    """Return the checked path of the output file of images: by default "IMAGE-KIND" with the first suffix, here."""
     others = f"-and-{len(images) - 1}-more" if len(images) > 1 else ""
     path = Path(output or "")
     if output is None or names_folder(output):
@@ -201,17 +193,7 @@ def check_suffix(output: Path, suffixes: Sequence[str], more: str = "") -> None:
 
 
 def save_result(result: Any, output: Path, drawing: Mapping[str, Any], as_json: bool, explainer: Any) -> None:
-    """Write the only output file of a command, with drawing options unless it is .json; print its path or the records.
-
-    The note of the model goes to stderr.
-
-    Args:
-        result: the result, with `save` and `records`.
-        output: the file.
-        drawing: options of the figure.
-        as_json: print the records instead of the path, one object per image.
-        explainer: the explainer of the result.
-    """
+    """Write the only output file of a command, and print its path, or with `as_json` its records, one per image."""
     with writing(output):
         result.save(output, **({} if output.suffix.lower() == ".json" else drawing))
     for record in result.records() if as_json else ():

@@ -267,7 +267,7 @@ OPTIONS: dict[str, Option] = {
             "Colour map of matplotlib.",
             metavar="NAME",
             scope="drawing",
-            default_help="plasma; a diverging map (red positive, blue negative) if the map has both signs",
+            default_help="plasma; red and blue if the map has both signs",
         ),
         Option(
             "alpha",
@@ -284,7 +284,7 @@ OPTIONS: dict[str, Option] = {
             "Value of the first colour.",
             metavar="X",
             scope="drawing",
-            default_help="2nd percentile of the map; -vmax if it has negative values",
+            default_help="2nd percentile; -vmax for both signs",
         ),
         Option(
             "vmax",
@@ -292,7 +292,7 @@ OPTIONS: dict[str, Option] = {
             "Value of the last colour.",
             metavar="X",
             scope="drawing",
-            default_help="98th percentile of the map's absolute values",
+            default_help="98th percentile of absolute values",
         ),
         Option(
             "interpolation",
@@ -305,7 +305,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "background",
             "choice",
-            "Image under the colours: unchanged, darkened grey, dimmed, or none (transparent).",
+            "Image under the colours; none: transparent.",
             BACKGROUNDS,
             scope="drawing",
             default_help="grey",
@@ -313,7 +313,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "unseen",
             "choice",
-            "Border of the part of the image that the model saw: a line, or none.",
+            "Border of the part that the model saw.",
             UNSEEN,
             scope="drawing",
             default_help="line",
@@ -322,7 +322,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "contours",
             bool,
-            "Draw contours around the highest values that contain 10, 25 and 50 % of the map's sum.",
+            "Draw contours that contain 10, 25 and 50 % of the map.",
             scope="drawing",
         ),
     )

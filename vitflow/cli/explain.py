@@ -30,45 +30,46 @@ from vitflow.registry.choices import choose_methods
 @click.command(short_help="Draw one method's saliency map over images.", panel="Images")
 @shared.images_argument
 @shared.model_options
+@shared.classes_option(help="Class to explain; repeatable.  [default: the predicted class]")
+@shared.against_option
 @shared.question_options
 @shared.method_option(help="Method; `vitflow methods` lists them.")
-@shared.classes_option(
-    help="Class to explain; repeat it for a strip with one map for each.  [default: the predicted class]"
-)
-@shared.against_option
 @shared.method_options
 @shared.drawing_options
 @shared.same_scale_option
 @shared.output_option(help="File for one image, folder for several.  [default: here]")
-@shared.option(
-    "", "--figure", bool, "Write a figure: the overlay with method, target and colour bar; also .pdf or .svg."
-)
-@shared.option("", "--save-map", bool, "Also write the unscaled map as .npz next to the overlay.")
-@shared.option(
-    "",
-    "--frames",
-    1,
-    f"Frames of a video, evenly spaced ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
-)
-@shared.option("", "--controls", bool, "Video models: compare with shuffled frames and a repeated first frame.")
+@shared.option("", "--figure", bool, "Write a figure with method, target and colour bar; also .pdf or .svg.")
+@shared.option("", "--save-map", bool, "Also write the unscaled map as .npz.")
 @shared.option("", "--blank", bool, "Also report the score of the image replaced by its mean colour.")
 @shared.json_option
+@shared.option(
+    "Video",
+    "--frames",
+    1,
+    f"Number of frames, evenly spaced ({', '.join(VIDEO_FORMATS)}).  [default: 8, or the video model's]",
+)
+@shared.option("Video", "--controls", bool, "Video models: compare with shuffled frames and a repeated first frame.")
 def explain(images: tuple[Path, ...], **given: Any) -> None:
-    """Draw a saliency map over each IMAGE, or over frames of a video."""
+    """Draw a saliency map over each IMAGE, or over frames of a video.
+
+    \b
+    vitflow explain cat.jpg --class tabby --figure -o cat.png
+    """
     options = shared.method_values(given)
     named = given["method"]
     # before torch is loaded
     given["method"] = choose_methods(named and [named], options, has_target=shared.has_target(given))[0].name
-    suffixes = FIGURE_FORMATS if given["figure"] or _is_strip(given) else (*WRITE_OPTIONS, ".npy")
-    if any(map(_is_video, images)):
-        if len(images) > 1 or _is_strip(given) or given["against"] or given["save_map"] or given["blank"]:
+    strip = _is_strip(given)
+    suffixes = FIGURE_FORMATS if given["figure"] or strip else (*WRITE_OPTIONS, ".npy")
+    if any(image.suffix.lower() in VIDEO_FORMATS for image in images):
+        if len(images) > 1 or strip or given["against"] or given["save_map"] or given["blank"]:
             raise OptionError(
                 "A video requires a single input and a single class, without --against, --save-map and --blank."
             )
         suffixes = CLIP_FORMATS
     elif given["frames"] or given["controls"]:
         raise OptionError(f"--frames and --controls require a video ({', '.join(VIDEO_FORMATS)}).")
-    if given["blank"] and (_is_strip(given) or given["against"] or given["box"]):
+    if given["blank"] and (strip or given["against"] or given["box"]):
         raise OptionError("--blank requires a single class, prompt or reference image, without --against and --box.")
     outputs = _output_paths(images, given["output"], in_file_name(given["method"]), suffixes)
     explainer = shared.make_explainer(given)
@@ -84,10 +85,6 @@ def explain(images: tuple[Path, ...], **given: Any) -> None:
         sys.exit(1)
 
 
-def _is_video(path: Path) -> bool:
-    return path.suffix.lower() in VIDEO_FORMATS
-
-
 def _is_strip(given: Mapping[str, Any]) -> bool:
     """Return True if the output is a strip: several classes, prompts or reference images."""
     targets = given["targets"] or given["prompts"]
@@ -101,8 +98,8 @@ def _is_strip(given: Mapping[str, Any]) -> bool:
 def _maps(
     explainer: Any, image: Path, options: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
-    """Return the maps of an image, one for each class; their record, and the function that draws them."""
-    if _is_video(image):
+    """Return the maps of an image, one for each class, their record, and the function that draws them."""
+    if image.suffix.lower() in VIDEO_FORMATS:
         from vitflow.analysis.clips import explain_clip
 
         [target] = shared.targets_of(given)

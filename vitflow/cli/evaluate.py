@@ -2,13 +2,12 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import rich_click as click
 
 from vitflow.cli import options as shared
-from vitflow.cli.commands.figures import MethodWithOptions
+from vitflow.cli.figures import MethodWithOptions
 from vitflow.cli.output import images_bar, resumable, say, say_record
 from vitflow.errors import OptionError, printable
 from vitflow.evaluation.metrics import choose_metrics
@@ -49,10 +48,7 @@ class _MethodOrAll(MethodWithOptions):
     "", "-o --output", shared.NEW_FOLDER, "Folder for rows, tables, figures and report.html; makes the run resumable."
 )
 @shared.option(
-    "Images",
-    "--images",
-    click.Path(exists=True, file_okay=False, path_type=Path),
-    "Folder with the images of an annotation file.  [default: the folder of the file]",
+    "Images", "--images", shared.FOLDER, "Folder with the images of an annotation file.  [default: that of the file]"
 )
 @shared.limit_option
 @shared.option(
@@ -90,33 +86,29 @@ def evaluate(data: str, **given: Any) -> None:
     reported and skipped. The default model for drawn images is demo.
     """
     choose_metrics(given["metrics"] or None)  # before torch is loaded
-    evaluation = _run(data, given)
-    if given["as_json"]:
-        say_record(evaluation.to_dict())
-    else:
-        click.echo(printable(evaluation.to_markdown(), lines=True), nl=False)
-    if given["output"] is not None:
-        say(f"report: {printable(given['output'] / 'report.html')}")
-    if evaluation.failures:
-        where = f" (see {printable(given['output'] / 'report.html')})" if given["output"] is not None else ""
-        failed = len(evaluation.failures)
-        say(f"{failed} image{'s' if failed > 1 else ''} failed{where}")
-        sys.exit(1)
-
-
-def _run(data: str, given: dict[str, Any]) -> Any:
     # Waiting threads must not occupy cores; this has an effect only before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vitflow.evaluation.run import evaluate
 
     if data.startswith("demo:"):
         given["model"] = given["model"] or "demo"
-    given["methods"], given["metrics"] = list(given["methods"]) or None, given["metrics"] or None
-    if given["methods"] and "all" in given["methods"]:
-        if len(given["methods"]) > 1:
-            raise OptionError("--method all cannot be combined with other methods.")
-        given["methods"] = "all"
+    methods = list(given["methods"])
+    if "all" in methods and len(methods) > 1:
+        raise OptionError("--method all cannot be combined with other methods.")
+    arguments = shared.arguments_of(evaluate, given) | {
+        "model": lambda: shared.make_explainer(given),
+        "methods": "all" if "all" in methods else methods or None,
+        "metrics": given["metrics"] or None,
+        "overwrite": not given["resume"],
+    }
     with resumable(kept=given["output"] is not None), images_bar() as progress:
-        arguments = shared.arguments_of(evaluate, given) | {"model": lambda: shared.make_explainer(given)}
-        overwrite = not given["resume"]
-        return evaluate(data, overwrite=overwrite, progress=progress, **arguments, **shared.method_values(given))
+        evaluation = evaluate(data, progress=progress, **arguments, **shared.method_values(given))
+    if given["as_json"]:
+        say_record(evaluation.to_dict())
+    else:
+        click.echo(printable(evaluation.to_markdown(), lines=True), nl=False)
+    if given["output"] is not None:
+        say(f"report: {printable(given['output'] / 'report.html')}")
+    if failed := len(evaluation.failures):
+        say(f"{failed} image{'s' if failed > 1 else ''} failed{' (see the report)' if given['output'] else ''}")
+        sys.exit(1)

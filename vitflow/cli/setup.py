@@ -1,10 +1,11 @@
-"""`vitflow methods`, `demo` and `doctor`: information, a first example, and a check of the installation."""
+"""`vitflow methods`, `demo`, `doctor` and `app`: methods, a first example, a check of the installation, the page."""
 
 import json
 import platform
 import re
 import sys
 import time
+import webbrowser
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 
 import rich_click as click
 
+from vitflow.app import serve
 from vitflow.cli import options as shared
-from vitflow.cli.output import say_record, writing
+from vitflow.cli.output import say, say_record, writing
 from vitflow.errors import check_known, printable
 from vitflow.registry.method_table import Method
 from vitflow.registry.options import OPTIONS, default_in_words
@@ -23,6 +25,7 @@ from vitflow.text.method_table import list_methods
 _OURS = {"test", "bench", "dist", "docs"}
 # Timeout of the hub, in seconds.
 _PATIENCE = 2.0
+_SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(short_help="List the methods, or describe one.", panel="Setup")
@@ -187,3 +190,51 @@ def _hub() -> str:
     if hub_responds(_PATIENCE):
         return "reachable"
     return f"not reachable within {_PATIENCE:g} s: only cached models and local folders can be loaded"
+
+
+@click.command(short_help="Open the web app in a browser.", panel="Images")
+@click.argument("images", nargs=-1, metavar="[IMAGE…]", type=shared.FILE)
+@shared.option(
+    "Model",
+    "--model models",
+    "ID|demo|PATH",
+    "Image model to offer; repeatable. The first is selected.",
+    multiple=True,
+    default=(shared.DEFAULT_MODEL, "demo"),
+)
+@shared.option(
+    "Model",
+    "--language-model language_models",
+    "ID|demo-caption|PATH",
+    "Model for texts and captions to offer; repeatable.",
+    multiple=True,
+    default=("demo-caption",),
+)
+@shared.option("Model", "--checkpoint", shared.FILE, "Weights for the first --model: safetensors or a torch file.")
+@shared.option("Model", "--class-names", shared.FILE, "File with its class names: one per line, or JSON.")
+@shared.option("Model", "--prompt prompts", "TEXT", "Initial prompt of an image-text model; repeatable.", multiple=True)
+@shared.option("Server", "--host", "ADDRESS", "Address to listen on; 0.0.0.0: other machines too.", default="127.0.0.1")
+@shared.option(
+    "Server",
+    "--allowed-host allowed_hosts",
+    "NAME",
+    "Additional host name to accept, such as that of a proxy; repeatable. *.NAME: any subdomain; *: any name.",
+    multiple=True,
+)
+@shared.option("Server", "--port", click.IntRange(1, 65535), "Port.  [default: the first free port from 7860]")
+@shared.option("Server", "--time-limit", _SECONDS, "Maximum time for one request.", default=30.0, metavar="SECONDS")
+@shared.option("Server", "--open/--no-open browser", None, "Open the page in a browser.", default=True)
+def app(images: tuple[Path, ...], **given: Any) -> None:
+    """Open the web app: upload a photograph, click a patch, click a word.
+
+    \b
+    vitflow app cat.jpg --model vit_base_patch16_224.augreg2_in21k_ft_in1k
+
+    IMAGEs replace the bundled samples; the first is explained at once. The app contacts no other machine.
+    """
+    browser = given.pop("browser")
+    page = serve(samples=images, **given)
+    say(f"running on {page.local_url} (press Ctrl-C to stop)")
+    if browser:
+        webbrowser.open(page.local_url)
+    page.block_thread()

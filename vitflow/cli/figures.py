@@ -1,4 +1,4 @@
-"""`vitflow compare`, `vitflow layers` and `vitflow features`: figures of several maps."""
+"""`vitflow compare`, `layers`, `features` and `explore`: figures and an interactive page of several maps."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ import rich_click as click
 from click.types import convert_type
 
 from vitflow.cli import options as shared
-from vitflow.cli.output import output_file, save_result, say, say_notes
-from vitflow.errors import OptionError
+from vitflow.cli.output import output_file, save_result, say, say_model_note, say_notes, writing
+from vitflow.errors import OptionError, printable
 from vitflow.registry.choices import check_methods, choose_methods, default_method
 from vitflow.registry.method_table import DEFAULT_METHODS, get_method, split_label
 from vitflow.registry.options import OPTIONS
@@ -48,6 +48,8 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
 @click.command(short_help="Show several methods side by side.", panel="Images")
 @shared.images_argument
 @shared.model_options
+@shared.classes_option(help="Class to explain; repeat it for more rows.  [default: the predicted class]")
+@shared.against_option
 @shared.question_options
 @shared.option(
     "Method",
@@ -57,8 +59,6 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
     "[default: all fast methods and two baselines]",
     multiple=True,
 )
-@shared.classes_option(help="Class to explain; repeat it for more rows.  [default: the predicted class]")
-@shared.against_option
 @shared.method_options
 @shared.drawing_options
 @shared.same_scale_option
@@ -83,9 +83,9 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
 @click.command(short_help="Show a map layer by layer, and the heads of one layer.", panel="Images")
 @click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
 @shared.model_options
+@shared.class_option(metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]")
 @shared.question_options
 @shared.method_option(help="Method to accumulate: rollout, gradient_rollout or gae.")
-@shared.class_option(metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]")
 @shared.method_options
 @shared.drawing_options
 @shared.figure_option("sheet", "layers")
@@ -109,14 +109,7 @@ def layers(image: Path, **given: Any) -> None:
 @click.command(short_help="Show three principal components of patch features as colours.", panel="Images")
 @shared.images_argument
 @shared.model_options
-@shared.option(
-    "Method",
-    "--layer of_layer",
-    int,
-    "Layer of the features, counted from 1; -1 is the last.",
-    default=-1,
-    metavar="N≥1|-1",
-)
+@shared.option("Method", "--layer of_layer", int, "Layer, counted from 1; -1: the last.", default=-1, metavar="N≥1|-1")
 @shared.option(
     "Method",
     "--foreground",
@@ -137,7 +130,83 @@ def features(images: tuple[Path, ...], **given: Any) -> None:
     from vitflow.analysis.features import feature_maps
 
     components = feature_maps(list(images), model=explainer, layer=given["of_layer"], foreground=given["foreground"])
-    save_result(
-        components, output, shared.given_options(given, ("alpha", "interpolation")), given["as_json"], explainer
-    )
+    drawing = shared.given_options(given, ("alpha", "interpolation"))
+    save_result(components, output, drawing, given["as_json"], explainer)
     say(repr(components))
+
+
+@click.command(panel="Images")
+@shared.images_argument
+@shared.model_options
+@shared.classes_option(help="Class for class-specific maps; repeatable.  [default: top3]")
+@shared.question_options
+@shared.option(
+    "Method",
+    "--method methods",
+    "NAME",
+    "Map to compute in advance, in addition to those that the page computes; repeatable.  [default: the "
+    "class-specific methods and flow, if the model supports them]",
+    multiple=True,
+)
+@shared.option(
+    "",
+    "--max-size",
+    click.FloatRange(min=0, min_open=True),
+    "Maximum size of the page. Data that does not fit is left out, single heads first, or stored in 8 bits; the "
+    "page reports it.",
+    default=40.0,
+    metavar="MB",
+)
+@shared.output_option(
+    help="The page, .html; or a folder.  [default: IMAGE-explore.html here; of several, IMAGE-and-N-more-explore.html]"
+)
+def explore(images: tuple[Path, ...], **given: Any) -> None:
+    """Write an interactive page: click a patch of an IMAGE to see its attention.
+
+    Rollout or raw attention through any of the layers, computed in the browser without a server or network.
+    """
+    output = output_file(images, given["output"], "explore", (".html",))
+    methods = list(given["methods"]) or None
+    choose_methods(methods or ["rollout"], {})  # before torch is loaded
+    from vitflow.analysis.exploring import explore
+
+    explainer = shared.make_explainer(given)
+    page = explore(
+        list(images),
+        model=explainer,
+        methods=methods,
+        targets=list(given["targets"] or given["prompts"]) or "top3",
+        max_size=given["max_size"],
+        call=_call(given),
+    )
+    with writing(output):
+        page.save(output)
+    for note in page.notes:
+        say(note)
+    say_model_note(explainer.model_id, explainer.model_info.note)
+    click.echo(printable(output))
+
+
+def _call(given: dict[str, Any]) -> Any:
+    """Return the command and Python call that load the model of these options."""
+    from vitflow.explaining.captions import python_call
+    from vitflow.viewer.explorer import ModelCall
+
+    model, native = given["model"] or shared.DEFAULT_MODEL, given["fit"] == "native"
+    fit = None if given["fit"] == "crop" else given["fit"]
+    loading = shared.given_options(given, ("checkpoint", "num_classes", "global_pool", "class_names"))
+    loading = {name: str(value) if isinstance(value, Path) else value for name, value in loading.items()}
+    question = {name: list(map(str, given[name])) for name in ("prompts", "templates", "like") if given[name]}
+    arguments = ["--model", model]
+    for name, values in {**{name: [value] for name, value in loading.items()}, **question}.items():
+        flag = shared.flag_of(name.removesuffix("s") if name in question else name)
+        arguments += [word for value in values for word in (flag, str(value))]
+    arguments += [*(["--raw"] if given["raw"] else []), *(["--fit", fit] if fit else [])]
+    loaded = python_call("vitflow.load_model", model, **loading, dynamic_img_size=native)
+    outputs = None
+    if prompts := question.pop("prompts", None):
+        outputs = python_call("vitflow.prompts", prompts, **question, raw=given["raw"])
+    elif question:
+        outputs = python_call("vitflow.similarity_to", question["like"])
+    built = python_call("vitflow.Explainer", loaded if loading or native else model, outputs=outputs, fit=fit)
+    return ModelCall(arguments, built)

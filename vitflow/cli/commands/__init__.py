@@ -1,1 +1,0 @@
-"""Commands, one file for each or for a few related ones. Each imports torch when it runs."""
