@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from importlib import import_module
 from operator import index
@@ -38,11 +38,7 @@ class ShapeError(VitflowError, ValueError):
 
 
 class FrameError(ShapeError):
-    """An annotation does not fit its image; `fits` returns True for the (height, width) that it fits."""
-
-    def __init__(self, message: str, fits: Callable[[tuple[int, int]], bool]) -> None:
-        super().__init__(message)
-        self.fits = fits
+    """An annotation does not fit its image."""
 
 
 class ImageError(VitflowError):

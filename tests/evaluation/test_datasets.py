@@ -317,7 +317,7 @@ def test_faults_are_errors_that_name_their_file_or_size(folder, name, content):
         Image.fromarray(content).save(folder / name)
     else:
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(VitflowError, match=rf"{name}|\(10, 10\)|\(40, 30\)"):
+    with pytest.raises(VitflowError, match=rf"{name}|file name|\(10, 10\)|\(40, 30\)"):
         by_name(open_dataset(folder))
 
 

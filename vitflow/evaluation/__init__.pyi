@@ -15,11 +15,11 @@ from .measures.sanity import shift_stability as shift_stability
 from .measures.sanity import stage_names as stage_names
 from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
-from .regions import Region as Region
 from .results import Evaluation as Evaluation
 from .run import evaluate as evaluate
 from .samples import Dataset as Dataset
 from .samples import Labelled as Labelled
+from .samples import Region as Region
 from .samples import Sample as Sample
 from .statistics import Difference as Difference
 from .statistics import Estimate as Estimate

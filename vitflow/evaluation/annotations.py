@@ -7,17 +7,17 @@ import csv
 import json
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vitflow.errors import FrameError, OptionError, ShapeError, VitflowError
-from vitflow.evaluation.regions import (
-    LONGEST_MESSAGE,
-    WRONG,
+from vitflow.errors import OptionError, ShapeError, VitflowError
+from vitflow.evaluation.samples import (
     Label,
+    Labelled,
     Region,
     Size,
     as_label,
@@ -26,56 +26,50 @@ from vitflow.evaluation.regions import (
     naming_turn,
     read_box,
 )
-from vitflow.evaluation.samples import Labelled
 from vitflow.images.reading import read_image, read_mask
 
 _UNKNOWN = 255  # mask value of unknown pixels, as in Pascal VOC
+_LONGEST_REASON = 200  # characters of a reason, which may quote the file
 
 Truth = tuple[tuple[Region, ...] | None, Label]
 #: Regions (None without masks or boxes) and class of an image of this (height, width).
 Parse = Callable[[Size], Truth]
 
 
-def read_labelled(source: Any, parse: Parse, refuse: Callable[[Exception], Exception] | None = None) -> Labelled:
-    """Read an image, and its annotations with `parse`; `refuse` returns the error for invalid ones."""
+@contextmanager
+def _reading(name: str, kind: type[VitflowError]) -> Iterator[None]:
+    """Raise an error of this kind, with the expected formats, for annotations of another structure."""
+    try:
+        yield
+    except VitflowError:
+        raise
+    except Exception as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise kind(
+            f"Could not read the annotations {name}: {reason[:_LONGEST_REASON]}. Expected COCO JSON, a JSON list of "
+            "{file, boxes, label}, or labels.csv with the columns file and label or label_index; in Python a mask, "
+            "boxes [objects, 4], a class, or a dict with masks or boxes, labels and label."
+        ) from error
+
+
+def read_labelled(source: Any, parse: Parse) -> Labelled:
+    """Return an image, and its annotations by `parse`."""
     image = read_image(source)
-    with naming_turn(source):
-        try:
-            return Labelled(image, *parse((image.shape[0], image.shape[1])), source=source)
-        except WRONG as error:
-            if refuse is None:
-                raise
-            raise refuse(error) from error
+    with naming_turn(source), _reading("of this image", ShapeError):
+        return Labelled(image, *parse((image.shape[0], image.shape[1])), source=source)
 
 
 def read_entries(path: Path) -> list[tuple[Any, Parse]]:
-    """Read COCO JSON, or a JSON list of boxes: the file name of each image, and a function that parses its entry.
+    """Return the file name of each image of COCO JSON or a JSON list of boxes, and a function that parses its entry.
 
-    Raises:
-        OptionError: the file is neither, or its boxes have another format.
+    Boxes of another format are an OptionError.
     """
-    try:
+    with _reading(f"{path.name!r}", OptionError):
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = list(_coco_entries(content) if isinstance(content, dict) else _box_entries(content))
         if not entries:
             raise ValueError("they list no images")
-    except WRONG as error:
-        raise unreadable(path, error) from error
     return entries
-
-
-def unreadable(path: Path, error: Exception, entry: str = "") -> VitflowError:
-    """Return the error for an invalid annotation file or an invalid entry of it."""
-    if isinstance(error, OptionError | FrameError):
-        return error
-    reason = f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
-    reason = "it is nested too deeply" if isinstance(error, RecursionError) else reason
-    reason = reason if len(reason) <= LONGEST_MESSAGE else reason[:LONGEST_MESSAGE] + "…"
-    source = f"{path.name!r}, {entry[:LONGEST_MESSAGE]}" if entry else f"{path.name!r}"
-    return OptionError(
-        f"Could not read the annotations {source}: {reason}. Expected COCO JSON, a JSON list of {{file, boxes, "
-        "label}, or labels.csv with the columns file and label or label_index."
-    )
 
 
 def _list(value: Any) -> list[Any]:
@@ -93,7 +87,7 @@ def _box_entries(content: Any) -> Iterator[tuple[Any, Parse]]:
 
 
 def _parse_boxes(entry: Mapping[str, Any], size: Size) -> Truth:
-    """Parse an entry of a JSON list: boxes and class."""
+    """Return boxes and class of an entry of a JSON list."""
     if "size" in entry:
         width, height = entry["size"]
         check_size((height, width), size, "boxes")
@@ -118,7 +112,7 @@ def _coco_entries(content: Mapping[str, Any]) -> Iterator[tuple[Any, Parse]]:
 
 
 def _parse_coco(names: Mapping[Any, Any], by_image: Mapping[Any, Any], entry: Mapping[str, Any], size: Size) -> Truth:
-    """Parse an image of a COCO file; crowds are unknown regions."""
+    """Return the regions of an image of a COCO file; crowds are unknown."""
     check_size((entry["height"], entry["width"]), size, "annotations")
     regions = []
     for annotation in by_image.get(entry["id"], ()):
@@ -137,20 +131,14 @@ def _parse_coco(names: Mapping[Any, Any], by_image: Mapping[Any, Any], entry: Ma
 
 def read_labels(path: Path) -> dict[str, dict[str, Any]]:
     """Return the entry of each file, with `label_index` and `label` as text."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return {row["file"]: row for row in csv.DictReader(file)}
-    except (*WRONG, csv.Error) as error:
-        raise unreadable(path, error) from error
+    with _reading(f"{path.name!r}", OptionError), path.open(encoding="utf-8-sig", newline="") as file:
+        return {row["file"]: row for row in csv.DictReader(file)}
 
 
 def parse_mask(mask: Path | None, names: Sequence[str], written: Mapping[str, Any], size: Size) -> Truth:
-    """Parse a mask (None without one), whose values from 1 have these class names, and the written class."""
+    """Return the regions of a mask (None without one), whose values from 1 have these names, and the written class."""
     index = written.get("label_index")
-    try:
-        label = as_label(float(index)) if index else written.get("label") or None
-    except ValueError as error:
-        raise OptionError(f"Expected a class index in labels.csv, got {reprlib.repr(index)}.") from error
+    label = as_label(float(index)) if index else written.get("label") or None
     if mask is None:
         return None, label
     values = read_mask(mask, size)
@@ -161,8 +149,7 @@ def parse_mask(mask: Path | None, names: Sequence[str], written: Mapping[str, An
         unknown = value > len(names) and value == _UNKNOWN
         if not unknown and (value > len(names) or value != int(value)):
             raise ShapeError(f"Pixels of {mask.name!r} have the value {value}, and classes.txt has {len(names)} lines.")
-        name = None if unknown else names[int(value) - 1].strip()
-        regions.append(Region(name, partial(np.equal, values, value), unknown))
+        regions.append(Region(None if unknown else names[int(value) - 1].strip(), values == value, unknown))
     return tuple(regions), label
 
 

@@ -1,5 +1,7 @@
 """Data sets for evaluation: demo images, folders with masks, boxes or classes, COCO JSON, and Python iterables."""
 
+import contextlib
+import hashlib
 import os
 import re
 import reprlib
@@ -11,24 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_image
-from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
-from vitflow.evaluation.annotations import (
-    parse_mask,
-    parse_truth,
-    read_entries,
-    read_labelled,
-    read_labels,
-    unreadable,
-)
-from vitflow.evaluation.regions import LONGEST_MESSAGE, WRONG, Region
-from vitflow.evaluation.samples import Dataset, Labelled, Sample, digest_of, distinct
+from vitflow.errors import ImageError, OptionError, VitflowError
+from vitflow.evaluation.annotations import parse_mask, parse_truth, read_entries, read_labelled, read_labels
+from vitflow.evaluation.samples import Dataset, Labelled, Region, Sample
 from vitflow.files import find_images, is_file, is_folder, is_there
 from vitflow.folder.saved import is_inside
 
 _DEMO = re.compile(r"demo(?::(\d+))?(?::(\d+))?")
 _MASK_ENDINGS = ("_mask", "-mask", ".mask")
 _PROBED = 20  # items of an iterable that are read to detect regions
-_LONGEST_NAME = 4096  # bytes of a path
+_LONGEST_NAME = 4096  # characters of a path
 # Folders of images, and of annotations next to them, which are not classes.
 _IMAGE_FOLDERS = ("images", "JPEGImages")
 _ANNOTATION_FOLDERS = ("labels", "annotations", "Annotations")
@@ -92,9 +86,8 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
     if isinstance(data, str) and (match := _DEMO.fullmatch(data)) and not is_there(data):
         return _drawn(data, int(match[1] or 100), int(match[2] or 0))
     if is_file(path):
-        if path.suffix.lower() != ".json":
-            return _images(path.name, [path])
-        return _open_annotated(path, path.name, images)
+        annotated = path.suffix.lower() == ".json"
+        return _open_annotated(path, path.name, images) if annotated else _images(path.name, [path])
     if not is_folder(path):
         raise OptionError(
             f"No data at {str(path)!r}. Expected a folder with images, an annotation file, or demo:500 for demo images."
@@ -106,9 +99,9 @@ def _open_path(data: str | os.PathLike[str], images: Path | None) -> Dataset:
             f"Expected one annotation file in {str(path)!r}, got {', '.join(file.name for file in files)}. Pass one of "
             "them instead of the folder."
         )
-    if files:
-        return _open_annotated(files[0], path.name, images or path)
     folder = images or path
+    if files:
+        return _open_annotated(files[0], path.name, folder)
     if not (paths := find_images(folder)):
         paths = next((find_images(folder / name) for name in _IMAGE_FOLDERS if is_folder(folder / name)), [])
     return _images(path.name, paths, labels=path / "labels.csv") if paths else _by_class(folder)
@@ -120,7 +113,7 @@ def _drawn(name: str, count: int, seed: int) -> Dataset:
             f"Expected demo:COUNT with 1 to {FIRST_TRAINING_SEED} images outside the demo model's training set, got "
             f"{name!r}."
         )
-    samples = [Sample(f"demo-{index}", partial(_draw, index), fixed=True) for index in range(seed, seed + count)]
+    samples = [Sample(f"demo-{index}", partial(_draw, index)) for index in range(seed, seed + count)]
     return Dataset(name, "drawn images with exact masks", samples, True, {"demo": seed})
 
 
@@ -157,19 +150,7 @@ def _read_item(items: Any, index: int) -> Labelled:
     if isinstance(item, Labelled):
         return item
     source, truth = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
-
-    return read_labelled(source, partial(parse_truth, truth), partial(_invalid_truth, truth))
-
-
-def _invalid_truth(truth: Any, error: Exception) -> Exception:
-    return (
-        error
-        if isinstance(error, VitflowError)
-        else ShapeError(
-            "Expected for each image a mask of its size, boxes [objects, 4], a class, or a dict with masks or boxes, "
-            f"labels and label, got {reprlib.repr(truth)}."
-        )
-    )
+    return read_labelled(source, partial(parse_truth, truth))
 
 
 # --- Annotation files ------------------------------------------------------------------------------------------------
@@ -180,16 +161,15 @@ def _open_annotated(path: Path, name: str, images: Path | None) -> Dataset:
     entries = read_entries(path)
     here = path.resolve().parent
     folders = [images] if images is not None else [here, here / "images", here.parent / "images", here.parent]
-    names = distinct([_row_name(file, number) for number, (file, _) in enumerate(entries, start=1)])
+    names = _distinct([_row_name(file, number) for number, (file, _) in enumerate(entries, start=1)])
     samples = []
     for unique, (file, parse) in zip(names, entries, strict=True):
-        refuse = partial(unreadable, path, entry=unique)
         try:
             place = _find_image(file, folders)
-        except WRONG as error:
-            samples.append(Sample(unique, partial(_refuse, refuse(error))))
+        except OptionError as error:
+            samples.append(Sample(unique, partial(_refuse, error)))
         else:
-            samples.append(Sample(unique, partial(read_labelled, place, parse, refuse), (place,)))
+            samples.append(Sample(unique, partial(read_labelled, place, parse), (place,)))
     if not any(is_file(file) for sample in samples for file in sample.files):
         if not samples[0].files:
             samples[0].read()  # raises a more specific error
@@ -197,7 +177,7 @@ def _open_annotated(path: Path, name: str, images: Path | None) -> Dataset:
             f"None of the {len(samples)} images of {path.name!r} exists, such as {names[0]!r}. Pass their folder with "
             "--images (images=…)."
         )
-    return Dataset(name, "images with annotated regions", samples, True, {"annotations": digest_of([path])})
+    return Dataset(name, "images with annotated regions", samples, True, {"annotations": _digest([path])})
 
 
 def _refuse(problem: Exception) -> Labelled:
@@ -211,10 +191,8 @@ def _row_name(file: Any, number: int) -> str:
 
 
 def _is_name(file: Any) -> bool:
-    try:
-        return isinstance(file, str) and file != "" and "\0" not in file and len(os.fsencode(file)) <= _LONGEST_NAME
-    except UnicodeEncodeError:
-        return False
+    # Without a null character or a lone surrogate, which no path can have.
+    return isinstance(file, str) and 0 < len(file) <= _LONGEST_NAME and not re.search("[\0\ud800-\udfff]", file)
 
 
 def _find_image(file: Any, folders: Sequence[Path]) -> Path:
@@ -223,18 +201,40 @@ def _find_image(file: Any, folders: Sequence[Path]) -> Path:
     Paths and links to images outside the folders are rejected.
     """
     if not _is_name(file):
-        raise ValueError(f"expected an image's file name, got {reprlib.repr(file)}")
+        raise OptionError(f"Expected the file name of an image in the annotations, got {reprlib.repr(file)}.")
     inside: list[Path] = [
         folder / file for folder in folders if (folder / file).resolve().is_relative_to(folder.resolve())
     ]
     existing = next(filter(is_file, inside), None)
     if existing is None and len(inside) < len(folders):
         raise OptionError(
-            f"The annotations name {file[:LONGEST_MESSAGE]!r}, which is outside the image folders ("
+            f"The annotations name {file!r}, which is outside the image folders ("
             f"{', '.join(repr(str(folder)) for folder in folders)}). To allow it, pass its folder with --images "
             "(images=…)."
         )
     return inside[0] if existing is None else existing
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the names, with a number appended to duplicates."""
+    chosen: dict[str, None] = {}
+    for name in names:
+        unique, number = name, 1
+        while unique in chosen:
+            number += 1
+            unique = f"{name} ({number})"
+        chosen[unique] = None
+    return list(chosen)
+
+
+def _digest(files: Sequence[Path]) -> str:
+    """Return a hash of annotation files, to detect changes."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode("utf-8", "surrogateescape"))
+        with contextlib.suppress(OSError):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 # --- Folders ---------------------------------------------------------------------------------------------------------
@@ -271,16 +271,15 @@ def _images(
     rows = {} if labels is None else read_labels(labels)
     places = [path.absolute() for path in paths]
     root = os.path.commonpath([place.parent for place in places])
-    names = distinct([place.relative_to(root).as_posix() for place in places])
+    names = _distinct([place.relative_to(root).as_posix() for place in places])
     samples = []
     for path, unique in zip(paths, names, strict=True):
         mask, label = masks.get(path), (classes or {}).get(path)
         files = (path,) if mask is None else (path, mask)
         entry = rows.get(path.name, {}) if label is None else {"label_index" if label.isdecimal() else "label": label}
-        parse = partial(parse_mask, mask, lines, entry)
-        samples.append(Sample(unique, partial(read_labelled, path, parse), files))
+        samples.append(Sample(unique, partial(read_labelled, path, partial(parse_mask, mask, lines, entry)), files))
     kind = "images" + (" with masks" if masks else "") + (" with classes" if rows else "")
-    identity = {"root": root, "annotations": digest_of([file for file in (labels, names_file) if file is not None])}
+    identity = {"root": root, "annotations": _digest([file for file in (labels, names_file) if file is not None])}
     return Dataset(name, kind, samples, bool(masks), identity, _unread(paths))
 
 
@@ -296,13 +295,13 @@ def _find_mask(image: Path) -> Path | None:
 def _unread(paths: Sequence[Path]) -> tuple[str, ...]:
     """Return a note on XML and text files of these images, which are not read."""
     counts: Counter[str] = Counter()
-    for folder, stem in ((path.parent, path.stem) for path in paths):
-        places = [folder, *(folder.parent / name for name in _ANNOTATION_FOLDERS)]
-        counts.update(kind for kind in ("XML", "TXT") if any(is_file(p / f"{stem}.{kind.lower()}") for p in places))
+    for path in paths:
+        places = [path.parent, *(path.parent.parent / name for name in _ANNOTATION_FOLDERS)]
+        counts.update(suffix for suffix in ("xml", "txt") if any(is_file(p / f"{path.stem}.{suffix}") for p in places))
     if not counts:
         return ()
-    listed = " and ".join(f"{count} {kind}" for kind, count in counts.items())
+    listed = " and ".join(f"{count} {suffix.upper()}" for suffix, count in counts.items())
     return (
-        f"Not read: {listed} file{'s' if sum(counts.values()) > 1 else ''} of these images, which may be annotations "
-        "of Pascal VOC or YOLO. Boxes are read from COCO JSON or boxes.json.",
+        f"Not read: {listed} files of these images, which may be annotations of Pascal VOC or YOLO. Boxes are read "
+        "from COCO JSON or boxes.json.",
     )

@@ -14,8 +14,7 @@ from vitflow.evaluation.measures.faithfulness import faithfulness_curves
 from vitflow.evaluation.measures.localisation import localise, score_object
 from vitflow.evaluation.measures.references import coverage, rank_correlation
 from vitflow.evaluation.metrics import METRICS, blurred_label, has_intervals
-from vitflow.evaluation.regions import file_frame
-from vitflow.evaluation.samples import Labelled
+from vitflow.evaluation.samples import Labelled, is_turned
 from vitflow.evaluation.targets import ImageGrid, TargetRegion, maps_by_class
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
@@ -122,7 +121,7 @@ def measure(case: Case) -> dict[str, Any]:
         **first.score.to_dict(),
         "width": first.image.shape[1],
         "height": first.image.shape[0],
-        "turned": region is not None and file_frame(case.image.source) is not None,
+        "turned": region is not None and is_turned(case.image.source),
         "region_share": None if region is None else float(region.mean()),
         "seconds": {label: saliency.seconds for label, saliency in case.maps.items()},
         "grid": None if case.grid is None else case.grid.names,

@@ -19,8 +19,7 @@ from vitflow.analysis.comparison import Comparison
 from vitflow.analysis.strips import columns_of
 from vitflow.errors import OptionError, VitflowError
 from vitflow.evaluation.measures.localisation import CELLS, score_cell
-from vitflow.evaluation.regions import Label, Mask, Region
-from vitflow.evaluation.samples import Labelled, Sample
+from vitflow.evaluation.samples import Label, Labelled, Mask, Region, Sample
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import class_index

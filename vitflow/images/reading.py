@@ -127,10 +127,7 @@ def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[An
     """
     with _decoding(path, MAX_PIXELS, "the mask "), _open(path) as opened:
         if (actual := (opened.height, opened.width)) != size:
-            raise FrameError(
-                f"Expected a mask of the image's size, {size} pixels (height, width), got {actual}.",
-                lambda other: other == actual,
-            )
+            raise FrameError(f"Expected a mask of the image's size, {size} pixels (height, width), got {actual}.")
         values = np.asarray(opened)
         transparent = opened.getbands()[-1] in ("A", "a")
     if transparent:
