@@ -312,7 +312,7 @@ def test_wrong_shapes_and_options_are_refused():
     readout = torch.tensor([[0.5, 0.5]])
     with pytest.raises(ShapeError, match="2 queries, 2 keys"):
         staged_rollout([torch.ones(1, 1, 3, 3)], [entry], readout=readout)
-    with pytest.raises(ShapeError, match="tokens of 1 layers"):
+    with pytest.raises(ShapeError, match="residuals of 1 layers"):
         staged_rollout([torch.ones(1, 1, 2, 2)], [], readout=readout)
     with pytest.raises(OptionError, match="discard_ratio"):
         staged_rollout([torch.ones(1, 1, 2, 2)], [entry], readout=readout, discard_ratio=1.0)

@@ -17,13 +17,10 @@ DEFAULT_CELLS = 14
 def cell_grid(
     height: int, width: int, patch_size: int | None, patches: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Rows and columns of cells of about `patch_size` pixels.
+    """Return rows and columns of cells of about `patch_size` pixels.
 
     If that is None: the model's `patches` (rows and columns) if they have at least 7 pixels each, else cells of 1/14 of
     the shorter side.
-
-    Raises:
-        OptionError: a cell would be smaller than a pixel or larger than the image.
 
     >>> cell_grid(224, 320, None), cell_grid(224, 320, 32), cell_grid(224, 320, None, (16, 16))
     ((14, 20), (7, 10), (16, 16))
@@ -44,9 +41,6 @@ def cell_edges(length: int, count: int, span: Span | None = None) -> list[int]:
     """Return the boundaries of `count` cells on a side of `length` pixels: those of a span, or equal to within a pixel.
 
     The outermost cells reach to the borders of the image, as pixels beyond the span have no influence of their own.
-
-    Raises:
-        ShapeError: there are more cells than pixels.
 
     >>> cell_edges(224, 14)[:3], cell_edges(10, 4), cell_edges(10, 3, Span(0, 3, 0, 9))
     ([0, 16, 32], [0, 2, 5, 8, 10], [0, 3, 6, 10])
@@ -100,28 +94,19 @@ def occlusion(
     batch_size: int = 32,
     progress: Callable[[int], object] = lambda _: None,
 ) -> Tensor:
-    """Occlusion: the drop in the target's score when one patch is replaced by the image's mean colour.
+    """Occlusion: the drop in the target's score if a patch is replaced by the image's mean colour, [batch, rows, cols].
 
-    The mean is that of the image, per channel, over its model input. A negative value means that the score is higher
-    without the patch. The map is in the unit of the scores.
+    The mean is that of the model input, per channel. A negative value means that the score is higher without the patch.
 
     Args:
         predict: maps model inputs [images, channels, height, width] to scores [images, classes]: log-odds, or
             probabilities as in the paper.
         pixels: the model inputs, [batch, channels, height, width].
         targets: class index of each image, [batch].
-        rows: patches from top to bottom.
-        cols: patches from left to right.
+        rows, cols: of the patches.
         extent: the pixels of the patches; None if they divide the image evenly.
         batch_size: images with a blanked patch per call of `predict`; affects the time only.
         progress: called with the number of patches occluded since the last call.
-
-    Returns:
-        [batch, rows, cols].
-
-    Raises:
-        OptionError: batch_size is less than 1.
-        ShapeError: pixels or targets have the wrong shape, or there are more patches than pixels.
 
     Source: Zeiler & Fergus, "Visualizing and Understanding Convolutional Networks", ECCV 2014, §3; the occlusion scores
     of Abnar & Zuidema, ACL 2020, §4.
@@ -160,22 +145,10 @@ def _of_target(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor:
-    """Random map: a uniform number from [0, 1) for each patch, different for each image.
+    """Random map: a uniform number from [0, 1) for each patch, float32 [batch, rows, cols].
 
-    The numbers depend only on the content of the image and the seed: an image has the same map in every run, alone
-    or in a batch, and different images have independent maps.
-
-    Args:
-        pixels: model inputs, [batch, channels, height, width].
-        rows: patches from top to bottom.
-        cols: patches from left to right.
-        seed: seed of the random numbers.
-
-    Returns:
-        [batch, rows, cols], float32.
-
-    Raises:
-        OptionError: the seed is negative.
+    The numbers depend only on the content of the image and the seed: an image has the same map in every run, alone or
+    in a batch, and different images have independent maps.
 
     >>> images = torch.arange(24.0).reshape(2, 3, 2, 2)
     >>> bool((random_map(images, rows=2, cols=3)[1] == random_map(images[1:], rows=2, cols=3)[0]).all())
@@ -194,18 +167,6 @@ def centre_prior(rows: int, cols: int, *, sigma: float = 0.25) -> Tensor:
     """Centre prior: exp(−(x² + y²) / 2σ²), with x and y from the centre of the model input in shares of its sides.
 
     Subjects of photographs tend to be in the centre, so this baseline scores well on many benchmarks.
-
-    Args:
-        rows: patches from top to bottom.
-        cols: patches from left to right.
-        sigma: σ, as a share of the side.
-
-    Returns:
-        [rows, cols], float32.
-
-    Raises:
-        OptionError: sigma is not positive.
-        ShapeError: there is not at least one row and column.
 
     >>> centre_prior(1, 3, sigma=0.5)
     tensor([[0.8007, 1.0000, 0.8007]])

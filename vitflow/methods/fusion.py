@@ -40,14 +40,7 @@ def check_prefix(num_prefix_tokens: int, tokens: int) -> None:
 
 
 def fuse_heads(attention: Tensor, head_fusion: HeadFusion = "mean") -> Tensor:
-    """Fuse the heads of one layer into one matrix: [..., heads, queries, keys] → [..., queries, keys].
-
-    Args:
-        attention: attention probabilities with the head axis third from the end.
-        head_fusion: "mean" (the paper), "max" or "min" over heads.
-
-    Raises:
-        OptionError: the fusion is unknown.
+    """Fuse the heads of one layer: [..., heads, queries, keys] → [..., queries, keys].
 
     Source: Abnar & Zuidema 2020, §3 (mean); max and min are common practice.
 
@@ -69,44 +62,25 @@ def discard_low(
     smallest first and ties by position; an entry whose key is a prefix token is never discarded. With `visible`, hidden
     entries become 0 and k is counted in each row, among its visible keys.
 
-    Args:
-        fused: fused attention, [..., N, N].
-        discard_ratio: share of entries to discard, 0 <= ratio < 1.
-        num_prefix_tokens: prefix tokens P; n = N − P.
-        visible: which keys each query may see, bool, of the shape of `fused`; None for all.
-
-    Raises:
-        OptionError: the ratio is not in [0, 1).
-
     >>> layer = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.4, 0.4]])
     >>> discard_low(layer, 0.5)
     tensor([[0.5000, 0.0000, 0.0000],
             [0.1000, 0.6000, 0.0000],
             [0.2000, 0.4000, 0.4000]])
-    >>> discard_low(layer, 0.5, 0, torch.ones(3, 3).tril() > 0)
-    tensor([[0.5000, 0.0000, 0.0000],
-            [0.0000, 0.6000, 0.0000],
-            [0.0000, 0.4000, 0.4000]])
     """
     check_fraction("discard_ratio", discard_ratio)
     if visible is not None:
-        return _discard_in_rows(fused.masked_fill(~visible, 0.0), visible, discard_ratio, num_prefix_tokens)
+        fused, droppable = fused.masked_fill(~visible, 0.0), visible.clone()
+        droppable[..., :num_prefix_tokens] = False
+        counts = (discard_ratio * droppable.sum(dim=-1, keepdim=True).double()).long()
+        order = fused.masked_fill(~droppable, torch.inf).argsort(dim=-1, stable=True)
+        return fused.masked_fill(order.argsort(dim=-1) < counts, 0.0) if discard_ratio else fused
     patches = fused[..., num_prefix_tokens:]  # [..., tokens, patches]
     count = int(discard_ratio * patches.shape[-2] * patches.shape[-1])
     if count == 0:
         return fused
     kept = discard_smallest(patches.flatten(-2), count)
     return torch.cat([fused[..., :num_prefix_tokens], kept.reshape(patches.shape)], dim=-1)
-
-
-def _discard_in_rows(kept: Tensor, visible: Tensor, discard_ratio: float, num_prefix_tokens: int) -> Tensor:
-    if not discard_ratio:
-        return kept
-    droppable = visible.clone()
-    droppable[..., :num_prefix_tokens] = False
-    count = (discard_ratio * droppable.sum(dim=-1, keepdim=True).double()).long()
-    order = kept.masked_fill(~droppable, torch.inf).argsort(dim=-1, stable=True)
-    return kept.masked_fill(order.argsort(dim=-1) < count, 0.0)
 
 
 def discard_smallest(values: Tensor, count: int) -> Tensor:
@@ -131,9 +105,7 @@ def discard_smallest(values: Tensor, count: int) -> Tensor:
 
 
 def normalize_rows(matrix: Tensor) -> Tensor:
-    """Divide each row by its sum; a row of zeros becomes the row of the identity.
-
-    If the numbers of queries and keys differ, such a row stays zero.
+    """Divide each row by its sum; a row of zeros becomes that of the identity, if the matrix is square.
 
     >>> normalize_rows(torch.tensor([[1.0, 3.0], [0.0, 0.0]]))
     tensor([[0.2500, 0.7500],
@@ -157,13 +129,6 @@ def add_residual(fused: Tensor, residual: float = 0.5) -> Tensor:
 
     A row of W with all entries discarded becomes the identity row, even if α = 0.
 
-    Args:
-        fused: fused attention W; its rows need not sum to 1.
-        residual: α, the share of the residual connection, 0 <= α < 1; the paper uses 0.5.
-
-    Raises:
-        OptionError: α is not in [0, 1).
-
     Source: Abnar & Zuidema 2020, §3: A = 0.5 W_att + 0.5 I, re-normalized.
 
     >>> add_residual(torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
@@ -178,11 +143,9 @@ def add_residual(fused: Tensor, residual: float = 0.5) -> Tensor:
 
 
 def residual_shares(sums: Tensor, residual: float) -> tuple[Tensor, Tensor]:
-    """Weight of the residual connection in each row of Â, and the factor of W's row, both of the shape of `sums`.
+    """Return the weight of the residual connection in each row of Â, and the factor of W's row, from W's row sums.
 
-    Args:
-        sums: sum of each row of W; a row that sums to 0 has the residual only.
-        residual: α. If it is 0, rows with sums far below 1 must have been normalised before.
+    If α is 0, rows with sums far below 1 must have been normalised before.
 
     >>> residual_shares(torch.tensor([1.0, 3.0, 0.0]), 0.5)
     (tensor([0.5000, 0.2500, 1.0000]), tensor([0.5000, 0.2500, 0.0000]))
@@ -193,15 +156,7 @@ def residual_shares(sums: Tensor, residual: float) -> tuple[Tensor, Tensor]:
 
 
 def carry_rows(rows: Tensor, fused: Tensor, residual: float) -> Tensor:
-    """Carry rows down through one layer: rows · Â with Â = rownorm(α I + (1 − α) W), which is not formed.
-
-    Args:
-        rows: [batch, rows, tokens].
-        fused: fused attention W after discarding, [batch, tokens, tokens].
-        residual: α, the share of the residual connection.
-
-    Returns:
-        [batch, rows, tokens].
+    """Carry rows [batch, rows, tokens] through one layer: rows · Â for Â = rownorm(α I + (1 − α) W), not formed.
 
     >>> layer = torch.tensor([[[0.5, 0.5], [0.0, 1.0]]])
     >>> carry_rows(torch.tensor([[[1.0, 0.0]]]), layer, 0.5)
@@ -214,14 +169,12 @@ def carry_rows(rows: Tensor, fused: Tensor, residual: float) -> Tensor:
 
 
 def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> list[Tensor]:
-    """Check a stack of attention layers and return it as a list of [B, H, N, N] or fused [B, N, N], first layer first.
+    """Return attention as a list of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first.
 
-    A single tensor with a leading layer axis is split. Half precision becomes float32; if a layer is float64, all
-    become float64. In errors, layers are numbered from `first`.
+    Half precision becomes float32; if a layer is float64, all become float64. In errors, layers count from `first`.
 
     Raises:
-        ShapeError: no layers; a layer is not a dense tensor of real numbers, is empty or not square, differs from the
-            first in its shape, or contains negative, NaN or infinite values.
+        ShapeError: no layers, other shapes, or values that are negative, NaN or infinite.
     """
     layers = layers_of(attentions)
     for number, layer in enumerate(layers, start=first):
@@ -315,16 +268,7 @@ def check_readout(readout: Tensor, batch: int, num_tokens: int) -> Tensor:
 
 
 def raw_attention(fused: Tensor, *, readout: Tensor, discard_ratio: float = 0.0, num_prefix_tokens: int = 1) -> Tensor:
-    """Attention of the readout in one layer: qᵀ W, as [batch, tokens].
-
-    Args:
-        fused: fused attention W of the layer, [batch, tokens, tokens].
-        readout: weight of each token in the model's output, [tokens] or [batch, tokens].
-        discard_ratio: share of the smallest values to set to 0.
-        num_prefix_tokens: tokens before the patches.
-
-    Raises:
-        ShapeError: the readout has another shape, or values that are not finite.
+    """Return the attention qᵀ W of the readout in one fused layer [batch, tokens, tokens], as [batch, tokens].
 
     Source: the baseline of Abnar & Zuidema 2020, "Quantifying Attention Flow in Transformers", ACL 2020.
 

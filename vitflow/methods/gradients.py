@@ -16,21 +16,11 @@ from vitflow.methods.fusion import HeadFusion, check_head_fusion, fuse_heads, no
 def grad_cam(features: Tensor, gradients: Tensor, *, num_prefix_tokens: int = 1) -> Tensor:
     """Grad-CAM on tokens: ReLU(Σ_c w_c x_c), where w_c is the mean gradient of channel c over the patch tokens.
 
-    Args:
-        features: token features x, [batch, tokens, channels].
-        gradients: gradient of each image's target logit with respect to them, of the same shape.
-        num_prefix_tokens: tokens before the patches; the channel weights ignore them.
+    Both tensors are [batch, tokens, channels], the map is [batch, tokens].
 
-    Returns:
-        [batch, tokens].
+    Source: Selvaraju et al., "Grad-CAM: Visual Explanations from Deep Networks via Gradient-based Localization", ICCV
+    2017, eq. 1 and 2, with patch tokens as the positions.
 
-    Raises:
-        ShapeError: the shapes differ, or are not [batch, tokens, channels].
-
-    Source: Selvaraju et al., "Grad-CAM: Visual Explanations from Deep Networks via Gradient-based Localization",
-    ICCV 2017, eq. 1 and 2, with patch tokens as the positions.
-
-    >>> import torch
     >>> features = torch.tensor([[[9.0, 9.0], [1.0, 2.0], [3.0, 0.0]]])
     >>> gradients = torch.tensor([[[5.0, 5.0], [1.0, -1.0], [1.0, -3.0]]])
     >>> grad_cam(features, gradients)  # channel weights 1 and -2
@@ -47,26 +37,14 @@ def grad_cam(features: Tensor, gradients: Tensor, *, num_prefix_tokens: int = 1)
 
 
 def input_gradient(gradients: Tensor, *, rows: int, cols: int, extent: Extent | None = None) -> Tensor:
-    """Input gradient: |∂ logit / ∂ pixel| summed over the channels and pixels of each patch.
+    """Input gradient: |∂ logit / ∂ pixel| summed over the channels and pixels of each patch, [batch, rows, cols].
 
-    Pixels are those of the normalised model input.
-
-    Args:
-        gradients: gradient of each image's target logit by its pixels, [batch, channels, height, width].
-        rows: patches from top to bottom.
-        cols: patches from left to right.
-        extent: the pixels of the patches; None if they divide the image evenly.
-
-    Returns:
-        [batch, rows, cols].
-
-    Raises:
-        ShapeError: the gradients are not [batch, channels, height, width], or there are more patches than pixels.
+    The gradients are by the normalised model input, [batch, channels, height, width]; without `extent`, patches divide
+    it evenly.
 
     Source: Simonyan et al., "Deep Inside Convolutional Networks: Visualising Image Classification Models and Saliency
     Maps", ICLR 2014 workshop, with a sum over each patch instead of a maximum over channels.
 
-    >>> import torch
     >>> input_gradient(torch.tensor([[[[1.0, -2.0], [0.0, 3.0]]]]), rows=1, cols=2)
     tensor([[[1., 5.]]])
     """
@@ -76,23 +54,14 @@ def input_gradient(gradients: Tensor, *, rows: int, cols: int, extent: Extent | 
 
 
 def legrad(gradients: Sequence[Tensor]) -> Tensor:
-    """LeGrad: E_j = 1/L Σ_l 1/(h n) Σ_h Σ_i (∂s_l / ∂A_l[h, i, j])⁺, over heads h, queries i and layers l.
+    """LeGrad: E_j = 1/L Σ_l 1/(h n) Σ_h Σ_i (∂s_l / ∂A_l[h, i, j])⁺ over heads h, queries i, layers l: [batch, keys].
 
-    s_l is the output of the model's last norm, pooling and head for the tokens after layer l.
-
-    Args:
-        gradients: ∂s_l / ∂A_l of each layer, [batch, heads, queries, keys]; all with the same number of keys.
-
-    Returns:
-        [batch, keys].
-
-    Raises:
-        ShapeError: other shapes, or no layer.
+    s_l is the output of the model's last norm, pooling and head for the tokens after layer l; the gradients of each
+    layer are [batch, heads, queries, keys].
 
     Source: Bousselham et al., "LeGrad: An Explainability Method for Vision Transformers via Feature Formation
     Sensitivity", ICCV 2025, §3.
 
-    >>> import torch
     >>> legrad([torch.tensor([[[[1.0, -1.0], [3.0, 2.0]]]])])
     tensor([[2., 1.]])
     """
@@ -127,12 +96,8 @@ class Values:
 
     Attributes:
         vectors: value vectors v of each head, [batch, heads, tokens, width].
-        projection: W_O, [out, heads · width]; head h has the columns from
-            h · width on.
+        projection: W_O, [out, heads · width]; head h has the columns from h · width on.
         gram: W_Oᵀ W_O, if it is known already.
-
-    Raises:
-        ShapeError: the projection does not match the concatenated heads.
 
     >>> values = Values(torch.tensor([[[[1.0], [0.0]], [[0.0], [2.0]]]]), torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
     >>> values.norms()
@@ -169,7 +134,7 @@ class Values:
         return self.projection.T @ self.projection if vectors > len(self.projection) else None
 
     def weigh(self, attention: Tensor, value_weighted: ValueWeighting, mixed: Tensor | None = None) -> Tensor:
-        """Attention probabilities of all heads, weighted by their value vectors.
+        """Weight the attention of all heads by their value vectors: [batch, heads, tokens, tokens], not normalised.
 
         - False: A[h, i, j] itself.
         - True: A[h, i, j] · ‖v_j W_O‖, the length of what token j passes on to token i through head h.
@@ -177,13 +142,7 @@ class Values:
           o_i = Σ_hj A[h, i, j] v_j W_O; components orthogonal to o_i are ignored. Without the clamp at 0, row i sums to
           ‖o_i‖ over all heads and tokens.
 
-        Args:
-            attention: [batch, heads, tokens, tokens] of the same layer.
-            value_weighted: False, True or "output".
-            mixed: attention @ vectors, [batch, heads, tokens, width], if it has been computed already.
-
-        Returns:
-            [batch, heads, tokens, tokens], not normalised.
+        `mixed` is attention @ vectors, if it has been computed already.
 
         Source: Kobayashi et al., EMNLP 2020, for the norm. For the length along the output: the same vectors, as in
         Ferrando et al., "Measuring the Mixing of Contextual Information in the Transformer", EMNLP 2022, who use the
@@ -219,13 +178,9 @@ def fuse_weighted(
     values: Values | None,
     mixed: Tensor | None = None,
 ) -> Tensor:
-    """Weight the heads of one layer and fuse them: [batch, heads, tokens, tokens] → [batch, tokens, tokens].
+    """Weight the heads of one layer by their values and fuse them: [batch, tokens, tokens].
 
-    Weighted rows are normalised to sum 1 after the fusion.
-
-    Args:
-        values: of the same layer; required unless value_weighted is False.
-        mixed: as for `Values.weigh`.
+    Weighted rows are normalised to sum 1 after the fusion. `values` are required unless value_weighted is False.
     """
     check_head_fusion(head_fusion)
     if value_weighted is False:

@@ -59,17 +59,9 @@ class Balanced:
 
 
 def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
-    """Scale rows and columns of positive matrices, in turn, until both sum to 1.
+    """Scale rows and columns of positive matrices [batch, tokens, tokens], in turn, until both sum to 1.
 
-    Args:
-        matrices: [batch, tokens, tokens], no entry negative.
-        size: use the last `size` rows and columns only; None for all.
-
-    Returns:
-        The matrices with their factors; None if some row or column sums to 0.
-
-    Raises:
-        ShapeError: the matrices are not square.
+    Only the last `size` rows and columns are used, if given. None if some row or column sums to 0.
 
     Source: Sinkhorn & Knopp, "Concerning Nonnegative Matrices and Doubly Stochastic Matrices", 1967.
 
@@ -158,13 +150,8 @@ def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Af
     whether or not they attend to each other. (S alone is not enough: if objects attend to the background and the
     background to objects, one step of it inverts a map.)
 
-    Args:
-        layers: attention of each layer averaged over its heads, [batch, tokens, tokens], no value weighting, no
-            residual, nothing discarded; layers with an empty row or column are left out.
-        num_patches: number of patches, which are the last tokens; None for all tokens.
-
-    Raises:
-        ShapeError: a layer is not square, or none is left.
+    Each layer is the mean over its heads, [batch, tokens, tokens], the patches last; layers with an empty row or column
+    among the patches are left out, and ShapeError is raised if none remains.
 
     Source: affinity from attention, Lin et al., "CLIP is Also an Efficient Segmenter", CVPR 2023.
 
@@ -186,12 +173,7 @@ def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Af
 def key_affinity(layers: Sequence[Tensor]) -> Affinity:
     """Similarity of the patches' keys: K = Sinkhorn of ((mean over layers of cos(k_i, k_j))⁺)⁴.
 
-    Args:
-        layers: key vectors of each layer, heads side by side, [batch, patches, width]; cosines are taken in their
-            precision, float32 at least.
-
-    Raises:
-        ShapeError: no layer, or a layer of another shape.
+    The keys of each layer are [batch, patches, width], heads side by side; cosines are taken in float32 at least.
 
     Source: keys as patch descriptors, Siméoni et al., "Localizing Objects with Self-Supervised Transformers and no
     Labels", BMVC 2021.
@@ -215,18 +197,7 @@ def key_affinity(layers: Sequence[Tensor]) -> Affinity:
 
 
 def refine(grids: Tensor, affinity: Affinity, steps: int) -> Tensor:
-    """Spread maps among similar patches: affinityᵏ g, with k = steps.
-
-    Args:
-        grids: maps, [batch, rows, cols], of any sign.
-        affinity: of the same patches, in raster order.
-        steps: number of steps k; 0 leaves the maps unchanged.
-
-    Returns:
-        [batch, rows, cols] in the precision of `grids`; the sum of each map is kept.
-
-    Raises:
-        OptionError: steps is negative.
+    """Spread maps [batch, rows, cols] among similar patches: affinityᵏ g with k = steps; the sum of each map is kept.
 
     >>> refine(torch.tensor([[[1.0, 0.0]]]), co_attention([torch.tensor([[[0.9, 0.1], [0.1, 0.9]]])]), 1)
     tensor([[[0.8200, 0.1800]]])

@@ -1,4 +1,4 @@
-"""Attention rollout, gradient rollout, generic attention explainability: attention multiplied through the layers."""
+"""Attention rollout, gradient rollout and generic attention explainability, also of an encoder with a decoder."""
 
 from collections.abc import Sequence
 
@@ -75,15 +75,11 @@ def attention_rollout(
     check_fraction("residual", residual)
     layers = check_attentions(attentions)
     first = check_layer("start_layer", start_layer, len(layers))
-    batch, tokens = layers[0].shape[0], layers[0].shape[-1]
-    check_prefix(num_prefix_tokens, tokens)
+    check_prefix(num_prefix_tokens, layers[0].shape[-1])
     seen = visible_keys(layers, causal, attention_mask, visible)
     fused = [fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer for layer in layers[first:]]
     masks: Sequence[Tensor | None] = [None] * len(fused) if seen is None else seen[first:]
-    if readout is None:
-        top = torch.eye(tokens, device=fused[0].device).expand(batch, -1, -1)  # [batch, rows, tokens]
-    else:
-        top = check_readout(readout, batch, tokens).unsqueeze(1)
+    top = _top_rows(readout, layers[0])
 
     def carried(layers: Sequence[Tensor], ratio: float) -> Tensor:
         rows = top.to(layers[0])
@@ -100,16 +96,10 @@ def attention_rollout(
 
 
 def rollout_step(fused: Tensor, below: Tensor | None, residual: float, *, normal: bool = False) -> Tensor:
-    """One more layer of rollout's product from the bottom up: Â P, for Â = rownorm(α I + (1 − α) W).
+    """Return Â P: one more layer of rollout's product from the bottom up, [batch, tokens, tokens].
 
-    Args:
-        fused: fused attention W of the layer, [batch, tokens, tokens]; nothing is discarded.
-        below: P, the product of the layers below it, of the same shape; None for the identity.
-        residual: α, above 0.
-        normal: True if the rows of W sum to 1.
-
-    Returns:
-        [batch, tokens, tokens].
+    `below` is P, the product of the layers below (None for the identity); α is above 0, nothing is discarded, and
+    `normal` tells that the rows of W sum to 1.
 
     >>> rollout_step(torch.tensor([[[0.5, 0.5], [0.0, 1.0]]]), None, 0.5)
     tensor([[[0.7500, 0.2500],
@@ -125,22 +115,10 @@ def rollout_step(fused: Tensor, below: Tensor | None, residual: float, *, normal
 
 
 def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor | None = None) -> Tensor:
-    """Compute generic attention explainability: R ← R + W_l R from R = I, without normalisation.
+    """Return R of generic attention explainability: R ← R + W_l R from R = I, [batch, tokens, tokens].
 
-    With a `readout` q only the row qᵀ (I + W_L) ⋯ (I + W_s) is computed, from the top, in O(L · N²).
-
-    Args:
-        layers: W_l as returned by `gradient_weighted_attention`, [batch, tokens, tokens], first layer first.
-        start_layer: s, the first layer of the product; 1 is the paper.
-        readout: weight of each token of the top layer in the model's output, [tokens] or [batch, tokens].
-
-    Returns:
-        [batch, tokens, tokens], row i: relevance of each input token (column) to token i of the top layer. With a
-        readout, [batch, tokens].
-
-    Raises:
-        OptionError: there is no such layer.
-        ShapeError: wrong shapes, or values that are not finite.
+    Row i is the relevance of each input token to token i of the top layer. With a `readout` q only the row qᵀ (I + W_L)
+    ⋯ (I + W_s) is computed, [batch, tokens], from the top in O(L · N²).
 
     Source: Chefer, Gur & Wolf, "Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder
     Transformers", ICCV 2021, §3, self-attention.
@@ -150,16 +128,18 @@ def relevance(layers: Sequence[Tensor], *, start_layer: int = 1, readout: Tensor
     """
     layers = check_attentions(layers)
     first = check_layer("start_layer", start_layer, len(layers))
-    batch, tokens = layers[0].shape[0], layers[0].shape[-1]
-    if readout is None:
-        product = torch.eye(tokens, dtype=layers[0].dtype, device=layers[0].device).expand(batch, -1, -1)
-        for layer in layers[first:]:
-            product = product + layer @ product
-        return product
-    row = check_readout(readout, batch, tokens).to(layers[0]).unsqueeze(1)  # [batch, 1, tokens]
+    rows = _top_rows(readout, layers[0]).to(layers[0])
     for layer in reversed(layers[first:]):
-        row = row + torch.bmm(row, layer)
-    return row.squeeze(1)
+        rows = rows + torch.bmm(rows, layer)
+    return rows if readout is None else rows.squeeze(1)
+
+
+def _top_rows(readout: Tensor | None, layer: Tensor) -> Tensor:
+    """Return the rows with which a product from the top starts: the readout [batch, 1, tokens], or the identity."""
+    batch, tokens = layer.shape[0], layer.shape[-1]
+    if readout is None:
+        return torch.eye(tokens, device=layer.device).expand(batch, -1, -1)
+    return check_readout(readout, batch, tokens).unsqueeze(1)
 
 
 def gradient_weighted_attention(
@@ -168,17 +148,8 @@ def gradient_weighted_attention(
     """W_l, the fused (A_l ⊙ ∇A_l)⁺ of each layer, [batch, tokens, tokens], specific to one class.
 
     Gradient rollout is `attention_rollout` over them. Their entries are as small as the gradients, and their rows do
-    not sum to 1, so `residual` sets the weight of longer paths: near 1 the map is a sum of the layers' rows.
-
-    Args:
-        attentions: layers of [batch, heads, tokens, tokens], first layer first; optionally weighted by their values.
-        gradients: of each image's target logit with respect to the attention probabilities, of the same shapes.
-        head_fusion: "mean" (both papers), "max" or "min" over heads; or "signed_mean", (mean_h (A_l ⊙ ∇A_l))⁺, in which
-            heads with negative products cancel those with positive ones.
-
-    Raises:
-        OptionError: an unknown head fusion.
-        ShapeError: the shapes do not agree.
+    not sum to 1, so `residual` sets the weight of longer paths: near 1 the map is a sum of the layers' rows. With
+    "signed_mean", (mean_h (A_l ⊙ ∇A_l))⁺, heads with negative products cancel those with positive ones.
 
     Source: J. Gildenblat, "Exploring Explainability for Vision Transformers", 2020; with the gradient of the
     probabilities, per image, and its layers in the order of the attention.
@@ -208,3 +179,65 @@ def gradient_weighted_attention(
         else:
             layers.append(fuse_heads(products.clamp_min(0.0), head_fusion))
     return layers
+
+
+def joint_steps(encoder: Sequence[Tensor], decoder: Sequence[Tensor], crossing: Sequence[Tensor]) -> list[Tensor]:
+    """Return the joint graph of an encoder-decoder model: one matrix [m + n, m + n] per step, source tokens first.
+
+    Each layer of the encoder is [m, m]; the decoder's self-attention is [n, n], and its cross-attention [n, m].
+
+    >>> one = torch.tensor([[1.0]])
+    >>> joint_steps([], [one], [torch.tensor([[0.25, 0.75]])])[1]
+    tensor([[1.0000, 0.0000, 0.0000],
+            [0.0000, 1.0000, 0.0000],
+            [0.2500, 0.7500, 0.0000]])
+    """
+    n, m = crossing[0].shape
+    source, target = (torch.eye(size).to(crossing[0]) for size in (m, n))
+    steps = [torch.block_diag(layer, target) for layer in encoder]
+    for layer, across in zip(decoder, crossing, strict=True):
+        steps.append(torch.block_diag(source, layer))
+        steps.append(torch.cat([torch.block_diag(source, target)[:m], torch.nn.functional.pad(across, (0, n))]))
+    return steps
+
+
+def relevance_across(
+    encoder: Sequence[Tensor],
+    decoder: Sequence[Tensor],
+    crossing: Sequence[Tensor],
+    *,
+    row: int,
+    start_layer: int = 1,
+) -> Tensor:
+    """Return the token's row of R_ts and R_tt if the decoder ends at each layer, [layers, m + n].
+
+    Generic attention explainability of an encoder-decoder model: R_ss of the source, R_tt of the decoder's tokens and
+    R_ts begin as I, I and 0. Each layer W of the encoder adds W R_ss to R_ss. Each of the decoder adds W R_tt and W
+    R_ts to R_tt and R_ts, then W′, its attention to the source, adds R̄_ttᵀ W′ R̄_ss to R_ts, where R̄ is I plus R − I
+    with each row normalised to sum 1. W and W′ are as `gradient_weighted_attention` returns them; `start_layer` is of
+    the encoder.
+
+    Source: Chefer, Gur & Wolf, "Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder
+    Transformers", ICCV 2021, §3.2.
+
+    >>> one = torch.tensor([[1.0]])
+    >>> relevance_across([0.5 * torch.eye(2)], [one], [torch.tensor([[0.25, 0.75]])], row=0)
+    tensor([[1., 3., 2.]])
+    """
+    below = _normalised(relevance([layer.unsqueeze(0) for layer in encoder], start_layer=start_layer)[0])
+    target, source = torch.eye(len(decoder[0])).to(below), torch.zeros_like(crossing[0])  # R_tt, R_ts
+    rows = []
+    for layer, across in zip(decoder, crossing, strict=True):
+        source = source + layer @ source
+        target = target + layer @ target
+        source = source + _normalised(target).mT @ across @ below
+        rows.append(torch.cat([source[row], target[row]]))
+    return torch.stack(rows)
+
+
+def _normalised(relevances: Tensor) -> Tensor:
+    """Return R̄ = I + (R − I) with each row of R − I normalised to sum 1."""
+    eye = torch.eye(len(relevances)).to(relevances)
+    added = relevances - eye
+    total = added.sum(dim=-1, keepdim=True)
+    return eye + added / torch.where(total > 0, total, 1.0)

@@ -17,17 +17,7 @@ _ROUNDING = 1e-12
 
 
 def similarity(features: Tensor, reference: Tensor) -> Tensor:
-    """Cosine of the features of each patch and a reference: x · r / (|x| |r|), and 0 if one of them is 0.
-
-    Args:
-        features: x, [batch, patches, width].
-        reference: r, one for each image, [batch, width].
-
-    Returns:
-        [batch, patches], from −1 to 1.
-
-    Raises:
-        ShapeError: other shapes.
+    """Cosine of the features of each patch [batch, patches, width] and a reference [batch, width]; 0 if one is 0.
 
     >>> similarity(torch.tensor([[[2.0, 0.0], [1.0, 1.0], [0.0, -3.0]]]), torch.tensor([[0.0, 4.0]]))
     tensor([[ 0.0000,  0.7071, -1.0000]])
@@ -41,14 +31,7 @@ def similarity(features: Tensor, reference: Tensor) -> Tensor:
 
 
 def area_shares(box: tuple[float, float, float, float], rows: int, cols: int) -> Tensor:
-    """Return the share of a box in each patch; the shares sum to 1.
-
-    Args:
-        box: its left, top, right and bottom edge, in patches from the top left corner.
-        rows, cols: of the patches.
-
-    Returns:
-        float64 [rows · cols], in raster order.
+    """Return the share of a box in each patch, float64 [rows · cols]; its edges are in patches from the top left.
 
     Raises:
         OutsideGridError: the box has no area on the patches.
@@ -73,8 +56,7 @@ class Components:
 
     Attributes:
         mean: of the features, float64 [width].
-        directions: one for each component, of length 1, float64 [width, components]; 0 without further
-            variance.
+        directions: of length 1, float64 [width, components]; 0 without further variance.
         shares: share of the variance of each component, [components].
     """
 
@@ -88,17 +70,10 @@ class Components:
 
 
 def principal_components(features: Tensor, count: int = 3) -> Components:
-    """Compute the first principal components, the leading eigenvectors of the covariance, in float64.
+    """Return the leading eigenvectors of the covariance of features [samples, width], computed in float64.
 
     The sign of an eigenvector is arbitrary. Here the entry with the largest absolute value is positive, so that the
     same features give the same signs with any solver.
-
-    Args:
-        features: [samples, width], at least one sample more than components.
-        count: number of components.
-
-    Raises:
-        ShapeError: other shapes, or too few samples.
 
     >>> found = principal_components(torch.tensor([[0.0, 0.0], [0.0, -2.0], [1.0, -1.0], [-1.0, -1.0]]), count=1)
     >>> found.shares.tolist(), principal_components(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 1).directions.tolist()

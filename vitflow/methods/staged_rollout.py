@@ -76,9 +76,9 @@ def staged_rollout(
 
     Each layer equals its dense matrix: Â = rownorm(α I + (1 − α) W), where W contains the probabilities of each window
     at its tokens, summed if windows overlap, and 0 at padding. If layers differ in their tokens, it is assumed that
-    operations between attention layers (merging, convolution, pooling) preserve positions, and that each coarse
-    token covers its area uniformly, regardless of the merge weights: the area in pixels if the extents of the layouts
-    are measured, else an even share of the image. A class token that is added in a late layer keeps its share.
+    operations between attention layers (merging, convolution, pooling) preserve positions, and that each coarse token
+    covers its area uniformly, regardless of the merge weights: the area in pixels if the extents of the layouts are
+    measured, else an even share of the image. A class token that is added in a late layer keeps its share.
 
     Args:
         matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first.
@@ -96,10 +96,6 @@ def staged_rollout(
     Returns:
         The row, [batch, tokens], and the layout of its tokens: the finest that the layers down to s have.
 
-    Raises:
-        OptionError: an option is out of range.
-        ShapeError: the shape of a matrix does not match its tokens.
-
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.1, for the product; windows,
     shifts and merges as Liu et al., "Swin Transformer", ICCV 2021, §3 define them.
 
@@ -113,10 +109,10 @@ def staged_rollout(
     shares = list(residual) if isinstance(residual, Sequence) else [residual] * len(matrices)
     for share in shares:
         check_fraction("residual", share)
-    if not matrices or len(matrices) != len(tokens):
-        raise ShapeError(f"Expected the tokens of {len(matrices)} layers, got those of {len(tokens)}.")
-    if len(shares) != len(matrices):
-        raise ShapeError(f"Expected {len(matrices)} residuals, one for each layer, got {len(shares)}.")
+    if not matrices or not len(matrices) == len(tokens) == len(shares):
+        raise ShapeError(
+            f"Expected the tokens and residuals of {len(matrices)} layers, got {len(tokens)} and {len(shares)}."
+        )
     checked = [_checked(matrix, layer) for matrix, layer in zip(matrices, tokens, strict=True)]
     layout, count = tokens[-1].queries, len(matrices)
     first = check_layer("start_layer", start_layer, count)
@@ -138,32 +134,12 @@ def staged_rollout(
     return row, layout
 
 
-def same_tokens(tokens: Sequence[LayerTokens]) -> bool:
-    """Return True if all layers attend densely between the same tokens, with the patches last."""
-    return all(
-        layer.dense and layer.queries == tokens[-1].queries and not layer.queries.num_suffix_tokens for layer in tokens
-    )
-
-
 def staged_attention(
     matrix: Tensor, tokens: Sequence[LayerTokens], *, layer: int, readout: Tensor, discard_ratio: float = 0.0
 ) -> tuple[Tensor, TokenLayout]:
-    """Compute the readout's row qᵀ W_l of one layer without residual, on the keys of that layer.
+    """Compute the readout's row qᵀ W_l of one layer without residual, and the layout of its keys.
 
-    Args:
-        matrix: fused attention of that layer, [batch, windows, queries, keys].
-        tokens: layouts of the tokens of each layer, first layer first.
-        layer: layer number, 1 for the first, −1 for the last.
-        readout: weight in the model's output of each token among the queries of the top layer, [batch, tokens].
-        discard_ratio: as for `staged_rollout`.
-
-    Returns:
-        The row, [batch, tokens], and the layout of its tokens. If layers differ in their tokens, the rows of W_l are
-        normalised to 1.
-
-    Raises:
-        OptionError: there is no such layer.
-        ShapeError: the shape of the matrix does not match its tokens.
+    If layers differ in their tokens, the rows of W_l are normalised to 1. Arguments are as for `staged_rollout`.
 
     >>> one = TokenLayout(0, 1, 2)
     >>> dense = LayerTokens(one, one)
@@ -172,12 +148,13 @@ def staged_attention(
     """
     among = tokens[check_layer("layer", layer, len(tokens))]
     matrix = _checked(matrix, among)
-    if same_tokens(tokens):
+    top = tokens[-1].queries
+    if not top.num_suffix_tokens and all(each.dense and each.queries == top for each in tokens):
         prefix, whole = among.keys.num_prefix_tokens, matrix.squeeze(1)
         row = raw_attention(whole, readout=readout, discard_ratio=discard_ratio, num_prefix_tokens=prefix)
         return row, among.keys
-    row = check_readout(readout, len(matrix), tokens[-1].queries.num_tokens).to(matrix)
-    query_row = carry(row, tokens[-1].queries, among.queries)
+    row = check_readout(readout, len(matrix), top.num_tokens).to(matrix)
+    query_row = carry(row, top, among.queries)
     return _through(query_row, among.queries, matrix, among, discard_ratio, 0.0, additive=False)
 
 
@@ -274,16 +251,6 @@ def carry(row: Tensor, source: TokenLayout, target: TokenLayout) -> Tensor:
 
     Weights of prefix tokens are kept if the target has as many prefix tokens, and dropped if it has none.
 
-    Args:
-        row: [batch, tokens of source].
-        source, target: layouts over the same image.
-
-    Returns:
-        [batch, tokens of target].
-
-    Raises:
-        UnsupportedModelError: both layouts have prefix tokens, but not the same number.
-
     >>> carry(torch.tensor([[4.0, 8.0]]), TokenLayout(0, 1, 2), TokenLayout(0, 2, 4))
     tensor([[1., 1., 2., 2., 1., 1., 2., 2.]])
     """
@@ -309,13 +276,6 @@ def _by_area(values: Tensor, source: TokenLayout, target: TokenLayout, *, mean: 
     """Return each patch of the target as the sum (or mean) over patches of the source, weighted by overlapping area.
 
     Patches of a sum are shared among the cells of the target that they overlap; a mean is 1 where nothing overlaps.
-
-    Args:
-        values: over the tokens of the source, [batch, tokens].
-        source, target: layouts over the same image.
-
-    Returns:
-        [batch, patches of the target].
     """
     grid = source.to_grid(values)
     measured = source.extent is not None and target.extent is not None

@@ -111,13 +111,7 @@ def visible_keys(
 ) -> list[Tensor] | None:
     """Return the visible keys of each query of each layer, bool [batch, queries, keys]; None if all are.
 
-    Args:
-        layers: [batch, heads, queries, keys] or fused [batch, queries, keys].
-        causal, attention_mask, visible: as for `attention_rollout`.
-
-    Raises:
-        OptionError: an unknown value of causal.
-        ShapeError: a mask does not fit the attention.
+    Arguments are as for `attention_rollout`.
 
     >>> layer = torch.tensor([[[1.0, 0.0], [0.5, 0.5]]])
     >>> visible_keys([layer], "raw")[0].int()
@@ -162,16 +156,10 @@ def uniform_attention(visible: Tensor) -> Tensor:
 
 
 def relative_to(weights: Tensor, reference: Tensor, is_self: Tensor | None = None) -> Tensor:
-    """Divide weights by those of uniform attention, each row normalised to sum 1.
+    """Divide weights [..., tokens] by those of uniform attention, each row normalised to sum 1, float64.
 
-    Args:
-        weights: rows over tokens, [..., tokens].
-        reference: the same for uniform attention; if it is 0, the quotient is 0.
-        is_self: mask of the row's own token, bool; it gets 0. In deep models its share of the reference is so small
-            that it would dominate the quotient.
-
-    Returns:
-        float64, of the same shape.
+    Where the reference is 0, the quotient is 0. A row's own token, in the mask `is_self`, gets 0: in deep models its
+    share of the reference is so small that it would dominate the quotient.
 
     >>> relative_to(torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.6, 0.1, 0.1]))
     tensor([0.2000, 0.6000, 0.2000], dtype=torch.float64)

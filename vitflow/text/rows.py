@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError, ValueNormsError
-from vitflow.methods.encoder_decoder import joint_steps, relevance_across
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.gradients import ValueWeighting
-from vitflow.methods.rollout import relevance
+from vitflow.methods.rollout import joint_steps, relevance, relevance_across
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.isolation import device_of, evaluating, refuse_inference_tensors
 from vitflow.recording.probing import is_causal

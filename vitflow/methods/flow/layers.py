@@ -38,14 +38,6 @@ TOGETHER = 2**20
 def parse_window(layers: LayerRange, count: int) -> tuple[int, int]:
     """Parse a range of layers into the first and the last layer, counted from 1, both included.
 
-    Args:
-        layers: "all"; N for the last N layers; (first, last), where -1 is the last layer of the model; or the same in
-            words, "4", "9:12", "9:" or ":4".
-        count: layers of the model.
-
-    Raises:
-        OptionError: there are no such layers.
-
     >>> parse_window(2, 12), parse_window((1, -2), 12), parse_window("9:", 12), parse_window("all", 12)
     ((11, 12), (1, 11), (9, 12), (1, 12))
     """
@@ -87,12 +79,7 @@ def default_window(layers: LayerRange, count: int) -> LayerRange:
 
 
 def check_window(attentions: Sequence[Tensor] | Tensor, layers: LayerRange) -> tuple[list[Tensor], int]:
-    """Return the checked layers of the window, and the 1-based index of the first layer.
-
-    Raises:
-        OptionError: there are no such layers.
-        ShapeError: wrong shapes, or values that are not finite or negative, in a layer of the window.
-    """
+    """Return the checked layers of the window, and the number of its first layer, counted from 1."""
     everything = layers_of(attentions)
     first, last = parse_window(layers, len(everything))
     return check_attentions(everything[first - 1 : last], first), first

@@ -53,8 +53,8 @@ def inner_flows(
         progress: called with the number of further sinks solved.
 
     Returns:
-        values: [sinks]; a flow that reaches its bound gets the bound itself.
-        crossing: [sinks, layers + 2], the cut's capacity among demands, in each layer from the lowest, among supplies.
+        The values [sinks], where a flow that reaches its bound gets the bound itself; and the cut's capacity among
+        demands, in each layer from the lowest, and among supplies, [sinks, layers + 2].
     """
     if upward.size >= 2**31:
         raise ShapeError(f"Expected less than 2^31 edges, got {len(upward)} inner layers of {len(supply)} tokens.")
@@ -106,9 +106,8 @@ def _solved(
 def shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indices]]:
     """Propagate the supply to each layer of nodes, lowest first, in proportion to the capacities.
 
-    Returns:
-        The supplies [tokens], and the reachable tokens, sorted by supply in descending order. Augmenting through nodes
-        with large supply first makes straight paths nearly optimal and shortens the residual search.
+    Also return the reachable tokens, by supply in descending order: augmenting through nodes with large supply first
+    makes straight paths nearly optimal and shortens the residual search.
     """
     supplies, reached = [supply], [supply > 0]  # shares may underflow
     for matrix in upward[::-1]:  # [keys, queries]
@@ -123,10 +122,7 @@ def shared_out(upward: Floats, supply: Floats) -> tuple[list[Floats], list[Indic
 def lowest_layers(upward: Floats, nodes: Sequence[Indices], supplies: Sequence[Floats], small: float = 0.0) -> Graph:
     """Return the lowest layers for the compiled search, supplied with the flow that `shared_out` propagates to them.
 
-    Args:
-        upward: their capacities, [layers, keys, queries].
-        nodes, supplies: the tokens and the supply of each layer of nodes, lowest first.
-        small: leave out edges of at most this share of their layer's mean.
+    Edges of at most the share `small` of their layer's mean are left out.
     """
     nodes = nodes[: len(upward) + 1]
     sizes = [len(tokens) for tokens in nodes]
