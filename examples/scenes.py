@@ -15,8 +15,7 @@ from itertools import combinations, permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.demo.drawing import CLASS_NAMES
-from vitflow.demo.painting import check, choose_count, paint, place_objects
+from vitflow.demo.drawing import CLASS_NAMES, Placed, check, choose_count, paint, place_objects
 from vitflow.errors import OptionError
 
 COLOURS: tuple[str, ...] = tuple(name.split()[0] for name in CLASS_NAMES)
@@ -210,13 +209,22 @@ def draw_scene(seed: int, size: int | tuple[int, int] = 64) -> Scene:
     while True:
         objects = place_objects(random, kinds, height, width, _LEAN)
         things = tuple(
-            Thing(Phrase(COLOURS[colour], SHAPES[shape]), placed.middle)
+            Thing(Phrase(COLOURS[colour], SHAPES[shape]), _middle(placed))
             for (colour, shape), placed in zip(kinds, objects, strict=True)
         )
         if _are_clear(things):
             break
     image, masks = paint(seed, objects, height, width)
     return Scene(image, things, masks)
+
+
+def _middle(placed: Placed) -> tuple[float, float]:
+    """Return the centre of area (x, y) of an object, which for a crescent is not that of its circle."""
+    x, y = placed.contours[0].T
+    wedge = x * np.roll(y, -1) - np.roll(x, -1) * y  # twice the area between two corners and the centre
+    shift_x = ((x + np.roll(x, -1)) * wedge).sum() / (3.0 * wedge.sum())
+    shift_y = ((y + np.roll(y, -1)) * wedge).sum() / (3.0 * wedge.sum())
+    return placed.centre[0] + float(shift_x), placed.centre[1] + float(shift_y)
 
 
 def draw_scenes(count: int, seed: int = 0, size: int | tuple[int, int] = 64) -> Iterator[Scene]:

@@ -8,8 +8,8 @@ from .analysis.clips import explain_clip as explain_clip
 from .analysis.comparison import Comparison as Comparison
 from .analysis.comparison import compare as compare
 from .analysis.exploring import explore as explore
-from .analysis.features import feature_maps as feature_maps
-from .analysis.layer_maps import layer_maps as layer_maps
+from .analysis.layers import feature_maps as feature_maps
+from .analysis.layers import layer_maps as layer_maps
 from .errors import VitflowError as VitflowError
 from .errors import VitflowWarning as VitflowWarning
 from .evaluation.run import evaluate as evaluate

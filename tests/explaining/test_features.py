@@ -13,7 +13,7 @@ import vitflow
 from tests import literal_vit
 from tests.models.test_libraries import FAMILIES, NORMALISATION, built
 from vitflow import Explainer
-from vitflow.analysis.features import _coloured
+from vitflow.analysis.layers import _coloured
 from vitflow.cli import cli
 from vitflow.errors import OptionError, OutsideGridError, OutsideImageError, ShapeError, UnsupportedModelError
 from vitflow.images.pen import Pen

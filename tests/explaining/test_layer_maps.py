@@ -27,7 +27,7 @@ def explainer() -> Explainer:
 @pytest.mark.parametrize("method", ["rollout", "gae"])
 def test_the_maps_are_those_of_each_layer_of_the_layers_together_and_of_each_head(explainer, method):
     actual = vitflow.layer_maps(IMAGE, model=explainer, method=method, layer=2, target=3, patch=(1, 2))
-    assert isinstance(actual, vitflow.analysis.layer_maps.LayerMaps) and actual.layer == 2
+    assert isinstance(actual, vitflow.analysis.layers.LayerMaps) and actual.layer == 2
     assert [len(maps) for maps in (actual.single, actual.accumulated, actual.heads)] == [3, 3, 3]
     one = partial(explainer.explain, IMAGE, patch=(1, 2))  # an option that reaches all of them
     expected = [one(method="attention", layer=layer) for layer in (1, 2, 3)]

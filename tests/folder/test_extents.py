@@ -11,8 +11,7 @@ from vitflow import Explainer, explore
 from vitflow.errors import ShapeError
 from vitflow.folder import BatchExplainer
 from vitflow.folder.columns import placement_of, placement_row
-from vitflow.images.extents import Span
-from vitflow.images.geometry import Placement
+from vitflow.images.geometry import Placement, Span
 from vitflow.viewer.pages import placed_grids
 
 EXTENT = (Span(0.0, 14.0, 0, 98), Span(-6.5, 14.0, 0, 96))

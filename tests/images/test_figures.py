@@ -13,9 +13,9 @@ from PIL import Image
 
 from vitflow.errors import OptionError
 from vitflow.images import FIGURE_FORMATS, typesetting
-from vitflow.images.charts import Series, draw_lines
 from vitflow.images.figures import Cell, Column, draw_bands, save_figure
 from vitflow.images.pen import Bar, panel_size
+from vitflow.images.typesetting import Series, draw_lines
 
 NAMES = [
     "tabby",

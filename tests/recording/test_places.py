@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitflow import Explainer, record_attention
 from vitflow.errors import UnsupportedModelError
-from vitflow.images.extents import Span
+from vitflow.images.geometry import Span
 from vitflow.methods import TokenLayout
 
 CONFIG = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0, "crop_mode": "squash"}

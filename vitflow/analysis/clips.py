@@ -109,8 +109,8 @@ class Clip:
             path: also write the figure here: .png, .pdf or .svg.
             options: options of `Saliency.overlay`.
         """
-        from vitflow.images.charts import draw_clip
         from vitflow.images.figures import written
+        from vitflow.images.typesetting import draw_clip
 
         images = self.overlays(**options)
         first = self.frames[0]

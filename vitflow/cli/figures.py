@@ -98,7 +98,7 @@ def layers(image: Path, **given: Any) -> None:
     choose_methods([method, "attention"], options)  # before torch is loaded
     output = output_file([image], given["output"], "layers")
     explainer = shared.make_explainer(given)
-    from vitflow.analysis.layer_maps import layer_maps
+    from vitflow.analysis.layers import layer_maps
 
     maps = layer_maps(image, model=explainer, method=given["method"], layer=layer, target=given["target"], **options)
     if given["method"] is None:
@@ -127,7 +127,7 @@ def features(images: tuple[Path, ...], **given: Any) -> None:
     """
     output = output_file(images, given["output"], "features")
     explainer = shared.make_explainer(given)
-    from vitflow.analysis.features import feature_maps
+    from vitflow.analysis.layers import feature_maps
 
     components = feature_maps(list(images), model=explainer, layer=given["of_layer"], foreground=given["foreground"])
     drawing = shared.given_options(given, ("alpha", "interpolation"))

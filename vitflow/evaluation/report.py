@@ -15,10 +15,14 @@ from vitflow.evaluation.metrics import GROUPS, Metric, is_blurred
 from vitflow.evaluation.statistics import CONFIDENCE
 from vitflow.evaluation.tables import TableRow, Tables
 from vitflow.evaluation.verdict import verdict
-from vitflow.images.charts import (
+from vitflow.images.figures import figure_bytes
+from vitflow.images.typesetting import (
     AXIS,
     BAR,
     BASELINE,
+    BODY,
+    GREY,
+    INK,
     MOST_WIDTH,
     Series,
     draw_lines,
@@ -26,10 +30,9 @@ from vitflow.images.charts import (
     new_chart,
     settled,
     style_axes,
+    wrap,
 )
-from vitflow.images.figures import figure_bytes
-from vitflow.images.typesetting import BODY, GREY, INK, wrap
-from vitflow.viewer.pages import write_html
+from vitflow.viewer.pages import Page, make_html
 
 # Lengths in inches; browsers may draw labels a little wider than matplotlib, so they need the padding.
 _ROW, _PANEL, _AROUND, _PAD = 0.19, 1.45, 0.55, 0.08
@@ -116,8 +119,7 @@ def draw_charts(evaluation: Tables) -> dict[str, Figure]:
 
 def write_page(evaluation: Tables, path: Path, charts: Mapping[str, Figure], notes: Sequence[str]) -> Path:
     """Write the page, with charts from `draw_charts` and sentences above the tables."""
-    return write_html(
-        path,
+    page = make_html(
         "evaluation",
         evaluation=evaluation,
         verdict=verdict(evaluation),
@@ -128,6 +130,7 @@ def write_page(evaluation: Tables, path: Path, charts: Mapping[str, Figure], not
         confidence=round(100 * CONFIDENCE),
         baselines=sum(map(evaluation.is_baseline, evaluation.methods)),
     )
+    return Page(page).save(path)
 
 
 def _image(figure: Figure, suffix: str) -> dict[str, Any]:

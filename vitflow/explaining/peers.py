@@ -22,7 +22,7 @@ from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, loa
 from vitflow.explaining.grad_cam import measured_layers
 from vitflow.explaining.maps import Maps
 from vitflow.explaining.targeted_trace import TargetedTrace
-from vitflow.images.extents import Extent
+from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_owners, sum_cells
 from vitflow.models.anatomy import forward_options
 from vitflow.models.outputs import Outputs

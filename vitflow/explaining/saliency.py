@@ -16,8 +16,7 @@ from vitflow.explaining import captions
 from vitflow.explaining.inputs import crop_note
 from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
-from vitflow.images.extents import Span
-from vitflow.images.geometry import Placement
+from vitflow.images.geometry import Placement, Span
 from vitflow.images.pen import Mark, Pen, takes_drawing_options
 from vitflow.images.reading import image_name, write_image
 from vitflow.images.upsampling import upsample

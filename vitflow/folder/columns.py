@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, printable
-from vitflow.images.extents import Extent, Span
-from vitflow.images.geometry import Placement
+from vitflow.images.geometry import Extent, Placement, Span
 
 Row = dict[str, Any]
 Grid = NDArray[np.float32]

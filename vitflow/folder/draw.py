@@ -214,8 +214,7 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
     Raises:
         OptionError: the folder has no run, or its record is damaged.
     """
-    from vitflow.viewer.pages import FAILURES_SHOWN, placed_grids, thumbnail
-    from vitflow.viewer.report import write_report
+    from vitflow.viewer.pages import FAILURES_SHOWN, placed_grids, thumbnail, write_report
 
     with open_run(output) as saved:
         run = saved.fingerprint

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vitflow.errors import ShapeError, check_known
 from vitflow.images import INTERPOLATIONS, Interpolation
-from vitflow.images.geometry import Placement, strips
+from vitflow.images.geometry import Placement, overlaps, strips
 
 
 def upsample(
@@ -115,10 +115,7 @@ def _edges(placement: Placement, axis: int, count: int) -> NDArray[np.float64]:
 
 def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.float64]:
     """Return the share of each patch along an axis in each of `count` cells of the image, [cells, patches]."""
-    cells = np.arange(count + 1) * (side / count)
-    begin, end = np.maximum.outer(cells[:-1], edges[:-1]), np.minimum.outer(cells[1:], edges[1:])
-    shares: NDArray[np.float64] = np.clip(end - begin, 0.0, None) / np.diff(edges)
-    return shares
+    return overlaps(edges, np.arange(count + 1) * (side / count)) / np.diff(edges)
 
 
 def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray[np.float32]:

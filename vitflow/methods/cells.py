@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, whole_number
-from vitflow.images.extents import Extent, Span
+from vitflow.images.geometry import Extent, Span
 
 # Default number of cells on the shorter side, that of a 224-pixel input in 16-pixel patches.
 DEFAULT_CELLS = 14

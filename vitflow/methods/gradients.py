@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError
-from vitflow.images.extents import Extent
+from vitflow.images.geometry import Extent
 from vitflow.methods.cells import sum_cells
 from vitflow.methods.fusion import HeadFusion, check_head_fusion, fuse_heads, normalize_rows
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OTHER_METHODS, ShapeError, UnsupportedModelError
-from vitflow.images.extents import overlaps
+from vitflow.images.geometry import overlaps
 from vitflow.methods.fusion import (
     carry_rows,
     check_fraction,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, OutsideGridError, ShapeError, check_known, whole_number
-from vitflow.images.extents import Extent
+from vitflow.images.geometry import Extent
 
 
 @dataclass(frozen=True, slots=True)

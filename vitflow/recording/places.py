@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.images.extents import Extent
+from vitflow.images.geometry import Extent
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.calls import tensors_in
 from vitflow.models.parts import runs_compiled

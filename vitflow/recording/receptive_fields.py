@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitflow.images.extents import Extent, Span, even_extent
+from vitflow.images.geometry import Extent, Span, even_extent
 
 # Largest distance between a token and its place on a regular grid, in cells.
 _TOLERANCE = 0.1

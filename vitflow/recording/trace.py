@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
-from vitflow.images.extents import Extent
+from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_grid
 from vitflow.methods.gradients import at_least_float32
 from vitflow.methods.refinement import Affinity

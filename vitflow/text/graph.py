@@ -11,9 +11,20 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from vitflow.images import charts
-from vitflow.images.charts import new_chart
-from vitflow.images.typesetting import BODY, GREY, INK, LEADING, MARGIN, SMALL, TITLE, measure, plain, wrap
+from vitflow.images.typesetting import (
+    BODY,
+    GREY,
+    INK,
+    LEADING,
+    MARGIN,
+    SMALL,
+    TITLE,
+    framed,
+    measure,
+    new_chart,
+    plain,
+    wrap,
+)
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import Causal
@@ -145,7 +156,7 @@ class GraphView(View):
         for label, position in zip(plots[0].get_yticklabels(), self._columns, strict=True):
             label.set_fontweight("bold" if position in self.selected else "normal")
         legend = "edges: thicker and darker for larger weights; blue: paths of the explained token"
-        return charts.framed(figure, self.title, [legend, *self.footer])
+        return framed(figure, self.title, [legend, *self.footer])
 
     def _draw_panel(self, axes: Axes, panel: Panel, panel_width: float) -> None:
         """Draw one graph, the input at the left and the top layer at the right."""

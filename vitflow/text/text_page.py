@@ -16,7 +16,7 @@ from vitflow.methods.fusion import check_layer
 from vitflow.text.summary import VERDICTS
 from vitflow.text.view import View
 from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide, labels_of
-from vitflow.viewer.pages import Page, drawing_of, make_html, one_table, pack_half
+from vitflow.viewer.pages import Page, color_tables, drawing_of, make_html, pack_half
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ class TextPage:
             "hidden": [*([] if special else ["special"]), *(["stop"] if stopped else [])],
             "images": list(self.images),
             "verdicts": VERDICTS,
-            "tables": {"one_side": one_table(None, False)},
+            "tables": color_tables(None),
             "percentiles": ROBUST_PERCENTILES,
             "drawing": drawing_of(),
         }

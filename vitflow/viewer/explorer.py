@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitflow.errors import printable
-from vitflow.images.overlay import ROBUST_PERCENTILES
+from vitflow.images.overlay import ROBUST_PERCENTILES, SEQUENTIAL
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.tokens import TokenLayout
 from vitflow.viewer.pages import (
-    COLOUR_MAPS,
     Floats,
     Packed,
     Page,
@@ -36,6 +35,8 @@ FUSED: tuple[Fused, ...] = (
     *(("max", "output"), ("mean", False), ("max", False)),
     *(("mean", "output"), ("min", False), ("min", "output")),
 )
+# Colour maps to choose from, the default first.
+COLOUR_MAPS = (SEQUENTIAL, "viridis", "inferno", "gray")
 # Fields of an image that the page contains unchanged.
 _AS_THEY_ARE = ("path", "window", "areas", "pooling", "maps", "answers", "refused", "uniform")
 # Longer side of the images, in pixels.
@@ -149,7 +150,7 @@ def make_explorer(
         "methods": methods,
         "layers": max((len(next(iter(image.attention.values()))) for _, image in live), default=0),
         "heads": heads,
-        "tables": color_tables(),
+        "tables": {name: color_tables(None if name == SEQUENTIAL else name) for name in COLOUR_MAPS},
         "drawing": drawing_of(),
         "cmaps": list(COLOUR_MAPS),
         "percentiles": ROBUST_PERCENTILES,

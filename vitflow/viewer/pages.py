@@ -1,4 +1,4 @@
-"""HTML pages with a common template and style, each in one file that requires no network.
+"""HTML pages with a common template and style, each in one file that requires no network, and the report of a run.
 
 A page `NAME` is `NAME.html`, which extends `base.html`, with `NAME.css` behind the style of all pages. A page that a
 reader can do something with has the script of all pages, `base.js`, and its own. Whatever comes from data or file names
@@ -12,12 +12,14 @@ import html
 import io
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote_from_bytes
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
@@ -26,9 +28,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import printable
-from vitflow.files import write_atomically
+from vitflow.files import natural_order, write_atomically
 from vitflow.images.geometry import Placement
-from vitflow.images.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, SEQUENTIAL, color_table
+from vitflow.images.overlay import CONTOURS, KEPT, KNEE, LUMINANCE, color_table, is_soft, scale_range
 from vitflow.images.typesetting import decimal
 
 #: Maximum number of failed inputs listed on a page; the manifest lists all.
@@ -62,35 +64,13 @@ class Page:
         )
 
 
-def placed_grids(placed: Sequence[tuple[Placement, tuple[int, int]]]) -> dict[str, Any]:
-    """Return where the scripts draw grids of (rows, columns): the seen "window" of the image, and uneven "areas".
-
-    >>> placed_grids([(Placement((4, 4), (4, 4), (0, 0), (4, 4)), (2, 2))])
-    {'window': [0.0, 0.0, 4.0, 4.0], 'areas': {}}
-    """
-    uneven = {grid: each.area(grid) for each, grid in reversed(placed) if each.extent is not None}
-    areas = {f"{rows},{cols}": [round(edge, 3) for edge in area] for (rows, cols), area in uneven.items()}
-    return {"window": [round(edge, 3) for edge in placed[0][0].window], "areas": areas}
-
-
 def make_html(name: str, *scripts: str, **values: Any) -> str:
-    """Render a page as HTML.
-
-    Args:
-        name: the page's template and style.
-        scripts: names of its scripts, which run after the common one.
-        values: what the template shows; `data` is for the scripts.
-    """
+    """Render the page of a template and its scripts as HTML with `values`, of which `data` is for the scripts."""
     style = Markup(_source("base.css") + _source(f"{name}.css"))
     script = Markup("".join(_source(f"{script}.js") for script in ("base", *scripts))) if scripts else Markup("")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = _environment().get_template(f"{name}.html")
     return template.render(style=style, script=script, script_hash=digest, version=version("vitflow"), **values)
-
-
-def write_html(path: Path, name: str, *scripts: str, **values: Any) -> Path:
-    """Write the page of `make_html`."""
-    return Page(make_html(name, *scripts, **values)).save(path)
 
 
 @cache
@@ -111,8 +91,6 @@ def _source(name: str) -> str:
 
 Floats = NDArray[np.floating[Any]]
 
-#: Colour maps to choose from, the default first.
-COLOUR_MAPS = (SEQUENTIAL, "viridis", "inferno", "gray")
 # Values below the largest of their group times this are stored as 0 in 8 bits.
 _FAINTEST = 2.0**-22
 
@@ -127,15 +105,10 @@ def packed_size(packed: Packed) -> int:
 
 
 def pack_half(values: Floats) -> Packed:
-    """Pack numbers in half precision: relative error at most 2⁻¹¹, absolute error at most 3e-8 below 6e-5.
-
-    >>> pack_half(np.array([0.1, 0.5]))["shape"]
-    [2]
-    """
+    """Pack numbers in half precision: relative error at most 2⁻¹¹, absolute error at most 3e-8 below 6e-5."""
     half = np.ascontiguousarray(values, dtype="<f2")
     # Upper bytes are similar and compress well; lower bytes hardly do.
-    planes = half.view(np.uint8).reshape(-1, 2).T[::-1]
-    return _packed("half", half.shape, planes)
+    return _packed("half", half.shape, half.view(np.uint8).reshape(-1, 2).T[::-1])
 
 
 def pack_logarithmic(values: Floats) -> Packed:
@@ -173,6 +146,17 @@ def _packed(code: str, shape: tuple[int, ...], numbers: NDArray[Any]) -> Packed:
     return {"code": code, "shape": list(shape), "data": data}
 
 
+def placed_grids(placed: Sequence[tuple[Placement, tuple[int, int]]]) -> dict[str, Any]:
+    """Return where the scripts draw grids of (rows, columns): the seen "window" of the image, and uneven "areas".
+
+    >>> placed_grids([(Placement((4, 4), (4, 4), (0, 0), (4, 4)), (2, 2))])
+    {'window': [0.0, 0.0, 4.0, 4.0], 'areas': {}}
+    """
+    uneven = {grid: each.area(grid) for each, grid in reversed(placed) if each.extent is not None}
+    areas = {f"{rows},{cols}": [round(edge, 3) for edge in area] for (rows, cols), area in uneven.items()}
+    return {"window": [round(edge, 3) for edge in placed[0][0].window], "areas": areas}
+
+
 def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
     """Return a uint8 RGB photograph as JPEG, with a limited longer side."""
     image = Image.fromarray(pixels)
@@ -184,9 +168,8 @@ def thumbnail(pixels: NDArray[np.uint8], side: int = 512) -> bytes:
 
 def drawing_of(background: str = "grey", *, soft: bool = True, contours: bool = False) -> dict[str, Any]:
     """Return the drawing constants that a page's script shares with `vitflow.images.overlay`."""
-    knee = KNEE if soft else 1.0
     return {
-        "knee": knee,
+        "knee": KNEE if soft else 1.0,
         "kept": KEPT,
         "luminance": LUMINANCE,
         "background": background if background in KEPT else "grey",  # a page draws over the photograph
@@ -195,16 +178,102 @@ def drawing_of(background: str = "grey", *, soft: bool = True, contours: bool = 
     }
 
 
-def one_table(cmap: str | None, two_sides: bool) -> dict[str, list[Any]]:
-    """Return the colours of a colour map and their opacity, from 0 to 255, as in overlays."""
-    colors, shares = color_table(cmap, two_sides)
-    return {"colors": colors.tolist(), "opacity": np.round(255 * shares).astype(int).tolist()}
+def color_tables(cmap: str | None) -> dict[str, dict[str, list[Any]]]:
+    """Return the colours of a colour map, sequential and diverging, and their opacity from 0 to 255."""
+    tables = {}
+    for name, two_sides in (("one_side", False), ("two_sides", True)):
+        colors, shares = color_table(cmap, two_sides)
+        tables[name] = {"colors": colors.tolist(), "opacity": np.round(255 * shares).astype(int).tolist()}
+    return tables
 
 
-def color_tables() -> dict[str, dict[str, dict[str, list[Any]]]]:
-    """Return the colour maps to choose from, each sequential and diverging."""
+def write_report(
+    output: Path,
+    run: Mapping[str, Any],
+    images: Iterable[Sequence[Mapping[str, Any]]],
+    failures: Sequence[Mapping[str, Any]],
+    counts: Mapping[str, int],
+    *,
+    departures: Mapping[str, str] | None = None,
+    per_page: int = 300,
+) -> Path:
+    """Write `report.html` (and `report-2.html` …) of a folder run; return the path of the first page.
+
+    It shows each image with each of its maps at any opacity, and the value of each patch. If an image is missing or has
+    changed, its map is shown alone with the reason.
+
+    Args:
+        output: output folder of the run, which receives the pages.
+        run: settings of the run: "root", "model", "methods", "options", "drawing", …
+        images: the rows of each explained image, one for each target, with its "photograph" as JPEG, or None and the
+            reason as "no_photograph"; the "grids" of its maps; and their `placed_grids`.
+        failures: rows of the first images that failed.
+        counts: number of "explained" and "failed" images.
+        departures: differences of each method's options from its publication, as text.
+        per_page: number of images per page.
+    """
+    drawing, remaining = run["drawing"], iter(images)
+    soft = is_soft(drawing.get("vmin"), drawing.get("vmax"), True)
+    count = max(-(-counts["explained"] // per_page), 1)
+    names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, count + 1)]
+    shared = {
+        "tables": color_tables(drawing.get("cmap")),
+        "alpha": drawing.get("alpha", 0.75),
+        "drawing": drawing_of(drawing.get("background", "grey"), soft=soft, contours=bool(drawing.get("contours"))),
+        "departures": departures or {},
+    }
+    for number, name in enumerate(names, start=1):
+        entries = [_entry(row, run, output) for rows in islice(remaining, per_page) for row in rows]
+        page = make_html(
+            "report",
+            "report",
+            title=output.resolve().name,
+            run=run,
+            explained=counts["explained"],
+            failed=counts["failed"],
+            failures=failures if number == 1 else [],
+            classes=sorted({entry["label"] for entry in entries}, key=natural_order),
+            methods=list(run["methods"]),
+            data={"images": entries, **shared},
+            pages=[{"number": index, "name": page} for index, page in enumerate(names, start=1)],
+            number=number,
+        )
+        Page(page).save(output / name)
+    return output / names[0]
+
+
+def _entry(row: Mapping[str, Any], run: Mapping[str, Any], output: Path) -> dict[str, Any]:
+    """Return the data of an image on the page, for JSON."""
+    source = os.path.join(run["root"], row["input"])  # noqa: PTH118 - a name that may not be text
+    photograph, reason = row["photograph"], row.get("no_photograph")
+    record = {} if reason is None else {"photograph": reason}
     return {
-        name: {"one_side": one_table(cmap, False), "two_sides": one_table(cmap, True)}
-        for name in COLOUR_MAPS
-        for cmap in [None if name == SEQUENTIAL else name]
+        "name": printable(row["input"], lines=True),
+        "link": _link(os.path.relpath(source, output)),
+        "image": photograph and f"data:image/jpeg;base64,{base64.b64encode(photograph).decode()}",
+        "size": [row["width"], row["height"]],
+        "window": row["window"],
+        "areas": row["areas"],
+        "label": row["target"] or "",
+        "probability": row["probability"],
+        "maps": {name: _map(grid, run, row["facts"].get(name, {}) | record) for name, grid in row["grids"].items()},
+        "overlays": {name: _link(path) for name, path in row["outputs"].items()},
+    }
+
+
+def _link(path: str) -> str:
+    """Return a relative link to a file, with escaped bytes and without a scheme."""
+    return "./" + quote_from_bytes(os.fsencode(path).replace(os.sep.encode(), b"/"))
+
+
+def _map(grid: NDArray[np.float32], run: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    limits = {name: run["drawing"][name] for name in ("vmin", "vmax") if name in run["drawing"]}
+    low, high = scale_range(grid, **limits)
+    # Seven digits tell float32 values apart; more would make the page larger for nothing.
+    return {
+        "shape": list(grid.shape),
+        "values": [float(f"{value:.7g}") for value in grid.ravel()],
+        "low": low,
+        "high": high,
+        "facts": {name: value for name, value in facts.items() if isinstance(value, str | int | float)},
     }

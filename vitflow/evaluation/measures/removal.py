@@ -12,7 +12,7 @@ from torch import Tensor
 from vitflow.errors import ShapeError, UnsupportedModelError, VitflowError, check_known
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
-from vitflow.images.extents import Extent
+from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_owners
 from vitflow.methods.tokens import TokenLayout
 from vitflow.recording.token_dropping import droppable_tokens
