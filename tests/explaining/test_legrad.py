@@ -12,7 +12,7 @@ from vitflow import Explainer
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.methods.gradients import legrad
 from vitflow.models.blocks import block_paths
-from vitflow.recording.probing import output_from_tokens
+from vitflow.recording.changed_tokens import output_from_tokens
 from vitflow.recording.recorder import record_attention
 
 CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}

@@ -12,8 +12,8 @@ from tests.recording.test_languages import GPT2, SIZES, WIDE
 from tests.recording.test_recorder import generators, state_of
 from tests.text.test_reading import TEXT, wordpiece_tokenizer
 from vitflow.errors import UnsupportedModelError
-from vitflow.recording.isolation import trial
-from vitflow.recording.probing import is_causal
+from vitflow.recording.changed_tokens import is_causal
+from vitflow.recording.experiment import undisturbed
 from vitflow.recording.recorder import record_attention
 from vitflow.text import explain_generation, explain_text
 from vitflow.text.languages import reading
@@ -221,7 +221,7 @@ class Changing(nn.Module):
 def test_a_trial_undoes_changes_of_modules_buffers_and_attributes():
     model = Changing()
     before, modules = copy.deepcopy(model), list(model.named_modules())
-    with trial(model, torch.device("cpu")):
+    with undisturbed(model, torch.device("cpu")):
         model(torch.zeros(2, 4))
     assert list(model.named_modules()) == modules
     assert vars(model).keys() == vars(before).keys()

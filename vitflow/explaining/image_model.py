@@ -38,7 +38,7 @@ from vitflow.models.pairs import (
 )
 from vitflow.models.parts import refuse_joint_text, unwrap
 from vitflow.models.videos import StackedFrames, is_video_model
-from vitflow.recording.heads import guessed_blocks
+from vitflow.recording.block_watch import guessed_blocks
 from vitflow.recording.isolation import default_device, evaluating, move_to
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace

@@ -21,7 +21,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_paths
 from vitflow.models.pooling import pool_queries
 from vitflow.progress import tracking
-from vitflow.recording.probing import output_from_tokens
+from vitflow.recording.changed_tokens import output_from_tokens
 from vitflow.recording.trace import Trace
 from vitflow.registry.options import OPTIONS
 
@@ -304,7 +304,7 @@ def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
     with tracking("LeGrad", len(paths) - first) as progress:
         for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
             # Only this layer: the layers above do not affect its output.
-            single = Trace(layers=[layer], model=trace.model, names=trace.names, head_inputs=trace.head_inputs)
+            single = Trace(layers=[layer], model=trace.model, names=trace.names, watch=trace.watch)
             gradient += single.gradients_of(_output_of(trace, trace.features[path], paths[-1], pooled)).attentions
             progress(1)
     return Maps(trace.layout.to_grid(gradients.legrad(gradient)))

@@ -19,7 +19,7 @@ from vitflow.methods.similarity import spearman
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.progress import tracking
-from vitflow.recording.token_dropping import droppable_tokens, run_on_patches
+from vitflow.recording.changed_tokens import droppable_tokens, run_on_patches
 from vitflow.registry.method_table import get_method
 from vitflow.registry.options import OPTIONS
 

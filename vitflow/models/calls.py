@@ -85,6 +85,25 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def tokens_of(output: Any) -> Tensor | None:
+    """Return the token tensor of a module's output: itself, the first of a sequence, or `last_hidden_state`."""
+    if isinstance(output, Mapping):
+        output = output.get("last_hidden_state")
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) and output.is_floating_point() and output.ndim in (3, 4) else None
+
+
+def with_tokens(output: Any, tokens: Tensor) -> Any:
+    """Return a module's output with its tokens replaced."""
+    if isinstance(output, Mapping):
+        output["last_hidden_state"] = tokens  # type: ignore[index]
+        return output
+    if isinstance(output, tuple | list):
+        return [tokens, *output[1:]] if isinstance(output, list) else (tokens, *output[1:])
+    return tokens
+
+
 def detections_of(output: Any) -> tuple[Tensor, Tensor]:
     """Return the class logits and boxes of a detector in the format of DETR.
 

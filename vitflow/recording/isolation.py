@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
@@ -16,8 +15,6 @@ from torch.utils import checkpoint
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError
 from vitflow.models.parts import modules_of
 
-# Containers whose changes a trial undoes, and part of the names of those that other threads may change.
-_CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, deque, set), "_hooks"
 # Settings of timm and transformers for gradient checkpointing, and the calls that switch it off.
 _CHECKPOINTING = (
     ("grad_checkpointing", "set_grad_checkpointing(False)"),
@@ -48,79 +45,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.training = True
 
 
-@contextmanager
-def trial(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run a model on artificial input as in `undisturbed`, without autocast."""
-    with torch.autocast(_kind(device), enabled=False), undisturbed(model, device):
-        yield
-
-
-@contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run a model without side effects and gradients: under its lock, in eval mode, and unrecorded.
-
-    Its modules, buffers and attributes, containers and plain tensors among these, and the random state are restored.
-    Parameters are not copied.
-    """
-    kind = _kind(device)
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng([] if kind == "cpu" else [device], device_type="cuda" if kind == "cpu" else kind),
-        evaluating(model),
-        unrecorded(),
-    ):
-        kept = [(vars(module), _kept(vars(module))) for module in modules_of(model)]
-        try:
-            yield
-        finally:
-            for attributes, before in kept:
-                _restore(attributes, before)
-
-
-def _kind(device: torch.device) -> str:
-    return "cpu" if device.type == "meta" else device.type
-
-
-def _kept(value: Any) -> Any:
-    """Return a copy of the contents of a tensor or container, in which modules and parameters are not copied."""
-    if type(value) is Tensor:
-        copied = not value.is_meta and not value.is_quantized and value.layout == torch.strided
-        return value.detach().clone() if copied else None
-    if type(value) not in _CONTAINERS:
-        return None
-    if isinstance(value, dict):
-        return {name: (each, _kept(each)) for name, each in value.items() if _HOOKS not in str(name)}
-    return set(value) if isinstance(value, set) else [(each, _kept(each)) for each in value]
-
-
-def _restore(value: Any, before: Any) -> None:
-    """Undo the changes of a tensor or container since `_kept`."""
-    if before is None:
-        return
-    if isinstance(value, Tensor):
-        if not torch.equal(value, before):
-            value.resize_(before.shape).copy_(before)
-        return
-    if isinstance(value, set):
-        if value != before:
-            value.clear()
-            value.update(before)
-        return
-    for each, state in before.values() if isinstance(value, dict) else before:
-        _restore(each, state)
-    if isinstance(value, dict):
-        hooks = {name: each for name, each in value.items() if _HOOKS in str(name)}
-        items = {name: each for name, (each, _) in before.items()}
-        if [(name, id(each)) for name, each in value.items() if name not in hooks] != [
-            (name, id(each)) for name, each in items.items()
-        ]:
-            value.clear()
-            value.update(items | hooks)
-    elif list(map(id, value)) != [id(each) for each, _ in before]:
-        value.clear()
-        value.extend(each for each, _ in before)
-
-
 def random_state(device: torch.device) -> Tensor:
     """Return the state of the random numbers that a model on a device uses."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -128,8 +52,13 @@ def random_state(device: torch.device) -> Tensor:
 
 def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
     """Return whether autocast is enabled on a device, and its type."""
-    kind = "cpu" if device.type == "meta" else device.type
+    kind = autocast_kind(device)
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def autocast_kind(device: torch.device) -> str:
+    """Return the type of a device for autocast, which does not know the meta device."""
+    return "cpu" if device.type == "meta" else device.type
 
 
 def default_device() -> str:
@@ -201,7 +130,8 @@ def is_unrecorded() -> bool:
 class Hook:
     """A module hook that acts only for its module and in the thread that created it, until it is removed.
 
-    Other threads may run the same module, and `copy.deepcopy` copies hooks. There, the hook does nothing.
+    Other threads may run the same module, and `copy.deepcopy` copies hooks. There, the hook does nothing. One that was
+    created inside `unrecorded` acts only there, others only outside of it.
 
     Args:
         module: the module to watch.
@@ -209,7 +139,6 @@ class Hook:
             forward pass, or with the arguments and the output after it.
         before: True to act before the forward pass; otherwise it acts afterwards.
         always: after an exception, also act, with the output None.
-        while_unrecorded: act only inside `unrecorded`; otherwise only outside of it.
         first: act before the module's other hooks, which then see the replaced output (transformers collects hidden
             states by hooks), and may change the input.
     """
@@ -221,10 +150,9 @@ class Hook:
         *,
         before: bool,
         always: bool = False,
-        while_unrecorded: bool = False,
         first: bool = False,
     ) -> None:
-        self._module, self._thread, self._while_unrecorded = module, threading.get_ident(), while_unrecorded
+        self._module, self._thread, self._unrecorded = module, threading.get_ident(), _thread.unrecorded
         self._act: Callable[..., Any] | None = act
         with _guard:  # torch assigns hook ids without a lock
             self._handle = (
@@ -237,7 +165,7 @@ class Hook:
         """Call the hook in its thread and on its module; otherwise return None."""
         act = self._act
         mine = module is self._module and threading.get_ident() == self._thread
-        applies = mine and _thread.unrecorded == self._while_unrecorded
+        applies = mine and _thread.unrecorded == self._unrecorded
         return act(*given) if applies and act is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:

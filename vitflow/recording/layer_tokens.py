@@ -22,10 +22,10 @@ from vitflow.models.calls import tensors_in
 from vitflow.models.parts import module_paths
 from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import arrangement, is_class_attention, is_head_by_head
+from vitflow.recording.experiment import Call
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import Hook, hooked, trial
+from vitflow.recording.isolation import Hook
 from vitflow.recording.layers import Arrange, AttentionLayer, stack_of, stream_of
-from vitflow.recording.probing import Call
 
 Size = tuple[int, int]
 
@@ -161,18 +161,18 @@ def _trace(call: Call, size: Size) -> dict[str, LayerTokens]:
     The model runs once per size, in eval mode and with the random state restored, so that running statistics and the
     caller's random numbers do not change.
     """
-    known, key = call.cache, (_trace, size)
-    if key not in known:
+
+    def traced() -> dict[str, LayerTokens]:
         tracer = _Tracer(call.model, size)
-        with trial(call.model, call.pixels.device), hooked(tracer.hooks()), tracer:
+        with call.experiment(tracer.hooks()), tracer:
             call(call.noise(1))
-        known[key] = tracer.traced
-    traced: dict[str, LayerTokens] = known[key]
-    return traced
+        return tracer.traced
+
+    return call.cached((_trace, size), traced)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Places:
+class PatchIndex:
     """The patches that the entries of a tensor belong to.
 
     Attributes:
@@ -183,11 +183,11 @@ class _Places:
     index: Tensor
     grid: TokenLayout
 
-    def coarser(self, side: int) -> "_Places":
+    def coarser(self, side: int) -> "PatchIndex":
         """Return the places on the grid whose cells have side × side patches."""
         rows, cols, patch = -(-self.grid.rows // side), -(-self.grid.cols // side), self.index - 1
         cells = patch // self.grid.cols // side * cols + patch % self.grid.cols // side + 1
-        return _Places(torch.where(patch < 0, 0, cells), TokenLayout(0, rows, cols))
+        return PatchIndex(torch.where(patch < 0, 0, cells), TokenLayout(0, rows, cols))
 
 
 class _Tracer(Interception):
@@ -203,8 +203,8 @@ class _Tracer(Interception):
         """Yield the hooks of a forward pass."""
         for name, module in module_paths(self.model):
             if module._modules:
-                yield Hook(module, partial(self._enter, name, module), before=True, while_unrecorded=True)
-                yield Hook(module, partial(self._leave, name), before=False, while_unrecorded=True)
+                yield Hook(module, partial(self._enter, name, module), before=True)
+                yield Hook(module, partial(self._leave, name), before=False)
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.path.append((name, module))
@@ -242,20 +242,20 @@ class _Tracer(Interception):
             move = Tensor.reshape if name == "view" else func  # an index has other strides
             moved = move(*_indices(args), **_indices(kwargs))
             for tensor, index in zip(results, tensors_in(moved), strict=True):
-                tensor._places = _Places(index, sources[0].grid)  # type: ignore[attr-defined]
+                tensor._places = PatchIndex(index, sources[0].grid)  # type: ignore[attr-defined]
         elif name not in _MOVING and results and results[0].is_floating_point():
             shape = results[0].shape
-            places = next(filter(None, (_carried(each, shape, name) for each in sources)), None)
+            places = next(filter(None, (index_of_result(each, shape, name) for each in sources)), None)
             if places is None and sources and name in _REDUCING:
                 maximum, grid = torch.amax if name == "mean" else func, sources[0].grid
                 sides = [side for side in _SIDES if grid.rows % side == grid.cols % side == 0]
-                places = _reduced(sources[0], lambda index: maximum(index, *args[1:], **kwargs), sides)
+                places = index_of_pooled(sources[0], lambda index: maximum(index, *args[1:], **kwargs), sides)
             if places is None and (not sources or (len(shape) == 4 and name not in _REDUCING - {"max_pool2d"})):
                 places = self._image(results[0])
             results[0]._places = places  # type: ignore[attr-defined]
         return output
 
-    def _image(self, tensor: Tensor) -> _Places | None:
+    def _image(self, tensor: Tensor) -> PatchIndex | None:
         """Return the places of a tensor with the tokens of one image in raster order, or None."""
         shape, size = tensor.shape, self.size
         if len(shape) not in (3, 4) or len(tensor) != 1:
@@ -268,10 +268,10 @@ class _Tracer(Interception):
         if grid is None or grid.num_prefix_tokens:
             return None
         index = torch.arange(1, grid.num_patches + 1, device="cpu").float().reshape(axes)
-        return _Places((index if axis > 1 else index.unsqueeze(-1)).expand(shape), grid)
+        return PatchIndex((index if axis > 1 else index.unsqueeze(-1)).expand(shape), grid)
 
 
-def _places_of(tensor: Tensor) -> _Places | None:
+def _places_of(tensor: Tensor) -> PatchIndex | None:
     return getattr(tensor, "_places", None)
 
 
@@ -289,7 +289,7 @@ def _indices(given: Any) -> Any:
     return type(given)(map(_indices, given)) if type(given) in (list, tuple) else given
 
 
-def _carried(places: _Places, shape: torch.Size, function: str) -> _Places | None:
+def index_of_result(places: PatchIndex, shape: torch.Size, function: str) -> PatchIndex | None:
     """Return the places of a function's result: those of an operand, if at most the channel axis differs.
 
     The channels of an operand may be those of several tokens, which are merged.
@@ -303,24 +303,24 @@ def _carried(places: _Places, shape: torch.Size, function: str) -> _Places | Non
     if len(channels) > 1:
         return None
     if index.stride(channels[0]) == 0:
-        return _Places(index.narrow(channels[0], 0, 1).expand(shape), places.grid)
+        return PatchIndex(index.narrow(channels[0], 0, 1).expand(shape), places.grid)
     sides = _SIDES if function == "linear" else (1,)
-    merged = _reduced(places, partial(torch.amax, dim=channels[0], keepdim=True), sides)
+    merged = index_of_pooled(places, partial(torch.amax, dim=channels[0], keepdim=True), sides)
     return merged and replace(merged, index=merged.index.expand(shape))
 
 
-def _reduced(places: _Places, maximum: Callable[[Tensor], Any], sides: Sequence[int]) -> _Places | None:
+def index_of_pooled(places: PatchIndex, maximum: Callable[[Tensor], Any], sides: Sequence[int]) -> PatchIndex | None:
     """Return the places of a maximum over channels, or over the patches of cells of side × side patches."""
     for side in sides:
         coarse = places.coarser(side)
         negative = torch.where(coarse.index > 0, -coarse.index, -torch.inf)
         high, low = (next(tensors_in(maximum(index))) for index in (coarse.index, negative))
         if torch.equal(high, torch.where(high > 0, -low, 0)):
-            return _Places(high, coarse.grid)
+            return PatchIndex(high, coarse.grid)
     return None
 
 
-def _tokens_of(tensor: Tensor, arrange: Arrange | None, transposed: bool) -> _Places | None:
+def _tokens_of(tensor: Tensor, arrange: Arrange | None, transposed: bool) -> PatchIndex | None:
     """Return the places of the tokens [windows, tokens] of a tensor [batch, heads, tokens, channels]."""
     places = _places_of(tensor)
     if places is None:

@@ -18,8 +18,7 @@ from vitflow.recording.attention_kinds import (
     is_pooling,
     other_attention,
 )
-from vitflow.recording.between import BetweenBlocks
-from vitflow.recording.chunks import has_wide_convolution, measure_matrix
+from vitflow.recording.block_watch import BlockWatch
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import is_unrecorded, refuse_checkpointing, unrecorded
 from vitflow.recording.layers import (
@@ -31,7 +30,7 @@ from vitflow.recording.layers import (
     close_layer,
     identity_rows,
 )
-from vitflow.recording.projections import Projection
+from vitflow.recording.projections import Projection, has_wide_convolution, measure_matrix
 from vitflow.recording.trace import Trace
 
 # Blocks with parallel attention modules on the same tokens, which are one layer with more heads.
@@ -45,7 +44,7 @@ class Listening(Interception):
         model: the unwrapped model.
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
         gradients, values, keys, visible, residual, within: as for `record_attention`.
-        between: the comparison of tokens between blocks of this pass.
+        watch: the watch of the blocks of this pass.
         pooling: attention of a pooling head, if there is one.
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
         calls: arguments of the running modules by path, if a text is read.
@@ -66,7 +65,7 @@ class Listening(Interception):
         within: str,
     ) -> None:
         super().__init__()
-        self.between = BetweenBlocks(model, ())
+        self.watch = BlockWatch(model)
         self.model, self.fusions, self.values = model, fusions, values
         self.gradients, self.wants_keys, self.wants_visible = gradients, keys, visible
         self.residual, self.within = residual, within
@@ -82,7 +81,6 @@ class Listening(Interception):
         """Reset for a new forward pass."""
         self._trace = self._opened
         self.path = []
-        self.between.begin()
         self.pooling: Tensor | None = None
         self.batch = 1
         self.tokens: int | None = None
@@ -293,8 +291,8 @@ class Listening(Interception):
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.recorded_any = True
         self.recorded.append(layer.name)
-        if self.residual and self._is_whole(layer.example.shape) and self.between.contains(layer.name):
-            anew = self.between.is_changed
+        if self.residual and self._is_whole(layer.example.shape) and self.watch.contains(layer.name):
+            anew = self.watch.is_changed
             append_to_product(self._trace.layers, layer, self.residual, normal=normal, anew=anew)
         else:
             self._trace.layers.append(layer)

@@ -5,7 +5,7 @@ pixels show where each token is: its grid gets an extent, or the model is refuse
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from vitflow.images.geometry import Extent
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.calls import tensors_in
-from vitflow.models.parts import runs_compiled
-from vitflow.recording.heads import block_paths_of, tokens_of, with_tokens
-from vitflow.recording.isolation import Hook, hooked, trial, uncompiled
+from vitflow.models.calls import tensors_in, tokens_of, with_tokens
+from vitflow.recording.block_watch import as_tokens, block_paths_of
+from vitflow.recording.experiment import Call
+from vitflow.recording.isolation import Hook, hooked
 from vitflow.recording.layers import AttentionLayer
-from vitflow.recording.probing import Call
 from vitflow.recording.receptive_fields import (
     Gradients,
     Misplaced,
@@ -32,7 +31,7 @@ from vitflow.recording.receptive_fields import (
 from vitflow.recording.unseen import blocks_in_place, without_attention
 
 
-class _Seen(Exception):
+class AllInputsRecorded(Exception):
     """Ends a forward pass when the tokens of every layout are known."""
 
 
@@ -93,14 +92,13 @@ def find_extents(
     Returns:
         The extents of the layouts that were found, and the reason why tokens are not in raster order, or None.
     """
-    known, key = call.cache, (find_extents, tuple(sites.items()), grids, tuple(call.pixels.shape[1:]))
-    if key not in known:
+
+    def measured() -> tuple[dict[TokenLayout, Extent], str | None]:
         extents, refusal = ({}, None) if call.pixels.is_meta else _measure(call, sites, grids)
-        if refusal is not None:  # with one image, torch 2.14 returns wrong gradients of BatchNorm on a CPU (LeViT)
-            extents, refusal = _measure(call, sites, grids, images=3)  # two would be compared by the probe
-        known[key] = extents, refusal
-    result: tuple[dict[TokenLayout, Extent], str | None] = known[key]
-    return result
+        # With one image, torch 2.14 returns wrong gradients of BatchNorm on a CPU (LeViT); two the probe would compare.
+        return (extents, None) if refusal is None else _measure(call, sites, grids, images=3)
+
+    return call.cached((find_extents, tuple(sites.items()), grids, tuple(call.pixels.shape[1:])), measured)
 
 
 def _measure(
@@ -110,23 +108,19 @@ def _measure(
     every = {*grids, *(layout for layouts in sites.values() for layout in layouts)}
 
     def see(path: str, *given: Any) -> None:
-        for value in tensors_in(given):
+        for value in filter(torch.is_floating_point, tensors_in(given)):
             for layout in sites[path] if value.ndim == 3 else every:
-                if layout not in tokens and (fitting := _tokens(value, layout, images)) is not None:
-                    fitting = fitting.clone()  # the model may change it in place
+                if layout not in tokens and (fitting := as_tokens(value, layout, images)) is not None:
+                    fitting = fitting[0].clone()  # the model may change it in place
                     if fitting.requires_grad:
                         tokens[layout] = path, fitting
         if len(tokens) == len(every):
-            raise _Seen
+            raise AllInputsRecorded
 
-    hooks = [
-        Hook(call.model.get_submodule(path), partial(see, path), before=before, while_unrecorded=True)
-        for path in sites
-        for before in (True, False)
-    ]
+    modules = ((path, call.model.get_submodule(path)) for path in sites)
+    hooks = (Hook(module, partial(see, path), before=first) for path, module in modules for first in (True, False))
     in_place = [path for path in blocks_in_place(call) if not any(site.startswith(f"{path}.") for site in sites)]
-    compiled = uncompiled() if runs_compiled(call.model) else nullcontext()
-    with torch.inference_mode(False), trial(call.model, call.pixels.device), torch.enable_grad(), compiled:
+    with call.experiment(gradients=True):
         noise = call.noise(1).requires_grad_()
         # The model may reject noise.
         with suppress(Exception), hooked(hooks), hooked(_passing(call, in_place)), without_attention(call):
@@ -163,8 +157,8 @@ def _passing(call: Call, blocks: Sequence[str]) -> Iterator[Hook]:
 
     for path in blocks:
         module = call.model.get_submodule(path)
-        yield Hook(module, partial(enter, path), before=True, while_unrecorded=True)
-        yield Hook(module, partial(leave, path), before=False, first=True, while_unrecorded=True)
+        yield Hook(module, partial(enter, path), before=True)
+        yield Hook(module, partial(leave, path), before=False, first=True)
 
 
 def _refusal(call: Call, path: str, layout: TokenLayout, error: Misplaced) -> str:
@@ -173,22 +167,6 @@ def _refusal(call: Call, path: str, layout: TokenLayout, error: Misplaced) -> st
         "maps would be misplaced. If its layout is another, pass layout=TokenLayout(num_prefix_tokens, rows, cols); "
         "otherwise use input_gradient or occlusion."
     )
-
-
-def _tokens(value: Tensor, layout: TokenLayout, images: int) -> Tensor | None:
-    """Return the tokens [tokens, channels] of the first image if a tensor has this layout, or None."""
-    if not value.is_floating_point():
-        return None
-    if value.ndim == 3:
-        if value.shape[:2] == (images, layout.num_tokens):
-            return value[0]
-        return value[:, 0] if value.shape[:2] == (layout.num_tokens, images) else None
-    if value.ndim != 4 or len(value) != images or layout.num_tokens != layout.num_patches:
-        return None
-    last, first = (value.shape[axis : axis + 2] == (layout.rows, layout.cols) for axis in (1, 2))
-    if last == first:
-        return None
-    return value[0].flatten(0, 1) if last else value[0].flatten(1).T
 
 
 def _check_prefix(prefix: Tensor, noise: Tensor, extent: Extent) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitflow.methods.staged_rollout import LayerTokens
 from vitflow.methods.tokens import TokenLayout
-from vitflow.recording.heads import HeadGraph, HeadInput, is_nonzero
+from vitflow.recording.block_watch import HeadGraph, HeadInput, is_nonzero
 
 # Maps the return value of a model to the explained outputs, [batch, outputs].
 Read = Callable[[Any], Tensor | None]

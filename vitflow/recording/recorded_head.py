@@ -12,9 +12,9 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.calls import logits_of
 from vitflow.models.names import class_count
 from vitflow.models.pooling import ATTENTION_POOLING, declared_pooling, pooling_name
-from vitflow.recording.heads import HeadGraph, HeadInputs, block_paths_of, is_nonzero, layer_counts
+from vitflow.recording.block_watch import BlockWatch, HeadGraph, block_paths_of, is_nonzero, layer_counts
+from vitflow.recording.experiment import Call
 from vitflow.recording.layers import NOTHING_RECORDED, RecordedLayers
-from vitflow.recording.probing import Call, repeated
 from vitflow.recording.readout import (
     Measured,
     Read,
@@ -47,7 +47,7 @@ class RecordedHead(RecordedLayers):
         names: paths of the attention modules that ran, first layer first, without those of a decoder on top.
         read: maps the model's return value to the explained outputs.
         call: the recorded model call, repeatable on other pixels.
-        head_inputs: tokens that the head may read, in the autograd graph of the pass.
+        watch: the watch of the pass, with the tokens that the head may read in the autograd graph.
     """
 
     pixels: Tensor | None = None
@@ -58,7 +58,7 @@ class RecordedHead(RecordedLayers):
     names: list[str] = field(default_factory=list)
     read: Read = logits_of
     call: Call | None = None
-    head_inputs: HeadInputs | None = None
+    watch: BlockWatch | None = None
     _layout: TokenLayout | None = None
     _top: TokenLayout | None = None
     _given: Tensor | None = None
@@ -249,7 +249,7 @@ class RecordedHead(RecordedLayers):
             return None, None, "the output of the model is no tensor [batch, outputs]"
         if call is None or call.pixels.is_meta:
             return None, None, "the model is on the meta device"
-        graph = None if self.head_inputs is None else self.head_inputs.graph(self.blocks)
+        graph = None if self.watch is None else self.watch.graph(self.blocks)
         if graph is not None:
             return logits, graph, "" if logits.requires_grad else _NO_GRADIENT
         if self._repeated is None:
@@ -257,12 +257,16 @@ class RecordedHead(RecordedLayers):
         return self._repeated
 
     def _repeat(self, call: Call, logits: Tensor) -> tuple[Any, HeadGraph | None, str]:
+        """Repeat the pass with gradients in the head alone; see `_graph`."""
+        watch = BlockWatch(call.model, self.blocks, cut=True)
         try:
-            outputs, graph = repeated(call, list(dict.fromkeys(self.blocks)), self.read)
+            with call.experiment(watch.hooks(), gradients=True, autocast=True):
+                outputs: Any = self.read(call(watch.begin(call.pixels), same_images=True))
         except (VitflowError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model may refuse gradients in any way
             return None, None, f"a pass with gradients of the head failed with {type(error).__name__}: {error}"
+        graph = watch.graph(self.blocks)
         before, after = logits.detach().double(), outputs.detach().double()
         limit = _SAME_OUTPUT[logits.dtype.itemsize] * before.abs().amax()
         if before.shape != after.shape or bool(((before - after).abs() > limit).any()):

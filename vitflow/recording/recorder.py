@@ -26,8 +26,9 @@ from vitflow.models.blocks import block_of, block_paths, entries_of
 from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in
 from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
 from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
-from vitflow.recording.between import BetweenBlocks, find_passed
-from vitflow.recording.heads import HeadInputs
+from vitflow.recording.between import find_passed
+from vitflow.recording.block_watch import BlockWatch, watch_of
+from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import (
     Hook,
     autocast_state,
@@ -40,7 +41,6 @@ from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import FusionKey, stack_of
 from vitflow.recording.listening import Listening
 from vitflow.recording.places import find_extents, place_layers
-from vitflow.recording.probing import Call
 from vitflow.recording.trace import Trace
 from vitflow.recording.unseen import unseen_mixing
 
@@ -133,7 +133,7 @@ class record_attention:
         self._features = {path: _submodule(self._model, path) for path in features}
         self._attention, self._outputs = attention, outputs
         self._layout, self._readout, self._within = layout, readout, within
-        self._head_inputs = HeadInputs(self._model, cut, gradients=gradients)
+        self._cut, self._watch = tuple(cut), BlockWatch(self._model)
         self._is_open = self._reads = False
 
     def __enter__(self) -> Trace:
@@ -178,17 +178,16 @@ class record_attention:
             yield Hook(embedding, _begin_graph, before=False)
         for path, module in self._features.items():
             yield Hook(module, partial(self._keep, path), before=False)
-        if self._attention and not self._within:  # blocks are known after a pass
-            self._listening.between = BetweenBlocks.of(self._model, self._head_inputs.cut)
-            yield from self._listening.between.hooks()
         modules = dict(self._model.named_modules()) if self._gradients and self._features else {}
         streams = [[block_of(path), *entries_of(self._model, path)] for path in self._features if modules]
         for path in sorted(modules.keys() & set(chain.from_iterable(streams))):
             yield Hook(modules[path], partial(self._keep_stream, path), before=False)
-        if self._attention and torch.is_grad_enabled():
-            yield from self._head_inputs.hooks()
+        if self._attention:
+            if not self._within:  # blocks are known after a pass
+                self._watch = self._listening.watch = watch_of(self._model, self._cut, self._gradients)
+            yield from self._watch.hooks()
 
-    def _watch(self) -> None:
+    def _watch_modules(self) -> None:
         """Watch the modules that may attend; these may have changed since the previous pass."""
         attending = may_attend(self._model) if self._attention else {}
         if attending != self._watched:
@@ -246,13 +245,13 @@ class record_attention:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         trace = self.trace
-        self._watch()
+        self._watch_modules()
         self._listening.begin_pass()
         trace.begin()
         text = reads_text(args, kwargs)
         given = _pixels_among(args, kwargs) if text is None else text
         self._reads, self._ran = text is not None, given is not None
-        self._head_inputs.seen = []
+        self._watch.reset()
         if given is None:
             return args, kwargs
         self._listening.batch = len(given)
@@ -272,7 +271,7 @@ class record_attention:
             pixels = pixels.clone() if pixels.is_inference() else pixels.detach()
             pixels.requires_grad_()
         trace.begin(pixels, self._outputs, call)
-        copied = self._head_inputs.begin(pixels)
+        copied = self._watch.begin(pixels)
         return (
             tuple(copied if value is given else value for value in args),
             {name: copied if value is given else value for name, value in kwargs.items()},
@@ -281,7 +280,7 @@ class record_attention:
     def _finish(self, logits: Tensor) -> None:
         trace = self.trace
         self._listening.end_pass()
-        trace.logits, trace.names, trace.head_inputs = logits, list(self._listening.recorded), self._head_inputs
+        trace.logits, trace.names, trace.watch = logits, list(self._listening.recorded), self._watch
         if self._reads:
             trace.refusal = refusal_of_text(self._model)
         if trace.call is None:
@@ -310,7 +309,7 @@ class record_attention:
                 refusal = (
                     unseen_mixing(call, layouts, self._listening.recorded, traced)
                     or place_layers(call, layers, trace.names)
-                    or find_passed(call, layers, trace.names, self._listening.between, self._head_inputs)
+                    or find_passed(call, layers, trace.names, self._watch)
                 )
                 layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
         if not layers or refusal is not None:

@@ -15,10 +15,10 @@ from vitflow.methods.refinement import Affinity
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.blocks import block_norms
 from vitflow.models.calls import logits_of
-from vitflow.recording.heads import HeadInput, chained_gradients, is_nonzero, layer_counts
+from vitflow.recording.block_watch import HeadInput, chained_gradients, is_nonzero, layer_counts
+from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import checkpointing_error
 from vitflow.recording.layers import NOTHING_RECORDED, AttentionLayer, Backward
-from vitflow.recording.probing import Call
 from vitflow.recording.readout import HALF_SCALE, Read
 from vitflow.recording.recorded_head import RecordedHead
 
@@ -143,7 +143,7 @@ class Trace(RecordedHead):
     @property
     def _cuts(self) -> list[HeadInput]:
         """Outputs of blocks where the graph of the pass is cut."""
-        seen = [] if self.head_inputs is None else self.head_inputs.seen
+        seen = [] if self.watch is None else self.watch.seen
         return [each for each in seen if each.source is not None]
 
     def share_passing(self, paths: Sequence[str], targets: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ class Trace(RecordedHead):
 
     def _unread_layers(self, scores: Tensor) -> set[str]:
         """Return the names of the layers above the highest block from which the scores are computed."""
-        graph = None if self.head_inputs is None else self.head_inputs.graph(self.blocks)
+        graph = None if self.watch is None else self.watch.graph(self.blocks)
         if graph is None:
             return set()
         gradients = graph.differentiate(scores, torch.ones_like(scores), [block.tokens for block in graph.blocks])

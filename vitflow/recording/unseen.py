@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from vitflow.models.calls import tensors_in
 from vitflow.models.parts import module_paths
 from vitflow.recording.attending import Attention
 from vitflow.recording.attention_kinds import may_attend, other_attention
-from vitflow.recording.heads import block_paths_of
+from vitflow.recording.block_watch import block_paths_of
+from vitflow.recording.experiment import FEW_TOKENS, Call, few_token_hooks
 from vitflow.recording.interception import Interception
-from vitflow.recording.isolation import Hook, hooked, trial
+from vitflow.recording.isolation import Hook, hooked
 from vitflow.recording.layer_tokens import grid_axis
-from vitflow.recording.probing import FEW_TOKENS, Call, on_few_tokens
 
 # Functions that mix neighbouring tokens, or all tokens.
 _KNOWN = (
@@ -91,12 +92,7 @@ def _find(
     for shortened in (blocks, ()):
         probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, whole, in_order)
         try:
-            with (
-                trial(model, pixels.device),
-                on_few_tokens(model, shortened),
-                hooked(probe.hooks()),
-                probe,
-            ):
+            with call.experiment(chain(few_token_hooks(model, shortened), probe.hooks())), probe:
                 call(noise)
         except Exception:  # the model rejects the noise or the few tokens, so the check is impossible
             continue
@@ -162,10 +158,8 @@ class _Probe(Interception):
         """Yield the hooks of a forward pass."""
         for path, module in module_paths(self._model):
             if module._modules or not type(module).__module__.startswith("torch.nn.modules."):
-                yield Hook(module, partial(self._enter, path, module), before=True, while_unrecorded=True)
-                yield Hook(
-                    module, partial(self._leave, path), before=False, always=True, while_unrecorded=True, first=True
-                )
+                yield Hook(module, partial(self._enter, path, module), before=True)
+                yield Hook(module, partial(self._leave, path), before=False, always=True, first=True)
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if path in self._attending or not path:

@@ -19,8 +19,8 @@ from vitflow.methods.fusion import check_layer
 from vitflow.models.names import check_name, class_activation, model_id
 from vitflow.models.outputs import activate
 from vitflow.models.parts import unwrap
+from vitflow.recording.changed_tokens import is_causal
 from vitflow.recording.isolation import device_of
-from vitflow.recording.probing import is_causal
 from vitflow.registry.option_types import TextOptions
 from vitflow.text.graph import MOST_LAYERS, MOST_TOKENS, GraphView, attention_graphs
 from vitflow.text.languages import check_text, load_language_model, predicts_words, reading, tokenizer_of

@@ -16,8 +16,8 @@ from vitflow.methods.fusion import check_layer
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.rollout import joint_steps, relevance, relevance_across
 from vitflow.recording.attention_kinds import refuse_other_layers
+from vitflow.recording.changed_tokens import is_causal
 from vitflow.recording.isolation import device_of, evaluating, refuse_inference_tensors
-from vitflow.recording.probing import is_causal
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 from vitflow.registry.method_table import Method

@@ -17,8 +17,8 @@ from vitflow.evaluation.measures.removal import Choice, Indices, logits_of_kept,
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
+from vitflow.recording.changed_tokens import run_on_patches as run_on_patches
 from vitflow.recording.isolation import evaluating
-from vitflow.recording.token_dropping import run_on_patches as run_on_patches
 
 # Shares of removed patches in the accuracy curves of Chefer et al.
 _PERTURBED = np.arange(10) / 10

@@ -15,8 +15,8 @@ from vitflow.explaining.inputs import PlacedImage
 from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_owners
 from vitflow.methods.tokens import TokenLayout
-from vitflow.recording.token_dropping import droppable_tokens
-from vitflow.recording.token_dropping import run_on_patches as run_on_patches
+from vitflow.recording.changed_tokens import droppable_tokens
+from vitflow.recording.changed_tokens import run_on_patches as run_on_patches
 
 REPLACEMENTS = ("drop", "blank", "blur")
 # σ of the blur, as a share of the shorter side of the model input.

@@ -1,22 +1,30 @@
-"""The input of a head: the outputs of the blocks of a model, and tokens computed from the last one, in one pass.
+"""The blocks of a model in one forward pass: the outputs that the head may read, and what happens between them.
 
 In vitflow's own passes the output of each block becomes a leaf of the autograd graph, so that gradients at it are
-along paths that pass no later block. A user's own pass is only observed.
+along paths that pass no later block. A user's own pass is only observed. In every pass the input of each block is
+compared with the output of the block before it; in most models both are the same tensor.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from vitflow.methods.tokens import TokenLayout
+from vitflow.models.blocks import block_paths
+from vitflow.models.calls import tensors_in, tokens_of, with_tokens
 from vitflow.models.parts import module_paths
 from vitflow.recording.attention_kinds import is_pooling, may_attend
 from vitflow.recording.isolation import Hook
+
+# Blocks of the last pass of a model. A guess for its next pass, after which it is verified.
+_blocks: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False)
@@ -94,65 +102,93 @@ class HeadGraph:
         return len(reached) == 1 and reached[0] is before.tokens
 
 
-class HeadInputs:
-    """Hooks that keep the head inputs of a forward pass.
+@dataclass(frozen=True, slots=True, eq=False)
+class Boundary:
+    """A place between two blocks where the tokens change: another tensor with other values.
+
+    Attributes:
+        below, above: paths of both blocks.
+        given: the input tokens of the block above, in the graph if it is cut.
+        leaves: outputs of the blocks that ran before, lowest first, if the graph is cut.
+    """
+
+    below: str
+    above: str
+    given: Tensor
+    leaves: Sequence[Tensor]
+
+
+class BlockWatch:
+    """Hooks that keep the outputs of blocks and compare their inputs in a forward pass.
 
     Args:
         model: the unwrapped model.
-        cut: paths of the blocks whose outputs become leaves; by default nothing is cut, and every module that may be
-            a block is observed.
-        gradients: run the blocks with gradients, too; only if the graph is cut.
-        repeats: act inside `unrecorded` instead of outside of it.
+        blocks: paths of the compared blocks.
+        cut: make the outputs of these blocks leaves of the graph; otherwise every module that may be a block is
+            observed if the pass has gradients.
+        gradients: run the blocks with gradients, too, if the graph is cut.
+
+    Attributes:
+        seen: the head inputs of the pass.
+        calls: paths of the compared blocks that ran, in order.
+        changed: where tokens change, by the index of the call of the block above.
     """
 
     def __init__(
-        self, model: nn.Module, cut: Sequence[str] = (), *, gradients: bool = False, repeats: bool = False
+        self, model: nn.Module, blocks: Sequence[str] = (), *, cut: bool = False, gradients: bool = False
     ) -> None:
-        self.cut = tuple(dict.fromkeys(cut))
+        self.blocks, self.cut = tuple(dict.fromkeys(blocks)), cut
+        self._model, self._gradients = model, gradients
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the previous forward pass."""
         self.image: Tensor | None = None
-        self._model, self._gradients, self._repeats = model, gradients, repeats
-        self._entered: dict[str, Tensor | None] = {}
         self.seen: list[HeadInput] = []
+        self.calls: list[str] = []
+        self.changed: dict[int, Boundary] = {}
+        self._entered: dict[str, Tensor | None] = {}
+        self._last: tuple[str, Tensor, int] | None = None  # path, output and its version
 
     def begin(self, pixels: Tensor) -> Tensor:
         """Begin a forward pass; return the pixels that the model gets, in the graph if it is cut."""
-        self.seen, self._entered = [], {}
+        self.reset()
         if self.cut and not pixels.requires_grad and pixels.is_floating_point():
             pixels = (pixels.clone() if pixels.is_inference() else pixels.detach()).requires_grad_()
         self.image = pixels if pixels.requires_grad else None
         return pixels.clone()  # the model may change it in place
 
+    @property
+    def is_changed(self) -> bool:
+        """True if the input of the running block is not the output of the block before it."""
+        return len(self.calls) - 1 in self.changed
+
+    def contains(self, path: str) -> bool:
+        """Return True if a module is in one of the compared blocks."""
+        return any(f"{path}.".startswith(f"{block}.") for block in self.blocks)
+
     def hooks(self) -> Iterator[Hook]:
         """Yield the hooks of a forward pass."""
-        attending = self.cut or tuple(may_attend(self._model))
+        graph, cut = torch.is_grad_enabled(), self.blocks if self.cut else ()
+        attending = cut or (tuple(may_attend(self._model)) if graph else ())
         around = {path[:i] for path in attending for i, sign in enumerate(path) if sign == "."}
         inside = "."
         for path, module in module_paths(self._model):
             if not path or path.startswith(inside):
                 continue
-            if path in self.cut:
-                inside = f"{path}."
-                yield Hook(module, partial(self._enter, path), before=True, while_unrecorded=self._repeats)
-                yield Hook(
-                    module,
-                    partial(self._cut, path),
-                    before=False,
-                    always=True,
-                    first=True,
-                    while_unrecorded=self._repeats,
-                )
-                continue
-            block = not self.cut and (path in around or path in attending)
+            inside = f"{path}." if path in cut else inside
+            special = "pooling" if is_pooling(path, module) else "norm" if is_norm(module) else "block"
+            kind = "block" if path in cut else special
+            block = path in self.blocks or (not self.cut and (path in around or path in attending))
             if block:
-                yield Hook(module, partial(self._enter, path), before=True, while_unrecorded=self._repeats)
-            kind = "pooling" if is_pooling(path, module) else "norm" if is_norm(module) else "block"
-            if block or path in around or kind != "block":
-                act = partial(self._keep, path, kind)
-                yield Hook(module, act, before=False, first=True, while_unrecorded=self._repeats)
+                yield Hook(module, partial(self._enter, path), before=True)
+            if block or (graph and (path in around or kind != "block")):
+                # First, as other hooks may replace the tokens.
+                yield Hook(module, partial(self._leave, path, kind), before=False, always=path in cut, first=True)
 
     def graph(self, blocks: Sequence[str]) -> HeadGraph | None:
         """Return the graph of the pass, if it shows the outputs of these blocks."""
-        if not blocks or (self.cut and set(self.cut) != set(blocks)):
+        if not blocks or (self.cut and set(self.blocks) != set(blocks)):
             return None
         runs = [each for each in self.seen if each.path in blocks]
         if {each.path for each in runs} != set(blocks) or not all(each.tokens.requires_grad for each in runs):
@@ -167,44 +203,85 @@ class HeadInputs:
 
     def _enter(self, path: str, args: Any, kwargs: Any) -> None:
         self._entered[path] = tokens_of(args or kwargs.get("hidden_states"))
-        if self.cut and not self._gradients:
-            torch.set_grad_enabled(False)
+        if path in self.blocks:
+            last, self._last = self._last, None
+            self.calls.append(path)
+            if last is not None and last[1].numel():
+                self._compare([args, kwargs], *last)
+            if self.cut and not self._gradients:
+                torch.set_grad_enabled(False)
 
-    def _cut(self, path: str, args: Any, output: Any) -> Any:
-        if not self._gradients:
-            torch.set_grad_enabled(True)
-        tokens = tokens_of(output)
-        if tokens is None or tokens.is_inference():
-            return None
-        leaf = tokens.detach().requires_grad_()
-        passed_on = leaf.clone()
-        self.seen.append(HeadInput(path, "block", leaf, passed_on, tokens, self._entered.pop(path, None)))
-        return with_tokens(output, passed_on)
-
-    def _keep(self, path: str, kind: str, args: Any, output: Any) -> None:
-        tokens = output if kind == "pooling" and isinstance(output, Tensor) else tokens_of(output)
-        if tokens is None or not tokens.requires_grad:
+    def _compare(self, arguments: Any, below: str, tokens: Tensor, version: int) -> None:
+        """Compare the arguments of the running block with the tokens that the block below returned."""
+        given = _like(arguments, tokens)
+        if not given or any(_is_same(value, tokens, version) for value in given):
             return
-        self.seen.append(HeadInput(path, kind, tokens, tokens, entered=self._entered.pop(path, None)))
+        if _version(tokens) != version or not torch.equal(given[0], tokens):  # changed in place, or other values
+            leaves = [each.tokens for each in self.seen if each.source is not None]
+            copy = given[0].clone() if leaves else given[0]  # the block may change it in place
+            self.changed[len(self.calls) - 1] = Boundary(below, self.calls[-1], copy, leaves)
+
+    def _leave(self, path: str, kind: str, args: Any, output: Any) -> Any:
+        cut, entered = self.cut and path in self.blocks, self._entered.pop(path, None)
+        if cut and not self._gradients:
+            torch.set_grad_enabled(True)
+        tokens = output if kind == "pooling" and isinstance(output, Tensor) else tokens_of(output)
+        passed_on = tokens
+        if tokens is not None and cut and not tokens.is_inference():
+            leaf = tokens.detach().requires_grad_()
+            passed_on = leaf.clone()
+            self.seen.append(HeadInput(path, kind, leaf, passed_on, tokens, entered))
+        elif tokens is not None and tokens.requires_grad:
+            self.seen.append(HeadInput(path, kind, tokens, tokens, entered=entered))
+        if path in self.blocks:
+            self._last = None if passed_on is None else (path, passed_on, _version(passed_on))
+        return None if passed_on is tokens or passed_on is None else with_tokens(output, passed_on)
 
 
-def tokens_of(output: Any) -> Tensor | None:
-    """Return the token tensor of a module's output: itself, the first of a sequence, or `last_hidden_state`."""
-    if isinstance(output, Mapping):
-        output = output.get("last_hidden_state")
-    elif isinstance(output, tuple | list) and output:
-        output = output[0]
-    return output if isinstance(output, Tensor) and output.is_floating_point() and output.ndim in (3, 4) else None
+def watch_of(model: nn.Module, cut: Sequence[str], gradients: bool) -> BlockWatch:
+    """Return the watch of the blocks where a model is cut, of those of its last pass, or of its lists of blocks."""
+    if cut:
+        return BlockWatch(model, cut, cut=True, gradients=gradients)
+    blocks = _blocks.get(model, ())
+    known = blocks and {path for path, _ in module_paths(model)}.issuperset(blocks)
+    return BlockWatch(model, blocks if known else block_paths(model))
 
 
-def with_tokens(output: Any, tokens: Tensor) -> Any:
-    """Return a module's output with its tokens replaced."""
-    if isinstance(output, Mapping):
-        output["last_hidden_state"] = tokens  # type: ignore[index]
-        return output
-    if isinstance(output, tuple | list):
-        return [tokens, *output[1:]] if isinstance(output, list) else (tokens, *output[1:])
-    return tokens
+def remember_blocks(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Keep the blocks of a pass for the next one."""
+    _blocks[model] = tuple(dict.fromkeys(blocks))
+
+
+def _like(given: Any, tokens: Tensor) -> list[Tensor]:
+    """Return the tensors among arguments with the shape of tokens; if there is none, those with as many entries."""
+    tensors = [value for value in tensors_in(given) if value.dtype == tokens.dtype and value.numel() == tokens.numel()]
+    return [value for value in tensors if value.shape == tokens.shape] or tensors
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_same(tensor: Tensor, other: Tensor, version: int) -> bool:
+    """Return True if a tensor is the other one, or a view of it, unchanged since it had this version."""
+    in_order = (tensor.is_contiguous() and other.is_contiguous()) or tensor.stride() == other.stride()
+    same = tensor is other or (tensor.data_ptr() == other.data_ptr() and in_order)
+    return same and tensor.dtype == other.dtype and _version(tensor) == version
+
+
+def as_tokens(value: Tensor, layout: TokenLayout, batch: int) -> Tensor | None:
+    """Return a tensor with the tokens of a layout as [batch, tokens, channels]; None if its axes are unknown."""
+    count, square = layout.num_tokens, layout.num_tokens == layout.num_patches
+    if value.ndim == 3:
+        if value.shape[:2] == (batch, count):  # usual, so preferred if both numbers are equal
+            return value
+        if value.shape[:2] == (count, batch):
+            return value.transpose(0, 1)
+        return value.mT if value.shape[::2] == (batch, count) else None
+    if value.ndim != 4 or len(value) != batch or not square:
+        return None
+    last, first = (value.shape[axis : axis + 2] == (layout.rows, layout.cols) for axis in (1, 2))
+    return None if last == first else value.flatten(1, 2) if last else value.flatten(2).mT
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -1,0 +1,309 @@
+"""Experiments with changed tokens: some patches are dropped, a module's output is replaced, or a word is another.
+
+A patch under a grey square is still a grey patch for the model. A dropped token has no influence, and attention over
+fewer tokens is faster.
+"""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
+from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import forward_options, read_layout, transformer_of
+from vitflow.models.blocks import library_blocks
+from vitflow.models.calls import logits_of, tensors_in, with_tokens
+from vitflow.models.parts import model_cache, module_paths, output_cache, plain_token_ids, unwrap
+from vitflow.recording.experiment import Call
+from vitflow.recording.isolation import Hook, device_of, evaluating, hooked
+from vitflow.recording.places import find_extents
+from vitflow.recording.readout import Read
+
+_NO_LOGITS = "It does not return one row of logits per subset of patches."
+# The number of tokens of a text (unlikely to be a number of heads), and of those after the word that is changed.
+_LENGTH, _LATER = 11, (0, 4)
+# Relative changes below this are rounding: kernels may depend on later tokens.
+_LEAST_DIFFERENCE = 1e-5
+
+
+def run_on_patches(
+    model: nn.Module,
+    pixels: Tensor,
+    kept: Tensor,
+    *,
+    layout: TokenLayout | None = None,
+    outputs: Read = logits_of,
+) -> Tensor:
+    """Return the logits of one image for several subsets of its patches, in one forward pass.
+
+    The whole image is embedded once. Before the first block, each subset selects its tokens, which already have
+    position embeddings; prefix tokens are always kept. With RoPE, kept patches keep their rotation. Average pooling is
+    over the kept patches.
+
+    With a convolutional patch embedding, a kept token may depend on pixels of dropped neighbours.
+
+    Args:
+        model: a Vision Transformer; its state is restored, also after an exception.
+        pixels: the model input of one image, [1, channels, height, width].
+        kept: indices of the kept patches in raster order, [choices, patches].
+        layout: prefix tokens and patch grid, if the model's layout is unknown.
+        outputs: maps the return value of the model to the explained outputs.
+
+    Returns:
+        The model's logits, or the result of `outputs`, [choices, classes].
+
+    Raises:
+        ShapeError: pixels or kept have the wrong shape.
+        OptionError: unknown patch index.
+        UnsupportedModelError: the input of the first block is not one sequence of patch tokens.
+
+    >>> import timm
+    >>> model = timm.create_model("test_vit").eval()
+    >>> kept = torch.tensor([[0, 1, 2], [97, 98, 99]])
+    >>> with torch.no_grad():
+    ...     run_on_patches(model, torch.zeros(1, 3, 160, 160), kept).shape
+    torch.Size([2, 1000])
+    """
+    model = unwrap(model)
+    if pixels.ndim != 4 or len(pixels) != 1 or kept.ndim != 2 or kept.dtype.is_floating_point:
+        raise ShapeError(
+            "Expected pixels [1, channels, height, width] and integer kept [choices, patches], got "
+            f"{tuple(pixels.shape)} and {kept.dtype} {tuple(kept.shape)}."
+        )
+    return _run(model, pixels, kept.to(pixels.device), layout, outputs)[0]
+
+
+def droppable_tokens(
+    model: nn.Module, pixels: Tensor, layout: TokenLayout | None = None, outputs: Read = logits_of
+) -> TokenLayout:
+    """Return the layout of the tokens that the model can drop; tested on noise once per input size.
+
+    Args:
+        model: any model.
+        pixels: model inputs of the requested size, [batch, channels, height, width].
+        layout: prefix tokens and patch grid, if the model's layout is unknown.
+        outputs: as for `run_on_patches`.
+
+    Raises:
+        UnsupportedModelError: the model cannot run on a subset of its patches; the message gives the reason.
+
+    >>> import timm
+    >>> droppable_tokens(timm.create_model("test_vit"), torch.zeros(1, 3, 160, 160)).rows
+    10
+    """
+    model = unwrap(model)
+    known, key = output_cache(model, outputs), (run_on_patches, tuple(pixels.shape[1:]), layout)
+    if key not in known:
+        known[key] = _try(model, pixels, layout, outputs)
+    verdict: TokenLayout | str = known[key]
+    if isinstance(verdict, str):
+        raise UnsupportedModelError(verdict)
+    return verdict
+
+
+def _run(
+    model: nn.Module, pixels: Tensor, kept: Tensor | None, layout: TokenLayout | None, outputs: Read
+) -> tuple[Tensor, TokenLayout]:
+    """Return logits [choices, classes] and the token layout at the first block; None keeps every token."""
+    size, blocks, runs = (pixels.shape[-2], pixels.shape[-1]), _blocks(model), 0
+
+    def enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal layout, runs
+        if index == 0:
+            runs += 1
+            tokens = args[0] if args else None
+            if not isinstance(tokens, Tensor) or tokens.ndim != 3 or len(tokens) != 1:
+                raise UnsupportedModelError("The input of the first block is not one sequence of tokens.")
+            layout = layout or read_layout(model, size, tokens.shape[1])
+            args = (tokens if kept is None else _choose(tokens, kept, layout), *args[1:])
+        if kept is not None and layout is not None and kwargs.get("rope") is not None:
+            kwargs = kwargs | {"rope": _rotations(kwargs["rope"], kept, layout)}
+        return args, kwargs
+
+    with hooked(Hook(block, partial(enter, index), before=True) for index, block in enumerate(blocks)):
+        logits = outputs(model(pixels.clone(), **forward_options(model, size)))
+    if runs > 1:
+        raise UnsupportedModelError("It runs its blocks several times for an image.")
+    if logits is None or layout is None:
+        raise UnsupportedModelError(_NO_LOGITS)
+    return logits, layout
+
+
+def _choose(tokens: Tensor, kept: Tensor, layout: TokenLayout) -> Tensor:
+    """Select the tokens of each subset: [1, tokens, channels] → [choices, prefix + kept, channels]."""
+    prefix, count = layout.num_prefix_tokens, layout.num_patches
+    if tokens.shape[1] != prefix + count:
+        raise UnsupportedModelError(f"Expected {prefix + count} tokens at the first block, got {tokens.shape[1]}.")
+    if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= count):
+        raise OptionError(f"Expected patch indices from 0 to {count - 1}, got {kept.tolist()}.")
+    before = torch.arange(prefix, device=tokens.device).expand(len(kept), -1)
+    return tokens[0][torch.cat([before, prefix + kept.long()], dim=1)]
+
+
+def _rotations(rope: Any, kept: Tensor, layout: TokenLayout) -> Tensor:
+    """Select rotations: [patches, width] or [heads, patches, width] → [choices, 1 or heads, kept, width]."""
+    if not isinstance(rope, Tensor) or rope.ndim not in (2, 3) or rope.shape[-2] != layout.num_patches:
+        raise UnsupportedModelError("The rotary position embedding (RoPE) does not have one rotation per patch.")
+    chosen = rope[..., kept.long(), :].movedim(-3, 0)
+    return chosen if chosen.ndim == 4 else chosen.unsqueeze(1)
+
+
+def _blocks(model: nn.Module) -> nn.Sequential | nn.ModuleList:
+    if getattr(model, "divided", False):
+        raise UnsupportedModelError("It attends over time and space in separate layers.")
+    transformer = transformer_of(model)
+    blocks = getattr(transformer, "blocks", None) or next(iter(library_blocks(model).values()), None)
+    if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not len(blocks):
+        raise UnsupportedModelError(f"{type(transformer).__name__} has no sequence of blocks.")
+    return blocks
+
+
+def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: Read) -> TokenLayout | str:
+    """Return the layout of the tokens that a model can drop, or the reason why it cannot.
+
+    Outputs on noise are compared: of every token and of all patches, and of half the patches in two orders. Windows,
+    relative position biases and convolutions between tokens either fail on a shorter sequence, or depend on the order
+    of the patches. If each token has its position embedding, the order has no effect.
+    """
+    random = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, *pixels.shape[1:], generator=random).to(pixels)
+    call = Call(model, (noise,), forward_options(model, (noise.shape[-2], noise.shape[-1])), noise)
+    try:
+        with call.experiment():
+            whole, layout = _run(model, noise, None, layout, outputs)
+            first = _blocks(model)[0]
+            block = next(path for path, module in module_paths(model) if module is first)
+            if (refusal := find_extents(call, {block: (layout,)})[1]) is not None:
+                return refusal
+            order = torch.randperm(layout.num_patches, generator=random).to(noise.device)
+            half = order[: max(layout.num_patches // 2, 1)]
+            every, _ = _run(model, noise, order.sort().values[None], layout, outputs)
+            halves, _ = _run(model, noise, torch.stack([half, half.flip(0)]), layout, outputs)
+    except torch.OutOfMemoryError:
+        raise
+    except UnsupportedModelError as error:
+        return str(error)
+    except Exception as error:  # a model may fail in any way on an unexpected sequence
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"It fails on half of its patches ({reason})."
+    if not isinstance(whole, Tensor) or whole.ndim != 2 or halves.shape != (2, whole.shape[1]):
+        return _NO_LOGITS
+    if not _agree(whole, every):
+        return "Its output with all patches selected differs from its normal output."
+    if not _agree(halves[:1], halves[1:]):
+        return "Its output depends on the order of the tokens, not only on their position embeddings."
+    return layout
+
+
+def _agree(first: Tensor, second: Tensor) -> bool:
+    tolerance = 1e-3 if first.dtype.itemsize >= 4 else 5e-2
+    difference = (first.double() - second.double()).abs().max()
+    return bool(difference <= tolerance * first.double().abs().max())  # False if there is NaN
+
+
+def output_from_tokens(model: nn.Module, pixels: Tensor, path: str, tokens: Tensor) -> Any:
+    """Return a model's output with the output of one module replaced by these tokens.
+
+    The model runs once more, without gradients up to that module; its output is differentiable by the tokens.
+
+    Args:
+        model: the model; its state is restored, also after an exception.
+        pixels: the model inputs of the tokens, [batch, channels, height, width].
+        path: path of the module, usually of the last block.
+        tokens: replacement for its output, or for the first of its outputs.
+
+    >>> import timm
+    >>> model = timm.create_model("test_vit").eval()
+    >>> tokens = torch.zeros(1, 101, 64)
+    >>> expected = model.head(model.norm(tokens)[:, 0]).detach()
+    >>> [float((output_from_tokens(model, pixels, "blocks.5", tokens).detach() - expected).abs().max())
+    ...  for pixels in torch.randn(2, 1, 3, 160, 160)]
+    [0.0, 0.0]
+    """
+
+    def give(args: Any, output: Any) -> Any:
+        torch.set_grad_enabled(True)  # until torch.no_grad() below ends
+        return with_tokens(output, tokens)
+
+    hook = Hook(model.get_submodule(path), give, before=False)
+    with hooked([hook]), torch.inference_mode(False), evaluating(model), torch.no_grad():
+        return model(pixels.detach().clone(), **forward_options(model, (pixels.shape[-2], pixels.shape[-1])))
+
+
+def is_causal(model: nn.Module, length: int = _LENGTH) -> bool:
+    """Return True if no token sees a later one; determined once per model by three short forward passes.
+
+    One token is replaced. The model is causal if no output of its modules changes for an earlier token, and if either
+    those of later tokens change, or the model's own output has one row per token.
+
+    Args:
+        model: a model with `input_ids`.
+        length: a number of tokens that the model accepts, if it does not run on any.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    >>> [is_causal(BertModel(BertConfig(is_decoder=writes, **sizes))) for writes in (False, True)]
+    [False, True]
+    """
+
+    def tried() -> bool:
+        try:
+            return _test_causal(model, _LENGTH)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a model may require a multiple of some number of tokens
+            return _test_causal(model, length)
+
+    known = model_cache(model)
+    if is_causal not in known:
+        known[is_causal] = tried()
+    causal: bool = known[is_causal]
+    return causal
+
+
+def _test_causal(model: nn.Module, length: int) -> bool:
+    *ids, other = plain_token_ids(model, length + 1)
+    text = torch.tensor([ids], device=device_of(model))
+    seen = False  # something that a later token could have changed
+    with Call(model, (), {}, text).experiment():
+        before = _token_outputs(model, text)
+        for position in (length - 1 - count for count in _LATER if count < length):
+            changed = text.clone()
+            changed[0, position] = other
+            after = _token_outputs(model, changed)
+            moved = [_changed(before[name], after[name]) for name in before.keys() & after.keys()]
+            if any(tokens[:position].any() for tokens in moved):
+                return False
+            seen |= ("", 1) in before or any(bool(tokens[position + 1 :].any()) for tokens in moved)
+    return seen
+
+
+def _token_outputs(model: nn.Module, text: Tensor) -> dict[tuple[str, int], Tensor]:
+    """Return the outputs of each module call that have one token axis, [tokens, values]."""
+    outputs: dict[tuple[str, int], Tensor] = {}
+    calls: Counter[str] = Counter()
+
+    def keep(name: str, args: Any, output: Any) -> None:
+        tokens = next(tensors_in(output), None)
+        if tokens is None or not tokens.is_floating_point():
+            return
+        axes = [axis for axis, size in enumerate(tokens.shape) if size == text.shape[1]]
+        if len(axes) == 1 or (tokens.ndim == 3 and tokens.shape[:2] == text.shape):
+            calls[name] += 1
+            # Copied, as some are modified in place later.
+            outputs[name, calls[name]] = tokens.movedim(min(axes), 0).flatten(1).clone()
+
+    with hooked(Hook(module, partial(keep, name), before=False) for name, module in model.named_modules()):
+        model(input_ids=text)
+    return outputs
+
+
+def _changed(before: Tensor, after: Tensor) -> Tensor:
+    """Return which tokens of two outputs [tokens, values] differ by more than rounding, bool [tokens]."""
+    if before.shape != after.shape or not before.numel():
+        return before.new_zeros(len(before), dtype=torch.bool)
+    least = max(_LEAST_DIFFERENCE, 4 * torch.finfo(before.dtype).eps) * float(before.abs().max())
+    return (before - after).abs().amax(dim=1) > least

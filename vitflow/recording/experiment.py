@@ -1,0 +1,189 @@
+"""Experiments: runs of a model besides the recorded one, on noise or on the same images, that leave it unchanged.
+
+The docstring of the package lists the experiments. Results on noise are cached with the weights; see `model_cache`.
+"""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from vitflow.errors import ShapeError
+from vitflow.models.calls import tokens_of, with_tokens
+from vitflow.models.parts import model_cache, modules_of, runs_compiled
+from vitflow.recording.isolation import Hook, autocast_kind, evaluating, hooked, uncompiled, unrecorded
+
+Result = TypeVar("Result")
+
+#: The number of tokens per block in an experiment: a prime, to distinguish tokens from channels and heads.
+FEW_TOKENS = 7
+# Containers whose changes are undone, and part of the names of those that other threads may change.
+_CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, deque, set), "_hooks"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A model call that experiments repeat.
+
+    Attributes:
+        model, args, kwargs: the called model and its arguments.
+        pixels: the model input among these.
+        autocast: state of autocast during the call: enabled, and its type.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    pixels: Tensor
+    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
+
+    @cached_property
+    def cache(self) -> dict[Any, Any]:
+        """Results of experiments with the model and its weights as they are now."""
+        return model_cache(self.model)
+
+    def cached(self, key: Any, experiment: Callable[[], Result]) -> Result:
+        """Return the cached result of an experiment, which runs if there is none."""
+        if key not in self.cache:
+            self.cache[key] = experiment()
+        result: Result = self.cache[key]
+        return result
+
+    @contextmanager
+    def experiment(
+        self, hooks: Iterable[Hook] = (), *, gradients: bool = False, autocast: bool = False
+    ) -> Iterator[None]:
+        """Run the model inside the block with these hooks, undisturbed, eagerly and unrecorded.
+
+        Autocast is disabled, or with `autocast` that of the call.
+        """
+        (enabled, dtype), device = self.autocast, self.pixels.device
+        with (
+            torch.inference_mode(False),
+            torch.autocast(autocast_kind(device), dtype=dtype, enabled=autocast and enabled),
+            undisturbed(self.model, device),
+            torch.enable_grad() if gradients else nullcontext(),
+            uncompiled() if runs_compiled(self.model) else nullcontext(),
+            hooked(hooks),
+        ):
+            yield
+
+    def __call__(self, other: Tensor, *, same_images: bool = False) -> Any:
+        """Return the model's output for other pixels, whose further inputs are those of the first image.
+
+        With `same_images`, the pixels are those of the call, and further inputs remain.
+        """
+
+        def replaced(value: Any) -> Any:
+            if value is self.pixels:
+                return other.clone()  # the model may change it in place
+            of_images = isinstance(value, Tensor) and value.ndim > 0 and len(value) == len(self.pixels)
+            of_images = of_images and not same_images
+            return value[:1].expand(len(other), *value.shape[1:]) if of_images else value
+
+        args, kwargs = tuple(map(replaced, self.args)), {name: replaced(value) for name, value in self.kwargs.items()}
+        weights = chain(self.model.named_parameters(), self.model.named_buffers())
+        # Inference tensors do not support gradients, but their copies do.
+        copies = {name: weight.clone() for name, weight in weights if weight.is_inference()}
+        return functional_call(self.model, copies, args, kwargs) if copies else self.model(*args, **kwargs)
+
+    def noise(self, images: int) -> Tensor:
+        """Return different random pixels for some images, the same each time."""
+        noise = torch.randn(images, *self.pixels.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
+        return noise.to(self.pixels.device, self.pixels.dtype)
+
+
+def few_token_hooks(model: nn.Module, blocks: Sequence[str]) -> Iterator[Hook]:
+    """Yield hooks that run each block on its first tokens only; the other tokens are returned unchanged."""
+    inputs: dict[str, Tensor] = {}  # all tokens, by block path
+
+    def is_long(value: Any) -> bool:
+        tokens = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
+        return tokens and value.shape[1] > FEW_TOKENS
+
+    def shorten(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        every = next(filter(is_long, (*args, *kwargs.values())), None)
+        if every is None:
+            raise ShapeError(f"The input of {path} is not a sequence of tokens.")
+        inputs[path], few = every, every[:, :FEW_TOKENS]
+        kwargs = {name: few if value is every else value for name, value in kwargs.items()}
+        return tuple(few if value is every else value for value in args), kwargs
+
+    def extend(path: str, args: Any, output: Any) -> Any:
+        tokens, every = tokens_of(output), inputs.pop(path)
+        if tokens is None or tokens.shape != (len(every), FEW_TOKENS, every.shape[-1]):
+            raise ShapeError(f"{path} changes the number of tokens.")
+        return with_tokens(output, torch.cat([tokens, every[:, FEW_TOKENS:].to(tokens)], dim=1))
+
+    for path in blocks:
+        yield Hook(model.get_submodule(path), partial(shorten, path), before=True)
+        yield Hook(model.get_submodule(path), partial(extend, path), before=False)
+
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run a model without side effects and gradients: under its lock, in eval mode, and unrecorded.
+
+    Its modules, buffers and attributes, containers and plain tensors among these, and the random state are restored.
+    Parameters are not copied.
+    """
+    kind = autocast_kind(device)
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng([] if kind == "cpu" else [device], device_type="cuda" if kind == "cpu" else kind),
+        evaluating(model),
+        unrecorded(),
+    ):
+        kept = [(vars(module), _kept(vars(module))) for module in modules_of(model)]
+        try:
+            yield
+        finally:
+            for attributes, before in kept:
+                _restore(attributes, before)
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy of the contents of a tensor or container, in which modules and parameters are not copied."""
+    if type(value) is Tensor:
+        copied = not value.is_meta and not value.is_quantized and value.layout == torch.strided
+        return value.detach().clone() if copied else None
+    if type(value) not in _CONTAINERS:
+        return None
+    if isinstance(value, dict):
+        return {name: (each, _kept(each)) for name, each in value.items() if _HOOKS not in str(name)}
+    return set(value) if isinstance(value, set) else [(each, _kept(each)) for each in value]
+
+
+def _restore(value: Any, before: Any) -> None:
+    """Undo the changes of a tensor or container since `_kept`."""
+    if before is None:
+        return
+    if isinstance(value, Tensor):
+        if not torch.equal(value, before):
+            value.resize_(before.shape).copy_(before)
+        return
+    if isinstance(value, set):
+        if value != before:
+            value.clear()
+            value.update(before)
+        return
+    for each, state in before.values() if isinstance(value, dict) else before:
+        _restore(each, state)
+    if isinstance(value, dict):
+        hooks = {name: each for name, each in value.items() if _HOOKS in str(name)}
+        items = {name: each for name, (each, _) in before.items()}
+        if [(name, id(each)) for name, each in value.items() if name not in hooks] != [
+            (name, id(each)) for name, each in items.items()
+        ]:
+            value.clear()
+            value.update(items | hooks)
+    elif list(map(id, value)) != [id(each) for each, _ in before]:
+        value.clear()
+        value.extend(each for each, _ in before)
