@@ -15,9 +15,8 @@ from PIL import Image
 from vitflow.errors import OptionError, ShapeError, printable
 from vitflow.images.typesetting import without_glyph_warnings
 from vitflow.text.graph import GraphView, Panel
-from vitflow.text.summary import PATCHES, RowSummary
 from vitflow.text.view import POSITIVE, ShadedText
-from vitflow.text.words import ENGLISH_STOP_WORDS, Words, hide
+from vitflow.text.words import ENGLISH_STOP_WORDS, PATCHES, RowSummary, Words, hide
 
 STRINGS = ("[CLS]", "the", " key", " to", " the", " cab", "inet", "s", " is", " lost", ".", "[SEP]")
 HOSTILE = (

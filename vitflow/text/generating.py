@@ -114,21 +114,15 @@ def explain_generation(
     request = _Request(
         model, inputs, image, tokenizer, processor, layout, through_tower, blank, definition, used, generate
     )
-    explain = _encoder_decoder if has_encoder else _decoder if image is None else _vision_language
     started = time.perf_counter()
-    generation = explain(request)
+    generation = (_encoder_decoder if has_encoder else _decoder)(request)
     seconds = time.perf_counter() - started
     return replace(generation, model=model_id(model) if name is None else check_name(name), seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Arguments of `explain_generation` for a loaded model; a video is an image.
-
-    Attributes:
-        method, options: the method, and all its options.
-        generate: arguments of `model.generate`.
-    """
+    """Arguments of `explain_generation` for a loaded model; a video is an image, `options` are those of the method."""
 
     model: Any
     inputs: Any
@@ -145,14 +139,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A generated text.
-
-    Attributes:
-        arguments: arguments of `generate`, without padding, on the device of the model.
-        ids: ids of all tokens of the decoder.
-        start: position of the first generated token.
-        tokenizer: the tokenizer; None if there is none.
-    """
+    """A generated text: arguments of `generate`, ids of all tokens of the decoder, position of the first new one."""
 
     arguments: dict[str, Any]
     ids: list[int]
@@ -161,26 +148,25 @@ class _Text:
 
 
 def _decoder(request: _Request) -> Generation:
-    """Explain the text of a decoder."""
-    languages.refuse_not_causal(request.model)
-    text = _generated(request)
-    return _generation(request, text, _decoder_rows(request, text))
-
-
-def _vision_language(request: _Request) -> Generation:
-    """Explain the text of a decoder whose prompt contains images or a video."""
-    model = request.model
+    """Explain the text of a decoder, whose prompt may contain images or a video."""
+    model, images = request.model, None
     languages.refuse_not_causal(model)
-    inputs, processor, images = with_images(model, request.inputs, request.image, request.processor, request.layout)
-    tokenizer = processor.tokenizer if request.tokenizer is None else request.tokenizer
-    text = _generated(replace(request, inputs=inputs, tokenizer=tokenizer))
-    result = _decoder_rows(request, text)
-    if request.through_tower:
-        prepared = {name: text.arguments[name] for name in inputs}
+    if request.image is not None:
+        inputs, processor, images = with_images(model, request.inputs, request.image, request.processor, request.layout)
+        tokenizer = processor.tokenizer if request.tokenizer is None else request.tokenizer
+        request = replace(request, inputs=inputs, tokenizer=tokenizer)
+    text = _generated(request)
+    passed = _forward_inputs(model, text.arguments, text.ids[:-1])
+    targets = list(enumerate(text.ids[text.start :], text.start - 1))
+    readout = torch.eye(len(text.ids) - 1, device=device_of(model))[[position for position, _ in targets]]
+    method, within = request.method, decoder_path(model)
+    result = explain_rows(model, passed, readout, method, request.options, targets=targets, within=within)
+    if images is not None and request.through_tower:
+        prepared = {name: text.arguments[name] for name in request.inputs}
         with evaluating(model), languages.reading(model):
             tower = tower_rows(model, prepared, images.parts, residual=request.options.get("residual", 0.5))
         images = replace(images, tower=tower)
-    probabilities = _with_and_without_image(model, text) if request.blank else None
+    probabilities = _with_and_without_image(model, text, passed) if request.blank else None
     return _generation(request, text, result, images=images, probabilities=probabilities)
 
 
@@ -215,15 +201,6 @@ def _generated(request: _Request) -> _Text:
     return _Text(arguments, ids, start, tokenizer)
 
 
-def _decoder_rows(request: _Request, text: _Text) -> TextResult:
-    """Compute the rows of the generated tokens of a decoder."""
-    inputs = _forward_inputs(request.model, text.arguments, text.ids[:-1])
-    targets = list(enumerate(text.ids[text.start :], text.start - 1))
-    readout = torch.eye(len(text.ids) - 1, device=inputs["input_ids"].device)[[position for position, _ in targets]]
-    within = decoder_path(request.model)
-    return explain_rows(request.model, inputs, readout, request.method, request.options, targets=targets, within=within)
-
-
 def _generation(
     request: _Request, text: _Text, result: TextResult, source: Words | None = None, **fields: Any
 ) -> Generation:
@@ -248,9 +225,6 @@ def _generation(
     )
 
 
-_DEFAULT_STEPS = 20  # max_new_tokens of transformers, for the display of progress
-
-
 def _generate(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[int], int]:
     """Generate text: return all ids of the decoder, and how many of them it was given."""
     encoded = languages.has_encoder(model)
@@ -268,7 +242,7 @@ def _generate(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[int]
         progress(1)
 
     steps = languages.generation_setting(model, arguments, "max_new_tokens")
-    with tracking("generation", int(steps or _DEFAULT_STEPS)) as progress:
+    with tracking("generation", int(steps or 20)) as progress:  # 20 is transformers' default
         hook = Hook(model, before, before=True)
         try:
             with languages.reading(model, arguments.get("input_ids")):
@@ -279,10 +253,6 @@ def _generate(model: nn.Module, arguments: Mapping[str, Any]) -> tuple[list[int]
     return ids[0], given[0]
 
 
-# Arguments that describe the text.
-_OF_THE_TEXT = ("input_ids", "attention_mask", "position_ids", "inputs_embeds")
-
-
 def _forward_inputs(model: nn.Module, arguments: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Tensor]:
     """Return the arguments of a forward pass over a text that begins with the prompt: also pixels and token types."""
     text = torch.tensor([ids], device=device_of(model))
@@ -290,17 +260,15 @@ def _forward_inputs(model: nn.Module, arguments: Mapping[str, Any], ids: Sequenc
     prompt = arguments["input_ids"]
     token_type = 1 if getattr(getattr(model, "config", None), "model_type", "") == "paligemma" else 0  # of a suffix
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and name not in _OF_THE_TEXT:
-            new = (0, len(ids) - prompt.shape[1])
-            inputs[name] = (
-                nn.functional.pad(value, new, value=token_type) if languages.is_per_token(value, prompt) else value
-            )
+        if isinstance(value, Tensor) and name not in ("input_ids", "attention_mask", "position_ids", "inputs_embeds"):
+            if languages.is_per_token(value, prompt):
+                value = nn.functional.pad(value, (0, len(ids) - prompt.shape[1]), value=token_type)
+            inputs[name] = value
     return inputs
 
 
-def _with_and_without_image(model: nn.Module, text: _Text) -> NDArray[np.float32]:
+def _with_and_without_image(model: nn.Module, text: _Text, inputs: Mapping[str, Tensor]) -> NDArray[np.float32]:
     """Return the probability of each generated token, with the image and with its mean colour, [n, 2]."""
-    inputs = _forward_inputs(model, text.arguments, text.ids[:-1])
     blank = dict(inputs)
     for name, value in inputs.items():
         if value.is_floating_point() and name.startswith("pixel_values"):

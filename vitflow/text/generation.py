@@ -18,13 +18,12 @@ from vitflow.images.figures import bundle
 from vitflow.images.geometry import Placement
 from vitflow.methods.fusion import check_layer
 from vitflow.registry.method_table import Method
-from vitflow.text.images import PromptImages
 from vitflow.text.method_table import TEXT_METHODS
 from vitflow.text.methods import caption
-from vitflow.text.summary import PATCHES
+from vitflow.text.prompts import PromptImages
 from vitflow.text.text_page import TextPage, TextRow
 from vitflow.text.view import ShadedText
-from vitflow.text.words import ENGLISH_STOP_WORDS, Words, grouped_words, hide, labels_of, text_of
+from vitflow.text.words import ENGLISH_STOP_WORDS, PATCHES, Words, grouped_words, hide, labels_of, text_of
 from vitflow.viewer.pages import Page
 
 _SHOWN = 60  # characters of the text in a repr
@@ -145,12 +144,12 @@ class Generation:
         indices, parts = self._indices_of(word), self.images.chosen(image, role)
         row, total, top = self._row_of(indices, layer)
         grid, placement, facts = self.images.map_of(row, total, parts)
+        facts["layer"] = top + 1
         if self.probabilities is not None:  # of a word, the product over its tokens
             products = self.probabilities[indices].astype(np.float64).prod(axis=0)
             with_image, blank = (round(float(product), 6) for product in products)
             display = f"{blank:.1%} (with the image {with_image:.1%})"
             facts["blank"] = {"value": blank, "with_image": with_image, "display": display}
-        facts["layer"] = top + 1
         return self._saliency(indices, grid, placement, self.images.parts[parts[0]].image, facts)
 
     def clip(self, word: str | int | Sequence[int], *, layer: int | None = None) -> Clip:
@@ -167,25 +166,20 @@ class Generation:
             OptionError: unknown word, or no video in the prompt.
         """
         images = self.images
-        if images is None or images.video is None:
-            got, remedy = (
-                ("none", "pass video= to explain_generation")
-                if images is None
-                else ("images", "use generation.image(word, image=0)")
-            )
-            raise OptionError(f"Expected a video in the prompt, got {got}: {remedy}.")
+        if images is None:
+            raise OptionError("Expected a video in the prompt, got none: pass video= to explain_generation.")
+        if images.video is None:
+            raise OptionError("Expected a video in the prompt, got images: use generation.image(word, image=0).")
         indices = self._indices_of(word)
         row, total, top = self._row_of(indices, layer)
         grids = images.grids(row, range(len(images.parts)))
         share = sum(float(grid.sum()) for grid in grids)
         facts = {"on_video": share / total if total else 0.0, "layer": top + 1}
-        frames = tuple(
-            replace(
-                self._saliency(indices, grid.astype(np.float32), placement, index, facts),
-                seconds=self.seconds / len(grids),
-            )
+        maps = [
+            self._saliency(indices, grid.astype(np.float32), placement, index, facts)
             for index, (grid, placement) in enumerate(zip(grids, images.placements, strict=True))
-        )
+        ]
+        frames = tuple(replace(frame, seconds=self.seconds / len(grids)) for frame in maps)
         shares = joint_shares(np.stack([frame.grid for frame in frames]))
         return Clip(frames, frames[0].score, shares, images.video, span=images.span, joint=True)
 
@@ -276,29 +270,23 @@ class Generation:
 
         Write the page with `generation.page().save("generation.html")`.
         """
-        prompt, generated = self.prompt_tokens, self.generated_tokens
-        m, words = prompt.length, prompt + generated
+        m, words = self.prompt_tokens.length, self.prompt_tokens + self.generated_tokens
         full = np.concatenate([self.values, self.among_generated], axis=1)
-        self_share = [None] * generated.length if self.self_share is None else self.self_share
+        self_share = [None] * len(full) if self.self_share is None else self.self_share
         rows = [
             TextRow(label.text, (m + i,), m + i, full[i].T, at=m + i - 1, self_share=self_share[i])
             for i, label in enumerate(labels_of(words)[m:])
         ]
-        images: list[dict[str, Any]] = []
-        first = 0
-        if self.images is not None:
-            images = self.images.records(self.values, full.sum(axis=1))
-            first = next((indices[0] for indices in self.words()[0].values()), 0)
         content = TextPage(
             words=words,
             rows=rows,
-            first=first,
+            first=0 if self.images is None else next((word[0] for word in self.words()[0].values()), 0),
             model=self.model,
             caption=caption(self.method, self.options, ""),
             options=self.options,
             written=m,
             patches=self._patches,
-            images=images,
+            images=() if self.images is None else self.images.records(self.values, full.sum(axis=1)),
         )
         return content.page(special=special, stop_words=stop_words)
 

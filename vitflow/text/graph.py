@@ -28,9 +28,8 @@ from vitflow.images.typesetting import (
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.rollout import attention_rollout
 from vitflow.methods.tokens import Causal
-from vitflow.text.summary import RowSummary
 from vitflow.text.view import POSITIVE, ShadedText, View
-from vitflow.text.words import Words, labels_of
+from vitflow.text.words import RowSummary, Words, labels_of
 
 #: Larger graphs are unreadable.
 MOST_TOKENS, MOST_LAYERS = 40, 48

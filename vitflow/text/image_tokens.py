@@ -70,26 +70,19 @@ def image_tokens(
     """Locate the patch tokens of each image in a prompt, or of its video.
 
     Args:
-        config: model configuration.
-        processor: processor of the inputs.
+        config, processor: the model's configuration, and the processor of the inputs.
         inputs: output of the processor: input_ids [1, tokens], pixel_values, and other arguments of the family.
         sizes: (height, width) of each image before processing, in the order of the prompt; or of the video.
         kind: locate the images, or the video.
-
-    Raises:
-        UnsupportedModelError: unknown family, or unexpected number of image tokens.
     """
     family, token = str(getattr(config, "model_type", "")), image_token(config, kind)
     readers = READERS if kind == "image" else VIDEO_READERS
     if family not in readers or token is None:
-        remedy = {
-            "image": "pass layout=ImageTokens(positions, rows, cols) with the positions of the patches, row by row, "
-            "and their grid.",
-            "video": "pass some of its frames as images, image=[…].",
-        }
+        of_patches = "pass layout=ImageTokens(positions, rows, cols) with the positions of the patches, row by row."
+        remedy = of_patches if kind == "image" else "pass some of its frames as images, image=[…]."
         raise UnsupportedModelError(
             f"Unknown layout of the {kind} tokens of {family or 'this model'} (known families: {', '.join(readers)}): "
-            f"{remedy[kind]}"
+            f"{remedy}"
         )
     positions = [position for position, id in enumerate(inputs["input_ids"][0].tolist()) if id == token]
     parts = [
@@ -117,15 +110,7 @@ def image_tokens(
 def source_tokens(
     config: Any, processor: Any, inputs: Mapping[str, Any], size: Size, layout: TokenLayout
 ) -> ImageTokens:
-    """Locate the patch tokens of an image in an image encoder.
-
-    Args:
-        config: configuration of the encoder.
-        processor: processor of the inputs.
-        inputs: output of the processor, pixel_values [1, channels, height, width].
-        size: (height, width) of the image before processing.
-        layout: token layout of the encoder.
-    """
+    """Locate the patch tokens of an image of `size` (height, width) in an image encoder with this token layout."""
     processed = Processed(config, processor, inputs, 0, size, 1, 0)
     patch = getattr(config, "patch_size", None)
     patch = patch if isinstance(patch, int) else processed.pixels[0] // layout.rows
@@ -136,14 +121,7 @@ def source_tokens(
 
 @dataclass(frozen=True, slots=True)
 class TokenGrid:
-    """A grid of patches in a token sequence, with extra tokens.
-
-    Attributes:
-        rows, cols, placement, role: as in `ImageTokens`.
-        before: number of tokens before the grid, such as a class token.
-        newline: number of tokens after each row.
-        after: number of tokens after the grid.
-    """
+    """A grid of patches in a token sequence, with this number of tokens before it, after each row, and after it."""
 
     rows: int
     cols: int
@@ -184,14 +162,10 @@ class Processed:
         return getattr(self.processor, f"{self.kind}_processor", self.processor)
 
     @property
-    def pixel_values(self) -> Any:
-        """Model inputs of all images, or of the video."""
-        return self.inputs["pixel_values_videos" if self.kind == "video" else "pixel_values"]
-
-    @property
     def pixels(self) -> Size:
         """Height and width of a model input."""
-        return int(self.pixel_values.shape[-2]), int(self.pixel_values.shape[-1])
+        height, width = self.inputs["pixel_values_videos" if self.kind == "video" else "pixel_values"].shape[-2:]
+        return int(height), int(width)
 
     @property
     def patch(self) -> int:
@@ -277,13 +251,9 @@ def _llava_next(processed: Processed) -> Iterator[TokenGrid]:
     unpadded = unpad_image(torch.empty(1, *shape), (height, width))  # type: ignore[no-untyped-call]
     grid = list(unpadded.shape[1:])
     cut = [(padded - inside) // 2 for padded, inside in zip(shape, grid, strict=True)]  # rows and columns of padding
-    offset = [cut[i] * tile - (best[i] - resized[i]) // 2 * side for i in (0, 1)]  # in pixels times `side`
-    placement = Placement(
-        processed.size,
-        (resized[0] * side, resized[1] * side),
-        (offset[0], offset[1]),
-        (grid[0] * tile, grid[1] * tile),
-    )
+    y, x = (cut[i] * tile - (best[i] - resized[i]) // 2 * side for i in (0, 1))  # in pixels times `side`
+    whole_size, covered = (resized[0] * side, resized[1] * side), (grid[0] * tile, grid[1] * tile)
+    placement = Placement(processed.size, whole_size, (y, x), covered)
     aspect_ratio = getattr(processed.config, "vision_aspect_ratio", None)
     if aspect_ratio is not None:  # OneVision downsamples a grid of too many patches
         ratio = math.sqrt(grid[0] * grid[1] / (int(str(aspect_ratio).removeprefix("anyres_max_")) * side**2))
@@ -301,7 +271,7 @@ def _qwen(processed: Processed) -> Iterator[TokenGrid]:
 
 
 def _idefics3(processed: Processed) -> Iterator[TokenGrid]:
-    """Yield tiles row by row, then the squashed image."""
+    """Yield tiles row by row, then the whole image."""
     _, rows, cols = processed.image_processor.get_number_of_image_patches(*processed.size, {})
     yield from _tiles(processed, rows, cols, processed.processor.image_seq_len, "whole")
 
@@ -346,14 +316,14 @@ def _llava_next_video(processed: Processed) -> Iterator[TokenGrid]:
     patch = processed.patch * stride
     rows, cols = (side // patch for side in processed.pixels)
     placement = _raster(processed, rows, cols, patch)
-    for _ in range(processed.pixel_values.shape[1]):
+    for _ in range(processed.inputs["pixel_values_videos"].shape[1]):
         yield TokenGrid(rows, cols, placement, "frame")
 
 
 def _llava_onevision_video(processed: Processed) -> Iterator[TokenGrid]:
     """Yield a raster for each frame, squashed and downsampled to half its patches; a newline token ends the video."""
     side, placement = _squashed_tile(processed, processed.config.vision_config.image_size)
-    frames = processed.pixel_values.shape[1]
+    frames = processed.inputs["pixel_values_videos"].shape[1]
     for number in range(1, frames + 1):
         yield TokenGrid(math.ceil(side / 2), math.ceil(side / 2), placement, "frame", after=int(number == frames))
 

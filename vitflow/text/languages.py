@@ -28,26 +28,14 @@ _PARTS = {"tokenizer": "AutoTokenizer", "processor": "AutoProcessor", "image pro
 
 
 def load_language_model(name: str | Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, Any]:
-    """Load a language model of transformers with its tokenizer, in eval mode, on the CPU.
-
-    Args:
-        name: a hub id or a folder.
-        trust_remote_code: run custom Python code of the model; by default such a model is refused.
-
-    Raises:
-        ModelError: transformers is not installed, or the model or its tokenizer does not exist.
-    """
+    """Load a language model of transformers with its tokenizer, by id or folder, in eval mode, on the CPU."""
     with hub_for(name):
         model, _ = from_pretrained(name, trust_remote_code=trust_remote_code)
         return model, _load_part("tokenizer", name, trust_remote_code)
 
 
 def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the processor saved with a model, or else its image processor.
-
-    Raises:
-        ModelError: the model or its processor does not exist.
-    """
+    """Load the processor saved with a model, or else its image processor."""
     processor = _load_part("processor", name, trust_remote_code)
     has_images = hasattr(processor, "image_processor")
     return processor if has_images else _load_part("image processor", name, trust_remote_code)
@@ -63,17 +51,13 @@ def _load_part(part: str, name: str | Path, trust_remote_code: bool = False) -> 
 
 
 def tokenizer_of(model: nn.Module, tokenizer: Any = None, *, required: bool = True) -> Any:
-    """Return the tokenizer given as argument, by default the one saved with the model; None if there is none.
-
-    Raises:
-        ModelError: a tokenizer is required, none is given, and none is saved with the model.
-    """
+    """Return the tokenizer given as argument, else the one saved with the model; None if there is none."""
     if tokenizer is not None:
         return tokenizer if callable(tokenizer) else _load_part("tokenizer", tokenizer)
-    name, kind = library_id(model), type(model).__name__
+    name = library_id(model)
     try:
         if name is None:
-            raise ModelError(f"{kind} was not loaded by name and requires a tokenizer: pass tokenizer=.")
+            raise ModelError(f"{type(model).__name__} was not loaded by name: pass tokenizer=.")
         return _load_part("tokenizer", name)
     except ModelError:
         if required:
@@ -133,12 +117,7 @@ def positions_of(model: nn.Module) -> int | None:
 
 @contextmanager
 def reading(model: nn.Module, ids: Tensor | None = None) -> Iterator[None]:
-    """Translate errors of a forward pass over token ids [batch, tokens].
-
-    Raises:
-        OptionError: the text is longer than the model's positions, or has token ids outside its vocabulary.
-        UnsupportedModelError: the model also requires a text for its decoder, or fails on this text.
-    """
+    """Translate errors of a forward pass over token ids [batch, tokens]."""
     try:
         yield
     except VitflowError:
@@ -174,10 +153,7 @@ def generation_setting(model: nn.Module, given: Mapping[str, Any], name: str) ->
 
 
 def refuse_not_causal(model: nn.Module) -> None:
-    """Raise UnsupportedModelError if the model is not causal.
-
-    Vision-language models are accepted: their prompt may use bidirectional attention, but generation is causal.
-    """
+    """Raise UnsupportedModelError if the model is not causal, except in the prompt of vision-language models."""
     sees = getattr(getattr(model, "config", None), "image_token_id", None) is not None
     if not sees and not is_causal(decoder_of(model)):
         raise not_causal(model)
@@ -192,29 +168,15 @@ def not_causal(model: nn.Module) -> UnsupportedModelError:
 
 
 def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Check that rollout supports a call of `generate`.
-
-    Args:
-        model: the model that generates.
-        given: the arguments of its `generate`.
-
-    Raises:
-        UnsupportedModelError: the model does not generate text.
-        OptionError: the call uses beam search, an assistant, guidance, several sequences, a static cache or a filled
-            one.
-    """
+    """Check that rollout supports a call of `generate` with these arguments."""
     if not (hasattr(model, "can_generate") and model.can_generate()):  # type: ignore[operator]
         raise UnsupportedModelError(
             f"Expected a generative model of transformers, such as from AutoModelForCausalLM, got "
             f"{type(model).__name__} without generate. Use vitflow.text.explain_text."
         )
-    scale = generation_setting(model, given, "guidance_scale")
-    if scale not in (None, 1, 1.0):
-        raise OptionError(
-            f"guidance_scale={scale} is not supported, as it mixes in the logits of a second text: omit it."
-        )
-    if generation_setting(model, given, "num_return_sequences") not in (None, 1):
-        raise OptionError("num_return_sequences is not supported: call it once for each sequence.")
+    for name, reason in (("guidance_scale", "omit it"), ("num_return_sequences", "call it once for each sequence")):
+        if (value := generation_setting(model, given, name)) not in (None, 1):
+            raise OptionError(f"{name}={value} is not supported, as it requires several texts: {reason}.")
     config: Any = copy.deepcopy(given.get("generation_config") or model.generation_config)
     config.update(**given)
     mode = str(config.get_generation_mode(given.get("assistant_model")).value)
@@ -225,15 +187,12 @@ def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
         )
     implementation = str(getattr(config, "cache_implementation", None) or "")
     if "static" in implementation:
-        raise OptionError(
-            f"Expected a dynamic cache, got cache_implementation={implementation!r} with empty keys: omit it."
-        )
+        raise OptionError(f"Expected a dynamic cache, got cache_implementation={implementation!r}: omit it.")
     cache = reads_cache(given)
     refuse_static(cache)
     if cache is not None and cache.get_seq_length():
         raise OptionError(
-            f"Expected the whole prompt, got a cache with {cache.get_seq_length()} tokens, whose attention was not "
-            "recorded: omit it."
+            f"Expected the whole prompt, got a cache with {cache.get_seq_length()} tokens, which were not recorded."
         )
 
 

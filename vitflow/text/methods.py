@@ -4,12 +4,12 @@ Each method takes a recorded text and its options. It returns rows [layers, rows
 row's query token, [layers, rows], if the rows are relative to the receptive field, else None.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitflow.errors import OptionError, UnsupportedModelError, check_known, whole_number
 from vitflow.explaining.captions import method_in_words
@@ -46,15 +46,7 @@ def caption(
     target: str | None = None,
     probability: float | None = None,
 ) -> str:
-    """Return a one-line caption: method, target of a class-specific method, and model.
-
-    Args:
-        method: name of a method for texts.
-        options: its options.
-        model: model id.
-        what: title to use instead of the method's.
-        target: target of a class-specific method.
-        probability: the model's probability of the target.
+    """Return a one-line caption: method or `what`, target of a class-specific method with its probability, and model.
 
     >>> options = {"head_fusion": "max", "value_weighted": False}
     >>> caption("gae", options, "bert", target="table", probability=0.25)
@@ -98,14 +90,7 @@ def _rollout_rows(
     residual: float,
     first: int = 0,
 ) -> Tensor:
-    """Return rows of rollout after each matrix [tokens, tokens], from the index `first` on.
-
-    >>> layer = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    >>> _rollout_rows([layer, layer], [layer > 0] * 2, torch.tensor([[0.0, 1.0]]), 0.0, 0.5)
-    tensor([[[0.2500, 0.7500]],
-    <BLANKLINE>
-            [[0.4375, 0.5625]]])
-    """
+    """Return rows of rollout after each matrix [tokens, tokens], from the index `first` on: [layers, rows, tokens]."""
     product = torch.eye(readout.shape[-1], dtype=matrices[0].dtype, device=matrices[0].device)
     rows = []
     for index, (matrix, seen) in enumerate(zip(matrices, visible, strict=True)):
@@ -159,28 +144,18 @@ def flow(
     """
     steps = text.fused(head_fusion, value_weighted)
     first, last = parse_window(default_window(layers, len(text.ends)), len(text.ends))
-    size, bottom = text.steps_per_layer * (last - first + 1), 0 if layers == "all" else text.steps_below
-    spans = [(0 if layers == "all" else max(end - size, bottom), end) for end in text.ends]
+    size = text.steps_per_layer * (last - first + 1)
+    spans = [(0 if layers == "all" else max(end - size, text.steps_below), end) for end in text.ends]
     readout = text.readout.to(steps[0])
     visible = [seen.unsqueeze(0) for seen in text.visible]
 
     def rows(matrices: Sequence[Tensor], ratio: float) -> Tensor:
         results = []
+        options: dict[str, Any] = {"discard_ratio": ratio, "residual": residual, "num_prefix_tokens": 0}
         for low, top in spans:
             window = [matrix.unsqueeze(0) for matrix in matrices[low:top]]
-            flows = (
-                attention_flow(
-                    window,
-                    source=row,
-                    visible=visible[low:top],
-                    discard_ratio=ratio,
-                    residual=residual,
-                    num_prefix_tokens=0,
-                    progress=progress,
-                )
-                for row in readout
-            )
-            shares = torch.stack([each.normalized[0] for each in flows])
+            options |= {"visible": visible[low:top], "progress": progress}
+            shares = torch.stack([attention_flow(window, source=row, **options).normalized[0] for row in readout])
             if below == "rollout" and low:
                 lower = _rollout_rows(matrices[:low], text.visible[:low], shares, ratio, residual)
                 shares = lower[-1].double()
@@ -196,26 +171,17 @@ def gae(
     text: TextTrace, *, head_fusion: HeadFusion, value_weighted: ValueWeighting, start_layer: int
 ) -> tuple[Tensor, None]:
     """Compute rows of generic attention explainability, with one backward pass for the logit of each row."""
-    relevant = _relevant_layers(text.trace, text.targets, head_fusion, value_weighted)
-    rows = [text.relevance(layers, row, start_layer) for row, layers in enumerate(relevant)]
-    return torch.stack(rows, dim=1), None
-
-
-def _relevant_layers(
-    trace: Trace, targets: Sequence[tuple[int, int | None]], head_fusion: HeadFusion, value_weighted: ValueWeighting
-) -> Iterator[list[Tensor]]:
-    """Yield the fused (A ⊙ ∇A)⁺ of each layer, [queries, keys], for the logit of each target."""
+    trace, rows = text.trace, []
     weighted = trace.heads(value_weighted=value_weighted)
-    with tracking("backward passes", len(targets)) as progress:
-        for position, target in targets:
+    with tracking("backward passes", len(text.targets)) as progress:
+        for row, (position, target) in enumerate(text.targets):
             gradients = trace.gradients_of(_score(trace, position, target)).attentions
             # Layer by layer, because encoder and decoder matrices differ in shape.
             pairs = zip(weighted, gradients, strict=True)
-            yield [
-                gradient_weighted_attention([layer], [gradient], head_fusion)[0][0].detach()
-                for layer, gradient in pairs
-            ]
+            fused = [gradient_weighted_attention([layer], [gradient], head_fusion)[0][0] for layer, gradient in pairs]
+            rows.append(text.relevance([layer.detach() for layer in fused], row, start_layer))
             progress(1)
+    return torch.stack(rows, dim=1), None
 
 
 def _score(trace: Trace, position: int, target: int | None) -> Tensor:
@@ -237,14 +203,7 @@ def logit_lens(text: TextTrace, *, layer: int = -1) -> tuple[Tensor, Tensor]:
     """Compute rows of the logit lens, (h_l,j · e)⁺ for the output embedding e of each row's word, over earlier tokens.
 
     The model's final norm is applied to the hidden states of all layers. The query token, whose state predicts the
-    word, is left out; its share is returned separately. Rows sum to 1.
-
-    Args:
-        text: recorded forward pass with hidden states.
-        layer: layer of the result; rows of all layers are returned.
-
-    Raises:
-        UnsupportedModelError: the model does not generate text.
+    word, is left out; its share is returned separately. Rows sum to 1; `layer` is the layer of the result.
 
     Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; on images as in Li et al., ICCV 2025 (TAM).
     """
@@ -255,7 +214,8 @@ def logit_lens(text: TextTrace, *, layer: int = -1) -> tuple[Tensor, Tensor]:
             "rollout or attention."
         )
     refuse_not_causal(model)
-    logits, norm = text.trace.logits, _last_norm(decoder_of(model))
+    logits = text.trace.logits
+    norms = [module for module in decoder_of(model).children() if "norm" in type(module).__name__.lower()]
     assert logits is not None
     ids = [int(logits[0, position].argmax()) if word is None else word for position, word in text.targets]
     words = model.get_output_embeddings().weight[ids].detach().float()
@@ -263,7 +223,7 @@ def logit_lens(text: TextTrace, *, layer: int = -1) -> tuple[Tensor, Tensor]:
     tokens = torch.arange(text.readout.shape[-1], device=words.device)
     rows, shares = [], []
     for number, hidden in enumerate(text.hidden, start=1):
-        states = hidden if number == len(text.hidden) or norm is None else norm(hidden)
+        states = norms[-1](hidden) if norms and number < len(text.hidden) else hidden
         scores = (words @ states[0].detach().float().T).clamp_min(0.0).masked_fill(tokens > positions, 0.0)
         query = tokens == positions
         shares.append((scores * query).sum(dim=-1) / scores.sum(dim=-1).clamp_min(torch.finfo(scores.dtype).tiny))
@@ -271,9 +231,3 @@ def logit_lens(text: TextTrace, *, layer: int = -1) -> tuple[Tensor, Tensor]:
         total = others.sum(dim=-1, keepdim=True)
         rows.append(others / torch.where(total > 0, total, 1.0))
     return torch.stack(rows), torch.stack(shares)
-
-
-def _last_norm(decoder: nn.Module) -> nn.Module | None:
-    """Return the final norm of a decoder; None if it has none."""
-    norms = [module for module in decoder.children() if "norm" in type(module).__name__.lower()]
-    return norms[-1] if norms else None

@@ -1,9 +1,11 @@
-"""Prompts of vision–language models: their images or video, processed, with the positions of their patch tokens."""
+"""Prompts of vision–language models: their images or video, the positions of the patch tokens, and maps over them."""
 
+import base64
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -13,23 +15,133 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitflow.analysis.clips import FRAMES, ClipSource, frames_of
-from vitflow.errors import OptionError, UnsupportedModelError
+from vitflow.errors import OptionError, UnsupportedModelError, printable, unknown_name
+from vitflow.images.geometry import Placement
 from vitflow.images.reading import image_name, read_image
+from vitflow.images.upsampling import merge_maps
 from vitflow.images.videos import seconds_of
 from vitflow.methods.rollout import attention_rollout
 from vitflow.models.anatomy import read_layout
 from vitflow.models.parts import library_id
 from vitflow.recording.recorder import record_attention
 from vitflow.text.image_tokens import ImageTokens, Kind, image_token, image_tokens, source_tokens
-from vitflow.text.images import PromptImages
 from vitflow.text.languages import load_processor
 from vitflow.text.words import Words, words_of
+from vitflow.viewer.pages import pack_half, thumbnail
 
+_PAGE_SIZE = 768  # longer side of an image on a page, in pixels
 #: Default prompt for an image; for a video, with "video".
 DEFAULT_PROMPT = "Describe the image."
 #: Assumed frames per second of frames that were not read from a file, as Qwen-VL samples them.
 FRAME_RATE = 2.0
 Layout = ImageTokens | Sequence[ImageTokens] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """The images or the video of one prompt, and the positions of their patch tokens.
+
+    Attributes:
+        images: images, uint8 RGB [height, width, 3]; for a video, the first frame of each position along time.
+        sources: file name or description of each image.
+        parts: patch tokens of each part, in the order of the prompt; an image may have several parts, such as tiles.
+        tower: for each part, the rollout through the vision tower, float32 [patches, tower patches]; None if the tower
+            was not recorded.
+        video: file name or description of the video; None for images.
+        span: the number of frames of each position along time.
+    """
+
+    images: tuple[NDArray[np.uint8], ...]
+    sources: tuple[str, ...]
+    parts: tuple[ImageTokens, ...]
+    tower: tuple[NDArray[np.float32], ...] | None = None
+    video: str | None = None
+    span: int = 1
+
+    @property
+    def placements(self) -> list[Placement]:
+        """The rectangle of its image that each part covers."""
+        sizes = [self.images[part.image].shape[:2] for part in self.parts]
+        return [
+            part.placement or Placement(size, size, (0, 0), size) for part, size in zip(self.parts, sizes, strict=True)
+        ]
+
+    def chosen(self, image: int | None, role: str | None) -> list[int]:
+        """Return the indices of the parts of an image, optionally of one role; OptionError if there are none."""
+        count = len(self.images)
+        if image is None and self.video is not None:
+            raise OptionError("The prompt has a video: use generation.clip(word), or pass image=0 for its first frame.")
+        if image is None and count > 1:
+            raise OptionError(f"The prompt has {count} images: pass image=0 for the first.")
+        image = 0 if image is None else image
+        if not 0 <= image < count:
+            raise OptionError(f"Expected an image index from 0 to {count - 1}, got {image}.")
+        indices = [index for index, part in enumerate(self.parts) if part.image == image]
+        roles = {self.parts[index].role: None for index in indices}
+        if role is not None and role not in roles:
+            raise OptionError(unknown_name("role", role, roles))
+        return [index for index in indices if role in (None, self.parts[index].role)]
+
+    def grids(self, row: NDArray[Any], indices: Sequence[int]) -> list[NDArray[np.float64]]:
+        """Return the weights of parts as grids, from a row [tokens] over the prompt."""
+        parts = [self.parts[index] for index in indices]
+        return [np.asarray(row, np.float64)[list(part.positions)].reshape(part.rows, part.cols) for part in parts]
+
+    def map_of(
+        self, row: NDArray[Any], total: float, indices: Sequence[int]
+    ) -> tuple[NDArray[np.float32], Placement, dict[str, Any]]:
+        """Return the map of a row [tokens] on parts of an image, combined by area, its placement, and facts about it.
+
+        If the vision tower was recorded, the map is propagated to its patches. `total` is the sum of the row including
+        earlier generated tokens.
+        """
+        grids = self.grids(row, indices)
+        share = sum(float(grid.sum()) for grid in grids)
+        first, (grid, placement) = float(grids[0].flat[0]), self._combined(grids, indices)
+        on_grid = float(grid.sum())
+        facts = {
+            "on_image": share / total if total else 0.0,
+            "on_first_patch": first / on_grid if on_grid else 0.0,
+            "on_edges": 1 - float(grid[1:-1, 1:-1].sum()) / on_grid if on_grid else 0.0,
+        }
+        if self.tower is not None:
+            rows = [part.reshape(-1) @ self.tower[index] for part, index in zip(grids, indices, strict=True)]
+            scales = [round((len(fine) / part.size) ** 0.5) for fine, part in zip(rows, grids, strict=True)]
+            shapes = [(part.shape[0] * scale, part.shape[1] * scale) for part, scale in zip(grids, scales, strict=True)]
+            finer = [fine.reshape(shape) for fine, shape in zip(rows, shapes, strict=True)]
+            grid, placement = self._combined(finer, indices)
+        return grid.astype(np.float32), placement, facts
+
+    def _combined(self, grids: Sequence[NDArray[Any]], indices: Sequence[int]) -> tuple[NDArray[Any], Placement]:
+        placements = [self.placements[index] for index in indices]
+        return (grids[0], placements[0]) if len(grids) == 1 else merge_maps(grids, placements)
+
+    def records(self, rows: NDArray[Any], totals: NDArray[Any]) -> list[dict[str, Any]]:
+        """Return each image with the maps of all rows and layers, for a page.
+
+        Each map sums to the share of its row [rows, tokens, layers] on the image; `totals` [rows, layers] are the sums
+        of the rows including earlier generated tokens.
+        """
+        records = []
+        for index, image in enumerate(self.images):
+            indices, maps = self.chosen(index, None), []
+            for row, layer in np.ndindex(totals.shape):
+                total = float(totals[row, layer])
+                grid, placement, facts = self.map_of(rows[row, :, layer], total, indices)
+                on_grid = float(grid.sum())
+                maps.append(grid * (facts["on_image"] / on_grid if on_grid else 0.0))
+            encoded = base64.b64encode(thumbnail(image, _PAGE_SIZE)).decode()
+            records.append(
+                {
+                    "name": printable(PurePath(self.sources[index]).name, lines=True),
+                    "image": f"data:image/jpeg;base64,{encoded}",
+                    "size": [image.shape[1], image.shape[0]],
+                    "window": placement.window,
+                    "grid": maps[0].shape,
+                    "maps": pack_half(np.reshape(maps, (*totals.shape, *maps[0].shape))),
+                }
+            )
+        return records
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,20 +184,7 @@ class Video:
 def with_images(
     model: nn.Module, prompt: str | None, image: Any, processor: Any, layout: Layout
 ) -> tuple[dict[str, Any], Any, PromptImages]:
-    """Prepare a prompt with images or a video: return the inputs, the processor, and the images with their tokens.
-
-    Args:
-        model: vision-language model.
-        prompt: text; None for `DEFAULT_PROMPT`.
-        image: one or several images, as for `read_image`; or a video.
-        processor: processor or its name; by default the one saved with the model.
-        layout: patch tokens, for unknown model families; not for a video.
-
-    Raises:
-        OptionError: images that do not fit the prompt, or a processor without a tokenizer.
-        UnsupportedModelError: the model has no image or video tokens, or its family is unknown.
-        ModelError: no processor.
-    """
+    """Prepare a prompt with images or a video: return the inputs, the processor, and the images with their tokens."""
     kind: Kind = "video" if isinstance(image, Video) else "image"
     config: Any = getattr(model, "config", None)
     if image_token(config, kind) is None and layout is None:
@@ -136,20 +235,8 @@ def _processed(prompt: str, processor: Any, kind: Kind, count: int, media: dict[
     return {name: value for name, value in inputs.items() if name not in ("labels", "video_metadata")}
 
 
-def with_source(model: nn.Module, image: Any, processor: Any, layout: Layout) -> tuple[dict[str, Any], PromptImages]:
-    """Prepare the image of an image encoder: return the inputs, and the image with its patch tokens.
-
-    Args:
-        model: model with an image encoder and a text decoder.
-        image: the image, as for `read_image`.
-        processor: processor or its name; by default the one saved with the model.
-        layout: patch tokens, for unknown encoders.
-
-    Raises:
-        OptionError: not exactly one image.
-        UnsupportedModelError: the arrangement of the encoder's patches is unknown.
-        ModelError: no processor.
-    """
+def with_source(model: Any, image: Any, processor: Any, layout: Layout) -> tuple[dict[str, Any], PromptImages]:
+    """Prepare the image of an image encoder: return the inputs, and the image with its patch tokens."""
     images, names = _read(image)
     if len(images) != 1:
         raise OptionError(f"Expected one image for {type(model).__name__}, got {len(images)}: pass one at a time.")
@@ -157,8 +244,7 @@ def with_source(model: nn.Module, image: Any, processor: Any, layout: Layout) ->
     image_processor = getattr(processor, "image_processor", processor)
     inputs = {"pixel_values": image_processor(images=[Image.fromarray(images[0])], return_tensors="pt")["pixel_values"]}
     if layout is None:
-        untyped: Any = model
-        encoder = untyped.get_encoder()
+        encoder = model.get_encoder()
         grid = read_layout(encoder, inputs["pixel_values"].shape[-2:], None)
         layout = source_tokens(encoder.config, processor, inputs, images[0].shape[:2], grid)
     parts = (layout,) if isinstance(layout, ImageTokens) else tuple(layout)
@@ -186,12 +272,11 @@ def _read(image: Any) -> tuple[list[NDArray[np.uint8]], tuple[str, ...]]:
 
 
 def _processor_of(model: nn.Module, processor: Any) -> Any:
+    processor = library_id(model) if processor is None else processor
     if processor is None:
-        processor = library_id(model)
-        if processor is None:
-            raise OptionError(
-                f"Expected a processor for {type(model).__name__}, which was not loaded by name: pass processor=."
-            )
+        raise OptionError(
+            f"Expected a processor for {type(model).__name__}, which was not loaded by name: pass processor=."
+        )
     return processor if callable(processor) else load_processor(processor)
 
 
@@ -223,22 +308,10 @@ _TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder")
 def tower_rows(
     model: nn.Module, inputs: Mapping[str, Any], parts: Sequence[ImageTokens], *, residual: float = 0.5
 ) -> tuple[NDArray[np.float32], ...]:
-    """Compute attention rollout through the vision tower, from the image tokens to the tower's patches.
+    """Compute attention rollout through the vision tower: for each part, rows [patches, tower patches].
 
-    For tokens merged from several patches, the rows of these patches are averaged.
-
-    Args:
-        model: vision-language model.
-        inputs: a prompt with images.
-        parts: patch tokens of the images.
-        residual: share of the residual connection.
-
-    Returns:
-        For each part, rollout rows [patches, tower patches], both row by row from the top left, without the weight of
-        the tower's class token.
-
-    Raises:
-        UnsupportedModelError: the tower uses window attention, or its inputs do not correspond to the parts.
+    Both are row by row from the top left, without the tower's class token. For tokens merged from several patches, the
+    rows of these patches are averaged.
     """
     path = next((path for path, _ in model.named_modules() if path.split(".")[-1] in _TOWERS), None)
     config: Any = getattr(getattr(model, "config", None), "vision_config", None)

@@ -109,9 +109,8 @@ class Reading:
                 f"Expected at most {MOST_TOKENS} tokens and {MOST_LAYERS} layers for a graph, got {count} and "
                 f"{len(self.layers)}: shorten the text, or hide stop words."
             )
-        residual = self.options.get("residual", 0.5)
-        options = {"residual": residual, "causal": self.options.get("causal") if self.causal else None}
-        panels = attention_graphs(self.matrices, self.selected, **options)
+        residual, causal = self.options.get("residual", 0.5), self.options.get("causal") if self.causal else None
+        panels = attention_graphs(self.matrices, self.selected, residual=residual, causal=causal)
         shared = ("head_fusion", "value_weighted", "causal")
         used = {name: self.options[name] for name in shared if name in self.options} | {"residual": residual}
         shown["caption"] = caption("rollout", used, self.model, what="graphs")
@@ -123,7 +122,6 @@ class Reading:
         The words of `rows` can be selected. Options as for `shaded`; hidden tokens can be shown on the page. Write the
         page with `reading.page().save("reading.html")`.
         """
-        first = next(index for index, row in enumerate(self.rows) if row.positions == self.selected)
         hiding: dict[str, Any] = {"special": special, "stop_words": list(stop_words)}
         graph: GraphView | None = None
         with suppress(OptionError):  # too long for a graph
@@ -133,7 +131,7 @@ class Reading:
         content = TextPage(
             words=self.tokens,
             rows=self.rows,
-            first=first,
+            first=[row.positions for row in self.rows].index(self.selected),
             model=self.model,
             caption=self._caption(""),
             options=self.options,
@@ -241,9 +239,9 @@ def explain_text(
     chosen = check_layer("layer", used.get("layer", -1), len(result.rows))
     weighting = False if definition.class_specific else used.get("value_weighted", False)
     matrices = result.text.fused(used.get("head_fusion", "mean"), weighting) if short else []
-    explained: dict[str, Any] = {}
-    if definition.class_specific and result.text.trace.logits is not None:
-        explained = _describe_target(result.text.trace.logits.detach(), selected[-1], target_id, tokenizer, model)
+    explained, logits = {}, result.text.trace.logits
+    if definition.class_specific and logits is not None:
+        explained = _describe_target(logits.detach(), selected[-1], target_id, tokenizer, model)
     return Reading(
         tokens=words,
         weights=array_of(result.rows[chosen, 0]),
@@ -278,20 +276,14 @@ def _encode(text: str, tokenizer: Any, model: nn.Module) -> tuple[dict[str, Tens
 
 def _rows_of_words(words: Words, selected: tuple[int, ...], result: TextResult, causal: bool) -> tuple[TextRow, ...]:
     """Return the row of the selected word, which is the first, at its place among the rows of all other tokens."""
-    weights = array_of(result.rows)
-    shares = None if result.self_share is None else array_of(result.self_share)
+    weights, shares = array_of(result.rows), None if result.self_share is None else array_of(result.self_share)
     spans = [selected, *((position,) for position in range(weights.shape[1] - 1))]  # of none, or all
-    rows = [
-        TextRow(
-            name=text_of(words[span[0] : span[-1] + 1]).strip(),
-            positions=span,
-            seen=span[-1] + 1 if causal else words.length,
-            weights=weights[:, number],
-            self_share=None if shares is None else shares[:, number],
-        )
-        for number, span in enumerate(spans)
-        if number == 0 or span[0] not in selected
-    ]
+    rows = []
+    for number, span in enumerate(spans):
+        if number == 0 or span[0] not in selected:
+            name, seen = text_of(words[span[0] : span[-1] + 1]).strip(), span[-1] + 1 if causal else words.length
+            share = None if shares is None else shares[:, number]
+            rows.append(TextRow(name, span, seen, weights[:, number], self_share=share))
     return tuple(sorted(rows, key=lambda row: row.positions))
 
 
@@ -328,8 +320,10 @@ def _describe_target(
 ) -> dict[str, Any]:
     """Return the name of the target and the model's probability of it, None for a regression."""
     scores = logits[0] if logits.ndim == 2 else logits[0, position]
-    index = int(scores.argmax()) if target is None else target
-    name = words_of(tokenizer, [index]).strings[0].strip() if predicts_words(model) else f"class {index}"
-    activation = "softmax" if predicts_words(model) else class_activation(model)
+    index, activation = int(scores.argmax()) if target is None else target, "softmax"
+    if predicts_words(model):
+        name = words_of(tokenizer, [index]).strings[0].strip()
+    else:
+        name, activation = f"class {index}", class_activation(model)
     probability = None if activation == "value" else float(activate(scores, activation)[index])
     return {"target": name, "probability": probability}

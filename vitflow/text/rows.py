@@ -18,6 +18,7 @@ from vitflow.methods.rollout import joint_steps, relevance, relevance_across
 from vitflow.recording.attention_kinds import refuse_other_layers
 from vitflow.recording.changed_tokens import is_causal
 from vitflow.recording.isolation import device_of, evaluating, refuse_inference_tensors
+from vitflow.recording.layers import AttentionLayer
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 from vitflow.registry.method_table import Method
@@ -61,10 +62,7 @@ class TextTrace:
     def relevance(self, layers: Sequence[Tensor], row: int, start_layer: int) -> Tensor:
         """Return a row of generic attention explainability, qᵀ (I + W_l) ⋯ (I + W_s) for l = 1 … L: [layers, tokens].
 
-        Args:
-            layers: W_l as returned by `gradient_weighted_attention`, [tokens, tokens].
-            row: index of the row.
-            start_layer: as for `relevance`.
+        `layers` are the W_l, [tokens, tokens].
         """
         first = check_layer("start_layer", start_layer, len(layers))
         readout = self.readout[row].unsqueeze(0).to(layers[0])
@@ -78,8 +76,7 @@ class TextTrace:
 class EncoderDecoderTrace(TextTrace):
     """Input of a method for a source and its generated text: the joint graph, source tokens first.
 
-    Attributes:
-        streams: layer indices in the trace of encoder attention, decoder self-attention and cross-attention.
+    `streams` are the layer indices in the trace of encoder attention, decoder self-attention and cross-attention.
     """
 
     streams: tuple[list[int], list[int], list[int]]
@@ -104,13 +101,10 @@ class EncoderDecoderTrace(TextTrace):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextResult:
-    """Result of a method for one text.
+    """Rows [layers, rows, tokens] of a method that ends at each layer, and the recorded forward pass.
 
-    Attributes:
-        rows: [layers, rows, tokens], if the method ends at each layer.
-        self_share: raw share of each row's query token, [layers, rows], if the rows are relative to the receptive
-            field; else None.
-        text: recorded forward pass.
+    `self_share` is the raw share of each row's query token, [layers, rows], if the rows are relative to the receptive
+    field; else None.
     """
 
     rows: Tensor
@@ -118,19 +112,10 @@ class TextResult:
     text: TextTrace
 
 
-def run_method(
+def _run(
     model: nn.Module, method: Method, options: Mapping[str, Any], record: Callable[[Mapping[str, Any]], TextTrace]
 ) -> TextResult:
-    """Record a forward pass, and compute the rows of a method for texts.
-
-    Args:
-        model: the model, for gradients and to run it in eval mode.
-        method, options: the method and its options.
-        record: runs the model; its argument is the arguments of `record_attention` for what the method needs.
-
-    Raises:
-        OptionError: a layer that the model does not have.
-    """
+    """Compute the rows of a method for the pass that `record` records with these arguments of `record_attention`."""
     gradients, weighting = "gradients" in method.needs, options.get("value_weighted", False)
     kept: dict[str, Any] = {"gradients": True, "values": bool(weighting)}
     if gradients:
@@ -161,13 +146,8 @@ def explain_rows(
         inputs: arguments of the model, including input_ids [1, tokens].
         readout: query weights [rows, tokens].
         method, options: a method for texts and its options.
-        targets: for class-specific methods, position and token or class id of the logit of each row; None for the most
-            probable.
+        targets: see `TextTrace`.
         within: path of the language model in a vision-language model; by default the whole model.
-
-    Raises:
-        UnsupportedModelError: encoder-decoder model, model that mixes tokens by other means than attention, or model
-            that does not support the requested value weighting.
     """
     refuse_other_layers(model, method.name)
     arguments: dict[str, Any] = dict(inputs)
@@ -175,8 +155,7 @@ def explain_rows(
         arguments["logits_to_keep"] = 1  # those of all tokens can take more memory than the attention
     if "features" in method.needs:
         arguments["output_hidden_states"] = True
-    record = partial(_record, model, arguments, readout, targets, within)
-    return run_method(model, method, options, record)
+    return _run(model, method, options, partial(_record, model, arguments, readout, targets, within))
 
 
 def _record(
@@ -201,21 +180,20 @@ def _record(
             f"{type(model).__name__} has several token streams ({', '.join(trace.streams)}), expected one: pass a part "
             "of the model, such as model.get_encoder()."
         )
-    full = (1, ids.shape[1], ids.shape[1])
-    examples = (layer.example for layer in trace.layers)
-    other = next((tuple(example.shape) for example in examples if outer_shape(example) != full), None)
-    if other is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} attends within parts of the text, in matrices of shape {other}, expected "
-            f"{ids.shape[1]} × {ids.shape[1]} tokens in each layer: rollout, flow and GAE require full attention."
-        )
+    _check_shapes(model, trace.layers, ids.shape[1], ids.shape[1])
     hidden = output.hidden_states[1:] if inputs.get("output_hidden_states") else ()
     return TextTrace(trace, _visible(trace, inputs), readout, targets, hidden)
 
 
-def outer_shape(matrix: Tensor) -> tuple[int, int, int]:
-    """Return the batch size and the number of queries and keys of attention matrices."""
-    return len(matrix), matrix.shape[-2], matrix.shape[-1]
+def _check_shapes(model: nn.Module, layers: Sequence[AttentionLayer], queries: int, keys: int) -> None:
+    """Raise UnsupportedModelError unless each layer has one matrix [queries, keys] for each head."""
+    shapes = ((len(layer.example), *layer.example.shape[-2:]) for layer in layers)
+    other = next((shape for shape in shapes if shape != (1, queries, keys)), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends in {other[0]} matrices of {other[1]} × {other[2]} tokens, expected one of "
+            f"{queries} × {keys} in each layer: rollout, flow and GAE require full attention."
+        )
 
 
 def _visible(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
@@ -229,11 +207,12 @@ def _visible(trace: Trace, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         common = common.tril()
     if "attention_mask" in inputs:
         common = common & inputs["attention_mask"][0].bool().to(common.device)
-    return [common if layer.visible is None else common & layer.visible[0] for layer in trace.layers]
+    return [_seen(layer, common) for layer in trace.layers]
 
 
-# transformers' names of the encoder's arguments.
-_SOURCES = ("input_ids", "pixel_values")
+def _seen(layer: AttentionLayer, mask: Tensor) -> Tensor:
+    """Return a mask [queries, keys] without what the recorded mask of the layer hides."""
+    return mask if layer.visible is None else mask & layer.visible[0]
 
 
 def explain_encoder_decoder(
@@ -252,13 +231,9 @@ def explain_encoder_decoder(
         ids: all tokens of the decoder.
         start: position of the first generated token.
         method, options: a method for texts and its options.
-
-    Raises:
-        UnsupportedModelError: the model is not an encoder of text or images and a decoder that attends to it in each
-            layer.
     """
-    inputs = {name: arguments[name] for name in (*_SOURCES, "attention_mask") if name in arguments}
-    return run_method(model, method, options, partial(_record_pair, model, inputs, ids, start))
+    inputs = {name: arguments[name] for name in ("input_ids", "pixel_values", "attention_mask") if name in arguments}
+    return _run(model, method, options, partial(_record_pair, model, inputs, ids, start))
 
 
 def _record_pair(
@@ -273,22 +248,14 @@ def _record_pair(
     m, n = (stream[0].example.shape[-1] if stream else 0 for stream in layers[:2])
     shapes = ((m, m), (n, n), (n, m))
     for stream, shape in zip(layers, shapes, strict=True):
-        actual = (outer_shape(layer.example) for layer in stream)
-        other = next((sizes for sizes in actual if sizes != (1, *shape)), None)
-        if other is not None:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} attends in {other[0]} matrices of {other[1]} × {other[2]} tokens, expected "
-                f"one of {shape[0]} × {shape[1]} in each layer: rollout, flow and GAE require full attention."
-            )
+        _check_shapes(model, stream, *shape)
     device = trace.layers[0].example.device
     later = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
     if any(bool(layer.example[0, ..., later].any()) for layer in layers[1]):
         raise not_causal(model)
     source, crossing = (torch.ones(shape, dtype=torch.bool, device=device) for shape in (shapes[0], shapes[2]))
-    seen = (
-        [mask if layer.visible is None else mask & layer.visible[0] for layer in stream]
-        for stream, mask in zip(layers, (source, ~later, crossing), strict=True)
-    )
+    masks = zip(layers, (source, ~later, crossing), strict=True)
+    seen = ([_seen(layer, mask) for layer in stream] for stream, mask in masks)
     targets = list(enumerate(ids[start:], start=start - 1))
     readout = torch.eye(m + n, device=device)[[m + position for position, _ in targets]]
     return EncoderDecoderTrace(trace, joint_steps(*seen), readout, targets, streams=indices)

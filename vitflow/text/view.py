@@ -21,8 +21,7 @@ from vitflow.errors import OptionError, printable
 from vitflow.images import DPI
 from vitflow.images.figures import bundle, save_figure
 from vitflow.images.typesetting import GREY, INK, MARGIN, RULE, SMALL, TITLE, measure, page, plain, words
-from vitflow.text.summary import PATCHES, RowSummary, check_weights, percent
-from vitflow.text.words import Label, Words, labels_of
+from vitflow.text.words import PATCHES, Label, RowSummary, Words, check_weights, labels_of, percent
 
 #: RGB of positive weights.
 POSITIVE = (43 / 255, 95 / 255, 179 / 255)
@@ -30,11 +29,7 @@ _NEGATIVE = (179 / 255, 82 / 255, 32 / 255)
 
 
 def color_of(shade: float) -> str:
-    """Return the colour of a shade from −1 to 1 as #rrggbb; 0 is white.
-
-    >>> color_of(0.0), color_of(1.0)
-    ('#ffffff', '#2b5fb3')
-    """
+    """Return the colour of a shade from −1 to 1 as #rrggbb; 0 is white."""
     full = POSITIVE if shade > 0 else _NEGATIVE
     red, green, blue = (1 - abs(shade) * (1 - channel) for channel in full)
     return to_hex((red, green, blue))
@@ -147,15 +142,9 @@ class ShadedText(View):
     def summary(self) -> RowSummary:
         """Summary of the weights."""
         left_out = {position for position, reason in self.hidden.items() if reason == PATCHES}
+        given: dict[str, Any] = {"selected": self.selected, "self_share": self.self_share, "hidden": self.hidden}
         left_out |= set(self.selected if self.self_share is not None else ())
-        return RowSummary.of(
-            self.weights,
-            self.words,
-            selected=self.selected,
-            self_share=self.self_share,
-            hidden=self.hidden,
-            left_out=left_out,
-        )
+        return RowSummary.of(self.weights, self.words, **given, left_out=left_out)
 
     @cached_property
     def _counted(self) -> NDArray[np.bool_]:
@@ -204,10 +193,7 @@ class ShadedText(View):
         return page([*head, *lines, self._legend(), *below], DPI)
 
     def _set_lines(self) -> list[list[tuple[int, Label, float, float]]]:
-        """Break tokens into lines, keeping words together: position, label, left edge and width of each, in inches.
-
-        Hidden special tokens are omitted.
-        """
+        """Break tokens into lines, keeping words together: position, label, left edge and width of each, in inches."""
         lines: list[list[tuple[int, Label, float, float]]] = [[]]
         space, x = measure("n n", _SIZE) - 2 * measure("n", _SIZE), 0.0
         for word in self._by_word():
