@@ -251,19 +251,29 @@ def bottleneck(layer: nn.Linear) -> nn.Module:
     return Around(layer, after=lambda output, given: output + (given @ down.T).relu() @ up.T)
 
 
-@pytest.mark.parametrize("wrap", [relu_before, bottleneck])
-def test_a_nonlinear_projection_switches_the_weighting_off_with_a_note(wrap):
-    model = model_of()
+def relu_hook(layer: nn.Linear) -> nn.Module:
+    layer.register_forward_pre_hook(lambda module, args: args[0].relu())
+    return layer
+
+
+@pytest.mark.parametrize("wrap", [relu_before, bottleneck, relu_hook])
+def test_a_nonlinear_projection_switches_the_weighting_off_until_it_is_removed(wrap):
+    model, runs = model_of(), []
+    model.register_forward_pre_hook(lambda *_: runs.append(len(runs)))
     model.blocks[2].attn.proj = wrap(model.blocks[2].attn.proj)
     explainer = Explainer(model, data_config=DATA)
     with pytest.warns(VitflowWarning, match=r"blocks\.2\.attn.*switched off"):
         actual = explainer.explain(pixels(), method="gae", target=1)
     assert actual.options["value_weighted"] is False
+    runs.clear()
     expected = explainer.explain(pixels(), method="gae", target=1, value_weighted=False)
+    explainer.explain(pixels(), method="gae", target=1)  # is not tried again
+    assert len(runs) == 2
     np.testing.assert_array_equal(actual.grid, expected.grid)
     with pytest.raises(ValueNormsError):
         explainer.explain(pixels(), method="rollout", value_weighted=True)
-    model.blocks[2].attn.proj = model.blocks[2].attn.proj.base_layer  # the adapter is removed
+    model.blocks[2].attn.proj = getattr(model.blocks[2].attn.proj, "base_layer", model.blocks[2].attn.proj)
+    model.blocks[2].attn.proj._forward_pre_hooks.clear()
     assert explainer.explain(pixels(), method="gae", target=1).options["value_weighted"] == "output"
 
 

@@ -24,7 +24,7 @@ from vitflow.folder.plan import Input
 from vitflow.folder.store import Run
 from vitflow.folder.work import Job, SaliencyMaps, compute_maps, draw_files, parts
 from vitflow.progress import watched
-from vitflow.recording.isolation import has_foreign_hooks
+from vitflow.recording.isolation import foreign_hooks
 from vitflow.registry.method_table import is_slow
 
 R = TypeVar("R")
@@ -203,7 +203,7 @@ def _copies(explainer: Explainer, count: int) -> list[Explainer]:
     weights = list(explainer.model.parameters())
     if (
         any(type(weight) is not nn.Parameter for weight in weights)
-        or has_foreign_hooks(explainer.model)
+        or foreign_hooks(explainer.model)
         or any(type(module).__module__.partition(".")[0] not in _LIBRARIES for module in explainer.model.modules())
         or any(
             callable(getattr(type(module), name, None)) for module in explainer.model.modules() for name in vars(module)

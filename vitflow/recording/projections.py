@@ -8,6 +8,7 @@ on unit vectors.
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,34 @@ from torch import Tensor, nn
 from vitflow.errors import ValueNormsError
 from vitflow.methods.gradients import Values, at_least_float32
 from vitflow.models.anatomy import output_projection, projection_weight
+from vitflow.models.parts import model_cache
 from vitflow.recording.experiment import undisturbed
-from vitflow.recording.isolation import Hook, has_foreign_hooks, hooked, unrecorded
+from vitflow.recording.isolation import Hook, autocast_state, device_of, foreign_hooks, hooked, unrecorded
 
 # Rounding of outputs, relative to these: in float32, with TF32 (10 bits, on a GPU), in multiples of a type's precision.
 _ROUNDING, _TF32, _OF_TYPE = 1e-5, 2.0**-8, 4
 # Deviation of a measured map from the model's outputs, relative to the product: 8-bit rounding of inputs is below it.
 _LINEAR = 0.05
+# Models of which a pass could not be weighted; `model_cache` tells if they are still the same.
+_refused: WeakSet[nn.Module] = WeakSet()
 # Forward methods that multiply by the stored weight.
 _PRODUCTS = (nn.Linear.forward, nn.Conv2d.forward)
+
+
+def remember_refusal(model: nn.Module, error: ValueNormsError) -> None:
+    """Keep the reason why a model cannot be weighted while its weights, modules and hooks are unchanged."""
+    _refused.add(model)
+    model_cache(model)[_refusal_key(model)] = error.args[0]
+
+
+def check_weighting(model: nn.Module) -> None:
+    """Raise the ValueNormsError of an earlier pass, so that the model does not run in vain."""
+    if model in _refused and (reason := model_cache(model).get(_refusal_key(model))):
+        raise ValueNormsError(reason)
+
+
+def _refusal_key(model: nn.Module) -> Any:
+    return ValueNormsError, foreign_hooks(model), autocast_state(device_of(model))
 
 
 class Projection:
@@ -65,7 +85,7 @@ class Projection:
             forward in _PRODUCTS
             and "forward" not in attributes
             and type(attributes["_parameters"].get("weight")) is nn.Parameter
-            and not has_foreign_hooks(self._module)
+            and not foreign_hooks(self._module)
         )
 
     def check_product(self) -> None:
@@ -100,8 +120,7 @@ class Projection:
     def _weight(self) -> Tensor | None:
         if "parametrizations" not in self._module._modules:
             return projection_weight(self._module)
-        device = next((each.device for each in self._module.parameters()), torch.device("cpu"))
-        with undisturbed(self._module, device):  # spectral norms update their buffers
+        with undisturbed(self._module, device_of(self._module)):  # spectral norms update their buffers
             return projection_weight(self._module)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowError
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
@@ -41,6 +41,7 @@ from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import FusionKey, stack_of
 from vitflow.recording.listening import Listening
 from vitflow.recording.places import find_extents, place_layers
+from vitflow.recording.projections import check_weighting, remember_refusal
 from vitflow.recording.trace import Trace
 from vitflow.recording.unseen import unseen_mixing
 
@@ -139,6 +140,8 @@ class record_attention:
     def __enter__(self) -> Trace:
         with ExitStack() as stack:  # undo everything if entering fails
             stack.enter_context(model_lock(self._model))
+            if self._listening.values:
+                check_weighting(self._model)
             if self._is_open:
                 raise VitflowError("This recording is open already: create another record_attention(model).")
             self.trace, self._ran, self._is_open = Trace(model=self._model), False, True
@@ -165,6 +168,8 @@ class record_attention:
     ) -> None:
         missing = kind is None and self._attention and self._ran and not self._listening.recorded_any
         refusal = self._listening.no_attention_error() if missing else None
+        if isinstance(error, ValueNormsError):
+            remember_refusal(self._model, error)
         self._stack.close()  # another thread may use this recorder after the lock is released
         if refusal is not None:
             raise refusal
