@@ -40,9 +40,6 @@ def place(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-# --- docstrings ------------------------------------------------------------------------------------------------------
-
-
 def has_examples(name: str) -> bool:
     """Return True if the source of a module has a docstring's prompt, without parsing it."""
     return ">>> " in Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")
@@ -67,9 +64,6 @@ def test_the_examples_of_docstrings_run(name, tmp_path, monkeypatch):
         runner.run(test, out=reported.write)
     assert not runner.failures, reported.getvalue()
     assert runner.tries == count_examples(name) > 0, "an example stands where nobody finds it"
-
-
-# --- pages -----------------------------------------------------------------------------------------------------------
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
@@ -274,9 +268,6 @@ def test_what_the_reference_names_exists():
 
 def test_the_citation_is_of_this_version():
     assert f"\nversion: {vitflow.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-
-
-# --- messages --------------------------------------------------------------------------------------------------------
 
 
 def texts(node: ast.AST) -> Iterator[str]:

@@ -86,9 +86,6 @@ def grid_of(files: list[str]) -> np.ndarray:
         return saved["grid"]
 
 
-# --- asked by a program ----------------------------------------------------------------------------------------------
-
-
 def test_a_map_is_that_of_the_library_and_its_code_makes_it_again(ask, tmp_path, monkeypatch):
     figure, files, code, says, baseline_image, *_, notes = ask("explain", SAMPLE, "demo", "gae", "yellow star")
     expected = vitflow.Explainer("demo").explain(SAMPLE, method="gae", target="yellow star")
@@ -180,9 +177,6 @@ def test_words_are_read_written_and_said_of_an_image(ask, question):
     assert "vitflow.text.explain_" in code and f"method='{method}'" in code
     with Image.open(figure) as drawn:
         assert drawn.width > 500
-
-
-# --- what a click means ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -278,9 +272,6 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tabs, tmp
     assert models.explainer("demo")[0].class_names[0] == "red heart"  # the others have their own
 
 
-# --- in a browser ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def visit(page, browser):
     """Open a page in a window; what it asks of other hosts, and what it complains of, is kept and must be nothing."""
@@ -364,9 +355,6 @@ def test_words_in_a_browser(visit):
 def test_this_machine_requested_no_other(page, ask):
     ask("explain", SAMPLE)
     assert set(page.heard.read_text().split()) == {"127.0.0.1"}
-
-
-# --- how it is opened ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Gradio leaves a socket open then

@@ -67,9 +67,6 @@ def said(text: str) -> str:
     return words
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory, page, uploaded) -> dict:
     """Files that nobody uploaded, in ways that a program can name them; each is an image, or nothing at all."""
@@ -137,9 +134,6 @@ def test_the_page_fetches_nothing_for_others(web, page, uploaded):
     assert web.get(f"/gradio_api/file={uploaded['path']}").status_code == 200
 
 
-# --- names and pages -------------------------------------------------------------------------------------------------
-
-
 def test_a_foreign_name_is_refused(web, page, uploaded):
     at = f":{page.server_port}"
     for host in (
@@ -186,9 +180,6 @@ def test_other_pages_are_those_of_the_allowed_hosts():
     assert refuses("https://example.org", "127.0.0.1:7860", "*.example.org") and refuses(
         "http://localhost:3000", "localhost"
     )
-
-
-# --- what keeps others waiting, and what makes no sense --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,6 @@ def model() -> VisionTransformer:
     return demo.load_demo_model()
 
 
-# --- Drawing --------------------------------------------------------------------------------------------------------
-
-
 def test_the_seed_alone_decides_the_image() -> None:
     first = draw_image(11)
     for other in range(5):
@@ -102,9 +99,6 @@ def test_bad_seed_and_size_are_reported() -> None:
         draw_ground(0, (8, 40))
 
 
-# --- The model ------------------------------------------------------------------------------------------------------
-
-
 def test_the_file_is_small_half_precision_and_says_what_it_is() -> None:
     assert DEMO_WEIGHTS.stat().st_size <= 3_000_000
     with safe_open(DEMO_WEIGHTS, framework="pt") as file:
@@ -165,8 +159,6 @@ def test_a_missing_or_foreign_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="without architecture, class_names"):
         demo.load_demo_model(weights=tmp_path / "foreign.safetensors")
 
-
-# --- Scripts and samples --------------------------------------------------------------------------------------------
 
 TINY_TRAINING = ["--images", "48", "--batch-size", "16", "--evaluation-images", "10", "--workers", "0"]
 

@@ -27,9 +27,6 @@ def lies(first: tuple[float, float], second: tuple[float, float]) -> str:
     return "above" if down < 0 else "below"
 
 
-# --- Drawing --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_masks_are_exact_and_lie_where_the_things_are(size: int | tuple[int, int]) -> None:
     height, width = (size, size) if isinstance(size, int) else size
@@ -84,9 +81,6 @@ def test_mask_of_a_sentence_is_that_of_all_things_that_it_names() -> None:
     np.testing.assert_array_equal(scene.mask_of(scene.caption), scene.masks.any(axis=0))
     absent = next(colour for colour in COLOURS if colour not in {thing.phrase.colour for thing in scene.things})
     assert not scene.mask_of(f"something {absent}").any()
-
-
-# --- Sentences ------------------------------------------------------------------------------------------------------
 
 
 def test_captions_are_true_of_the_masks_clear_and_say_all() -> None:

@@ -104,8 +104,6 @@ def test_faults_are_named(explainer, message, arguments):
         rank_correlation(explainer, IMAGES[0], **{"references": ["input_gradient"], **arguments})
 
 
-# --- The tables of an evaluation -------------------------------------------------------------------------------------
-
 NAN = float("nan")
 
 

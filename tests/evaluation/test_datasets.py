@@ -40,9 +40,6 @@ def union_of(image: Labelled) -> np.ndarray:
     return image.union(image.regions)
 
 
-# --- Drawn images --------------------------------------------------------------------------------------------------
-
-
 def test_drawn_images_have_their_exact_masks():
     dataset = open_dataset("demo:3:7")
     assert (len(dataset), dataset.has_regions) == (3, True)
@@ -58,9 +55,6 @@ def test_a_folder_called_demo_is_a_folder(tmp_path, monkeypatch):
     (tmp_path / "demo").mkdir()
     Image.new("RGB", (20, 20)).save(tmp_path / "demo" / "a.png")
     assert not open_dataset("demo").has_regions
-
-
-# --- Masks and classes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["cat_mask.png", "cat-mask.png", "cat.mask.png", "masks/cat.png"])
@@ -121,9 +115,6 @@ def test_images_alone(folder):
         open_dataset([])
 
 
-# --- Boxes -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("key", ["boxes", "boxes_xyxy"])
 def test_json_of_boxes(folder, key):
     entry = {"file": "cat.jpg", "label_index": 281, "size": [40, 30], key: [[5, 4, 20, 12], [0, 0, 2, 3]]}
@@ -139,9 +130,6 @@ def test_a_box_owns_the_pixels_whose_centres_it_holds():
     assert Region(None, (0.4, 0.0, 2.6, 1.0)).mask((1, 4)).tolist() == [[True, True, True, False]]
     assert Region(None, (0.6, 0.0, 2.4, 1.0)).mask((1, 4)).tolist() == [[False, True, False, False]]
     assert Region(None, (-0.5, -1, 4, 3)).mask((2, 3)).all()  # a pixel of rounding, or of counting from 1
-
-
-# --- Annotations of another frame or format ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -229,9 +217,6 @@ def test_boxes_of_torchvision_say_their_format(folder):
         open_dataset([(folder / "cat.jpg", BoundingBoxes([[1, 1, 5, 5]], format="XYWH", canvas_size=SIZE))])
 
 
-# --- Folders of classes -----------------------------------------------------------------------------------------------
-
-
 def test_a_folder_for_each_class(folder):
     for name, label in (("cat.jpg", "tabby"), ("dog.jpg", "pug"), ("two birds.png", "7")):
         (folder / "data" / label).mkdir(parents=True)
@@ -269,9 +254,6 @@ def test_annotations_that_are_not_read_are_mentioned(folder, place):
     assert open_dataset([folder / "dog.jpg"]).notes == ()
 
 
-# --- COCO ------------------------------------------------------------------------------------------------------------
-
-
 def coco(annotations, names=((1, "tabby"), (18, "dog"))):
     return {
         "images": [{"id": 7, "file_name": "cat.jpg", "width": 40, "height": 30}],
@@ -298,9 +280,6 @@ def test_coco_boxes_polygons_and_runs(folder):
     assert square[10:20, 20:30].all()
     # The outline is drawn, so a pixel that the edge only touches may be in; none further out is.
     assert not (square & ~painted((19, 9, 31, 21))).any()
-
-
-# --- Faults ----------------------------------------------------------------------------------------------------------
 
 
 FAULTS = {
@@ -367,9 +346,6 @@ def test_a_changed_file_has_another_stamp(folder):
     assert sample.stamp() == [[]]
 
 
-# --- The question ----------------------------------------------------------------------------------------------------
-
-
 def photo(*regions: Region, label=None) -> Labelled:
     return Labelled(np.zeros((*SIZE, 3), np.uint8), regions, label)
 
@@ -430,9 +406,6 @@ def test_the_boxed_photographs(shared_data):
     labels = open_dataset(shared_data / "photos")
     assert (len(labels), labels.has_regions) == (40, False)
     assert all(isinstance(sample.read().label, int) for sample in labels.samples[:3])
-
-
-# --- Iterables -------------------------------------------------------------------------------------------------------
 
 
 class Mapped(torch.utils.data.Dataset):

@@ -39,9 +39,6 @@ def random_grids(count: int, rows: int = 4, cols: int = 4) -> list[np.ndarray]:
     return list(np.random.default_rng(1).normal(size=(count, rows, cols)))
 
 
-# --- The definitions, slowly ----------------------------------------------------------------------------------------
-
-
 def literal_removed(grid: np.ndarray, points: int, point: int, most: bool) -> list[tuple[int, int]]:
     """The (row, col) of the patches that are gone at one point."""
     rows, cols = grid.shape
@@ -218,9 +215,6 @@ def test_equal_values_are_ranked_by_position():
         patch_order(np.array([[1.0, np.nan]]))
 
 
-# --- Areas ----------------------------------------------------------------------------------------------------------
-
-
 def curves(deletion, least, most_right=None, least_right=None) -> Curves:
     points = len(deletion)
     right = np.ones(points, bool)
@@ -253,9 +247,6 @@ def test_accuracy_is_summed_up_to_nine_tenths():
     assert curves([1, 1], [1, 1], [1, 0]).positive_perturbation == pytest.approx(0.9 * (1 + 0.1) / 2)
 
 
-# --- Against grad-cam -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("remove", "curve"), [(RemoveMostRelevantFirst, "deletion"), (RemoveLeastRelevantFirst, "least_first")]
 )
@@ -277,9 +268,6 @@ def test_removal_equals_that_of_grad_cam(remove, curve):
         metric = PerturbationConfidenceMetric(remove(percentile, imputer))
         score = metric(pixels, pixel_map, [ClassifierOutputSoftmaxTarget(1)], model, return_diff=False)
         assert getattr(actual, curve)[point] == pytest.approx(float(score[0]), abs=1e-6)
-
-
-# --- Maps that are known to be right, and to be wrong ---------------------------------------------------------------
 
 
 class Additive(nn.Module):
@@ -326,9 +314,6 @@ def test_the_mask_of_the_object_is_more_faithful_than_chance(how):
         gaps.append([actual.gap for actual in faithfulness_curves(explainer, maps, replace=how, points=6)])
     mask, random, inverted = np.mean(gaps, axis=0)
     assert len(gaps) >= 5 and mask > 0.5 and abs(random) < 0.3 and inverted < -0.5
-
-
-# --- How the model is asked -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["drop", "blank"])

@@ -53,9 +53,6 @@ def annotate(folder: Path, content, name="boxes.json") -> Path:
     return folder / name
 
 
-# --- Images and masks ----------------------------------------------------------------------------------------------
-
-
 def test_no_image_and_no_mask_starts_a_program(folder, monkeypatch):
     started = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments: started.append(arguments))
@@ -123,9 +120,6 @@ def test_a_list_of_relative_and_absolute_files(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert results(open_dataset(["cat.jpg", folder / "dog.jpg"])) == {"cat.jpg": None, "dog.jpg": None}
     assert open_dataset(".").identity == open_dataset(folder).identity  # one run, wherever it is resumed
-
-
-# --- COCO ------------------------------------------------------------------------------------------------------------
 
 
 def coco_file(*annotations, **image):
@@ -214,9 +208,6 @@ def test_a_box_is_four_finite_numbers(box):
         Region("x", box).mask((5, 5))
 
 
-# --- Names that lead out ---------------------------------------------------------------------------------------------
-
-
 def name_in_json(name):
     return "boxes.json", [{"file": "dog.jpg", "boxes": BOX}, {"file": name, "boxes": BOX}]
 
@@ -245,9 +236,6 @@ def test_names_below_a_linked_folder_and_absolute_ones_inside_are_detected(folde
         assert set(results(open_dataset(annotate(folder, entries), images=images)).values()) == {None}
     with pytest.raises(OptionError, match=r"folder with images, got '.*nowhere'"):
         open_dataset(folder / "boxes.json", images=folder / "nowhere")
-
-
-# --- Broken from end to end ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,6 @@ def constant_method():
     del METHODS["nothing"]
 
 
-# --- The numbers -----------------------------------------------------------------------------------------------------
-
-
 def test_the_values_are_those_of_the_parts(explainer):
     actual = evaluate("demo:2", model=explainer, methods=QUICK, sanity_images=2, blurred_control=False)
     assert actual.methods == ("rollout", "gae", "random", "centre")
@@ -171,9 +168,6 @@ def test_rank_correlation_by_layer_is_a_group(explainer):
     assert len(rows) == 2 * 3 * 6 and rows[0]["standard_deviation"] is None
     assert (rows[1]["reference"], rows[1]["method"], rows[1]["layer"]) == ("occlusion", "attention", 2)
     assert rows[-1]["mean"] == actual.correlation[0, 1, 2, 5]
-
-
-# --- What cannot be measured -----------------------------------------------------------------------------------------
 
 
 def test_images_without_regions_leave_localisation_out_and_say_so(folder, explainer):
@@ -318,9 +312,6 @@ def test_custom_data_in_python(explainer):
     assert any("blurred" in note for note in actual.notes)
 
 
-# --- Going on where a run was ended ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def no_drawing(monkeypatch):
     """Tables are all that matters: no figures, and a page without them."""
@@ -428,9 +419,6 @@ def test_an_output_that_cannot_be_written_is_reported(explainer, tmp_path, no_dr
     assert len(evaluate("demo:1", output=tmp_path / "out", **options).images) == 1
     assert measured == []
     assert not list((tmp_path / "out").glob("*.part"))
-
-
-# --- Files -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -69,9 +69,6 @@ def methods(monkeypatch) -> None:
         vitflow.register_method(function.__name__, function)
 
 
-# --- Which weights are re-drawn -------------------------------------------------------------------------------------
-
-
 def stage_of(name: str) -> str:
     if name.startswith("blocks."):
         return f"block {int(name.split('.')[1]) + 1}"
@@ -184,9 +181,6 @@ def test_a_wrapped_model_keeps_its_layers_in_the_right_order():
     assert {name.split(".")[1] for name in changed_names if name.startswith("vit")} == {"norm", "head"}
 
 
-# --- What the cascade says ------------------------------------------------------------------------------------------
-
-
 def test_each_value_is_spearman_of_the_map_of_the_randomised_model_for_the_trained_class(explainer):
     methods = ["rollout", ("gae", {"head_fusion": "mean"}), "random", "centre", "flat"]
     original = maps_of(explainer, *methods, discard_ratio=0.5)
@@ -266,8 +260,6 @@ def test_the_model_is_left_as_it_was(explainer, check):
     with torch.inference_mode():
         check(explainer, maps_of(explainer, "gae"))
 
-
-# --- Shifts and flips -----------------------------------------------------------------------------------------------
 
 FITS = ["crop", "squash", "pad"]
 
@@ -375,9 +367,6 @@ def test_models_without_patches_and_grey_ones_are_shifted_by_cells():
     maps = maps_of(explainer, "input_gradient")
     assert shift_stability(explainer, maps)[0] is not None
     assert flip_stability(explainer, maps)[0] is not None
-
-
-# --- Classes --------------------------------------------------------------------------------------------------------
 
 
 def test_class_sensitivity_is_one_minus_spearman_between_two_classes(explainer):

@@ -29,9 +29,6 @@ def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-# --- Targets ---
-
-
 def test_the_table_says_which_methods_are_class_specific():
     named = {method.name: method.class_specific for method in list_methods()}
     assert {name: named[name] for name in SPECIFIC} == dict.fromkeys(SPECIFIC, True)
@@ -143,9 +140,6 @@ def test_a_model_without_classes_has_no_class_specific_maps(method):
         Explainer(model, data_config=DATA).explain(IMAGES[0], method=method)
 
 
-# --- One forward pass and one backward pass ---
-
-
 def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
     kept, passes = explainer(), {"forward": 0, "backward": 0}
     kept.explain_batch(IMAGES[:1], methods=["rollout", "gradcam"])  # which tests the model on noise, once
@@ -162,9 +156,6 @@ def test_one_forward_pass_and_one_backward_pass_per_class(monkeypatch):
     assert passes == {"forward": 1, "backward": 3}
     kept.explain_batch(IMAGES, methods=["attention", "rollout", "centre"])
     assert passes == {"forward": 2, "backward": 3}
-
-
-# --- What is left behind ---
 
 
 def state_of(model: nn.Module) -> list[object]:
@@ -235,9 +226,6 @@ def test_an_error_in_a_method_leaves_the_model_as_it_was():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# --- Options and presets ---
-
-
 def test_the_papers_definition_is_one_option_away():
     gae = get_method("gae").complete({"preset": "paper"})
     assert (gae["head_fusion"], gae["start_layer"], gae["value_weighted"], gae["refine"]) == ("mean", 1, False, 0)
@@ -266,9 +254,6 @@ def test_a_method_is_given_gradients_and_features(monkeypatch):
     actual = explainer().explain_batch([IMAGES[0]], methods=["mine"], targets=[0, 1])
     assert [saliency.target for saliency in actual] == [0, 1]
     assert (actual[0].grid != actual[1].grid).any()
-
-
-# --- Baselines ---
 
 
 def test_random_maps_are_an_images_and_the_same_every_time():
@@ -301,9 +286,6 @@ def test_the_centre_prior_is_its_formula():
 def test_the_centre_prior_of_any_width_is_finite(sigma, edge):
     actual = centre_prior(3, 3, sigma=sigma)
     assert actual[1, 1] == 1 and actual[0, 0] == actual[1, 0] == edge
-
-
-# --- Whether the asked object lights up ---
 
 
 @pytest.fixture(scope="module")

@@ -59,9 +59,6 @@ def drawn(monkeypatch):
     return calls
 
 
-# --- Which maps ------------------------------------------------------------------------------------------------------
-
-
 def test_the_maps_are_those_that_the_explainer_gives_alone(explainer):
     methods = ["rollout", ("rollout", {"head_fusion": "min"}), "gae", "random"]
     compared = compare(IMAGES, model=explainer, methods=methods, targets=[1, 3], discard_ratio=0.37)
@@ -120,9 +117,6 @@ def test_a_model_and_a_model_by_name_work_as_an_explainer_does():
 def test_faults_are_named(explainer, error, message, arguments):
     with pytest.raises(error, match=message):
         compare(**{"images": IMAGES[0], "model": explainer, **arguments})
-
-
-# --- How they are drawn ----------------------------------------------------------------------------------------------
 
 
 def test_rows_are_classes_and_maps_without_a_class_stand_apart_so_that_nothing_is_blank(explainer, drawn):
@@ -280,9 +274,6 @@ def test_json_holds_every_value(explainer, tmp_path):
     assert all("grid" not in one for record in compared.records() for one in record["maps"])
 
 
-# --- Agreement -------------------------------------------------------------------------------------------------------
-
-
 def maps_of(seed: int, kind: str) -> np.ndarray:
     random = np.random.default_rng(seed)
     return {
@@ -400,9 +391,6 @@ def test_photographs_with_the_trained_vit_tiny(shared_data, tmp_path):
     assert all(abs(actual.overlap[order["random"]][other] - 0.1) < 0.08 for other in others)
     assert actual.between_classes.keys() == {"gradient_rollout", "gae", "gradcam"}
     assert compared.save(tmp_path / "strip.png").stat().st_size > 1e6
-
-
-# --- The command line ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

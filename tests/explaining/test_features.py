@@ -160,9 +160,6 @@ def test_the_command_line_compares_with_a_box(tmp_path):
     assert reported["options"]["box"] == [40, 20, 120, 100.5] and reported["facts"]["compared_with"] == "the box"
 
 
-# --- components ------------------------------------------------------------------------------------------------------
-
-
 def test_components_are_those_of_a_singular_value_decomposition():
     for count in (200, 9):  # more samples than channels, and fewer
         samples = np.random.default_rng(3).normal(size=(count, 24)) @ np.diag(np.linspace(3, 1, 24)) + 5

@@ -190,9 +190,6 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
             evaluate(**changed, output=tmp_path / "out")
 
 
-# -- the faults that this is for
-
-
 def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
     source = fill(tmp_path / "in", 2)
     first = Explainer(custom_model(), data_config=CONFIG)
@@ -205,9 +202,6 @@ def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
     assert again.kept == 0
     after = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
     assert all(entry != its for entry, its in zip(after, before, strict=True))
-
-
-# -- models of the same weights and settings that compute something else
 
 
 class Holding(timm.models.VisionTransformer):

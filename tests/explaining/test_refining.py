@@ -239,9 +239,6 @@ def test_keys_are_recorded_only_when_requested():
         assert shapes == [(2, 17, 192) if requested else None] * 2
 
 
-# --- Consensus ---
-
-
 def test_consensus_is_the_weighted_geometric_mean_of_its_parts_refined(demo):
     expected = 1.0
     for part, weight in {"gae": 1, "sampling": 2}.items():

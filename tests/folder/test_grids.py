@@ -38,9 +38,6 @@ def both(tmp_path_factory, explainer):
     return place
 
 
-# -- what a run leaves
-
-
 def test_the_maps_are_those_of_a_run_with_overlays_and_no_overlay_is_there(both):
     drawn, kept = (list(read_grids(both / name)) for name in ("overlays", "grids"))
     assert len(kept) == 8 and not [*both.glob("grids/*.png"), *both.glob("grids/*.jpg")]

@@ -75,8 +75,6 @@ def test_a_model_that_cannot_be_copied_has_one_lane_in_the_thread_that_calls(two
     assert torch.get_num_threads() == 2
 
 
-# -- models whose copies would see each other's images
-
 SHARED: dict[str, torch.Tensor] = {}
 
 

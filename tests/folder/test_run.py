@@ -94,9 +94,6 @@ def report_data(output) -> list[dict]:
     return json.loads(data)["images"]
 
 
-# -- what a run leaves
-
-
 def test_a_run_mirrors_the_tree_and_leaves_a_row_per_input(tmp_path):
     source = fill(tmp_path / "in", 5)
     fill(source / "below", 2)
@@ -153,9 +150,6 @@ def test_each_of_the_top_classes_has_its_row_whatever_the_order_of_methods(tmp_p
     assert listed == sorted(path.name for path in (tmp_path / "out").glob("*.jpg"))
     shown = report_data(tmp_path / "out")
     assert len(shown) == len(rows) and all(sorted(image["maps"]) == sorted(methods) for image in shown)
-
-
-# -- names
 
 
 def test_no_two_inputs_claim_one_output(tmp_path):
@@ -241,9 +235,6 @@ def test_patterns_and_limits_choose(tmp_path):
     with pytest.raises(ImageError, match="there is nothing at"):
         run(tmp_path / "nowhere", tmp_path / "e")
     assert not (tmp_path / "e").exists()
-
-
-# -- resume
 
 
 def test_a_second_run_does_only_what_is_missing_or_changed(tmp_path):
@@ -452,9 +443,6 @@ def test_a_folder_below_that_may_not_be_read_is_an_input_with_an_error(tmp_path,
     assert listed(tmp_path / "in") == ["1.png", "sub"]
     unreadable = decode_file(str(tmp_path / "in/sub")).row
     assert unreadable["error"] == "PermissionError" and unreadable["message"].endswith("Permission denied.")
-
-
-# -- faults
 
 
 def test_every_fault_is_a_row_and_the_others_go_on(tmp_path):

@@ -51,9 +51,6 @@ def change(out: Path, statement: str, *values) -> None:
         db.commit()
 
 
-# -- rows and maps
-
-
 def test_rows_are_detected_again_and_later_ones_replace_earlier_ones(tmp_path):
     with Run(tmp_path, FINGERPRINT) as run:
         run.missing(["a", ODD, "b"], lambda row: True)
@@ -109,9 +106,6 @@ def test_inputs_of_the_latest_run_come_in_its_order_and_the_others_are_kept(tmp_
             run.put(made(name) for name in missing)
             assert [row["input"] for row in run.rows()] == names
     assert sorted(kept(tmp_path)) == ["a", "b", "c", "d"]
-
-
-# -- kills, full disks and others at the same time
 
 
 def write_many(place: Path, count: int) -> None:
@@ -206,9 +200,6 @@ def test_files_that_a_power_cut_left_empty_are_made_again(tmp_path, explainer):
     (out / "1-rollout.jpg").write_bytes((out / "1-rollout.jpg").read_bytes()[:-1])
     assert run(source, out, model=explainer).kept == 1
     assert tree(out) == expected
-
-
-# -- files of others
 
 
 OTHERS = {
@@ -487,9 +478,6 @@ def test_mutated_runs_never_crash_and_touch_nothing_outside(tmp_path, precious, 
         Path(out, f"{FILE}-journal").unlink(missing_ok=True)
     assert 20 < refused < 250
     assert precious.read_text() == "mine"
-
-
-# -- conditions
 
 
 @pytest.fixture(scope="module")

@@ -194,9 +194,6 @@ def test_images_keep_their_aspect_inside_the_box_of_a_column(size):
         assert height / width == pytest.approx(size[0] / size[1], rel=0.02)
 
 
-# --- Charts ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_chart_shows_values_bands_and_gaps(tmp_path):
     x = [1, 2, 3, 4]
     series = [

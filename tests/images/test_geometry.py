@@ -76,9 +76,6 @@ def same_as_timm(image: np.ndarray, config: dict) -> None:
     np.testing.assert_array_equal(got, expected, err_msg=f"{image.shape} {config}")
 
 
-# --- the same as timm ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [(120, 200), (97, 61), (31, 33), (1, 90), (7, 500)])
 @pytest.mark.parametrize("crop_mode", CROP_MODES)
 @pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0, 1.15])
@@ -127,9 +124,6 @@ def test_an_image_of_one_pixel_line_does_not_fill_the_memory():
     assert prepare(noise(1, 60_000), placement, **HALF).shape == (3, 224, 224)
 
 
-# --- fits ------------------------------------------------------------------------------------------------------------
-
-
 @given(sizes, sizes)
 def test_squash_and_pad_see_everything(image_size, input_size):
     squashed = place(image_size, input_size, fit="squash")
@@ -168,9 +162,6 @@ def test_native_has_whole_patches_in_the_aspect_of_the_image(image_size, rows, c
     exact = math.sqrt(wanted * image_size[0] / image_size[1] * patch_width / patch_height)
     assert abs(got_rows - min(max(exact, 1), wanted)) <= 0.5 + 1e-9
     assert abs(got_cols - min(max(wanted / exact, 1), wanted)) <= 0.5 + 1e-9
-
-
-# --- coordinates -----------------------------------------------------------------------------------------------------
 
 
 @given(placements(), st.floats(-100, 100), st.floats(-100, 100))
@@ -229,8 +220,6 @@ def test_patch_boxes_tile_the_model_input(placement, rows, cols):
         assert patch_box(placement, 1, 0, rows, cols)[1] == first[3]
 
 
-# --- from the photograph to the overlay and back ----------------------------------------------------------------------
-
 # What a camera stores for each EXIF orientation, made from the upright image.
 STORED = {
     1: lambda upright: upright,
@@ -275,9 +264,6 @@ def test_a_painted_patch_comes_back_inside_its_rectangle(fit, size, orientation)
             assert top <= y + 0.5 <= bottom
             assert left <= x + 0.5 <= right
             np.testing.assert_array_equal(np.isnan(heatmap), ~seen_mask(placement))
-
-
-# --- values and faults ------------------------------------------------------------------------------------------------
 
 
 @given(placements())

@@ -37,9 +37,6 @@ def on_background(image: np.ndarray, background: str, alpha: float = 1.0) -> np.
     return (1 - strength) * image + strength * whole
 
 
-# --- upsample --------------------------------------------------------------------------------------------------------
-
-
 def bilinear(values: np.ndarray, y: float, x: float) -> float:
     """Read [rows, cols] at a point between the centres of its cells, the outermost values continued outwards."""
     y, x = y - 0.5, x - 0.5
@@ -140,9 +137,6 @@ def test_nothing_seen_is_all_nan():
     np.testing.assert_array_equal(blend(image, upsample(random_grid(14, 14), placement)), image)
 
 
-# --- scale_range -----------------------------------------------------------------------------------------------------
-
-
 def test_robust_limits_are_the_percentiles_of_what_was_seen():
     values = random_grid(20, 20)
     values[0] = np.nan
@@ -183,9 +177,6 @@ def test_constant_maps_draw_constant():
             bare = on_background(image, background).round()
             drawn = blend(image, heatmap, background=background, contours=True, mark_unseen=False)
             assert np.abs(drawn - bare)[seen_mask(placement)].max() <= 1
-
-
-# --- maps with negative values ---------------------------------------------------------------------------------------
 
 
 def signed_grid() -> np.ndarray:
@@ -257,9 +248,6 @@ def test_blend_around_0_equals_the_literal_formula(vmin, vmax, fade, cmap):
             assert np.abs(got[y, x] - (image[y, x] * (1 - opacity) + color * opacity)).max() <= 0.501
 
 
-# --- colours ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cmap", ["viridis", "tab10", "inferno_r"])
 def test_colors_equal_matplotlib(cmap):
     values = np.concatenate([np.linspace(-0.2, 1.2, 999), [0, 1, 0.5]])[None]
@@ -278,9 +266,6 @@ def test_colors_equal_matplotlib(cmap):
 def test_any_value_has_a_color(values, vmin, vmax):
     low, high = sorted((vmin, vmax))
     assert colors_of(values, vmin=low, vmax=high).shape == (3, 3, 3)
-
-
-# --- blend -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("background", overlay.KEPT)
@@ -402,9 +387,6 @@ def test_arrays_of_any_order_are_drawn_the_same(dtype):
     wide = np.repeat(heatmap, 2, axis=1)[:, ::2]
     np.testing.assert_array_equal(reversed_order, expected)
     np.testing.assert_array_equal(blend(locked, wide), expected)
-
-
-# --- contours --------------------------------------------------------------------------------------------------------
 
 
 @given(hnp.arrays(np.float32, (5, 6), elements=st.floats(-4, 8, width=16)), st.floats(0.05, 0.95))

@@ -50,9 +50,6 @@ def over_white(color: np.ndarray, alpha: np.ndarray | float) -> np.ndarray:
     return color * share + 255 * (1 - share)
 
 
-# --- sources ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["cat.png", "Кошка на снегу.png", "猫 🐈.png", "a%20b#?.png", "no suffix"])
 def test_paths_bytes_and_objects_give_the_same_pixels(tmp_path, name):
     path = tmp_path / name
@@ -72,9 +69,6 @@ def test_the_result_is_a_copy():
     image = Image.fromarray(source)
     read_image(image)[:] = 0
     np.testing.assert_array_equal(np.asarray(image), RGB)
-
-
-# --- formats ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,9 +106,6 @@ def test_the_first_frame_is_read(fmt):
         image = read_image(data)
     assert image.shape == (12, 16, 3)
     assert np.abs(image.astype(int) - [255, 0, 0]).max() < 8
-
-
-# --- modes -----------------------------------------------------------------------------------------------------------
 
 
 def test_grey():
@@ -196,9 +187,6 @@ def test_every_mode_of_a_pil_image():
         assert read_image(Image.new(mode, (4, 3))).shape == (3, 4, 3), mode
 
 
-# --- more than 8 bits ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suffix", [".png", ".tiff", ".pgm", ".jp2"])
 def test_16_bit_grey_is_scaled_and_not_clipped(suffix):
     values = np.tile(GREY16, (3, 3))  # JPEG 2000 wants some room
@@ -259,9 +247,6 @@ def test_32_bit_floats(values, expected):
 def test_floats_that_are_no_numbers(bad):
     with pytest.raises(ImageError, match="Expected finite pixel values"):
         read_image(encode(np.array([[0.0, bad]], dtype=np.float32), "TIFF"))
-
-
-# --- values and bands that mean something else -----------------------------------------------------------------------
 
 
 def written(values: np.ndarray, suffix: str) -> bytes:
@@ -361,9 +346,6 @@ def test_heic_is_read_with_pillow_heif_or_names_it(tmp_path, monkeypatch):
     assert np.abs(read_image(file.getvalue()).astype(int) - SMOOTH).max() < 16
 
 
-# --- orientation -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "TIFF", "WEBP", *AVIF, "MPO"])
 def test_exif_orientation(fmt, orientation=6):
     # Quarters of different colours tell all orientations apart, also through lossy compression.
@@ -414,9 +396,6 @@ def test_damaged_exif_does_not_spoil_the_image(fmt):
         assert image.shape == RGB.shape
 
 
-# --- arrays ----------------------------------------------------------------------------------------------------------
-
-
 def test_arrays():
     np.testing.assert_array_equal(read_image(RGB[..., 0]), grey(RGB[..., 0]))
     np.testing.assert_array_equal(read_image(RGB[::-1, ::-2]), RGB[::-1, ::-2])
@@ -448,9 +427,6 @@ def test_arrays():
 def test_arrays_that_are_no_images(array, word):
     with pytest.raises(ShapeError, match=word):
         read_image(array)
-
-
-# --- faults ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_image(tmp_path):
@@ -568,9 +544,6 @@ def test_threads_share_the_limit_and_restore_it():
     assert before == Image.MAX_IMAGE_PIXELS
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suffix", [".png", ".PNG", ".jpg", ".jpeg", ".webp"])
 def test_what_is_written_is_read_again(tmp_path, suffix):
     path = tmp_path / "новая папка" / "кот" / f"猫 1{suffix}"
@@ -640,9 +613,6 @@ def test_places_that_cannot_be_written_to(tmp_path):
     with pytest.raises(ImageError, match="1 × 17000 pixels.*WebP limit"):
         write_image(tmp_path / "long.webp", np.zeros((17_000, 1, 3), np.uint8))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder.png"]
-
-
-# --- finding ---------------------------------------------------------------------------------------------------------
 
 
 def touch(root: Path, *names: str) -> None:

@@ -58,9 +58,6 @@ def one_hot(token: int, tokens: int) -> Array:
     return np.where(np.arange(tokens) == token, 1.0, 0.0)
 
 
-# --- The definition ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize(
     "options",
@@ -153,9 +150,6 @@ def test_lower_precision_is_taken_as_it_is(kind: torch.dtype) -> None:
     torch.testing.assert_close(result.values, exact.values, rtol=1e-6, atol=1e-7)
 
 
-# --- What limits a flow -----------------------------------------------------------------------------------------------
-
-
 def test_trivial_cuts_bound_every_flow() -> None:
     layers = random_attention(6, 2, 2, 15, sharpness=3.0)
     result = attention_flow(layers, residual=0.2)
@@ -212,9 +206,6 @@ def test_more_layers_never_carry_more_than_the_rollout_proves_possible() -> None
     assert (attention_flow(layers).values[0] >= rollout * (1 - 1e-9)).all()
 
 
-# --- Windows ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
@@ -237,9 +228,6 @@ def test_windows_that_do_not_exist(layers: Any) -> None:
         parse_window(layers, 12)
 
 
-# --- The graph --------------------------------------------------------------------------------------------------------
-
-
 def test_the_graph_holds_the_matrices() -> None:
     layers = random_attention(3, 2, 2, 7)
     layout = TokenLayout(1, 2, 3)
@@ -259,9 +247,6 @@ def test_the_graph_holds_the_matrices() -> None:
     flow = nx.maximum_flow_value(graph, (3, 0), (1, 4))
     expected = attention_flow(layers, layers=(2, 3), discard_ratio=0.5).values[1, 4]
     assert flow == pytest.approx(expected.item())
-
-
-# --- Real attention ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -301,9 +286,6 @@ def test_the_demo_model_agrees_with_networkx_at_full_depth(demo_attention: list[
     capacities = layer_capacities(demo_attention, 0, **OPTIONS)
     theirs = [reference_flow(capacities, one_hot(0, capacities.shape[1]), sink) for sink in sinks]
     np.testing.assert_allclose(ours.values[0], theirs, rtol=0, atol=1e-9)
-
-
-# --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_options_that_make_no_sense() -> None:

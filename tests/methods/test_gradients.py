@@ -50,9 +50,6 @@ def assert_equal(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-# --- Against the hand-written model ---
-
-
 @pytest.mark.parametrize("readout", literal_vit.READOUTS)
 def test_the_hand_written_model_is_the_same_model(readout):
     model, pixels = literal_vit.timm_model(readout), photos()
@@ -154,9 +151,6 @@ def test_small_gradients_survive_float16():
     assert torch.corrcoef(torch.stack([actual.flatten(), expected.flatten()]))[0, 1] > 0.9
 
 
-# --- Against maintained packages ---
-
-
 @pytest.mark.parametrize("readout", ["class token and registers", "average"])
 def test_gradcam_equals_pytorch_grad_cam_before_its_scaling(readout):
     from pytorch_grad_cam import GradCAM
@@ -189,9 +183,6 @@ def test_input_gradient_equals_captums_saliency():
     theirs = Saliency(model).attribute(pixels.clone().requires_grad_(), target=torch.tensor(TARGETS), abs=True)
     expected = theirs.detach().numpy().reshape(BATCH, 3, 4, 8, 4, 8).sum((1, 3, 5))
     assert_equal(grid(recorded(model, pixels), "input_gradient"), expected, 1e-5)
-
-
-# --- Tensor functions ---
 
 
 def random_pair(layers: int = 4, heads: int = 2, tokens: int = 7) -> tuple[Tensor, Tensor]:
@@ -269,9 +260,6 @@ def test_cells_without_a_patch_size_are_a_fourteenth():
     for wrong in (0, 193):
         with pytest.raises(OptionError, match=f"patch_size from 1 to 192 pixels, got {wrong}"):
             cells.cell_grid(256, 192, wrong)
-
-
-# --- What cannot be differentiated ---
 
 
 def test_attention_without_a_part_in_the_logits_is_an_error_and_no_zero_map():

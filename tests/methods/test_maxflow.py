@@ -16,8 +16,6 @@ from tests.methods.certificates import Array, Prover, Source
 from vitflow.methods.flow import solver
 from vitflow.methods.flow.solver import max_flow
 
-# --- Independent references -------------------------------------------------------------------------------------------
-
 
 def networkx_value(capacities: Array, source: Source, sink: int) -> float:
     layers, tokens = capacities.shape[:2]
@@ -36,9 +34,6 @@ def networkx_value(capacities: Array, source: Source, sink: int) -> float:
     # preflow_push, networkx's default, cannot take capacities of 1e-300 beside 1.
     solver = nx.algorithms.flow.shortest_augmenting_path
     return float(nx.maximum_flow_value(graph, start, (0, sink), flow_func=solver))
-
-
-# --- Random graphs ----------------------------------------------------------------------------------------------------
 
 
 def softmax(logits: Array) -> Array:
@@ -121,9 +116,6 @@ def scipy_values(capacities: NDArray[np.integer], source: NDArray[np.integer]) -
     matrix[-1, layers * tokens : -1] = source
     graph = csr_array(matrix)
     return [int(scipy_maximum_flow(graph, nodes - 1, sink).flow_value) for sink in range(tokens)]
-
-
-# --- The size of real models ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("layers", "sharpness"), [(3, 0.5), (4, 2.0), (12, 5.0)])
@@ -213,9 +205,6 @@ def test_threads_change_no_value_and_progress_counts_every_sink(monkeypatch: pyt
     assert sum(counted) == 90
 
 
-# --- Graphs made to be hard -------------------------------------------------------------------------------------------
-
-
 def test_a_thin_bridge_between_wide_roads_takes_no_unit_steps() -> None:
     # The textbook case on which augmenting along careless paths takes as many steps as the capacity is large.
     wide, bridge = 1e15, 1.0
@@ -259,9 +248,6 @@ def test_matchings_on_sparse_graphs_need_long_detours(seed: int) -> None:
     Prover(capacities, 0).prove(actual, 0, 0)
 
 
-# --- Numbers ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scale", [5e-324, 1e-30, 1e300])
 def test_capacities_of_any_size_end_with_the_right_flow(scale: float) -> None:
     capacities = np.array(KINDS["small integers"](np.random.default_rng(2), 4, 8))
@@ -288,9 +274,6 @@ def test_the_input_is_left_as_it_was() -> None:
     max_flow(capacities, 0)
     max_flow(np.asfortranarray(capacities), 0)
     np.testing.assert_array_equal(capacities, before)
-
-
-# --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_error_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,6 @@ def by_hand_on(model: nn.Module, pixels: Tensor, kept: Tensor, target: int, pref
         ]
 
 
-# --- The estimator and the masks ------------------------------------------------------------------------------------
-
-
 def test_the_estimator_equals_a_loop_over_masks():
     dice = np.random.default_rng(1)
     kept, scores = torch.from_numpy(dice.random((40, 12)) < 0.4), torch.from_numpy(dice.normal(size=(40, 3)))
@@ -98,9 +95,6 @@ def test_impossible_options_are_named(options, message):
     explainer = Explainer(literal_vit.timm_model(), data_config=DATA)
     with pytest.raises(OptionError, match=message):
         explainer.explain(IMAGES[0], method="sampling", **options)
-
-
-# --- Of a model -----------------------------------------------------------------------------------------------------
 
 
 def test_the_map_equals_a_loop_over_masks_of_the_model_run_by_hand():
@@ -272,9 +266,6 @@ def test_consensus_says_what_it_is_made_of():
     made = explainer.explain(IMAGES[0], method="consensus", masks=8)
     assert made.facts["made_of"] == "gae and sampling"
     assert made.facts["hidden"] == "tokens dropped" and "reliability" in made.facts
-
-
-# --- as many masks as a map needs ------------------------------------------------------------------------------------
 
 
 def test_auto_stops_when_the_strongest_patches_are_settled():

@@ -193,9 +193,6 @@ def test_autocast_does_not_blur_the_weights():
     torch.testing.assert_close(inside[1][0].double(), exact, rtol=1e-5, atol=1e-6)
 
 
-# --- Where it does not apply ---
-
-
 def odd_models() -> dict[str, nn.Module]:
     options = dict(literal_vit.TINY)
 
@@ -244,9 +241,6 @@ def test_wrong_weightings_are_named():
         record(literal_vit.timm_model()).heads(value_weighted=True)
     with pytest.raises(OptionError, match="Attention fused by max and value weighted by output was not recorded"):
         record(literal_vit.timm_model()).fused("max", value_weighted="output")
-
-
-# --- What it is good for ---
 
 
 @pytest.mark.shared

@@ -285,9 +285,6 @@ def test_the_windows_of_transformers_swin_are_detected_where_they_are(name):
     assert all(np.ptp(one.grid) > 0 for one in actual if one.method != "gradcam")
 
 
-# -- torchvision -------------------------------------------------------------------------------------------------------
-
-
 def test_torchvisions_attention_equals_its_weights_written_out():
     model = torchvision_vit()
     inputs: list[Tensor] = []
@@ -308,9 +305,6 @@ def test_torchvisions_attention_equals_its_weights_written_out():
         query, key, _ = joined.unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)  # [batch, heads, tokens, 8] each
         expected = (query @ key.transpose(-1, -2) / 8**0.5).softmax(dim=-1)
         torch.testing.assert_close(recorded.double(), expected, atol=1e-6, rtol=1e-5)
-
-
-# -- what they say of themselves ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -387,9 +381,6 @@ def test_a_processor_in_the_hubs_cache_is_detected(tmp_path, monkeypatch):
     model.name_or_path = str(tmp_path)  # a folder without one
     with pytest.raises(ModelError, match="image processor"):
         read_input_spec(model)
-
-
-# -- what cannot be seen -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", ["flex_attention"])

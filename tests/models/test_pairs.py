@@ -37,9 +37,6 @@ def requested(request) -> Explainer:
     return explainer(request.param)
 
 
-# --- the numbers -----------------------------------------------------------------------------------------------------
-
-
 def its_custom(kind: str, pixels: torch.Tensor) -> torch.Tensor:
     """Return the model's logits for an image and the prompts, [1, prompts]."""
     model, texts = pair(kind), PROMPTS
@@ -188,9 +185,6 @@ def test_prompts_are_what_a_module_with_their_vectors_is(both, method):
     assert actual.score.name == expected.score.name == "red"
 
 
-# --- prompts against each other --------------------------------------------------------------------------------------
-
-
 def test_a_map_is_of_the_number_less_the_others(requested):
     pixels = requested.pixels(photo())
     numbers = requested.logits(pixels).detach()
@@ -235,9 +229,6 @@ def test_classes_are_set_against_the_rest():
         demo.explain(image, method="rollout", target=Contrast(1, against="rest"))
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
-
-
 def test_every_kind_of_run_takes_prompts(tmp_path):
     requested = explainer("siglip")
     for number, size in enumerate([(40, 56), (56, 40)]):
@@ -253,9 +244,6 @@ def test_every_kind_of_run_takes_prompts(tmp_path):
     options = {"methods": ["gae"], "points": 3, "sanity_images": 0}
     actual = evaluate(tmp_path / "in", model=requested, metrics=["faithfulness"], **options)
     assert not actual.failures
-
-
-# --- texts -----------------------------------------------------------------------------------------------------------
 
 
 def test_texts_are_read_as_the_models_were_trained():
@@ -299,9 +287,6 @@ class Both(Words):
         self.image_processor = image_processor
 
 
-# --- what cannot be requested ----------------------------------------------------------------------------------------
-
-
 def of_clip(texts=PROMPTS, model=None, **options) -> Explainer:
     explaining = {name: options.pop(name) for name in ("class_names",) if name in options}
     requested = {"outputs": prompts(texts, **{"processor": Words(), **options})}
@@ -333,9 +318,6 @@ def without_head() -> nn.Module:
 def test_what_cannot_be_requested_is_refused_with_the_way_out(ask, error, words):
     with pytest.raises(error, match=words):
         ask()
-
-
-# --- by name ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -229,9 +229,6 @@ def test_queries_that_see_nothing_give_nothing_and_no_gradient_of_theirs_is_lost
     assert all(torch.isfinite(one).all() for one in gradients)
 
 
-# -- streams of tokens -------------------------------------------------------------------------------------------------
-
-
 def test_the_streams_of_an_encoder_decoder_are_distinguished():
     config = transformers.T5Config(
         vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
@@ -277,9 +274,6 @@ def test_the_streams_of_a_model_that_sees_and_reads_are_distinguished():
     assert ["vision" in name for name in sizes] == [True, False]
     row = attention_rollout(trace.of_stream(list(sizes)[1]).fused(), causal="receptive_field")[0, -1]
     assert row.shape == (20,) and row.sum() == pytest.approx(1)
-
-
-# -- what cannot be seen -----------------------------------------------------------------------------------------------
 
 
 def test_flash_attention_and_static_caches_are_refused_by_name():

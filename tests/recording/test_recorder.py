@@ -567,9 +567,6 @@ def test_a_trace_that_nobody_holds_is_freed_at_once():
         gc.enable()
 
 
-# -- copies of a model that is recorded, and models that are compiled in parts ----------------------------------------
-
-
 @pytest.mark.parametrize("copied", ["deepcopy", "copy", "pickle"])
 def test_a_copy_made_while_a_model_is_recorded_works_and_is_not_recorded(copied):
     model, pixels = tiny(), torch.randn(2, 3, 32, 32)

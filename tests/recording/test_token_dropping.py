@@ -149,9 +149,6 @@ def test_images_of_other_sizes():
         torch.testing.assert_close(actual, by_hand(model, pixels, kept, 1), rtol=1e-5, atol=1e-5)
 
 
-# --- What is left behind --------------------------------------------------------------------------------------------
-
-
 def state(model: nn.Module) -> list[object]:
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
     return [hooks, [module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]]
@@ -194,9 +191,6 @@ def test_a_model_is_tried_once():
     count = len(passes)
     assert can_drop_tokens(explainer) and can_drop_tokens(Explainer(model, data_config=DATA))
     assert len(passes) == count == 4
-
-
-# --- What cannot drop tokens ----------------------------------------------------------------------------------------
 
 
 class Ordered(nn.Module):

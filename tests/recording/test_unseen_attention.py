@@ -176,9 +176,6 @@ def test_a_layer_that_is_not_seen_is_refused_by_its_name(how):
     assert len(trace.attentions) == 2  # what was seen is at hand
 
 
-# -- torch's own module -----------------------------------------------------------------------------------------------
-
-
 def literal_heads(module: nn.MultiheadAttention, x: Tensor, hidden: Tensor | None) -> Tensor:
     """Return the attention of each query by its definition, [batch, heads, queries, keys].
 
@@ -347,9 +344,6 @@ def test_torchs_module_with_keys_that_are_no_tokens_is_refused(options):
         _ = run(model, torch.randn(1, 3, 32, 32)).readout
 
 
-# -- obscure errors before --------------------------------------------------------------------------------------------
-
-
 def test_a_function_of_torch_that_was_wrapped_by_somebody_is_recorded(monkeypatch):
     original, calls, pixels = F.scaled_dot_product_attention, [], torch.randn(2, 3, 32, 32)
     model = build()
@@ -418,9 +412,6 @@ def test_two_attentions_of_one_module_are_both_recorded():
         model(torch.randn(2, 3, 32, 32))
     assert trace.attentions[2].shape == (2, 2 * HEADS, 17, 17)
     assert trace.readout[0, 0] == 1
-
-
-# -- the probe --------------------------------------------------------------------------------------------------------
 
 
 class Runs(list):

@@ -53,9 +53,6 @@ def views_of(words: Words, **frame) -> list:
     ]
 
 
-# --- summary ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_summary_reports_shares_and_entropy():
     summary = RowSummary.of(WEIGHTS, WORDS, self_share=0.15, hidden=hide(WORDS, stop_words=ENGLISH_STOP_WORDS))
     assert summary.special == pytest.approx(0.35)
@@ -90,9 +87,6 @@ def test_tokens_that_are_reported_apart_do_not_count_for_the_entropy():
     view = ShadedText(words, weights, selected=(0,), self_share=0.4, hidden={3: PATCHES})
     assert view.summary.entropy == view.summary.max_entropy == 1.0 and view.summary.self_share == 0.4
     assert ShadedText(words, weights, selected=(0,)).summary.max_entropy == 2.0
-
-
-# --- shaded text -----------------------------------------------------------------------------------------------------
 
 
 def texts_of(figure) -> list[str]:
@@ -149,18 +143,12 @@ def test_weights_that_fit_no_token_are_refused():
         ShadedText(WORDS, WEIGHTS, selected=(12,))
 
 
-# --- graphs ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_graph_leaves_hidden_tokens_out_and_reports_its_strongest_edges():
     graph = np.zeros((1, 12, 12))
     graph[0, 8, 2], graph[0, 8, 0] = 0.7, 0.3
     view = GraphView(WORDS, [Panel("raw attention", graph, graph)], selected=(8,), hidden=hide(WORDS))
     assert "raw attention: key 70 %" in view.text() and "[CLS]" not in view.text()
     assert "Not shown: special tokens (30 % of the weight)." in view.text()
-
-
-# --- both ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", range(2), ids=["shaded", "graph"])

@@ -198,6 +198,3 @@ def test_a_saved_model_is_read_by_its_folder(tmp_path, wordpieces):
     assert by_name.model == str(tmp_path)
     loaded = transformers.BertForMaskedLM.from_pretrained(tmp_path)
     np.testing.assert_allclose(explain_text(TEXT, model=loaded).weights, given.weights, atol=1e-6)
-
-
-# -- tokens ------------------------------------------------------------------------------------------------------------

@@ -91,9 +91,6 @@ def map_of(page, **requested) -> tuple[np.ndarray, tuple[float, float]]:
     return np.array(actual["values"]).reshape(actual["shape"]), (actual["low"], actual["high"])
 
 
-# --- Python's maps of the stored numbers -----------------------------------------------------------------------------
-
-
 def data_of(path: Path) -> dict:
     text = path.read_text(encoding="utf-8")
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
@@ -252,9 +249,6 @@ def test_similarity_is_the_cosine_of_what_the_patches_hold(page, data):
     assert actual == pytest.approx((second @ first[2 * 12 + 3]).numpy(), abs=1e-6)
     limits = page.evaluate("sides.map((side) => [panels[side].map.low, panels[side].map.high])")
     assert limits[0] == limits[1]
-
-
-# --- what a reader does ----------------------------------------------------------------------------------------------
 
 
 def point_of(page, side: str, row: int, col: int) -> tuple[float, float]:
@@ -429,9 +423,6 @@ def test_everything_has_a_name_and_fits_on_a_phone(page):
     assert sum(map(int, re.findall(r"\d+", dark))) < 120
 
 
-# --- the command and the code ----------------------------------------------------------------------------------------
-
-
 def test_the_code_of_a_difference_makes_it(custom_page, place, monkeypatch):
     monkeypatch.chdir(place)
     requested = {"map": "rollout", "patch": "4,9", "less": True}
@@ -492,9 +483,6 @@ def test_the_command_and_the_code_make_the_map_that_is_seen(custom_page, place):
         assert done.exit_code == 0, done.output
         with np.load("map.npz") as saved:
             assert np.abs(saved["grid"] - code).max() <= 1e-6 * np.abs(code).max(), reported["command"]
-
-
-# --- what fits, and what does not ------------------------------------------------------------------------------------
 
 
 def small(**options) -> Explainer:
