@@ -1,6 +1,7 @@
 """Small models of images and texts with random weights, each of the kinds that prompts are asked of."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,19 @@ def pair(kind: str) -> torch.nn.Module:
         )
         model = getattr(transformers, f"{name}Model")(config)
     return model.eval()
+
+
+def save_siglip(path: Path) -> Path:
+    """Save SigLIP in a folder as transformers does, with a tokenizer of four words and its processor."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    known = {word: number for number, word in enumerate(["?", "a", "dog", "cat", "red"])}
+    words = Tokenizer(models.WordLevel(known, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    pair("siglip").save_pretrained(path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?", unk_token="?").save_pretrained(path)
+    transformers.SiglipImageProcessor(size={"height": 32, "width": 32}).save_pretrained(path)
+    return path
 
 
 def photo(height: int = 40, width: int = 56) -> np.ndarray:

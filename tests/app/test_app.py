@@ -20,7 +20,7 @@ from PIL import Image
 import vitflow
 from tests.app.served import serving
 from tests.explaining.test_regions import yolos
-from tests.pairs import pair
+from tests.pairs import save_siglip
 from vitflow.app import serve
 from vitflow.cli import cli
 from vitflow.demo import sample_images
@@ -33,17 +33,7 @@ UNKNOWN = "vit_small_patch16_224.augreg_in21k_ft_in1k"  # not in the cache of th
 
 @pytest.fixture(scope="module")
 def siglip(tmp_path_factory) -> str:
-    """A small SigLIP with random weights, in a folder with its tokenizer and processor."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    path = tmp_path_factory.mktemp("siglip")
-    known = {word: number for number, word in enumerate(["?", "a", "dog", "cat", "red"])}
-    words = Tokenizer(models.WordLevel(known, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    pair("siglip").save_pretrained(path)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?", unk_token="?").save_pretrained(path)
-    transformers.SiglipImageProcessor(size={"height": 32, "width": 32}).save_pretrained(path)
-    return str(path)
+    return str(save_siglip(tmp_path_factory.mktemp("siglip")))
 
 
 @pytest.fixture(scope="module")

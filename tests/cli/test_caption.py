@@ -5,6 +5,7 @@ import json
 import cv2
 import numpy as np
 import pytest
+import transformers
 from click.testing import CliRunner
 from PIL import Image
 
@@ -24,21 +25,25 @@ def captioner(tmp_path_factory):
     return folder
 
 
+def answering(monkeypatch, kind: str, tokenizer) -> None:
+    """Have models of a kind write the answer."""
+    numbers, model = tokenizer.convert_tokens_to_ids(ANSWER), getattr(transformers, kind)
+
+    def written(self, input_ids, **options):
+        options = {name: value for name, value in options.items() if name != "max_new_tokens"}
+        start, entry = input_ids.shape[1], super(model, self).generate
+        say = lambda _batch, ids: [numbers[len(ids) - start]]  # noqa: E731
+        return entry(input_ids=input_ids, prefix_allowed_tokens_fn=say, max_new_tokens=len(numbers), **options)
+
+    monkeypatch.setattr(model, "generate", written, raising=False)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch, captioner):
     monkeypatch.chdir(tmp_path)
     image = np.random.default_rng(0).integers(0, 255, (40, 64, 3), dtype=np.uint8)
     Image.fromarray(image).save("photo.png")
-    numbers = family("llava").processor.tokenizer.convert_tokens_to_ids(ANSWER)
-    from transformers import LlavaForConditionalGeneration
-
-    def written(self, input_ids, **options):
-        options = {name: value for name, value in options.items() if name != "max_new_tokens"}
-        start, entry = input_ids.shape[1], super(LlavaForConditionalGeneration, self).generate
-        say = lambda _batch, ids: [numbers[len(ids) - start]]  # noqa: E731
-        return entry(input_ids=input_ids, prefix_allowed_tokens_fn=say, max_new_tokens=len(numbers), **options)
-
-    monkeypatch.setattr(LlavaForConditionalGeneration, "generate", written, raising=False)
+    answering(monkeypatch, "LlavaForConditionalGeneration", family("llava").processor.tokenizer)
 
     def call(*arguments: object):
         line = ["caption", "photo.png", "--model", captioner, "--prompt", "what is", *arguments]
@@ -97,15 +102,7 @@ def test_the_words_of_a_video_have_a_row_and_its_frames_a_column(tmp_path, monke
     for frame in np.random.default_rng(0).integers(0, 255, (8, 40, 64, 3), np.uint8):
         writer.write(frame)
     writer.release()
-    numbers = one.processor.tokenizer.convert_tokens_to_ids(ANSWER)
-    from transformers import Qwen2VLForConditionalGeneration
-
-    def written(self, input_ids, **options):
-        start, entry = input_ids.shape[1], super(Qwen2VLForConditionalGeneration, self).generate
-        say = lambda _batch, ids: [numbers[len(ids) - start]]  # noqa: E731
-        return entry(input_ids=input_ids, prefix_allowed_tokens_fn=say, **options)
-
-    monkeypatch.setattr(Qwen2VLForConditionalGeneration, "generate", written, raising=False)
+    answering(monkeypatch, "Qwen2VLForConditionalGeneration", one.processor.tokenizer)
     line = ["caption", "clip.avi", "--model", "captioner", "--prompt", f"{one.video_prompt} what", "--frames", "4"]
     line += ["--method", "rollout", "--generate", "7"]
     done = CliRunner().invoke(cli, line)

@@ -114,15 +114,3 @@ def test_training_writes_a_folder_that_loads_and_says_how_it_was_trained(
     assert " --minutes 0.03 --learning-rate 0.002" in header(tmp_path / "out")["trained_by"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "out"]  # nothing else is left behind
     assert str(tmp_path / "out") in capfd.readouterr().out
-
-
-def test_mirrored_scenes_are_reported_as_they_are_seen(script: Callable[[str], ModuleType]) -> None:
-    loaded = script("demo_scenes").Scenes.drawn(0, 8)
-    plain, mirrored = loaded.batch(np.arange(8)), loaded.batch(np.arange(8), mirrored=8)
-    torch.testing.assert_close(mirrored.pixels, plain.pixels.flip(3))
-    for batch in (plain, mirrored):
-        for things, patches in zip(batch.things, batch.patches.reshape(-1, 8, 8), strict=True):
-            for number, thing in enumerate(things, start=1):
-                rows, columns = np.nonzero(patches == number)
-                middle = (columns.mean() + 0.5) / 8, (rows.mean() + 0.5) / 8
-                np.testing.assert_allclose(middle, thing.middle, atol=0.1)

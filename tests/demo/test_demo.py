@@ -70,17 +70,6 @@ def test_objects_lie_apart_and_whole_in_the_image() -> None:
             assert not border.any()
 
 
-def test_objects_have_the_colour_of_their_class() -> None:
-    """The hue in the middle of each mask, computed from RGB by hand, lies in the class's colour family."""
-    middle = {0: 0, 1: 27, 2: 54, 3: 122, 4: 183, 5: 222, 6: 272, 7: 328}
-    for image in draw_images(60, seed=400):
-        for label, mask in zip(image.labels, image.masks, strict=True):
-            red, green, blue = np.median(image.image[mask], axis=0) / 255.0
-            hue = np.degrees(np.arctan2(np.sqrt(3.0) * (green - blue), 2.0 * red - green - blue))
-            away = abs((hue - middle[label] + 180.0) % 360.0 - 180.0)
-            assert away < 30.0, (CLASS_NAMES[label], hue)
-
-
 def test_the_same_scene_at_every_size() -> None:
     for seed in range(500, 508):
         small, large = draw_image(seed, 96), draw_image(seed, 384)
@@ -180,22 +169,6 @@ def test_training_writes_a_file_that_loads_and_repeats(tmp_path: Path, capsys: p
     trained = demo.load_demo_model(weights=first)
     assert trained(torch.zeros(1, 3, 96, 96)).shape == (1, len(CLASS_NAMES))
     assert demo_metadata(first)["trained_by"].endswith("--images 48 --seed 0 --batch-size 16")
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_example("train_demo_model")
-    target = tmp_path / "model.safetensors"
-    target.write_bytes(b"the old weights")
-
-    def fail_half_way(_: object, path: Path, **__: object) -> None:
-        path.write_bytes(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(script, "save_file", fail_half_way)
-    with pytest.raises(OSError, match="No space left"):
-        script.write({}, {}, target)
-    assert target.read_bytes() == b"the old weights"
-    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_sample_images_can_be_drawn_again(tmp_path: Path) -> None:

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 from PIL import EpsImagePlugin, Image
 from pycocotools import mask as coco
 
-from vitflow import Explainer
 from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError
-from vitflow.evaluation import Region, evaluate, open_dataset
+from vitflow.evaluation import Region, open_dataset
 from vitflow.evaluation.targets import choose_target
 from vitflow.folder.decoders import decode_file
 from vitflow.images.reading import read_image
@@ -143,25 +141,17 @@ def runs(counts, size=(HEIGHT, WIDTH)):
         (runs([10**10], (10**5, 10**5)), "got [100000, 100000]"),
         (runs([1200], "big"), "['b', 'i', 'g']"),
         (runs([10]), "sum to 1200 pixels, got [10]"),
-        (runs([]), "sum to 1200"),
         (runs([-1, 1201]), "sum to 1200"),
-        (runs([2**63, 2**63]), "sum to 1200"),
         (runs([0.5, "x"]), "whole numbers"),
-        (runs(None), "whole numbers"),
         (runs("1" * 30_000), "sum to 1200"),
         (runs("o" * 400), "in COCO's form"),
-        (runs("o" * 40 + "1"), "in COCO's form"),
-        (runs("0"), "sum to 1200"),
         (runs("Ω"), "in COCO's form"),
         (runs(""), "sum to 1200"),
         ({"segmentation": [[0, 0, 1e9, 0, 1e9, 1e9]]}, "inside the image"),
         ({"segmentation": [[0, 0, float("nan"), 0, 5, 5]]}, "finite numbers"),
         ({"segmentation": [[0, 0, 5, 0, 5]]}, "got 5 numbers"),
         ({"segmentation": "polygon"}, "finite numbers"),
-        ({"segmentation": 7}, "finite numbers, got 7"),
-        ({"bbox": [0, 0, float("inf"), 1]}, "finite numbers"),
         ({"bbox": [0, 0, 1]}, "four finite numbers"),
-        ({"bbox": "1234"}, "finite numbers"),
         ({"category_id": 7}, "no category 7"),
         ({"category_id": [1]}, "unhashable"),
     ],
@@ -243,23 +233,16 @@ def test_names_below_a_linked_folder_and_absolute_ones_inside_are_detected(folde
     [
         {"file": "x" * 100_000, "boxes": BOX},
         {"file": 5, "boxes": BOX},
-        {"file": ["cat.jpg"], "boxes": BOX},
         {"file": "a\0b.jpg", "boxes": BOX},
         {"file": "\ud800.jpg", "boxes": BOX},
         {"file": "cat.jpg", "boxes": [[0, 0, float("inf"), 3]]},
-        {"file": "cat.jpg", "boxes": [[0, 0, 10**400, 3]]},
         {"file": "cat.jpg", "boxes": "1234"},
-        {"file": "cat.jpg", "boxes": {"a": 1}},
-        {"file": "cat.jpg", "boxes": ["1234"]},
         {"file": "cat.jpg", "boxes": [{"label": "dog"}]},
         {"file": "cat.jpg", "boxes": [{"box": BOX[0], "label": ["dog"]}]},
         {"file": "cat.jpg", "boxes": BOX, "label": {"name": "dog"}},
         {"file": "cat.jpg", "boxes": BOX, "label_index": 2.5},
-        {"file": "cat.jpg", "boxes": BOX, "label_index": float("nan")},
         {"file": "cat.jpg", "boxes": BOX, "size": 7},
-        [1, 2],
         None,
-        7,
     ],
 )
 def test_a_hostile_entry_costs_its_row(folder, entry):
@@ -273,11 +256,9 @@ def test_a_hostile_entry_costs_its_row(folder, entry):
     ("name", "text", "reported"),
     [
         ("a.json", "[" * 100_000, "recursion"),
-        ("a.json", "[" * 100_000 + "]" * 100_000, "recursion"),
         ("a.json", '{"a":' * 100_000, "recursion"),
         ("a.json", '[{"file": "cat.jpg", "size": ' + "1" * 5000 + "}]", "4300"),
         ("a.json", '{"images": 3, "annotations": []}', "expected a list"),
-        ("a.json", '{"images": [], "annotations": [], "categories": 3}', "expected a list"),
     ],
 )
 def test_a_hostile_file_is_refused_in_a_sentence(folder, name, text, reported):
@@ -285,20 +266,6 @@ def test_a_hostile_file_is_refused_in_a_sentence(folder, name, text, reported):
     with pytest.raises(OptionError, match=r"Could not read the annotations 'a\.") as caught:
         open_dataset(folder / name)
     assert reported in str(caught.value) and len(str(caught.value)) < 1000
-
-
-def test_an_evaluation_loses_only_the_rows_of_bad_entries(folder, tmp_path):
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64, depth=1).eval()
-    explainer = Explainer(model, data_config={"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
-    bad = [{"file": 5}, {"file": "../secret.png", "boxes": BOX}, {"file": "cat.jpg", "boxes": [[0, 0, 1e999, 1]]}]
-    path = annotate(folder, [*bad, {"file": "dog.jpg", "boxes": BOX}])
-    output = tmp_path / "out"
-    actual = evaluate(
-        path, model=explainer, methods=["rollout"], metrics=["localisation"], images=folder, output=output
-    )
-    assert [image["input"] for image in actual.images] == ["dog.jpg"]
-    assert [row["input"] for row in actual.failures] == ["entry 1", "secret.png", "cat.jpg"]
-    assert [row["error"] for row in actual.failures] == ["OptionError", "OptionError", "ShapeError"]
 
 
 @pytest.mark.slow

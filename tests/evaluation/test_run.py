@@ -373,21 +373,6 @@ def test_more_images_are_added_to_a_run(explainer, tmp_path, monkeypatch, no_dra
     assert (len(actual.images), actual.table("flip_stability")[0].estimate.count) == (2, 1)
 
 
-def test_other_options_are_another_run(explainer, tmp_path, no_drawing):
-    options = {"model": explainer, "output": tmp_path / "out", "metrics": ["roc_auc"]}
-    evaluate("demo:2", methods=["gae"], **options)
-    with pytest.raises(OptionError, match=r"options.gae.head_fusion was 'max' and is 'mean'.*--overwrite"):
-        evaluate("demo:2", methods=["gae"], head_fusion="mean", **options)
-    with pytest.raises(OptionError, match=r"data.demo was 0 and is 9"):
-        evaluate("demo:2:9", methods=["gae"], **options)
-    before = tables(tmp_path / "out")
-    evaluate("demo:2", methods=["gae"], head_fusion="mean", overwrite=True, **options)
-    assert tables(tmp_path / "out") != before
-    other = Explainer(tiny_model())
-    with pytest.raises(OptionError, match="model was"):
-        evaluate("demo:2", methods=["gae"], head_fusion="mean", **(options | {"model": other}))
-
-
 def test_changed_and_failed_images_are_measured_again(folder, explainer, tmp_path, monkeypatch, no_drawing):
     options = {"model": explainer, "methods": ["gae"], "metrics": ["roc_auc"], "output": tmp_path / "out"}
     good = (folder / "2.png").read_bytes()

@@ -23,7 +23,6 @@ from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measuring import Protocol
 from vitflow.evaluation.run import _settings, choose
 from vitflow.evaluation.samples import Dataset
-from vitflow.folder.draw import read_grids
 from vitflow.folder.fingerprints import fingerprint_difference
 from vitflow.folder.run import _fingerprint
 from vitflow.folder.work import make_job
@@ -183,25 +182,12 @@ def test_every_option_of_an_evaluation_changes_its_fingerprint(tmp_path, monkeyp
         "options": {"residual": 0.3},
     }
     assert set(inspect.signature(evaluate).parameters) == FREE_OF_EVALUATIONS | set(others) | set(METHOD_OPTIONS)
-    evaluate(**usual, output=tmp_path / "out")
+    first = evaluate(**usual, output=tmp_path / "out").to_csv()
     for name, value in others.items():
         changed = usual | (value if name == "options" else {name: value})
         with pytest.raises(OptionError, match="contains a run with other options"):
             evaluate(**changed, output=tmp_path / "out")
-
-
-def test_a_second_run_with_another_mean_is_refused_or_done_anew(tmp_path):
-    source = fill(tmp_path / "in", 2)
-    first = Explainer(custom_model(), data_config=CONFIG)
-    other = Explainer(custom_model(), data_config=CONFIG | {"mean": (0.1, 0.5, 0.9)})
-    run_folder(source, tmp_path / "out", model=first)
-    before = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
-    with pytest.raises(OptionError, match=r"input.mean was \[0.5, 0.5, 0.5\] and is \[0.1, 0.5, 0.9\]"):
-        run_folder(source, tmp_path / "out", model=other)
-    again = run_folder(source, tmp_path / "out", model=other, overwrite=True)
-    assert again.kept == 0
-    after = [maps["rollout"].tolist() for _, maps in read_grids(tmp_path / "out")]
-    assert all(entry != its for entry, its in zip(after, before, strict=True))
+    assert evaluate(**changed, output=tmp_path / "out", overwrite=True).to_csv() != first
 
 
 class Holding(timm.models.VisionTransformer):
@@ -259,19 +245,6 @@ def test_models_of_the_same_weights_that_compute_something_else_have_other_finge
     first, again, other = (Explainer(each).fingerprint() for each in (make(), make(), make_other()))
     assert fingerprint_difference(again, first) == []
     assert "the model has other code, attributes or hooks" in fingerprint_difference(other, first)[0]
-
-
-def test_a_second_run_with_another_model_of_the_same_weights_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "draw_charts", lambda *_: {})
-    source, (make, make_other) = fill(tmp_path / "in", 2), PAIRS["a list"]
-    options = {"methods": ["rollout"], "metrics": ["faithfulness"], "points": 3, "output": tmp_path / "evaluated"}
-    run_folder(source, tmp_path / "out", model=make())
-    evaluate("demo:1", model=make(), **options)
-    with pytest.raises(OptionError, match="other code"):
-        run_folder(source, tmp_path / "out", model=make_other())
-    with pytest.raises(OptionError, match="other code"):
-        evaluate("demo:1", model=make_other(), **options)
-    assert run_folder(source, tmp_path / "out", model=make()).kept == 2
 
 
 class LocalHead(torch.nn.Module):

@@ -257,11 +257,7 @@ def test_colors_equal_matplotlib(cmap):
     assert (scaled == expected).all(axis=-1).mean() > 0.99  # rounding moves a few values over the edge of a colour
 
 
-@given(
-    hnp.arrays(np.float32, (3, 3), elements=st.floats(width=32)),
-    st.floats(-1e30, 1e30),
-    st.floats(-1e30, 1e30),
-)
+@given(hnp.arrays(np.float32, (3, 3), elements=st.floats(width=32)), st.floats(-1e30, 1e30), st.floats(-1e30, 1e30))
 @example(np.full((3, 3), 5e-324), 0.0, 5e-324)
 def test_any_value_has_a_color(values, vmin, vmax):
     low, high = sorted((vmin, vmax))

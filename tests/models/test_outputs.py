@@ -14,9 +14,7 @@ from torch import nn
 from tests import literal_vit
 from vitflow import Contrast, Explainer
 from vitflow.errors import ModelError, OptionError
-from vitflow.evaluation import evaluate
 from vitflow.folder.fingerprints import fingerprint_difference
-from vitflow.images.reading import write_image
 from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.registry.method_table import list_methods
 
@@ -129,18 +127,6 @@ def test_other_answers_are_another_run(dense, what):
     )
     assert fingerprint_difference(same, first) == []
     assert re.search(reported, "; ".join(fingerprint_difference(other, first)))
-
-
-def test_an_evaluation_of_other_answers_is_another_run(dense, image, tmp_path):
-    write_image(tmp_path / "in" / "one.png", image)
-    (tmp_path / "in" / "labels.csv").write_text("file,label\none.png,tree\n")
-    options = {"methods": ["gae"], "metrics": ["deletion_auc"], "points": 3}
-    entry = Outputs(corner, tuple(LABELS), 3, **BASE)
-    run = partial(evaluate, tmp_path / "in", output=tmp_path / "out", **options)
-    run(model=Explainer(dense, outputs=entry, data_config=DATA))
-    run(model=Explainer(dense, outputs=entry, data_config=DATA))
-    with pytest.raises(OptionError, match=r"outputs\.minus_rest_by_default"):
-        run(model=Explainer(dense, outputs=replace(entry, minus_rest_by_default=False), data_config=DATA))
 
 
 def _whole(output):

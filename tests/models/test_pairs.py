@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from torch import nn
 from torch.nn.functional import layer_norm, linear, normalize
 
-from tests.pairs import DATA, KINDS, PROMPTS, Words, pair, photo
+from tests.pairs import DATA, KINDS, PROMPTS, Words, pair, photo, save_siglip
 from vitflow import Contrast, Explainer, compare, evaluate, explain_folder, explore, load_model, prompts
 from vitflow.cli import cli
 from vitflow.demo import draw_image
@@ -99,11 +99,9 @@ def by_hand(model: nn.Module, pixels: torch.Tensor, vectors: torch.Tensor) -> to
     def gelu(x):
         return x * torch.sigmoid(1.702 * x) if clip else torch.nn.functional.gelu(x, approximate="tanh")
 
+    embedding = vision + "embeddings.patch_embedding."
     patches = torch.nn.functional.conv2d(
-        pixels,
-        weights[vision + "embeddings.patch_embedding.weight"],
-        weights.get(vision + "embeddings.patch_embedding.bias"),
-        stride=8,
+        pixels, weights[embedding + "weight"], weights.get(embedding + "bias"), stride=8
     )
     tokens = patches.flatten(2).mT
     if clip:
@@ -322,18 +320,7 @@ def test_what_cannot_be_requested_is_refused_with_the_way_out(ask, error, words)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """SigLIP as transformers saves it, with its tokenizer and processor."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    path = tmp_path_factory.mktemp("siglip")
-    words = Tokenizer(
-        models.WordLevel({word: n for n, word in enumerate(["?", "a", "dog", "cat", "red"])}, unk_token="?")
-    )
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    pair("siglip").save_pretrained(path)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?", unk_token="?").save_pretrained(path)
-    transformers.SiglipImageProcessor(size={"height": 32, "width": 32}).save_pretrained(path)
-    return path
+    return save_siglip(tmp_path_factory.mktemp("siglip"))
 
 
 def test_a_folder_of_transformers_is_loaded(folder, tmp_path):

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import nn
 
 from tests import references
+from tests.text.test_generation import joined
 from tests.text.test_image_tokens import box_of
 from tests.text.test_reading import wordpiece_tokenizer
 from vitflow.errors import ModelError, OptionError
@@ -68,11 +69,6 @@ def source_of(name: str) -> dict[str, torch.Tensor]:
 def written(model: nn.Module, given: object, **options: object) -> Generation:
     options = {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": False, **options}
     return explain_generation(model, given, **options)
-
-
-def joined(actual: Generation) -> np.ndarray:
-    """[n, source, beginning and read tokens, layers]."""
-    return np.concatenate([actual.values, actual.among_generated[:, :-1]], axis=1)
 
 
 def attentions(model: nn.Module, given: dict[str, torch.Tensor], actual: Generation) -> tuple:
@@ -240,9 +236,8 @@ def test_a_beginning_of_the_decoder_belongs_to_the_prompt():
     model = t5()
     actual = written(model, SOURCE, decoder_input_ids=torch.tensor([[0, 9, 11]]))
     assert actual.prompt_tokens.ids == (*SOURCE[0].tolist(), 0, 9, 11) and actual.values.shape == (NEW, 9, 2)
-    assert (
-        actual.self_share.shape == (NEW, 2) and not actual.values[0, 8].any()
-    )  # the first is written at the last of them
+    assert actual.self_share.shape == (NEW, 2)
+    assert not actual.values[0, 8].any()  # the first is written at the last of them
 
 
 def test_weighting_and_discarding_change_the_rows_and_leave_their_sum():

@@ -185,7 +185,7 @@ def test_value_weighting_that_does_not_apply_is_refused_with_the_way_out(monkeyp
         read(value_weighted="output")
 
 
-def test_the_number_of_images_and_the_layout_must_fit(monkeypatch):
+def test_the_number_of_images_and_the_family_must_fit():
     one = family("llava")
     from vitflow.text.image_tokens import image_tokens
 
@@ -195,8 +195,3 @@ def test_the_number_of_images_and_the_layout_must_fit(monkeypatch):
         image_tokens(transformers.GPT2Config(), one.processor, inputs, sizes)
     with pytest.raises(UnsupportedModelError, match="72 tokens of 2 images .* got 36"):
         image_tokens(one.model.config, one.processor, {**inputs, "pixel_values": torch.zeros(2, 3, 24, 24)}, sizes * 2)
-    monkeypatch.setattr(one.model.config, "model_type", "seer", raising=False)
-    with pytest.raises(UnsupportedModelError, match=r"seer .* pass layout=ImageTokens\(positions"):
-        seen()
-    with pytest.raises(OptionError, match="up to 40"):
-        seen(given=f"{one.prompt} what is on", layout=ImageTokens(range(5, 41), 6, 6))

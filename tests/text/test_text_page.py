@@ -1,5 +1,6 @@
 """The page of a text in a real browser: its shares are those of Python, and each word answers a click."""
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -74,12 +75,10 @@ def test_the_shares_of_a_written_text_are_those_of_python(generation, opened):
         np.testing.assert_allclose(page.evaluate(SHARES, [word, "all"]), page.evaluate(SHARES, [word, "2"]))
         mean = shares_of(whole[word]).mean(axis=0)
         np.testing.assert_allclose(page.evaluate(SHARES, [word, "mean"]), mean, rtol=1e-3, atol=1e-6)
-        assert page.evaluate("word => selfShareOf(word)", word) == pytest.approx(
-            generation.self_share[word].mean(), abs=1e-5
-        )
-    back = page.evaluate(
-        "() => { Object.assign(state, { on: 2, layer: 'all' }); draw(); return shown().map(one => one.value ?? null); }"
-    )
+        entry = page.evaluate("word => selfShareOf(word)", word)
+        assert entry == pytest.approx(generation.self_share[word].mean(), abs=1e-5)
+    page.evaluate("() => { Object.assign(state, { on: 2, layer: 'all' }); draw(); }")
+    back = page.evaluate("shown().map(one => one.value ?? null)")
     assert back[:m] == [None] * m
     np.testing.assert_allclose(back[m:], shares_of(whole)[:, -1, 2], rtol=1e-3, atol=1e-6)
 
@@ -92,9 +91,7 @@ def test_each_word_of_a_text_that_was_read_has_its_row(method, causal, opened):
     actual = explain_text(TEXT, token="cabinets", **given)
     page = opened(actual.page())
     words = page.evaluate("rows.map(({ positions }) => positions)")
-    assert list(actual.selected) in words and sorted(place for word in words for place in word) == list(
-        range(actual.tokens.length)
-    )
+    assert list(actual.selected) in words and sorted(itertools.chain(*words)) == list(range(actual.tokens.length))
     for number, positions in enumerate(words):
         if len(positions) == 1:
             one = explain_text(TEXT, token=positions[0], **given)
@@ -110,31 +107,25 @@ def test_a_reader_clicks_through_a_written_text(generation, opened):
     texts = page.evaluate("tokens.map(({ text }) => text)")
     page.click(f".token >> nth={m + 3}")
     assert page.inner_text("h1") == f"Attribution of “{texts[m + 3]}”"
-    assert page.evaluate(
-        "[...document.querySelectorAll('.token.selected, .token.at')].map(one => Number(one.dataset.position))"
-    ) == [m + 2, m + 3]
+    marked = page.locator(".token.selected, .token.at").evaluate_all("all => all.map(one => one.dataset.position)")
+    assert marked == [str(m + 2), str(m + 3)]
     summary, row = page.inner_text("#summary"), generation.values[3, :, -1]
     share = row.sum() / (row.sum() + generation.among_generated[3, :, -1].sum())
     assert f"{round(100 * share)} % on the prompt" in summary and "earlier generated words" in summary
     assert "query token left out" in summary and re.search(r"entropy \d\.\d\d of \d\.\d\d bits", summary)
     assert page.get_attribute(f".token >> nth={m + 2}", "title").endswith(f"{100 * generation.self_share[3, -1]:.1f} %")
     # Its prompt, layer by layer: layers go up, the sum of earlier words stands apart.
-    lines = page.evaluate(
-        "[...document.querySelectorAll('#sheet tr')].map(line => [...line.cells].map(one => one.textContent))"
-    )
+    cells = "all => all.map(line => [...line.cells].map(one => one.textContent))"
+    lines = page.locator("#sheet tr").evaluate_all(cells)
     assert lines[0] == ["", *texts[:m], "earlier generated words"]
     assert [line[0] for line in lines[1:]] == ["layer 2", "layer 1"]
     whole = np.concatenate([generation.values, generation.among_generated], axis=1)[3].T
     for line, entry in zip(lines[1:], shares_of(whole)[::-1], strict=True):
-        expected = [*entry[:m], entry[m:].sum()]
-        assert all(
-            abs(float(text.replace("<1", "0.5")) - 100 * value) <= 0.6
-            for text, value in zip(line[1:], expected, strict=True)
-        )
+        shown = [float(text.replace("<1", "0.5")) for text in line[1:]]
+        np.testing.assert_allclose(shown, [*(100 * entry[:m]), 100 * entry[m:].sum()], rtol=0, atol=0.6)
     page.click(".token >> nth=2")
-    assert page.inner_text("h1") == "Attribution to “key”" and page.inner_text("#sheet-title").startswith(
-        "Attribution to it"
-    )
+    assert page.inner_text("h1") == "Attribution to “key”"
+    assert page.inner_text("#sheet-title").startswith("Attribution to it")
     assert page.is_disabled("#reverse")
     # The writing position of a word is left out there, and said so.
     page.click(f".token >> nth={m - 1}")
@@ -158,10 +149,9 @@ def test_keys_and_the_address_lead_everywhere(generation, opened):
     address = page.evaluate("location.hash")
     assert address == "#word=1&layer=all&hide=special"
     again = opened(generation.page(), address=address)
-    drawn = (
-        "[...document.querySelectorAll('.token')].map(one => [one.className, one.title, one.style.cssText, one.hidden])"
-    )
-    assert again.evaluate(drawn) == page.evaluate(drawn) and again.inner_text("#summary") == page.inner_text("#summary")
+    drawn = "all => all.map(one => [one.className, one.title, one.style.cssText, one.hidden])"
+    assert again.locator(".token").evaluate_all(drawn) == page.locator(".token").evaluate_all(drawn)
+    assert again.inner_text("#summary") == page.inner_text("#summary")
     broken = opened(generation.page(), address="#word=99&on=-4&layer=77&hide=what")
     assert broken.evaluate("[state.word, state.on, state.layer, state.hide.size]") == [0, -1, "all", 0]
 
@@ -173,10 +163,7 @@ def test_what_is_hidden_is_said_with_its_share(reading, opened):
     sums = [round(100 * part.sum()) for part in (shares[np.array(reading.tokens.special)], shares[stopped])]
     expected = "Not shown: special tokens ({} % of the weight), stop words ({} % of the weight).".format(*sums)
     assert page.inner_text("#left-out") == expected
-    assert (
-        page.evaluate("[...document.querySelectorAll('#sheet thead bdi')].map(one => one.textContent)").count("the")
-        == 0
-    )
+    assert "the" not in page.locator("#sheet thead bdi").all_text_contents()
     for kind in ("special", "stop"):
         page.uncheck(f"#hide input[value={kind}]")
     assert page.inner_text("#left-out") == "" and page.is_visible(".token >> nth=0")
@@ -213,9 +200,8 @@ def test_a_hostile_text_is_shown_as_it_is(opened):
 
 def test_a_words_custom_place_is_no_earlier_word(opened):
     options = {"method": "gae", "max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-    actual = explain_generation(
-        reads("GPT2LMHeadModel"), "The key to the cabinets is", tokenizer=wordpiece_tokenizer(), **options
-    )
+    options["tokenizer"] = wordpiece_tokenizer()
+    actual = explain_generation(reads("GPT2LMHeadModel"), "The key to the cabinets is", **options)
     page, m = opened(actual.page()), actual.prompt_tokens.length
     for word in range(NEW):
         row = np.concatenate([actual.values, actual.among_generated], axis=1)[word, :, -1].astype(float)
@@ -224,18 +210,12 @@ def test_a_words_custom_place_is_no_earlier_word(opened):
         prompt, earlier = row[: m + word - 1][:m].sum(), row[m : m + word - 1].sum() if word else 0.0
         page.evaluate(SHARES, [word, "all"])
         percents = [int(one) for one in re.findall(r"(\d+) % on", page.inner_text("#summary"))]
-        assert percents[:3] == pytest.approx([100 * prompt, 100 * earlier, 100 * entry], abs=1), page.inner_text(
-            "#summary"
-        )
+        assert percents[:3] == pytest.approx([100 * prompt, 100 * earlier, 100 * entry], abs=1)
         if word:
-            last = page.evaluate(
-                "[...document.querySelectorAll('#sheet tbody tr:first-child td')].map(one => one.textContent)"
-            )
+            last = page.locator("#sheet tbody tr:first-child td").all_text_contents()
             sums = [0 if one == "<1" else int(one) for one in last[-2:]]
             assert sums == pytest.approx([100 * earlier, 100 * entry], abs=1)
-            assert (
-                page.evaluate("[...document.querySelectorAll('#sheet thead th')].at(-1).textContent") == "query token"
-            )
+            assert page.locator("#sheet thead th").last.text_content() == "query token"
 
 
 @pytest.mark.parametrize("name", ["llava", "internvl"])
@@ -269,8 +249,7 @@ def test_a_reader_clicks_from_word_to_word_on_the_image(opened):
     assert page.inner_text(".image .share") == f"{100 * on_image:.1f} % of “heart” on this image"
     assert f"({round(100 * on_image)} % on the image)" in page.inner_text("#summary")
     assert [one.inner_text() for one in page.query_selector_all(".small")] == ["red", "heart"]
-    head = "[...document.querySelectorAll('#sheet thead th')].map(one => one.textContent)"
-    assert page.evaluate(head)[-2:] == ["the image", "earlier generated words"]
+    assert page.locator("#sheet thead th").all_text_contents()[-2:] == ["the image", "earlier generated words"]
     page.click(".small >> nth=0")
     assert page.inner_text("h1") == "Attribution of “red”" and page.evaluate(drawn) == first
     page.hover(".stage .frame")

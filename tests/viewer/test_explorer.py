@@ -91,8 +91,8 @@ def map_of(page, **requested) -> tuple[np.ndarray, tuple[float, float]]:
     return np.array(actual["values"]).reshape(actual["shape"]), (actual["low"], actual["high"])
 
 
-def data_of(path: Path) -> dict:
-    text = path.read_text(encoding="utf-8")
+def data_of(text: str) -> dict:
+    """The data of a page."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
@@ -118,7 +118,7 @@ def decoded(packed: dict) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def data(place) -> dict:
-    return data_of(place / "page.html")
+    return data_of((place / "page.html").read_text(encoding="utf-8"))
 
 
 def expected(image: dict, requested: dict) -> np.ndarray:
@@ -226,25 +226,22 @@ def test_ties_are_discarded_by_position(page):
 
 def test_with_nothing_discarded_the_browser_is_within_a_thousandth_of_full_precision(page, place, explainer):
     for fusion, weighted, patch in (("mean", False, None), ("max", True, (3, 7)), ("min", False, (11, 0))):
-        actual, _ = map_of(
-            page,
-            map="rollout",
-            head_fusion=fusion,
-            value_weighted=weighted,
-            discard_ratio=0,
-            refine=1,
-            patch="" if patch is None else "{},{}".format(*patch),
-        )
+        requested = {
+            "map": "rollout",
+            "head_fusion": fusion,
+            "value_weighted": weighted,
+            "discard_ratio": 0,
+            "refine": 1,
+        }
+        actual, _ = map_of(page, **requested, patch="" if patch is None else "{},{}".format(*patch))
         options = {"head_fusion": fusion, "value_weighted": "output" if weighted else False, "patch": patch}
         wanted = explainer.explain(place / "first.png", method="rollout", discard_ratio=0, refine=1, **options).grid
         assert np.abs(actual - wanted).max() <= 1e-3 * wanted.max()
 
 
 def test_similarity_is_the_cosine_of_what_the_patches_hold(page, data):
-    requested = (
-        "async () => { take({ map: 'similarity', patch: '2,3' }); await update(); return [...panels.b.map.values]; }"
-    )
-    actual = np.array(page.evaluate(requested))
+    page.evaluate("async () => { take({ map: 'similarity', patch: '2,3' }); await update(); }")
+    actual = np.array(page.evaluate("[...panels.b.map.values]"))
     first, second = (torch.nn.functional.normalize(unpacked(one["features"]), dim=-1) for one in data["images"])
     assert actual == pytest.approx((second @ first[2 * 12 + 3]).numpy(), abs=1e-6)
     limits = page.evaluate("sides.map((side) => [panels[side].map.low, panels[side].map.high])")
@@ -261,21 +258,16 @@ def point_of(page, side: str, row: int, col: int) -> tuple[float, float]:
     return box["x"] + scale * x, box["y"] + scale * y
 
 
+DEFAULTS = {"map": "rollout", "head_fusion": "max", "value_weighted": True, "discard_ratio": 0.9, "residual": 0.5}
+DEFAULTS |= {"start": 1, "refine": 1, "affinity": "attention"}
+
+
 def test_a_click_asks_a_patch_and_the_pointer_reads_values(page, data):
     for side, image in zip("ab", data["images"], strict=True):
         panel = page.locator(f"#panel-{side}")
         page.mouse.click(*point_of(page, side, 4, 9))
         assert "from the patch in row 4, column 9" in panel.locator(".from").text_content()
-        defaults = {"map": "rollout", "head_fusion": "max", "value_weighted": True, "discard_ratio": 0.9}
-        requested = {
-            **defaults,
-            "residual": 0.5,
-            "start": 1,
-            "end": data["layers"],
-            "refine": 1,
-            "affinity": "attention",
-        }
-        wanted = expected(image, {**requested, "patch": "4,9"})
+        wanted = expected(image, DEFAULTS | {"end": data["layers"], "patch": "4,9"})
         page.mouse.move(*point_of(page, side, 5, 6))
         reading = panel.locator(".reading").text_content()
         actual = re.fullmatch(r"row 5, column 6: (\S+) — number (\d+) of 144 patches", reading)
@@ -433,6 +425,7 @@ def test_the_code_of_a_difference_makes_it(custom_page, place, monkeypatch):
     np.testing.assert_allclose(names["difference"], map_of(custom_page, **requested)[0], atol=2e-5)
 
 
+BY_KEYS = {"affinity": "keys"}
 CALLS = "async (asked) => { await begin(asked); return currentCall(); }"
 
 
@@ -485,20 +478,16 @@ def test_the_command_and_the_code_make_the_map_that_is_seen(custom_page, place):
             assert np.abs(saved["grid"] - code).max() <= 1e-6 * np.abs(code).max(), reported["command"]
 
 
-def small(**options) -> Explainer:
-    return Explainer(timm.create_model("vit_tiny_patch16_224", num_classes=5, img_size=64, depth=2, **options))
-
-
 def test_what_does_not_fit_is_left_out_and_said(browser, tmp_path, explainer):
     image = sample_images()[0]
     whole = explore(image, model=explainer, methods=["gae"])
-    [held] = whole_data(whole)["images"]
+    [held] = data_of(whole.html)["images"]
     assert len(held["attention"]) == 6 and held["heads"] is not None
     no_heads = explore(image, model=explainer, methods=["gae"], max_size=0.98 * len(whole.html) / 1e6)
-    assert whole_data(no_heads)["images"][0]["heads"] is None
+    assert data_of(no_heads.html)["images"][0]["heads"] is None
     assert any("Single heads are left out" in note for note in no_heads.notes)
     least = explore(image, model=explainer, methods=["gae"], max_size=0.01)
-    [held] = whole_data(least)["images"]
+    [held] = data_of(least.html)["images"]
     assert list(held["attention"]) == ["max weighted"] and held["attention"]["max weighted"]["code"] == "table"
     reported = " ".join(least.notes)
     assert (
@@ -509,9 +498,7 @@ def test_what_does_not_fit_is_left_out_and_said(browser, tmp_path, explainer):
     assert all(note in least.html.replace("&#39;", "'") for note in least.notes[:-1])
     page = browser.new_page()
     page.goto(least.save(tmp_path / "least.html").as_uri())
-    requested = {"discard_ratio": 0.9, "residual": 0.5, "start": 1, "end": 4, "refine": 1, "affinity": "attention"}
-    requested |= {"map": "rollout", "head_fusion": "max", "value_weighted": True, "patch": "5,5"}
-    requested["end"] = whole_data(least)["layers"]
+    requested = DEFAULTS | {"end": data_of(least.html)["layers"], "patch": "5,5"}
     actual, wanted = map_of(page, **requested)[0], expected(held, requested)
     assert np.abs(actual - wanted).max() <= 1e-6 * wanted.max()
     assert page.locator('[data-name="head_fusion"]').is_disabled()
@@ -519,20 +506,9 @@ def test_what_does_not_fit_is_left_out_and_said(browser, tmp_path, explainer):
     page.close()
 
 
-def whole_data(page) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page.html, re.DOTALL)[1])
-
-
 def test_a_model_with_windows_says_what_its_page_cannot_compute(browser, tmp_path):
-    model = timm.create_model(
-        "swin_tiny_patch4_window7_224",
-        num_classes=3,
-        img_size=56,
-        depths=(1, 1),
-        embed_dim=24,
-        num_heads=(1, 2),
-        window_size=7,
-    )
+    sizes = {"num_classes": 3, "img_size": 56, "depths": (1, 1), "embed_dim": 24, "num_heads": (1, 2), "window_size": 7}
+    model = timm.create_model("swin_tiny_patch4_window7_224", **sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", vitflow.VitflowWarning)
         made = explore(Image.open(sample_images()[0]).convert("RGB"), model=model)
@@ -544,18 +520,6 @@ def test_a_model_with_windows_says_what_its_page_cannot_compute(browser, tmp_pat
     for name in tabs:
         page.get_by_role("tab", name=name, exact=True).click()
         until(page, "panels.a.map && Number.isFinite(panels.a.map.high)")
-    page.close()
-
-
-def test_a_notebook_shows_the_page_in_a_frame(browser):
-    page = browser.new_page()
-    made = vitflow.explore(Image.new("RGB", (64, 64), "teal"), model=small(), methods=["gae"])
-    page.set_content(made._repr_html_())
-    frame = page.frame_locator("iframe")
-    frame.locator("#panel-a .heat").wait_for()
-    assert frame.get_by_role("tab").count() == 4
-    frame.locator("#panel-a .frame").click()
-    assert "from the patch" in frame.locator("#panel-a .from").text_content()
     page.close()
 
 

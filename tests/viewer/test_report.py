@@ -172,12 +172,9 @@ def test_images_are_filtered_and_sorted(page, summary):
     assert "No image on this page matches the filter" in page.locator(".nothing").text_content()
     page.get_by_role("button", name="Clear the filter").click()
     assert page.locator(".viewer").is_visible() and len(names(page)) == 7
-    for sort, key in (
-        ("-probability", lambda row: -row["probability"]),
-        ("probability", lambda row: row["probability"]),
-    ):
+    for sort, sign in (("-probability", -1), ("probability", 1)):
         page.locator("#sort").select_option(sort)
-        assert names(page) == sorted(rows, key=lambda name: key(rows[name]))
+        assert names(page) == sorted(rows, key=lambda name: sign * rows[name]["probability"])
     page.locator("#sort").select_option("order")
     label = next(iter(rows.values()))["class_name"]
     page.locator("#class").select_option(label)
@@ -188,18 +185,8 @@ def test_images_are_filtered_and_sorted(page, summary):
     assert names(page) == [name for name, row in rows.items() if row["probability"] >= middle / 100]
 
 
-def test_failures_can_be_read_on_a_phone(page):
-    page.set_viewport_size({"width": 390, "height": 800})
-    inside = "(cell) => { const box = cell.getBoundingClientRect(); return box.left >= 0 && box.right <= innerWidth; }"
-    cells = page.locator("#failed td").all()
-    assert len(cells) == 3 and all(cell.evaluate(inside) for cell in cells)
-    name = page.locator("#failed td").first
-    assert name.evaluate("(cell) => cell.getBoundingClientRect().height") < 40  # one line, and not one per letter
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_tap_on_a_phone_changes_what_is_in_sight(browser, summary, scheme):
-    context = browser.new_context(viewport={"width": 390, "height": 700}, has_touch=True, color_scheme=scheme)
+def test_a_tap_on_a_phone_changes_what_is_in_sight(browser, summary):
+    context = browser.new_context(viewport={"width": 390, "height": 700}, has_touch=True, color_scheme="dark")
     page = context.new_page()
     page.goto(summary.report.as_uri())
     name, card = names(page)[4], page.locator(".card").nth(4)
