@@ -51,6 +51,42 @@ def test_the_posterior_equals_the_one_in_weight_space(rank, noise):
     np.testing.assert_allclose(actual.std, std, rtol=1e-6)
 
 
+@pytest.mark.parametrize("rank", [3, PATCHES])
+def test_a_prior_mean_is_one_more_weight_with_a_flat_prior(rank):
+    kept, scores, factor = example(rank)
+    expected = torch.from_numpy(np.random.default_rng(5).random(PATCHES))
+    actual = regress(kept, torch.stack([scores, -2.0 * scores], dim=1), factor, 12.0, expected)
+
+    masks, centred = kept.double().numpy() - kept.double().numpy().mean(axis=0), scores.numpy() - scores.numpy().mean()
+    kernel = masks @ factor.numpy() @ factor.numpy().T @ masks.T
+    scale = MASKS / np.trace(kernel)
+    basis = np.column_stack([expected, factor])  # w = basis (κ, z), and κ has no prior
+    design = masks @ basis
+    covariance = np.linalg.inv(design.T @ design / 12.0 + np.diag([0.0] + [1 / scale] * rank))
+    coefficients = covariance @ design.T @ centred / 12.0
+    rest = centred - coefficients[0] * design[:, 0]
+    variance = rest @ np.linalg.inv(scale * kernel + 12.0 * np.eye(MASKS)) @ rest / MASKS
+    mean, std = basis @ coefficients, np.sqrt(variance * np.diag(basis @ covariance @ basis.T))
+    for index, times in enumerate((1.0, -2.0)):
+        np.testing.assert_allclose(actual.mean[:, index], times * mean, rtol=0, atol=1e-9 * np.abs(mean).max())
+        np.testing.assert_allclose(actual.std[:, index], abs(times) * std, rtol=1e-7)
+        t_value = coefficients[0] / np.sqrt(variance * covariance[0, 0])
+        np.testing.assert_allclose(actual.t_value[index], np.sign(times) * t_value, rtol=1e-7)
+
+
+def test_scores_overrule_a_wrong_prior_mean_and_confirm_a_right_one():
+    kept, _, _ = example()
+    expected = torch.arange(PATCHES, dtype=torch.float64)
+    noise = torch.from_numpy(np.random.default_rng(1).normal(size=MASKS))
+    for sign in (1.0, -1.0):
+        scores = sign * kept.double() @ expected + noise
+        assert sign * float(regress(kept, scores, torch.eye(PATCHES), 12.0, expected).t_value) > 3.0
+        assert regress(kept, scores, torch.eye(PATCHES), 12.0, 7.0 * expected).mean[-1] * sign > 0.0
+    unknown = regress(kept, noise, torch.eye(PATCHES), 12.0, torch.zeros(PATCHES))
+    assert unknown.t_value is None
+    torch.testing.assert_close(unknown.mean, regress(kept, noise, torch.eye(PATCHES), 12.0).mean)
+
+
 def test_classes_are_independent_and_a_constant_changes_nothing():
     kept, scores, factor = example()
     both = regress(kept, torch.stack([scores, 3.0 * scores + 7.0], dim=1), factor)
@@ -98,5 +134,7 @@ def test_wrong_arguments_are_named():
         regress(kept, scores, factor[1:])
     with pytest.raises(ShapeError, match="at least two masks, got 1"):
         regress(kept[:1], scores[:1], factor)
+    with pytest.raises(ShapeError, match="prior mean"):
+        regress(kept, scores, factor, prior_mean=torch.ones(3))
     with pytest.raises(OptionError, match="positive noise, got 0"):
         regress(kept, scores, factor, noise=0.0)

@@ -125,32 +125,39 @@ class Posterior:
     Attributes:
         mean: [patches] or [patches, classes], float64, in the unit of the scores.
         std: standard deviation of each weight, of the same shape.
+        t_value: coefficient of the prior mean divided by its standard error, a number or [classes]: how clearly the
+            scores agree with the prior mean (negative: they contradict it). None without a prior mean.
     """
 
     mean: Tensor
     std: Tensor
+    t_value: Tensor | None = None
 
 
-def regress(kept: Tensor, scores: Tensor, factor: Tensor, noise: float = NOISE) -> Posterior:
+def regress(
+    kept: Tensor, scores: Tensor, factor: Tensor, noise: float = NOISE, prior_mean: Tensor | None = None
+) -> Posterior:
     """Linear regression of scores on masks, with a Gaussian prior whose covariance is F Fᵀ up to its scale.
 
-    s = μ + X w + ε with X = m − m̄ (centred masks), w ~ N(0, σ² c F Fᵀ), ε ~ N(0, σ² λ), and c such that the kernel
-    K = c X F Fᵀ Xᵀ has trace N. The posterior has mean c F Fᵀ Xᵀ (K + λ I)⁻¹ (s − s̄) and covariance
-    σ² (c F Fᵀ − c² F Fᵀ Xᵀ (K + λ I)⁻¹ X F Fᵀ), where σ² = (s − s̄)ᵀ (K + λ I)⁻¹ (s − s̄) / N maximises the marginal
-    likelihood. Correlated weights share evidence from the masks.
+    s = μ + X (κ r + w) + ε with X = m − m̄ (centred masks), w ~ N(0, σ² c F Fᵀ), ε ~ N(0, σ² λ), and c such that the
+    kernel K = c X F Fᵀ Xᵀ has trace N. With V = K + λ I, u = X r and G = c F Fᵀ Xᵀ V⁻¹, the coefficient of the prior
+    mean is estimated by generalised least squares, κ = uᵀ V⁻¹ s / uᵀ V⁻¹ u, and may have any sign. The weights have mean
+    κ r + G (s − s̄ − κ u) and covariance σ² (c F Fᵀ − c G X F Fᵀ + d dᵀ / uᵀ V⁻¹ u) with d = r − G u, where
+    σ² = (s − s̄ − κ u)ᵀ V⁻¹ (s − s̄ − κ u) / N maximises the likelihood. Correlated weights share evidence from the masks.
 
     Args:
         kept: m, kept patches of each mask, bool [masks, patches].
         scores: s, the score of each mask, [masks] or [masks, classes].
         factor: F, [patches, k]; zeros exclude a patch.
         noise: λ.
+        prior_mean: r, a map that the weights are expected to be proportional to, [patches]; None for r = 0.
 
     Raises:
         OptionError: noise is not a positive number.
         ShapeError: wrong shapes, or fewer than two masks.
 
-    Source: Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006, §2.1; regression of scores on masks
-    as in Lundberg & Lee, NeurIPS 2017.
+    Source: Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006, §2.1 and §2.7; regression of scores
+    on masks as in Lundberg & Lee, NeurIPS 2017.
 
     >>> kept = torch.tensor([[True, False], [False, True], [True, False]])
     >>> regress(kept, torch.tensor([3.0, 1.0, 5.0]), torch.eye(2), noise=1.0).mean
@@ -161,17 +168,34 @@ def regress(kept: Tensor, scores: Tensor, factor: Tensor, noise: float = NOISE) 
         raise ShapeError(f"Expected a factor [{kept.shape[1]} patches, k], got {tuple(factor.shape)}.")
     if not 0.0 < noise < float("inf"):
         raise OptionError(f"Expected a positive noise, got {noise!r}.")
+    if prior_mean is not None and prior_mean.shape != kept.shape[1:]:
+        raise ShapeError(f"Expected a prior mean [{kept.shape[1]} patches], got {tuple(prior_mean.shape)}.")
     centred = centred.reshape(len(kept), -1)
     factor = factor.detach().cpu().double()
     seen = masks @ factor  # [masks, k]
-    scale = len(kept) / seen.square().sum().clamp_min(torch.finfo(torch.float64).tiny)
+    tiny = torch.finfo(torch.float64).tiny
+    scale = len(kept) / seen.square().sum().clamp_min(tiny)
     kernel = scale * seen @ seen.mT + noise * torch.eye(len(kept), dtype=torch.float64)
     root = torch.linalg.cholesky(kernel)
+    half_solved = torch.linalg.solve_triangular(root, seen @ factor.mT, upper=False)  # [masks, patches]
+    variance = (scale * factor.square().sum(dim=1) - scale**2 * half_solved.square().sum(dim=0)).clamp_min(0.0)
+    coefficient = precision = None
+    mean = torch.zeros(kept.shape[1], centred.shape[1], dtype=torch.float64)
+    if prior_mean is not None and (known := prior_mean.detach().cpu().double()).any():
+        expected = masks @ known  # [masks]
+        solved_expected = torch.cholesky_solve(expected[:, None], root)[:, 0]
+        precision = (expected @ solved_expected).clamp_min(tiny)
+        coefficient = solved_expected @ centred / precision  # [classes]
+        mean = known[:, None] * coefficient
+        centred = centred - expected[:, None] * coefficient
+        unexplained = known - scale * factor @ (seen.mT @ solved_expected)
+        variance = variance + unexplained.square() / precision
     solved = torch.cholesky_solve(centred, root)  # [masks, classes]
-    mean = scale * factor @ (seen.mT @ solved)
-    known = torch.linalg.solve_triangular(root, seen @ factor.mT, upper=False)  # [masks, patches]
-    variance = scale * factor.square().sum(dim=1) - scale**2 * known.square().sum(dim=0)
+    mean = mean + scale * factor @ (seen.mT @ solved)
     sigma = (centred * solved).sum(dim=0) / len(kept)  # [classes]
-    std = (variance.clamp_min(0.0)[:, None] * sigma).sqrt()
+    std = (variance[:, None] * sigma).sqrt()
     shape = (kept.shape[1], *scores.shape[1:])
-    return Posterior(mean.reshape(shape), std.reshape(shape))
+    t_value = None
+    if coefficient is not None and precision is not None:
+        t_value = (coefficient * (precision / sigma.clamp_min(tiny)).sqrt()).reshape(scores.shape[1:])
+    return Posterior(mean.reshape(shape), std.reshape(shape), t_value)
