@@ -141,9 +141,10 @@ def regress(
 
     s = μ + X (κ r + w) + ε with X = m − m̄ (centred masks), w ~ N(0, σ² c F Fᵀ), ε ~ N(0, σ² λ), and c such that the
     kernel K = c X F Fᵀ Xᵀ has trace N. With V = K + λ I, u = X r and G = c F Fᵀ Xᵀ V⁻¹, the coefficient of the prior
-    mean is estimated by generalised least squares, κ = uᵀ V⁻¹ s / uᵀ V⁻¹ u, and may have any sign. The weights have mean
-    κ r + G (s − s̄ − κ u) and covariance σ² (c F Fᵀ − c G X F Fᵀ + d dᵀ / uᵀ V⁻¹ u) with d = r − G u, where
-    σ² = (s − s̄ − κ u)ᵀ V⁻¹ (s − s̄ − κ u) / N maximises the likelihood. Correlated weights share evidence from the masks.
+    mean is estimated by generalised least squares, κ = uᵀ V⁻¹ s / uᵀ V⁻¹ u, and may have any sign. The weights have
+    mean κ r + G (s − s̄ − κ u) and covariance σ² (c F Fᵀ − c G X F Fᵀ + d dᵀ / uᵀ V⁻¹ u) with d = r − G u, where
+    σ² = (s − s̄ − κ u)ᵀ V⁻¹ (s − s̄ − κ u) / N maximises the likelihood. Correlated weights share evidence from the
+    masks.
 
     Args:
         kept: m, kept patches of each mask, bool [masks, patches].
