@@ -23,11 +23,11 @@ from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
 from vitflow.files import write_inside
 from vitflow.folder.decoders import Decoded, decode_file
-from vitflow.folder.draw import draw_run, read_grids
+from vitflow.folder.draw import draw_run, encode_overlay, read_grids
 from vitflow.folder.plan import Input
 from vitflow.folder.saved import FILE
 from vitflow.folder.store import Run
-from vitflow.folder.work import Job, encode_overlay, explained_row, make_job
+from vitflow.folder.work import Job, explained_row, make_job
 from vitflow.images.geometry import place
 
 

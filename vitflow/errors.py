@@ -70,11 +70,8 @@ class NoAttentionError(UnsupportedModelError):
 
 def stops_all(error: Exception, fit: str) -> bool:
     """Return True if an error affects all images; with native sizes, other images may be inside their grids."""
-    if isinstance(error, SameClassError | OutsideImageError) or (
-        isinstance(error, OutsideGridError) and fit == "native"
-    ):
-        return False
-    return isinstance(error, OptionError | UnsupportedModelError)
+    inside_others = (SameClassError, OutsideImageError, *((OutsideGridError,) if fit == "native" else ()))
+    return isinstance(error, OptionError | UnsupportedModelError) and not isinstance(error, inside_others)
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:

@@ -37,14 +37,7 @@ is_folder, is_file, is_link, is_there = os.path.isdir, os.path.isfile, os.path.i
 def write_atomically(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block succeeds, and is removed when it fails.
 
-    Parent folders are created.
-
-    Args:
-        path: the final path.
-        durable: call fsync, so that a power cut leaves the old file or the new one, but no empty one.
-
-    Raises:
-        OSError: the folder or file cannot be written.
+    Parent folders are created. With `durable`, a power cut leaves the old file or the new one, but no empty one.
     """
     target = Path(path)
     if not target.name:
@@ -88,11 +81,7 @@ def remove_inside(folder: Path, paths: Iterable[str]) -> None:
 
 
 def write_inside(folder: Path, path: str, content: bytes, *, durable: bool = False) -> None:
-    """Write a file below a folder atomically, and never through a link that leads out of the folder.
-
-    Raises:
-        OSError: a link leads out of the folder, or the disk is full.
-    """
+    """Write a file below a folder atomically; OSError for a link that leads out of the folder."""
     if not stays_inside(folder, path):
         raise OSError(f"a link leads out of the folder {str(folder)!r}")
     with write_atomically(folder / path, durable=durable) as file:
@@ -108,13 +97,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def find_images(path: str | os.PathLike[str]) -> list[Path]:
-    """Find the images in a folder by their suffix, in natural order (2.png before 10.png).
+    """Return the images in a folder by their suffix, in natural order; of a file, its path, whatever its suffix.
 
-    Hidden files are skipped. The path of a file is returned unchanged, whatever its suffix. A VitflowWarning counts
-    image files that cannot be read.
-
-    Raises:
-        ImageError: the path does not exist, or the folder cannot be read.
+    Hidden files are skipped. A VitflowWarning counts image files that cannot be read.
     """
     root = Path(path)
     if is_file(root):

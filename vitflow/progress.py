@@ -30,12 +30,7 @@ def tracking(label: str, total: int) -> AbstractContextManager[Update]:
 
 @contextmanager
 def watched(report: Callable[[float], object], rounds: float) -> Iterator[None]:
-    """Report the completed share, from 0 to 1, of the tracked computations in the enclosed code.
-
-    Args:
-        report: called with the share whenever it increases.
-        rounds: expected number of consecutive computations of the size of the first one.
-    """
+    """Report the completed share, from 0 to 1, of `rounds` tracked computations of the size of the first one."""
     done, first, share = 0, 0, 0.0
 
     @contextmanager

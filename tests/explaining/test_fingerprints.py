@@ -3,7 +3,6 @@
 import inspect
 import json
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +22,7 @@ from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measuring import Protocol
 from vitflow.evaluation.run import _settings, choose
 from vitflow.evaluation.samples import Dataset
-from vitflow.folder.fingerprints import fingerprint_difference
-from vitflow.folder.run import _fingerprint
+from vitflow.folder.saved import fingerprint_difference, run_fingerprint
 from vitflow.folder.work import make_job
 from vitflow.images.preprocessing import InputSpec
 from vitflow.methods.tokens import TokenLayout
@@ -127,11 +125,12 @@ def other_value(option, method):
 
 @pytest.mark.parametrize("name", METHOD_OPTIONS)
 def test_every_option_of_a_method_changes_both_fingerprints(name):
-    entry, root = explainer(), Path("/images")
+    entry = explainer()
     known = entry.fingerprint()
     for method in (method for method in list_methods() if method.accepts(name) and name in method.defaults):
         options = [{}, {name: other_value(METHOD_OPTIONS[name], method)}]
-        folders = [_fingerprint(root, make_job([(method.name, given)], {}), known) for given in options]
+        methods = [make_job([(method.name, given)], {}).methods for given in options]
+        folders = [run_fingerprint("folder", {}, known, each, {}) for each in methods]
         assert folders[0] != folders[1], method.name
         dataset = open_dataset("demo:2")
         protocols = [Protocol(tuple(choose([(method.name, given)], {})[:1]), ("faithfulness",)) for given in options]
@@ -336,8 +335,10 @@ def test_a_sample_is_distinguished_by_its_pixels_and_its_truth():
 
 
 def test_a_run_with_other_methods_is_reported_in_few_words():
-    entry, root = explainer().fingerprint(), Path("/images")
-    many = _fingerprint(root, make_job(["rollout", "gae"], {}), entry)
-    one = _fingerprint(root, make_job(["rollout"], {}), entry)
+    entry = explainer().fingerprint()
+    many, one = (
+        run_fingerprint("folder", {}, entry, make_job(methods, {}).methods, {})
+        for methods in (["rollout", "gae"], ["rollout"])
+    )
     assert fingerprint_difference(many, one) == ["methods was [rollout, gae] and is [rollout]"]
     assert fingerprint_difference(many, many) == []

@@ -19,7 +19,7 @@ from vitflow.cli.output import images_bar, reporting
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
 from vitflow.evaluation import run as evaluation_run
-from vitflow.folder.batches import RunProgress
+from vitflow.folder.work import RunProgress
 from vitflow.progress import tracking, watched
 from vitflow.registry.method_table import is_slow, list_methods
 

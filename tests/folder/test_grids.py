@@ -77,7 +77,7 @@ def test_drawing_replaces_no_photograph(tmp_path, explainer):
     (source / "0-rollout.jpg").write_bytes(image_bytes(4))
     run(source, tmp_path / "out", model=explainer, overlays=False)
     first, second = sorted(draw_run(tmp_path / "out", source), key=lambda one: one.input)
-    assert "would overwrite an input image" in str(first.error) + str(second.error)
+    assert "would overwrite an input" in str(first.error) + str(second.error)
     assert (source / "0-rollout.jpg").read_bytes() == image_bytes(4)
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vitflow.folder.columns import kinds_in
-from vitflow.folder.manifest import write_manifest
+from vitflow.folder.columns import kinds_in, write_manifest
 
 ODD = os.fsdecode(b"caf\xe9\nnew.jpg")
 

@@ -150,7 +150,7 @@ def test_what_a_killed_run_wrote_in_part_is_taken_back_by_the_next_one_and_not_r
     process = forked(die_in_a_transaction, tmp_path)
     process.join()
     assert (tmp_path / f"{FILE}-journal").stat().st_size > 0
-    with pytest.raises(OptionError, match="was stopped while writing to .* run the same command again"):
+    with pytest.raises(OptionError, match="was stopped while writing"):
         kept(tmp_path)
     with Run(tmp_path, FINGERPRINT) as run:
         assert run.missing(["a", "b"], lambda row: True) == []
@@ -230,7 +230,7 @@ def test_the_file_may_not_be_a_link(tmp_path, name):
     precious.write_text("mine")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).symlink_to(precious)
-    with pytest.raises(OptionError, match="is a link"):
+    with pytest.raises(OptionError, match="must be a regular file"):
         Run(tmp_path / "out", FINGERPRINT, overwrite=True)
     with pytest.raises(OptionError):
         SavedRun(tmp_path / "out")

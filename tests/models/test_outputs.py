@@ -14,7 +14,7 @@ from torch import nn
 from tests import literal_vit
 from vitflow import Contrast, Explainer
 from vitflow.errors import ModelError, OptionError
-from vitflow.folder.fingerprints import fingerprint_difference
+from vitflow.folder.saved import fingerprint_difference
 from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.registry.method_table import list_methods
 

@@ -21,11 +21,10 @@ from vitflow.evaluation.results import Evaluation
 from vitflow.evaluation.samples import Dataset, Sample
 from vitflow.evaluation.targets import ImageGrid, choose_target, draw_grids, make_grids, random_order
 from vitflow.explaining.explainer import Explainer
-from vitflow.folder.batches import Batches, RunProgress, Tally
 from vitflow.folder.columns import failed_row
-from vitflow.folder.fingerprints import run_fingerprint
+from vitflow.folder.saved import run_fingerprint
 from vitflow.folder.store import Run, finishing, versions
-from vitflow.folder.work import explainer_for
+from vitflow.folder.work import Batches, RunProgress, Tally, explainer_for
 from vitflow.images.reading import ImageSource
 from vitflow.progress import watched
 from vitflow.registry.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out

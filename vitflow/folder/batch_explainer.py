@@ -11,10 +11,9 @@ from torch import nn
 from vitflow.errors import OptionError, ShapeError, printable, whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
-from vitflow.folder.batches import Batches
 from vitflow.folder.columns import Grid, Row, grid_columns, kinds_in, pack_half, placement_of, unpack_half
 from vitflow.folder.decoders import Decoded, decode_bytes, decode_file, decoded, failed
-from vitflow.folder.work import auto_batch, check_target, compute_maps, make_job, parts
+from vitflow.folder.work import Batches, auto_batch, check_target, compute_maps, make_job, parts
 from vitflow.images.geometry import Placement
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.registry.choices import MethodChoice
@@ -72,8 +71,8 @@ class BatchExplainer:
     ) -> None:
         if isinstance(model, nn.Module | Explainer):
             raise OptionError(
-                f"Expected a model id, a path of weights, or a function that creates the model, got "
-                f"{type(model).__name__}, which would be sent with every batch: pass a function that creates it."
+                f"Expected a model id, a path, or a function that creates the model, got {type(model).__name__}, which "
+                "would be sent with every batch."
             )
         if batch_size is not None:
             whole_number("batch_size", batch_size, 1)
@@ -112,9 +111,8 @@ class BatchExplainer:
         """
         ids, images = (self._column(batch, name) for name in (self._id, self._image))
         if len(ids) != len(images):
-            raise OptionError(
-                f"Columns differ in length: {len(ids)} in {self._id!r} and {len(images)} in {self._image!r}."
-            )
+            lengths = f"{len(ids)} in {self._id!r} and {len(images)} in {self._image!r}"
+            raise OptionError(f"Columns differ in length: {lengths}.")
         batches = self._loaded()
         records = []
         for part in parts(batches, self._images(ids, images)):
@@ -143,20 +141,15 @@ class BatchExplainer:
                 model = model()
             explainer = model if isinstance(model, Explainer) else Explainer(model, **self._made_with)
             if not self._named and explainer.has_target(None):
-                raise OptionError(
-                    "An explainer of prompts, reference images or a function requires methods whose maps depend on "
-                    "these outputs, such as methods=['gae']."
-                )
+                raise OptionError("An explainer of other outputs than classes requires methods=, such as ['gae'].")
             check_target(self._job, explainer)
             self._batches = Batches(explainer, self._batch_size or auto_batch(explainer))
         return self._batches
 
     def _column(self, batch: Mapping[str, Any], name: str) -> Any:
         if name not in batch:
-            raise OptionError(
-                f"Expected a batch with a column {name!r}, got {', '.join(map(repr, batch))}: set the columns of the "
-                "images and ids with image=… and id=…."
-            )
+            given = ", ".join(map(repr, batch))
+            raise OptionError(f"Expected a batch with a column {name!r}, got {given}: set image=… and id=….")
         return batch[name]
 
     def _images(self, ids: Sequence[Any], images: Sequence[Any]) -> Iterator[Decoded]:
@@ -193,28 +186,18 @@ def _column_of(records: Sequence[Row], name: str, kind: str) -> np.ndarray[Any, 
 
 
 def map_of(record: Mapping[str, Any], label: str) -> tuple[Grid, Placement]:
-    """Return a record's map, float32 [rows, cols], and its placement on the image.
-
-    Args:
-        record: a row of a `BatchExplainer`, or of a table made of them.
-        label: the map, such as "rollout".
-
-    Raises:
-        ShapeError: the record has no such map (for example, its image failed), or the map is damaged.
-    """
+    """Return a map, float32 [rows, cols], and its placement from a row of a `BatchExplainer`, or of a table of them."""
     values, *others = (record.get(name) for name in grid_columns(label))
     if not values:
         raise ShapeError(f"The record {record.get('id')!r} has no map {label!r}.")
     grid = unpack_half(values, *others)
     if grid is None:
         raise ShapeError(
-            f"The map {label!r} of {record.get('id')!r} is damaged: expected rows × cols finite values in half "
-            f"precision and their scale, got {values!r:.40} with {others!r}."
+            f"The map {label!r} of {record.get('id')!r} is damaged: expected finite float16 values and their "
+            f"scale, got {values!r:.40} with {others!r}."
         )
     try:
         known = json.loads(record["placement"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ShapeError(
-            f"The placement of a map is damaged: expected JSON, got {record.get('placement')!r:.80}."
-        ) from error
+        raise ShapeError(f"Expected the placement of a map, got {record.get('placement')!r:.80}.") from error
     return grid, placement_of(known, label)

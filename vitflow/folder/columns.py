@@ -1,23 +1,31 @@
-"""The columns of a row, and maps in half precision.
+"""The columns of a row, maps in half precision, and the manifest: a table of rows as JSON lines, CSV or Parquet.
 
 An input is a path relative to the run's root. Names that are not valid UTF-8 have lone surrogates (Python's
-surrogateescape): `os.fsencode(row["input"])` returns their bytes. In SQL, `input` shows such bytes as escapes.
+surrogateescape): `os.fsencode(row["input"])` returns their bytes. In SQL, CSV and Parquet, `input` shows such bytes as
+escapes; in CSV and Parquet, lists and dicts are JSON.
 
 A grid of 14 × 14 patches takes 392 bytes: half precision, divided by the smallest power of two that no value exceeds,
 so that maps of any scale keep the precision of float16 (the map is the scale times the stored values).
 """
 
+import csv
+import io
+import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitflow.errors import ShapeError, printable
+from vitflow.errors import ShapeError, check_known, load_extra, printable
+from vitflow.files import remove_inside, write_atomically
+from vitflow.images import MANIFEST_FORMATS
 from vitflow.images.geometry import Extent, Placement, Span
 
 Row = dict[str, Any]
@@ -28,8 +36,8 @@ Maps = Mapping[str, AnyGrid]
 
 # The scale of a map that contains the largest value of float32.
 _LARGEST_SCALE = 2.0**128
-
-
+# Rows per Parquet row group.
+_GROUP = 10_000
 _SCORE = "manifest record condition"
 
 # The kind of each column, in table order, and the tables that contain it. The kind "json" is a list or a dict. Rows are
@@ -87,12 +95,9 @@ def escape_formula(value: Any) -> Any:
 
 
 def failed_row(known: Mapping[str, Any], error: Exception | str, message: str = "") -> Row:
-    """Return the row of an image that failed.
+    """Return the row of an image that failed, with the columns of its file among those known.
 
-    Args:
-        known: the columns known of its file, or a whole row, from which these columns are taken.
-        error: the exception, or the name of its type.
-        message: the error message; by default that of the exception.
+    `error` is the exception or the name of its type, and `message` is by default that of the exception.
     """
     kind = error if isinstance(error, str) else type(error).__name__
     failure = {"status": "failed", "error": kind, "message": printable(message or str(error)) or kind}
@@ -135,7 +140,7 @@ def by_rank(row: Row, maps: Maps) -> Iterator[tuple[Row, Maps]]:
 
 
 def grid_columns(label: str) -> dict[str, str]:
-    """Return the columns of one map, with their kinds: its values, its numbers of rows and columns, and its scale."""
+    """Return the columns of one map with their kinds: values, rows, cols, scale."""
     return {f"grid_{label}": "bytes", f"rows_{label}": "whole", f"cols_{label}": "whole", f"scale_{label}": "number"}
 
 
@@ -171,15 +176,7 @@ def placement_row(placements: Mapping[str, Placement]) -> dict[str, Any]:
 
 
 def placement_of(known: Mapping[str, Any], label: str | None = None) -> Placement:
-    """Return the placement of a map from that of its row, or from the dict of `Placement.to_dict`.
-
-    Args:
-        known: the dict.
-        label: the map; None for the model input.
-
-    Raises:
-        ShapeError: it is not a placement.
-    """
+    """Return the placement of a map (None: of the model input) from that of its row or from `Placement.to_dict`."""
     try:
         fields = {**known}
         extents, extent = fields.pop("extents", {}), fields.pop("extent", None)
@@ -199,3 +196,82 @@ def _extent_of(known: Any) -> Extent | None:
     ):
         raise ValueError("a span of no pixels")
     return rows, cols
+
+
+# -- the manifest
+
+
+def check_manifest(format: str) -> None:
+    """Raise OptionError if a format is unknown, or requires pyarrow, which is not installed."""
+    check_known("manifest", format, MANIFEST_FORMATS)
+    if format.startswith("parquet"):
+        load_extra("pyarrow.parquet", "A Parquet manifest", "parquet", otherwise="use --manifest jsonl")
+
+
+def write_manifest(
+    folder: Path,
+    rows: Iterable[tuple[Mapping[str, Any], Maps]],
+    common: Mapping[str, Any],
+    *,
+    format: str = "jsonl",
+) -> Path:
+    """Write the manifest of a run atomically, remove the one in another format, and return its path.
+
+    The rows are in the order of the inputs, with their maps for "parquet+grids". `common` has values that are the same
+    in every row; those without a column are whole numbers.
+    """
+    kinds = {**kinds_in("manifest")}
+    kinds |= {name: "whole" for name in common if name not in kinds}
+    suffix, _, grids = format.partition("+")
+    if grids:
+        kinds["placement"] = "json"
+        kinds |= {name: kind for label in common["methods"] for name, kind in grid_columns(label).items()}
+
+    def record(row: Mapping[str, Any], maps: Maps) -> Row:
+        packed = {
+            name: value
+            for label, grid in (maps.items() if grids else ())
+            for name, value in zip(grid_columns(label), pack_half(grid), strict=True)
+        }
+        return {name: packed.get(name, row.get(name, common.get(name))) for name in kinds}
+
+    records = (record(row, maps) for row, maps in rows)
+    path = folder / f"manifest.{suffix}"
+    with write_atomically(path, durable=True) as file:
+        if suffix == "jsonl":
+            for each in records:
+                # ASCII, so that lone surrogates and line separators are escaped.
+                file.write(json.dumps(each, allow_nan=False).encode("ascii") + b"\n")
+        else:
+            plain = (_as_text(each, kinds) for each in records)
+            (_write_csv if suffix == "csv" else _write_parquet)(file, plain, kinds)
+    remove_inside(folder, (f"manifest.{other}" for other in MANIFEST_FORMATS if other != suffix))
+    return path
+
+
+def _as_text(row: Row, kinds: Mapping[str, str]) -> Row:
+    """Return a row for formats that are limited to text and numbers."""
+    nested = {name: json.dumps(row[name]) for name, kind in kinds.items() if kind == "json" and row[name] is not None}
+    return row | nested | {"input": printable_name(row["input"])}
+
+
+def _write_csv(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+    try:
+        writer = csv.DictWriter(text, kinds)
+        writer.writeheader()
+        writer.writerows({name: escape_formula(value) for name, value in row.items()} for row in rows)
+    finally:
+        text.detach()
+
+
+def _write_parquet(file: IO[bytes], rows: Iterable[Row], kinds: Mapping[str, str]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    types = {"whole": pyarrow.int64(), "number": pyarrow.float64(), "bytes": pyarrow.binary()}
+    schema = pyarrow.schema([(name, types.get(kind, pyarrow.string())) for name, kind in kinds.items()])
+    with parquet.ParquetWriter(file, schema) as writer:
+        remaining = iter(rows)
+        while group := list(islice(remaining, _GROUP)):
+            writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))

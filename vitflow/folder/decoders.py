@@ -52,13 +52,10 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoded:
-    """The result of reading one file.
+    """The result of reading one file: uint8 RGB [height, width, 3], None if it failed, and what is known of its row.
 
-    Attributes:
-        image: uint8 RGB [height, width, 3]; None if it could not be read.
-        row: what is known of its columns "size", "mtime_ns" (before the file was read) and "sha256"; with "status",
-            "error" and "message" if it could not be read.
-        notes: warnings about its values and bands, see `read_with_notes`.
+    The row has "size", "mtime_ns" (before the file was read) and "sha256", and "status", "error" and "message" if it
+    failed. For the notes, see `read_with_notes`.
     """
 
     image: NDArray[np.uint8] | None
@@ -67,7 +64,7 @@ class Decoded:
 
     @property
     def nbytes(self) -> int:
-        """Size of the pixels in bytes."""
+        """The size of the pixels in bytes."""
         return 0 if self.image is None else self.image.nbytes
 
     def named(self, known: Row) -> "Decoded":
@@ -77,10 +74,6 @@ class Decoded:
 
 def decode_file(path: str, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Read one file; a failure becomes a failed row, never an exception.
-
-    Args:
-        path: the file.
-        max_pixels: images with more pixels are refused.
 
     >>> decode_file("no such file.png").row["error"]
     'FileNotFoundError'
@@ -138,9 +131,7 @@ class WorkerCrashed(Exception):
 class Child:
     """A process that calls a function on request, and is restarted after it has ended on a request.
 
-    Args:
-        function: the function, with one argument; pickled with each request.
-        paths: further folders from which the process imports.
+    The function is pickled with each request; `paths` are further folders from which the process imports.
     """
 
     def __init__(self, function: Callable[[Any], Any], paths: Sequence[str] = (_PACKAGE_ROOT,)) -> None:
@@ -168,12 +159,7 @@ class Child:
             return self._process
 
     def ask(self, request: Any) -> Any:
-        """Return the function's result for a request.
-
-        Raises:
-            WorkerCrashed: the process ended on the request.
-            InterruptedError: the process was closed.
-        """
+        """Return the result for a request; WorkerCrashed if the process ended on it, InterruptedError if closed."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._start()
@@ -221,10 +207,7 @@ def answer_requests() -> None:
 class DecoderPool:
     """Processes that decode images without importing torch; a context manager.
 
-    Args:
-        workers: number of processes; with 0, this process reads images, one at a time, without protection.
-        max_pixels: images with more pixels are refused.
-        timeout: timeout per image in seconds.
+    With 0 workers, this process reads images, one at a time, without protection; the timeout per image is in seconds.
     """
 
     def __init__(self, workers: int, *, max_pixels: int = MAX_PIXELS, timeout: float = TIMEOUT) -> None:

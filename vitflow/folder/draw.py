@@ -1,8 +1,10 @@
 """Outputs from the maps of a run: overlays, the report, and the notebook display."""
 
 import contextlib
+import io
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,25 +15,18 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from vitflow.errors import (
-    ImageError,
-    OptionError,
-    ShapeError,
-    VitflowError,
-    check_known,
-    printable,
-    whole_number,
-)
+from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError, check_known, printable, whole_number
 from vitflow.explaining.captions import departures
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import in_file_name, is_remote, write_inside
-from vitflow.folder.batches import in_order
 from vitflow.folder.columns import Maps, Row, by_rank, placement_of
 from vitflow.folder.decoders import decode_file
 from vitflow.folder.saved import SavedRun
-from vitflow.folder.work import check_drawing, encode_overlay
-from vitflow.images import OVERLAY_FORMATS
+from vitflow.folder.work import Job, SaliencyMaps, in_order
+from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
+from vitflow.images.geometry import place
 from vitflow.images.pen import Pen
 from vitflow.images.reading import read_image
 from vitflow.registry.method_table import get_method
@@ -59,13 +54,37 @@ class Drawn:
     error: str | None = None
 
 
+def draw_files(row: Row, maps: SaliencyMaps, job: Job) -> tuple[Row, dict[str, bytes]]:
+    """Return an image's row with its overlays, and these by path relative to the output folder."""
+    started = time.perf_counter()
+    drawn = maps if job.overlays else {}
+    outputs = {label: f"{row['stem']}-{in_file_name(label)}.{job.format}" for label in drawn}
+    files = {
+        outputs[label]: encode_overlay(saliency.overlay(**job.drawing), job.format) for label, saliency in drawn.items()
+    }
+    written = {path: len(content) for path, content in files.items()}
+    seconds = round(row["seconds"] + time.perf_counter() - started, 4)
+    return row | {"outputs": outputs, "written": written, "seconds": seconds}, files
+
+
+def check_drawing(drawing: Mapping[str, Any], format: str) -> None:
+    """Raise OptionError for options of overlays that are invalid or do not suit the format."""
+    pen, grid = Pen(None, **drawing), np.eye(2, dtype=np.float32)
+    pen.overlay(grid, place((8, 8), (8, 8)), np.zeros((8, 8, 3), np.uint8), pen.limits(grid))
+    if pen.transparent and format == "jpg":
+        raise OptionError("JPEG has no transparency: use format png or webp, or another background than none.")
+
+
+def encode_overlay(overlay: NDArray[np.uint8], format: str) -> bytes:
+    """Encode an overlay as the bytes of a file."""
+    file = io.BytesIO()
+    Image.fromarray(overlay).save(file, **WRITE_OPTIONS[f".{format}"])
+    return file.getvalue()
+
+
 @contextlib.contextmanager
 def open_run(folder: str | os.PathLike[str]) -> Iterator[SavedRun]:
-    """Open a folder run, and check the settings required for drawing.
-
-    Raises:
-        OptionError: there is no folder run, or its record is damaged.
-    """
+    """Open a folder run, and check the settings required for drawing."""
     with SavedRun(folder) as run:
         settings = run.fingerprint
         if settings.get("kind") != "folder":
@@ -159,9 +178,7 @@ def draw_run(
                     saliency = Saliency(maps[label], placement, pixels, row["input"], settings["model"], label, {})
                     path = f"{row['stem']}-{in_file_name(label)}.{format}"
                     if os.path.relpath(os.path.realpath(folder / path), root) in names:
-                        raise ShapeError(
-                            f"The overlay {path!r} would overwrite an input image: choose another folder with -o."
-                        )
+                        raise ShapeError(f"The overlay {path!r} would overwrite an input: choose another folder (-o).")
                     write_inside(folder, path, encode_overlay(saliency.overlay(**options), format))
                     paths.append(folder / path)
                 return Drawn(row["input"], tuple(paths))
@@ -180,19 +197,10 @@ def draw_run(
 
 
 def read_photograph(row: Mapping[str, Any], root: str) -> NDArray[np.uint8]:
-    """Read an explained image, uint8 RGB [height, width, 3], and check that it has not changed.
-
-    Args:
-        row: the row of the image.
-        root: the folder that the run read.
-
-    Raises:
-        VitflowError: it cannot be read, or has changed.
-    """
+    """Read the image of a row below the run's root, uint8 RGB [height, width, 3]; VitflowError if it has changed."""
     if is_remote(root):
         raise ImageError(
-            f"The images of this run are at {printable(root)!r}: copy or mount them, and pass their folder with "
-            "vitflow draw --images (images=…)."
+            f"The images of this run are at {printable(root)!r}: pass a local copy with --images (images=…)."
         )
     decoded = decode_file(f"{root.rstrip('/')}/{row['input']}", row["width"] * row["height"])
     if decoded.row.get("sha256") not in (None, row["sha256"]):

@@ -17,12 +17,12 @@ from torch import nn
 from vitflow.errors import VitflowWarning, printable
 from vitflow.explaining.explainer import Explainer
 from vitflow.files import write_inside
-from vitflow.folder.batches import WAITING_BYTES, Batches, Tally, in_order
 from vitflow.folder.columns import Maps, Row, failed_row
 from vitflow.folder.decoders import Decoded, DecoderPool
+from vitflow.folder.draw import draw_files
 from vitflow.folder.plan import Input
 from vitflow.folder.store import Run
-from vitflow.folder.work import Job, SaliencyMaps, compute_maps, draw_files, parts
+from vitflow.folder.work import WAITING_BYTES, Batches, Job, SaliencyMaps, Tally, compute_maps, in_order, parts
 from vitflow.progress import watched
 from vitflow.recording.isolation import foreign_hooks
 from vitflow.registry.method_table import is_slow
@@ -32,16 +32,7 @@ _Explained = list[tuple[Row, SaliencyMaps]]
 
 
 class Pipeline:
-    """One run over the inputs without a finished row; a row is stored once its image's files are written.
-
-    Args:
-        explainer: the model, which lanes copy.
-        job: the methods and files.
-        decoders: the processes that read images.
-        run: stores the rows.
-        tally: counts stored rows, and the progress of slow methods, in images.
-        batch_size: images per forward pass; halved if memory runs out.
-    """
+    """One run over the inputs without a finished row; a row is stored once its image's files are written."""
 
     def __init__(
         self, explainer: Explainer, job: Job, decoders: DecoderPool, run: Run, tally: Tally, *, batch_size: int
@@ -105,11 +96,12 @@ class Pipeline:
 
     def _explain(self, images: list[Decoded], wanted: int, batches: Batches) -> _Explained:
         """Return the results of a part, computed by a lane; slow methods report progress."""
-        with watched(partial(self._report_share, wanted), self._slow) if self._slow else nullcontext():
-            return compute_maps(batches, images, self._job)
 
-    def _report_share(self, images: int, share: float) -> None:
-        self._tally.share(len(self._writing) + share * images)
+        def report(share: float) -> None:
+            self._tally.share(len(self._writing) + share * wanted)
+
+        with watched(report, self._slow) if self._slow else nullcontext():
+            return compute_maps(batches, images, self._job)
 
     def _hand_over(self, writers: ThreadPoolExecutor, missing: set[str]) -> None:
         """Submit the oldest part to the writers, and wait if too much is pending: the disk is the bottleneck."""
@@ -157,12 +149,8 @@ class Lanes:
 
     Threads that share one operation wait for each other at its end and between operations. Threads that work on
     different images do not: without lanes, the default rollout of ViT-Ti on two threads took 1.22 to 1.31 times as
-    long. A model with code from outside of the known libraries has one lane, since its copies may share state.
-
-    Args:
-        explainer: the explainer, which is the first lane.
-        size: images in all lanes at once.
-        several: False uses one lane with all threads, in the calling thread; so does a GPU.
+    long. A model with code from outside of the known libraries has one lane, since its copies may share state; so does
+    a GPU, and `several=False`. `size` is the number of images in all lanes.
     """
 
     def __init__(self, explainer: Explainer, size: int, *, several: bool = True) -> None:

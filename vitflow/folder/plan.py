@@ -34,12 +34,8 @@ _LONGEST_NAME = 255
 class Input:
     """One input of a run.
 
-    Attributes:
-        key: its path relative to the root, with slashes. Bytes that are not UTF-8 are kept as lone surrogates
-            (Python's surrogateescape).
-        path: the path or URL from which it is read.
-        stem: the outputs' path relative to the output folder, without "-method.suffix"; always valid UTF-8.
-        listed: (size, modification time in nanoseconds) as listed by a store; None for local files.
+    `key` is its path relative to the root, with slashes; `stem` is the path of its outputs in the output folder without
+    "-method.suffix", in valid UTF-8; `listed` is the size and modification time in a store, in nanoseconds.
     """
 
     key: str
@@ -56,15 +52,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files that a run reads, without the names of their outputs.
+    """The files that a run reads, as paths or URLs by key in natural order, without the names of their outputs.
 
-    Attributes:
-        root: the folder or URL that keys are relative to.
-        output: the output folder, which mirrors the folders of the inputs.
-        files: paths or URLs by key, in natural order.
-        real: the real paths of all matching files, including those beyond the run's limit.
-        listed: size and modification time by key, as listed by a store.
-        unread: the number of image files that are left out, by suffix.
+    `real` has the real paths of all matching files, also those beyond the run's limit; `listed` is size and time in a
+    store; `unread` is the number of image files that are left out, by suffix.
     """
 
     root: str
@@ -77,9 +68,7 @@ class Listing:
     def plan(self, endings: Sequence[str], taken: Mapping[str, str] | None = None) -> list[Input]:
         """Name the outputs of each input: no two inputs claim one output, and no output is an input.
 
-        Args:
-            endings: suffixes of a stem, one for each output, such as "-rollout.jpg".
-            taken: stems by key from an earlier run.
+        `endings` are the suffixes of a stem, such as "-rollout.jpg"; `taken` are the stems of an earlier run by key.
         """
         base, claimed = os.path.realpath(self.output), set[str]()
         room = _LONGEST_NAME - max(len(ending.encode()) for ending in endings)
@@ -116,25 +105,12 @@ def list_inputs(
     """Find the inputs of a run in natural order.
 
     Hidden files, hidden folders and the output folder are skipped; links to folders are followed, each folder once.
-    A folder `x.jpg` or a broken link with the name of an image is an input, too, and its row will have an error.
-
-    Args:
-        sources: a folder, a file, a pattern with * (if no file has that exact name), or several of them; with `urls`,
-            also one folder at a URL.
-        output: the output folder.
-        recursive: include subfolders.
-        glob: select the files whose name, or path relative to the source, matches this pattern, with any suffix.
-        limit: maximal number of inputs.
-        urls: a URL may be a source.
-
-    Raises:
-        OptionError: no sources, a URL without `urls`, the output folder is a source or a URL, or the limit is invalid.
-        ImageError: a source does not exist, or no source has an image.
+    A folder `x.jpg` or a broken link with the name of an image is an input, too, and its row will have an error. With
+    `urls`, a source may be the URL of a folder.
     """
     if is_remote(output):
         raise OptionError(
-            f"Expected a local output folder, got the URL {os.fspath(output)!r}: a run is a SQLite file, which needs a "
-            "disk. Copy the folder there afterwards."
+            f"Expected a local output folder, got {os.fspath(output)!r}: copy the folder there afterwards."
         )
     if limit is not None:
         whole_number("limit", limit, 1)
@@ -144,8 +120,8 @@ def list_inputs(
     if url := next(filter(is_remote, given), None):
         if not urls:
             raise OptionError(
-                f"A local run reads local files, not {printable(url)!r}: copy them first (such as aws s3 sync {url} "
-                "images/), mount them, or use --engine ray (engine='ray')."
+                f"A local run reads local files, not {printable(url)!r}: copy them (aws s3 sync {url} images/), mount "
+                "them, or use --engine ray (engine='ray')."
             )
         return _list_url(given, output, recursive, glob, limit)
     paths = [match for source in given for match in _expand(source)]
@@ -154,9 +130,9 @@ def list_inputs(
     absolute = [os.path.abspath(path) for path in paths]  # noqa: PTH100 - links are not resolved
     for path in absolute:
         if os.path.realpath(path) == os.path.realpath(output):
+            other = str(output / "vitflow")
             raise OptionError(
-                f"The output folder {str(output)!r} is also a source: choose another one, such as "
-                f"{str(output / 'vitflow')!r}."
+                f"The output folder {str(output)!r} is also a source: choose another one, such as {other!r}."
             )
     one_folder = len(absolute) == 1 and is_folder(absolute[0])
     root = absolute[0] if one_folder else os.path.commonpath(map(os.path.dirname, absolute))
@@ -211,11 +187,7 @@ def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str |
 
 
 def open_url(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, as Ray Data opens it, and the path in it.
-
-    Raises:
-        OptionError: the URL is malformed, or its store is not supported.
-    """
+    """Return the file system of a URL, as Ray Data opens it, and the path in it."""
     filesystems = load_extra("pyarrow.fs", f"A source such as {printable(url)!r}", "ray")
     try:
         result: tuple[Any, str] = filesystems.FileSystem.from_uri(url)
@@ -234,10 +206,7 @@ def _expand(source: str) -> list[str]:
 
 
 def _files(source: str, recursive: bool, glob: str | None, output: str, unread: Counter[str]) -> Iterator[str]:
-    """Yield each input of a source; a file given as source may have any name, and a folder may be unreadable.
-
-    Without a glob, `unread` counts the image files of unsupported formats, by suffix.
-    """
+    """Yield each input of a source; without a glob, `unread` counts image files of unsupported formats by suffix."""
     if not is_folder(source):
         yield source
         return
@@ -301,11 +270,7 @@ def _writable(name: str) -> str:
 
 
 def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str], *, overwrite: bool) -> None:
-    """Remove the outputs of an earlier run before a new one, if `overwrite` permits.
-
-    Raises:
-        OptionError: a file that no run has written would be replaced without `overwrite`.
-    """
+    """Remove the outputs of an earlier run; without `overwrite`, refuse to replace files that no run has written."""
     output = listing.output
     if overwrite:
         for row in rows:
@@ -316,8 +281,8 @@ def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str],
     foreign = next((name for name in names if os.path.lexists(output / name)), None)
     if foreign is not None:
         raise OptionError(
-            f"{str(output)!r} already has a file {foreign!r}, which is not from a recorded run. Choose another folder, "
-            "or replace it with --overwrite (overwrite=True)."
+            f"{str(output)!r} already has a file {foreign!r} of no run: choose another folder, or --overwrite "
+            "(overwrite=True)."
         )
 
 

@@ -24,9 +24,8 @@ from vitflow.folder.plan import Input, open_url
 from vitflow.images import ENGINES
 
 if TYPE_CHECKING:
-    from vitflow.folder.batches import Batches, Tally
     from vitflow.folder.store import Run
-    from vitflow.folder.work import Job
+    from vitflow.folder.work import Batches, Job, Tally
 
 # Largest file that is read from a URL, in bytes: four times the largest photographs of cameras.
 _LARGEST = 2**28
@@ -46,11 +45,7 @@ class Request:
 
 
 def check_engine(engine: str, address: str | None, actors: int | None, **local: Any) -> None:
-    """Check the arguments of a cluster before anything is loaded; `local` are arguments of local runs only.
-
-    Raises:
-        OptionError: unknown engine, argument of another engine, or ray is not installed.
-    """
+    """Check the arguments of a cluster before anything is loaded; `local` are arguments of local runs only."""
     check_known("engine", engine, ENGINES)
     if engine == "local":
         if address is not None or actors is not None:
@@ -95,12 +90,7 @@ class Worker:
 
 
 def explain_inputs(request_file: Path, inputs: Sequence[Input]) -> list[tuple[Row, Maps] | VitflowError]:
-    """Return the rows and maps of a batch; a single error if no image can be explained.
-
-    Args:
-        request_file: the pickled `Request`.
-        inputs: the batch.
-    """
+    """Return the rows and maps of a batch; a single error if no image can be explained with the pickled `Request`."""
     from vitflow.folder.work import compute_maps
 
     try:
@@ -131,9 +121,8 @@ def _read(item: "Input", max_pixels: int) -> "Decoded":
 
 @cache
 def _loaded(request_file: Path) -> "tuple[Request, Batches]":
-    from vitflow.folder.batches import Batches
-    from vitflow.folder.fingerprints import fingerprint_difference
-    from vitflow.folder.work import explainer_for
+    from vitflow.folder.saved import fingerprint_difference
+    from vitflow.folder.work import Batches, explainer_for
 
     request: Request = pickle.loads(request_file.read_bytes())
     explainer = explainer_for(request.model)
@@ -147,28 +136,13 @@ def _loaded(request_file: Path) -> "tuple[Request, Batches]":
 def run_on_ray(
     missing: Sequence[Input], request: Request, run: "Run", tally: "Tally", address: str | None, actors: int | None
 ) -> None:
-    """Explain inputs on a cluster whose machines can all access them.
-
-    Args:
-        missing: the inputs.
-        request: the model, the job and the batch size.
-        run: the run that stores the rows and maps as they arrive.
-        tally: counts the rows.
-        address: address of the cluster; by default, a cluster is started on this machine.
-        actors: number of actors; by default one for each GPU, or for each core.
-
-    Raises:
-        OptionError: the model cannot be pickled.
-        VitflowError: no image can be explained with these options.
-    """
+    """Explain inputs on a cluster whose machines can all access them, and store rows and maps as they arrive."""
     ray = _load_ray()
     try:
         sent = ray.cloudpickle.dumps(request)
     except Exception as error:
-        raise OptionError(
-            f"The model cannot be sent to other processes ({error}): pass its id, a path, or a function that creates "
-            "it."
-        ) from error
+        words = f"The model cannot be sent to other processes ({error}): pass its id, a path, or a function."
+        raise OptionError(words) from error
     started = not ray.is_initialized()
     if started:
         ray.init(address=address, log_to_driver=False, logging_level="error")

@@ -15,18 +15,15 @@ from torch import nn
 from vitflow.errors import whole_number
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target, is_several
-from vitflow.folder.batches import RunProgress, Tally
-from vitflow.folder.columns import by_rank
+from vitflow.folder.columns import by_rank, check_manifest, write_manifest
 from vitflow.folder.decoders import DecoderPool
-from vitflow.folder.draw import SHOWN, report_run, show_run
-from vitflow.folder.fingerprints import run_fingerprint
-from vitflow.folder.manifest import check_manifest, write_manifest
+from vitflow.folder.draw import SHOWN, check_drawing, report_run, show_run
 from vitflow.folder.pipeline import Pipeline
 from vitflow.folder.plan import Input, clear_outputs, is_done, list_inputs
 from vitflow.folder.ray_engine import Request, check_engine, run_on_ray
-from vitflow.folder.saved import SavedRun
+from vitflow.folder.saved import SavedRun, run_fingerprint
 from vitflow.folder.store import Run, finishing
-from vitflow.folder.work import Job, auto_batch, check_drawing, check_target, explainer_for, make_job, sides_of
+from vitflow.folder.work import RunProgress, Tally, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.registry.choices import MethodChoice
 from vitflow.registry.option_types import MethodOptions
@@ -165,15 +162,8 @@ def explain_folder(
         explainer = explainer_for(model)  # its outputs determine the default method
     has_target = explainer is not None and explainer.has_target(target)
     overlays = overlays and engine == "local"
-    job = make_job(
-        methods,
-        options,
-        target=target,
-        drawing=drawing,
-        format=format,
-        overlays=overlays,
-        has_target=has_target,
-    )
+    drawn: dict[str, Any] = {"drawing": drawing, "format": format, "overlays": overlays}
+    job = make_job(methods, options, target=target, has_target=has_target, **drawn)
     check_drawing(job.drawing, format)
     # Report errors of the sources before loading a model.
     selection: dict[str, Any] = {"recursive": recursive, "glob": glob, "limit": limit}
@@ -181,7 +171,8 @@ def explain_folder(
     explainer = explainer or explainer_for(model)
     check_target(job, explainer)
     known, started = explainer.fingerprint(), time.time()
-    fingerprint = _fingerprint(listing.root, job, known)
+    how = {"target": sides_of(job), "drawing": dict(job.drawing), "format": job.format, "overlays": job.overlays}
+    fingerprint = run_fingerprint("folder", {"root": listing.root}, known, job.methods, how)
     clear = partial(clear_outputs, listing=listing, endings=job.endings, overwrite=overwrite)
     with Run(listing.output, fingerprint, overwrite=overwrite, clear=clear) as run:
         inputs = listing.plan(job.endings, {row["input"]: row["stem"] for row in run.all_rows() if "stem" in row})
@@ -201,24 +192,10 @@ def explain_folder(
         return _finish(run, len(inputs) - len(wanted), started, record, manifest=manifest, report=report)
 
 
-def _fingerprint(root: str, job: Job, model: Mapping[str, Any]) -> dict[str, Any]:
-    drawn = {"target": sides_of(job), "drawing": dict(job.drawing)}
-    drawn |= {"format": job.format, "overlays": job.overlays}
-    return run_fingerprint("folder", {"root": root}, model, job.methods, drawn)
-
-
 def _finish(
     run: Run, kept: int, started: float, record: Mapping[str, Any], *, manifest: str, report: bool
 ) -> FolderSummary:
-    """Write the manifest, the report and run.json.
-
-    Args:
-        run: the run, with a row for each input.
-        kept: number of inputs that earlier runs explained.
-        started: time of the start, in seconds.
-        record: "command" and further "settings", for run.json.
-        manifest, report: as for `explain_folder`.
-    """
+    """Write the manifest, the report and run.json; `kept` is the number of inputs that earlier runs explained."""
     totals, fingerprint = run.finish(), run.fingerprint
     common = {name: fingerprint[name] for name in ("model", "weights_sha256", "options")}
     common |= {"methods": list(fingerprint["methods"])} | ({"rank": 1} if is_several(fingerprint["target"]) else {})

@@ -1,4 +1,4 @@
-"""Reader of a run on disk: one SQLite file in the output folder, with a row and the maps of each input.
+"""Reader of a run on disk, one SQLite file in the output folder with a row and the maps of each input; its fingerprint.
 
 Run files are untrusted: a file is opened only if its schema is exactly the one below (no views, triggers or generated
 columns), the length of a value is limited, and no path of a row leads out of its folder. Rows are validated when they
@@ -19,7 +19,7 @@ from typing import Any, Self
 from vitflow.errors import OptionError, VitflowError, printable
 from vitflow.files import is_file, is_link, is_there
 from vitflow.folder.columns import Grid, Maps, Row, failed_row, kinds_in, unpack_half
-from vitflow.folder.fingerprints import REMEDY
+from vitflow.registry.choices import Chosen
 
 #: The name of the store in the output folder.
 FILE = "run.sqlite"
@@ -42,21 +42,16 @@ _FUNCTIONS = {"abs", "coalesce", "glob", "ifnull", "instr", "length", "like", "l
 _FUNCTIONS |= {"substr", "trim", "upper"}
 # Timeouts in seconds: of a condition, and of a reader or writer that waits for a lock.
 _LONGEST_CONDITION, _PATIENCE = 60.0, 10.0
+# What to do about a folder that contains another run.
+_REMEDY = "Choose another folder, or replace that run with --overwrite (overwrite=True)."
 # Rows per query, and the maximal lengths of a value in bytes and of an SQL statement.
 _TOGETHER, _LARGEST, _LONGEST_SQL = 32, 2**23, 10_000
 
 
 class SavedRun:
-    """Reader of the run in an output folder, which may still be active.
+    """Reader of the run in an output folder, which may still be active; OptionError if there is none or a damaged one.
 
-    Args:
-        folder: the output folder.
-
-    Attributes:
-        fingerprint: what the run computes.
-
-    Raises:
-        OptionError: the folder has no run, or one of another version, or a damaged one.
+    `fingerprint` is everything that its rows depend on.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -93,7 +88,9 @@ class SavedRun:
         if self._db.execute("PRAGMA application_id").fetchone() != (APPLICATION,):
             raise OptionError(f"{str(self.path)!r} is not a vitflow run: move or rename it.")
         if self._db.execute("PRAGMA user_version").fetchone() != (VERSION,):
-            raise OptionError(f"The folder {str(self.folder)!r} contains a run of another version of vitflow. {REMEDY}")
+            raise OptionError(
+                f"The folder {str(self.folder)!r} contains a run of another version of vitflow. {_REMEDY}"
+            )
         schema = self._db.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
         is_run = len(schema) == len(SCHEMA) and set(schema) == {("table", sql.split()[2], sql) for sql in SCHEMA}
         [(mode,)] = self._db.execute("PRAGMA journal_mode")
@@ -116,9 +113,7 @@ class SavedRun:
             if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
                 raise VitflowError(f"The run in {str(self.folder)!r} is being written: try again.") from error
             if is_there(f"{self.path}-journal"):
-                raise OptionError(
-                    f"A run was stopped while writing to {str(self.path)!r}: run the same command again first."
-                ) from error
+                raise OptionError(f"A run was stopped while writing {str(self.path)!r}: run it again first.") from error
             raise OptionError(self._damaged(printable(str(error)))) from error
 
     def close(self) -> None:
@@ -140,14 +135,7 @@ class SavedRun:
         return (row for row, _ in self._read(self._ids("SELECT id FROM rows")))
 
     def with_maps(self, where: str | None = None) -> Iterator[tuple[Row, Maps]]:
-        """Yield each row of the latest run with its maps by label, float32 [rows, cols].
-
-        Args:
-            where: SQL condition that selects rows.
-
-        Raises:
-            OptionError: the condition is invalid.
-        """
+        """Yield each row of the latest run with its maps by label, float32 [rows, cols]; `where`: an SQL condition."""
         selected = None if where is None else self._select(where)
         yield from self._read([each for each in self._latest() if selected is None or each in selected], maps=True)
 
@@ -165,7 +153,7 @@ class SavedRun:
         return self._ids("SELECT id FROM rows WHERE position IS NOT NULL ORDER BY position, id")
 
     def _read(self, ids: Sequence[int], *, maps: bool = False) -> Iterator[tuple[Row, Maps]]:
-        """Yield the rows with these ids, in this order, with their maps if requested; damaged ones are failed rows."""
+        """Yield the rows with these ids in order, with their maps if requested; damaged ones are failed rows."""
         for start in range(0, len(ids), _TOGETHER):
             chunk = ids[start : start + _TOGETHER]
             marks = ", ".join("?" * len(chunk))
@@ -200,9 +188,8 @@ class SavedRun:
             if name == "SQLITE_INTERRUPT":
                 why = f"it takes longer than {_LONGEST_CONDITION:g} seconds"
             raise OptionError(
-                f"Expected an SQL condition such as \"probability < 0.5 AND class_name = 'cat'\", got "
-                f"{printable(where[:80])!r}: {why}. Columns: {', '.join(CONDITION_COLUMNS)}. Functions: "
-                f"{', '.join(sorted(_FUNCTIONS))}."
+                f'Expected an SQL condition such as "probability < 0.5", got {printable(where[:80])!r}: {why}. '
+                f"Columns: {', '.join(CONDITION_COLUMNS)}. Functions: {', '.join(sorted(_FUNCTIONS))}."
             ) from error
         finally:
             self._db.set_progress_handler(None, 0)
@@ -221,7 +208,7 @@ def _authorize(action: int, first: str | None, second: str | None, *_: object) -
 
 
 def checksum(name: bytes, record: str) -> int:
-    """Return the checksum of a row, which shows that it is the one that was written."""
+    """Return the checksum that shows that a row is the one that was written."""
     return zlib.crc32(name + record.encode())
 
 
@@ -252,3 +239,81 @@ def is_inside(path: str) -> bool:
     parts = path.replace(os.sep, "/").split("/")
     rooted = os.path.isabs(path) or os.path.splitdrive(path)[0]  # noqa: PTH117 - once per row and path
     return not rooted and ".." not in parts and parts[-1] not in ("", ".") and "\0" not in path
+
+
+# -- fingerprints: a run is resumed only with options that give the same results
+
+_KINDS = {"evaluation": "an evaluation", "folder": "a folder run"}
+# Messages for differences whose values (hashes) mean nothing to a reader.
+_MESSAGES = {
+    "weights_sha256": "the model has other weights",
+    "state_sha256": "the model has other code, attributes or hooks",
+    "class_names_sha256": "the classes have other names",
+    "outputs.state_sha256": "the function of the outputs was changed",
+    "outputs.weights_sha256": "the function of the outputs has other weights",
+    "outputs.reference.state_sha256": "the function subtracted from the outputs was changed",
+    "outputs.reference.weights_sha256": "the function subtracted from the outputs has other weights",
+    "outputs.vectors_sha256": "the prompts or reference images have other embeddings",
+}
+
+
+def run_fingerprint(
+    kind: str, source: Mapping[str, Any], model: Mapping[str, Any], methods: Chosen, how: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return everything that a run's results depend on, as JSON values.
+
+    `kind` is "folder" or "evaluation", `source` identifies the images, `model` is the explainer's fingerprint, `how`
+    has further options. The labels of the methods are distinct.
+    """
+    record = {
+        "kind": kind,
+        **source,
+        **model,
+        "methods": {choice.label: choice.name for choice in methods},
+        "options": {choice.label: choice.options for choice in methods},
+        **how,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(record, default=str))
+    return plain
+
+
+def check_same_run(before: Mapping[str, Any], folder: object, fingerprint: Mapping[str, Any]) -> None:
+    """Raise OptionError for a folder that contains a run with another fingerprint."""
+    kinds = [_KINDS.get(str(record.get("kind")), "another run") for record in (before, fingerprint)]
+    different = fingerprint_difference(before, fingerprint)
+    what = (
+        f"{kinds[0]}, not {kinds[1]}" if kinds[0] != kinds[1] else f"a run with other options: {'; '.join(different)}"
+    )
+    if different:
+        raise OptionError(f"The folder {str(folder)!r} contains {what}. {_REMEDY}")
+
+
+def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Describe the differences between two runs' fingerprints.
+
+    >>> fingerprint_difference({"fit": "crop", "options": {"rollout": {"residual": 0.5}}}, {"fit": "crop"})
+    ['options.rollout.residual was 0.5 and is not set']
+    >>> both = {"methods": {"rollout": "rollout", "gae": "gae"}, "options": {"rollout": {}, "gae": {"layer": 1}}}
+    >>> fingerprint_difference(both, {"methods": {"rollout": "rollout"}, "options": {"rollout": {}}})
+    ['methods was [rollout, gae] and is [rollout]']
+    """
+    had, has = (list(record.get("methods") or ()) for record in (old, new))
+    differences = [f"methods was [{', '.join(had)}] and is [{', '.join(has)}]"] if had != has else []
+    differing = set(had) ^ set(has)
+    before, after = (
+        {path: value for path, value in _leaves(record) if not differing.intersection(path)} for record in (old, new)
+    )
+    for path in dict.fromkeys([*before, *after]):
+        if before.get(path, ...) != after.get(path, ...):
+            name = ".".join(path)
+            was, now = (repr(values[path]) if path in values else "not set" for values in (before, after))
+            differences.append(_MESSAGES.get(name, f"{name} was {was} and is {now}"))
+    return differences
+
+
+def _leaves(record: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value

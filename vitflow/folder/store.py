@@ -21,8 +21,16 @@ import numpy as np
 from vitflow.errors import OptionError, VitflowError
 from vitflow.files import is_file, is_link, is_there, remove_leftovers, write_inside
 from vitflow.folder.columns import Maps, Row, failed_row, kinds_in, pack_half, printable_name
-from vitflow.folder.fingerprints import check_same_run
-from vitflow.folder.saved import APPLICATION, CONDITION_COLUMNS, FILE, SCHEMA, VERSION, SavedRun, checksum
+from vitflow.folder.saved import (
+    APPLICATION,
+    CONDITION_COLUMNS,
+    FILE,
+    SCHEMA,
+    VERSION,
+    SavedRun,
+    check_same_run,
+    checksum,
+)
 
 _INSERT = (
     f"INSERT INTO rows (position, name, status, {', '.join(CONDITION_COLUMNS)}, record, checksum) "
@@ -36,17 +44,10 @@ _DISTRIBUTIONS = ("vitflow", "torch", "timm", "numpy", "opencv-python-headless",
 
 
 class Run(SavedRun):
-    """Writer of a run, which resumes an earlier run with the same fingerprint.
+    """Writer of a run, which resumes the run in its folder if that has the same fingerprint, and refuses any other.
 
-    Args:
-        folder: the output folder, which is created, and locked until the run is closed.
-        fingerprint: everything that the rows depend on; a run with another fingerprint is refused.
-        overwrite: replace any run in the folder.
-        clear: called before a new run starts, with all rows of the replaced run.
-
-    Raises:
-        OptionError: the folder has a different run, is in use by another run, or cannot be written to.
-        VitflowError: the disk is full.
+    The folder is created, and locked until the run is closed. With `overwrite`, any run in it is replaced; `clear` is
+    called with the rows of the replaced run before a new one starts.
     """
 
     def __init__(
@@ -81,17 +82,10 @@ class Run(SavedRun):
             raise
 
     def _is_run(self) -> bool:
-        """Return True if there is a run, possibly a damaged one; roll back the unfinished transaction of a killed run.
-
-        Raises:
-            OptionError: the file is not a vitflow run.
-        """
+        """Return True if there is a run, maybe a damaged one; roll back the unfinished transaction of a killed run."""
         for path in (self.path, self._journal):
             if is_link(path) or (is_there(path) and not is_file(path)):
-                raise OptionError(
-                    f"{str(path)!r} must be a regular file, but is a link or another kind of file: remove it, or "
-                    "choose another folder."
-                )
+                raise OptionError(f"{str(path)!r} must be a regular file: remove it, or choose another folder.")
         if not is_there(self.path):
             return False
         with suppress(sqlite3.DatabaseError, UnicodeDecodeError), closing(self._open("rw")) as db:
@@ -109,7 +103,7 @@ class Run(SavedRun):
         try:
             self._db = self._open("rwc" if new else "rw")
         except sqlite3.Error as error:
-            raise OptionError(cannot_write(self.folder, error)) from error
+            raise OptionError(_cannot_write(self.folder, error)) from error
         if new:
             pragmas = (f"PRAGMA application_id = {APPLICATION}", f"PRAGMA user_version = {VERSION}")
             with self._writing():
@@ -119,11 +113,7 @@ class Run(SavedRun):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Run the body in a transaction.
-
-        Raises:
-            VitflowError: the disk is full.
-        """
+        """Run the body in a transaction."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
             yield
@@ -134,9 +124,8 @@ class Run(SavedRun):
             if not isinstance(error, sqlite3.OperationalError):
                 raise
             raise VitflowError(
-                f"The rows of this run could not be written to {str(self.path)!r} ({error}): the disk is full, the "
-                "folder is read-only, or another program is reading the file. Fix it and run the same command again to "
-                "resume."
+                f"Could not write rows to {str(self.path)!r} ({error}): the disk is full, the folder is read-only, or "
+                "another program is reading the file. Run the same command again to resume."
             ) from error
         finally:
             if self._db.in_transaction:
@@ -157,10 +146,9 @@ class Run(SavedRun):
         return [name for name in names if name not in done]
 
     def put(self, rows: Iterable[tuple[Mapping[str, Any], Maps]]) -> None:
-        """Store rows with their maps; a later row of an input replaces an earlier one, an invalid row is a failed row.
+        """Store rows with their maps, which replace earlier ones of their inputs; an invalid row is a failed row.
 
-        Rows of the last second, and rows that cannot be written, for example on a full disk, stay in memory until a
-        later call, so that the row that reports such a failure is not lost.
+        Rows of the last second, and rows that a full disk refuses, stay in memory until a later call.
         """
         self._pending += (_encoded(row, maps) for row, maps in rows)
         if time.monotonic() - self._last_write >= _INTERVAL:
@@ -182,11 +170,7 @@ class Run(SavedRun):
         self._pending.clear()
 
     def finish(self) -> dict[str, int]:
-        """Write the remaining rows, and count the inputs of this run: "total", "explained" and "failed".
-
-        Raises:
-            VitflowError: the disk is full.
-        """
+        """Write the remaining rows, and count the inputs of this run: "total", "explained" and "failed"."""
         self._write()
         with self._reading():
             query = "SELECT count(*) FROM rows WHERE position IS NOT NULL AND status != 'failed'"
@@ -244,32 +228,25 @@ def _encoded(row: Mapping[str, Any], maps: Maps) -> tuple[list[Any], list[tuple[
 
 
 def _locked(folder: Path) -> int:
-    """Create a folder, lock it against a second run, and return the lock's file descriptor, which must be closed.
-
-    Raises:
-        OptionError: another run is writing to it, or it is not writable.
-    """
+    """Create a folder, lock it against a second run, and return the lock's file descriptor, which must be closed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise OptionError(cannot_write(folder, error)) from error
+        raise OptionError(_cannot_write(folder, error)) from error
     try:
         import fcntl
 
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise OptionError(
-            f"Another run is writing to {str(folder)!r}: wait for it, or choose another folder."
-        ) from error
+        raise OptionError(f"Another run is writing to {str(folder)!r}: wait for it, or choose another one.") from error
     except (ImportError, OSError):  # the system or file system does not support locks
         pass
     return lock
 
 
-def cannot_write(folder: object, error: Exception) -> str:
-    """Return the message for an output folder that cannot be written to."""
+def _cannot_write(folder: object, error: Exception) -> str:
     reason = getattr(error, "strerror", None) or error
     return f"The output folder {str(folder)!r} cannot be written to: {reason}. Choose another one with -o (output=…)."
 
@@ -288,15 +265,11 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def finishing(output: object) -> Iterator[None]:
-    """Convert write errors at the end of a run to VitflowError.
-
-    Raises:
-        VitflowError: the disk is full, or the folder is read-only.
-    """
+    """Convert write errors at the end of a run to VitflowError."""
     try:
         yield
     except OSError as error:
         raise VitflowError(
-            f"The results are saved, but the tables and reports could not be written to {str(output)!r}: "
+            f"The results are saved, but their tables could not be written to {str(output)!r}: "
             f"{error.strerror or error}. Free some space and run the same command again."
         ) from error

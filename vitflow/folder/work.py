@@ -1,22 +1,20 @@
-"""The computation on one batch of a folder run: from decoded images to rows and files, without disk access."""
+"""The computation of batches, from decoded images to rows and maps: it adapts to memory and isolates failing images."""
 
-import io
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 from torch import nn
 
-from vitflow.errors import OptionError, check_known, printable
+from vitflow.errors import OptionError, check_known, printable, stops_all
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import (
@@ -29,29 +27,77 @@ from vitflow.explaining.targets import (
     top_count,
 )
 from vitflow.files import in_file_name
-from vitflow.folder.batches import WAITING_BYTES, Batches
 from vitflow.folder.columns import Row, failed_row, placement_row, rank_label
 from vitflow.folder.decoders import Decoded
-from vitflow.images import OVERLAY_FORMATS, WRITE_OPTIONS
-from vitflow.images.geometry import place
-from vitflow.images.pen import Pen
-from vitflow.registry.choices import ChosenMethod, check_methods, has_targets
+from vitflow.images import OVERLAY_FORMATS
+from vitflow.registry.choices import ChosenMethod, MethodChoice, check_methods, has_targets
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: Memory limit of the pixels waiting for the model, and of those waiting to be written (plus one image).
+WAITING_BYTES = 192 * 2**20
+
 
 #: The maps of an image by label.
 SaliencyMaps = Mapping[str, Saliency]
+
+
+class Batches:
+    """Compute images in batches, and remember the batch size that fits into memory, at first `size`."""
+
+    def __init__(self, explainer: Explainer, size: int) -> None:
+        self.explainer = explainer
+        self.fits = size
+        self._refuses: bool | None = None
+
+    def stops_all(self, error: Exception, methods: Sequence[MethodChoice]) -> bool:
+        """Return True if every image would raise this error; for native sizes, a grey image of the model's is tried."""
+        if not stops_all(error, self.explainer.fit) or self.explainer.fit != "native":
+            return stops_all(error, self.explainer.fit)
+        if self._refuses is None:
+            try:
+                self.explainer.explain_batch([self.explainer.inputs.grey()], methods=methods)
+                self._refuses = False
+            except Exception as probe_error:
+                self._refuses = stops_all(probe_error, self.explainer.fit)
+        return self._refuses
+
+    def each(
+        self, images: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], methods: Sequence[MethodChoice]
+    ) -> Iterator[R | Exception]:
+        """Yield the result of `work` for each image in order, or the image's error.
+
+        If memory runs out, the batch size is halved, in later calls as well. After any other error, the rest of this
+        call computes image by image, to attribute the error; one that applies to every image is raised.
+        """
+        one_by_one, start = False, 0
+        while start < len(images):
+            members = images[start : start + (1 if one_by_one else self.fits)]
+            try:
+                results: Sequence[R | Exception] = work(members)
+            except Exception as error:
+                if self.stops_all(error, methods):
+                    raise
+                # The traceback references the tensors that did not fit.
+                results = [error.with_traceback(None)]
+            memory_ran_out = isinstance(results[0], torch.OutOfMemoryError)
+            if memory_ran_out and self.explainer.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if isinstance(results[0], Exception) and len(members) > 1:
+                one_by_one = not memory_ran_out
+                self.fits = (len(members) + 1) // 2 if memory_ran_out else self.fits
+                continue
+            yield from results
+            start += len(members)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """The methods, target and drawing options of a run.
 
-    Attributes:
-        methods: one for each map; its label is its name, numbered if a method is requested twice.
-        target: class to explain, "top3" for the three most probable ones, or a contrast; by default each image's
-            predicted class.
-        drawing: options of `Saliency.overlay`.
-        format: format of the overlays, "jpg", "png" or "webp".
-        overlays: write an overlay for each map; without them, the maps can be drawn later.
+    The label of a method is its name, numbered if it is requested twice. A target of "top3" stands for the three most
+    probable classes, and None for each image's predicted class.
     """
 
     methods: tuple[ChosenMethod, ...]
@@ -90,10 +136,7 @@ def make_job(
 ) -> Job:
     """Complete and check the options of a run, before anything is loaded or read.
 
-    `has_target` is True if the explained outputs are not the model's classes; it determines the default of `methods`.
-
-    Raises:
-        OptionError: unknown method, option or format, or a list of targets.
+    `has_target`: the explained outputs are not the model's classes, which determines the default of `methods`.
     """
     check_known("format", format, OVERLAY_FORMATS)
     contrasting = bool(contrasts_among(target))
@@ -124,11 +167,7 @@ def auto_batch(explainer: Explainer) -> int:
 
 
 def check_target(job: Job, explainer: Explainer) -> None:
-    """Check the target before the run, rather than for each image.
-
-    Raises:
-        OptionError: the model has no such class, or both sides of a contrast are always the same class.
-    """
+    """Raise OptionError for a class that the model does not have, or a contrast of a class with itself."""
     if job.target is not None:
         count = explainer.num_classes
         indices = resolve_targets(sides_of(job), torch.zeros(1, count) if count else None, explainer.class_names)
@@ -136,10 +175,8 @@ def check_target(job: Job, explainer: Explainer) -> None:
             # The predicted class depends on the image.
             sides = [None if top_count(side) else index for side, index in zip(job.target.sides, indices, strict=True)]
             if sides[0] == sides[1]:
-                raise OptionError(
-                    f"A contrast requires two classes, but {job.target.target!r} and {job.target.against!r} are the "
-                    "same class."
-                )
+                names = f"{job.target.target!r} and {job.target.against!r}"
+                raise OptionError(f"A contrast requires two classes, but {names} are the same class.")
 
 
 def sides_of(job: Job) -> Target | list[Target]:
@@ -162,8 +199,7 @@ def parts(batches: Batches, images: Iterable[Decoded]) -> Iterator[list[Decoded]
 def compute_maps(batches: Batches, images: Sequence[Decoded], job: Job) -> list[tuple[Row, SaliencyMaps]]:
     """Explain a batch: return each image's row, without files, and its maps by label, none if it failed.
 
-    Raises:
-        OptionError, UnsupportedModelError: no image can be explained with these options.
+    An OptionError or UnsupportedModelError applies to every image.
     """
 
     def explain(members: Sequence[Decoded]) -> list[tuple[Row, SaliencyMaps]]:
@@ -210,7 +246,7 @@ def _row_or_error(image: Decoded, result: tuple[Row, SaliencyMaps] | Exception) 
 
 
 def explained_row(maps: SaliencyMaps, job: Job) -> Row:
-    """Return the columns of an image that its maps determine: status, score, facts, and the placement of its maps."""
+    """Return the columns that an image's maps determine: status, score, facts, and the placement of the maps."""
     first = next(iter(maps.values()))
     facts = {label: dict(saliency.facts) for label, saliency in maps.items()}
     # Maps of methods without classes exist for the first target only.
@@ -234,29 +270,57 @@ def _score_columns(saliency: Saliency) -> dict[str, Any]:
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in columns}
 
 
-def draw_files(row: Row, maps: SaliencyMaps, job: Job) -> tuple[Row, dict[str, bytes]]:
-    """Return an image's row with its overlays, and these by path relative to the output folder."""
-    started = time.perf_counter()
-    drawn = maps if job.overlays else {}
-    outputs = {label: f"{row['stem']}-{in_file_name(label)}.{job.format}" for label in drawn}
-    files = {
-        outputs[label]: encode_overlay(saliency.overlay(**job.drawing), job.format) for label, saliency in drawn.items()
-    }
-    written = {path: len(content) for path, content in files.items()}
-    seconds = round(row["seconds"] + time.perf_counter() - started, 4)
-    return row | {"outputs": outputs, "written": written, "seconds": seconds}, files
+# -- the order and progress of runs
 
 
-def check_drawing(drawing: Mapping[str, Any], format: str) -> None:
-    """Raise OptionError for options of overlays that are invalid or do not suit the format."""
-    pen, grid = Pen(None, **drawing), np.eye(2, dtype=np.float32)
-    pen.overlay(grid, place((8, 8), (8, 8)), np.zeros((8, 8, 3), np.uint8), pen.limits(grid))
-    if pen.transparent and format == "jpg":
-        raise OptionError("JPEG has no transparency: use format png or webp, or another background than none.")
+def in_order(futures: Iterable[Future[R]], most: int, nbytes: Callable[[R], int] = lambda result: 0) -> Iterator[R]:
+    """Yield results in order; futures are submitted ahead, at most `most`, and about WAITING_BYTES of results."""
+    waiting: deque[Future[R]] = deque()
+    for future in futures:
+        waiting.append(future)
+        while len(waiting) > most or sum(nbytes(each.result()) for each in waiting if each.done()) > WAITING_BYTES:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
-def encode_overlay(overlay: NDArray[np.uint8], format: str) -> bytes:
-    """Encode an overlay as the bytes of a file."""
-    file = io.BytesIO()
-    Image.fromarray(overlay).save(file, **WRITE_OPTIONS[f".{format}"])
-    return file.getvalue()
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """Progress of a run, passed to the callback at the start (without a row), then once per image.
+
+    Attributes:
+        done: images with a row, including those of earlier runs.
+        total: images of the run.
+        row: the newest row.
+        under_way: further work done, in images, as far as it is known. Slow methods report it between rows, without a
+            row.
+        seconds: expected duration of the whole run, once it is known.
+    """
+
+    done: int
+    total: int
+    row: Mapping[str, Any] | None
+    under_way: float = 0.0
+    seconds: float | None = None
+
+
+class Tally:
+    """Count the images of a run that have a row, and report progress to a callback."""
+
+    def __init__(self, callback: Callable[[RunProgress], None] | None, total: int, done: int = 0) -> None:
+        self._callback, self._total, self.done = callback, total, done
+        self.seconds: float | None = None
+        self.share(0.0)
+
+    def row(self, row: Mapping[str, Any], under_way: float = 0.0) -> None:
+        """Count an image that has a row now."""
+        self.done += 1
+        self._report(row, under_way)
+
+    def share(self, under_way: float) -> None:
+        """Report further work done, in images."""
+        self._report(None, under_way)
+
+    def _report(self, row: Mapping[str, Any] | None, under_way: float) -> None:
+        if self._callback is not None:
+            self._callback(RunProgress(self.done, self._total, row, under_way, self.seconds))

@@ -22,12 +22,9 @@ _MISNAMED = {
 
 @dataclass(frozen=True, slots=True)
 class ChosenMethod:
-    """A method with all its options.
+    """A method with all its options, and its label, which is unique within a run.
 
     Attributes:
-        name: the method's name in the table.
-        options: all options with their values.
-        label: unique label within a run.
         requested: options given as arguments among those that can be dropped (value_weighted, refine): a requested
             option that does not apply is refused, a default that does not apply is dropped.
     """
@@ -70,15 +67,9 @@ def has_targets(targets: Any) -> bool:
 def choose_methods(
     methods: Sequence[MethodChoice] | None, options: Mapping[str, Any], *, has_target: bool = False
 ) -> list[ChosenMethod]:
-    """Look up methods and complete their options.
+    """Look up methods, by default the one that `has_target` determines, and complete their options.
 
-    Args:
-        methods: names, or names with options; None for the default method.
-        options: options for every method that accepts them.
-        has_target: whether there is a target, which determines the default method.
-
-    Raises:
-        OptionError: an unknown method or option, or an option that none of the methods accepts.
+    `options` are for every method that accepts them; OptionError if none does.
     """
     choices = [default_method(has_target)] if methods is None else [methods] if isinstance(methods, str) else methods
     if not choices:

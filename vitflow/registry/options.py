@@ -62,10 +62,7 @@ class Option:
         return "|".join((*others, *self.choices))
 
     def read(self, text: str) -> Any:
-        """Parse a value.
-
-        Raises:
-            OptionError: the text is not a value of this option.
+        """Parse a value; OptionError if it is none of this option.
 
         >>> OPTIONS["patch"].read("3,7"), OPTIONS["value_weighted"].read("on"), OPTIONS["residual"].read("0.5")
         ((3, 7), True, 0.5)
@@ -95,6 +92,12 @@ class Option:
         if self.kind == "choice":
             return Literal[self.choices] | None
         return (self.kind | Literal[self.choices] if self.choices else self.kind) | None
+
+
+def _layers_in_words(value: Any) -> str:
+    if value == "all":
+        return "all layers"
+    return f"last {value} layers" if str(value).isdecimal() else f"layers {value}"
 
 
 OPTIONS: dict[str, Option] = {
@@ -219,13 +222,7 @@ OPTIONS: dict[str, Option] = {
             "Layers of the flow: the last N, FIRST:LAST counted from 1, or all. all without other options is the "
             "paper's definition.",
             metavar="N|A:B|all",
-            phrase=lambda value: (
-                "all layers"
-                if value == "all"
-                else f"last {value} layers"
-                if str(value).isdecimal()
-                else f"layers {value}"
-            ),
+            phrase=_layers_in_words,
         ),
         Option(
             "below",
