@@ -43,10 +43,9 @@ from benchmarks.defaults import CHECKPOINT, choosing, data_parser
 from vitflow.demo import CLASS_NAMES, FIRST_TRAINING_SEED, draw_image
 from vitflow.evaluation import evaluate
 from vitflow.evaluation.results import Evaluation
-from vitflow.explaining.maps import Maps
-from vitflow.explaining.refining import affinity_of, make_maps
+from vitflow.explaining.applying import affinity_of, make_maps
+from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.explaining.sampling import geometric_mean, sample
-from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.methods.refinement import Affinity, refine
 from vitflow.methods.sampling import NOISE, mean_differences, regress
 from vitflow.registry.method_table import get_method, register_method

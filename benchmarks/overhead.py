@@ -27,9 +27,8 @@ import timm
 import torch
 
 from vitflow import Explainer
-from vitflow.explaining.applying import recording_options
-from vitflow.explaining.refining import make_maps
-from vitflow.explaining.targeted_trace import TargetedTrace
+from vitflow.explaining.applying import make_maps, recording_options
+from vitflow.explaining.maps import TargetedTrace
 from vitflow.methods.rollout import rollout_step
 from vitflow.models.info import read_model_info
 from vitflow.recording.recorder import record_attention

@@ -8,7 +8,7 @@ from vitflow import Explainer
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError
 from vitflow.evaluation import coverage, evaluate, run_on_patches
-from vitflow.explaining.refining import affinity_of
+from vitflow.explaining.applying import affinity_of
 from vitflow.methods.sampling import NOISE, draw_masks
 
 REGRESSION = {"estimator": "regression", "masks": 24}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests import literal_vit
 from vitflow import record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.explaining.targeted_trace import TargetedTrace
+from vitflow.explaining.maps import TargetedTrace
 from vitflow.methods import cells
 from vitflow.methods.rollout import attention_rollout, gradient_weighted_attention, relevance
 from vitflow.models.blocks import block_norm

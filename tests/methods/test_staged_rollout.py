@@ -10,7 +10,7 @@ from tests import references
 from vitflow import Explainer, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
 from vitflow.explaining import maps
-from vitflow.explaining.targeted_trace import TargetedTrace
+from vitflow.explaining.maps import TargetedTrace
 from vitflow.methods import TokenLayout
 from vitflow.methods.staged_rollout import LayerTokens, carry, staged_rollout
 from vitflow.models.info import read_model_info

@@ -15,12 +15,12 @@ from vitflow.errors import (
     ValueNormsError,
     printable,
 )
+from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.captions import departures, ends, python_call
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.features import layer_features
 from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
-from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.similarity import layer_features
 from vitflow.explaining.targets import Score, Targets
 from vitflow.methods.refinement import AffinityName
 from vitflow.models.blocks import layer_output

@@ -1,7 +1,8 @@
-"""Apply methods to a recorded forward pass."""
+"""Apply methods to a recorded forward pass, and refine their maps by patch affinity."""
 
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +11,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import ModelError, ShapeError
-from vitflow.explaining.refining import make_maps
+from vitflow.errors import ModelError, ShapeError, UnsupportedModelError, VitflowWarning, check_known
+from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.explaining.targets import Score
+from vitflow.methods.refinement import AFFINITIES, Affinity, AffinityName, co_attention, key_affinity, refine
 from vitflow.models.blocks import block_paths, branch_norms, layer_output
 from vitflow.models.info import ModelInfo
 from vitflow.models.outputs import Outputs
+from vitflow.recording.layers import AttentionLayer
+from vitflow.recording.trace import Trace
 from vitflow.registry.choices import Chosen, ChosenMethod
 from vitflow.registry.method_table import ROLLOUT, Method
 
 # Probability below which a map of a class gets a note.
 _IMPROBABLE = 0.0005
+_UNIFORM = "the model treats all patches as nearly equal"
 
 
 def needs_gradients(chosen: Chosen) -> bool:
@@ -86,11 +90,7 @@ def _residual_of_one_product(chosen: Chosen) -> float:
 
 
 def probabilities_of(logits: Tensor, info: ModelInfo) -> Tensor | None:
-    """Return the scores [batch, classes] of a model's logits, usually probabilities; None if it has no classes.
-
-    Raises:
-        ModelError: the logits are not finite, are probabilities, or are more or fewer than the classes.
-    """
+    """Return the scores [batch, classes] of a model's logits, usually probabilities; None if it has no classes."""
     if info.outputs.count == 0 or logits.ndim != 2:
         return None
     if not torch.isfinite(logits).all():
@@ -114,13 +114,7 @@ def probabilities_of(logits: Tensor, info: ModelInfo) -> Tensor | None:
 
 
 def apply_methods(trace: TargetedTrace, chosen: Chosen, targets: Sequence[Tensor | None]) -> list[list[Saliency]]:
-    """Compute the maps of each image, in the order of methods and, for class-specific methods, targets.
-
-    Args:
-        trace: the recorded pass.
-        chosen: methods and their options.
-        targets: class indices [batch] per target; None if the model has no classes.
-    """
+    """Compute the maps of each image, in the order of methods and, for class-specific methods, targets [batch]."""
     gradients = needs_gradients(chosen)
     by_readout = trace.target_changes_readout(targets) if any(map(starts_at_readout, chosen)) else []
     by_image: list[list[list[Saliency]]] = [[[] for _ in chosen] for _ in trace.images]
@@ -145,14 +139,7 @@ def apply_methods(trace: TargetedTrace, chosen: Chosen, targets: Sequence[Tensor
 
 
 def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool], seconds: float) -> list[Saliency]:
-    """Compute one method's map for each image.
-
-    Args:
-        chosen: the method and its options.
-        trace: the recorded pass, with the targets.
-        specific: whether the map of each image depends on the target.
-        seconds: the time that the batch has taken before.
-    """
+    """Compute one method's map for each image; `seconds` is the time that the batch has taken before."""
     started = time.perf_counter()
     method, batch = chosen.method, len(trace.images)
     trace.refinement_requested = "refine" in chosen.requested
@@ -221,3 +208,100 @@ def _score_facts(score: Score, method: Method, trace: TargetedTrace, outputs: Ou
     if method.class_specific and trace.outputs is not outputs:
         facts["against"] = outputs.against
     return facts
+
+
+def make_maps(method: Method, options: Mapping[str, Any], trace: TargetedTrace) -> tuple[Maps, list[dict[str, Any]]]:
+    """Run a method on a trace and refine its maps; return them and the effective options of each image's map.
+
+    If refinement was not requested and does not apply, or would make a map nearly constant, the map is not refined, and
+    a fact reports it.
+    """
+    steps, affinity = options.get("refine", 0), options.get("affinity", "attention")
+    if steps and trace.refinement_requested and method.refine_stage == "inside":
+        affinity_of(trace, affinity, (trace.layout.rows, trace.layout.cols))
+    result = method.load()(trace, **method.function_options(options))
+    maps = result if isinstance(result, Maps) else Maps(result)
+    batch = len(trace.pixels)
+    per_image = maps.grids.ndim == 3 and len(maps.grids) == batch
+    if steps and per_image and method.refine_stage in ("after", "after_clamping"):
+        least = 0.0 if method.refine_stage == "after_clamping" else None
+        maps = _refined(maps, trace, steps, affinity, least=least)
+    refined = [True] * batch if maps.refined is None else maps.refined
+    return maps, [dict(options) if each else {**options, "refine": 0} for each in refined]
+
+
+def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *, least: float | None) -> Maps:
+    """Refine maps after clamping them at `least`, and add facts to maps that are not refined or nearly constant."""
+    requested, (rows, cols) = trace.refinement_requested, maps.grids.shape[1:]
+    facts = maps.facts or [{}] * len(maps.grids)
+    try:
+        affinity = affinity_of(trace, name, (rows, cols))
+    except UnsupportedModelError as error:
+        if requested:
+            raise
+        left_out = [fact | {"refinement": f"left out: {error}"} for fact in facts]
+        return replace(maps, facts=left_out, refined=[False] * len(facts))
+    uniform: list[bool] = affinity.nearly_uniform.tolist()
+    if requested and any(uniform):
+        warnings.warn(
+            f"T{_UNIFORM[1:]}, so that a refined map is nearly constant: use refine=0.",
+            VitflowWarning,
+            stacklevel=2,
+        )
+    grids = refine(maps.grids if least is None else maps.grids.clamp_min(least), affinity, steps)
+    if not requested:
+        grids = torch.where(torch.tensor(uniform).to(grids.device).view(-1, 1, 1), maps.grids.detach(), grids)
+    note = {"refinement": _UNIFORM if requested else f"left out: {_UNIFORM}"}
+    facts = [fact | note if is_uniform else fact for fact, is_uniform in zip(facts, uniform, strict=True)]
+    return replace(maps, grids=grids, facts=facts, refined=[requested or not each for each in uniform])
+
+
+def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affinity:
+    """Compute the affinity of the patches of a grid from the layers in which all of them attend to each other.
+
+    The trace caches it for further methods and classes. UnsupportedModelError if there is no such layer.
+    """
+    check_known("affinity", name, AFFINITIES)
+    if name == "both":
+        attention, keys = (affinity_of(trace, each, grid) for each in ("attention", "keys"))
+        return Affinity(attention.attention, keys.keys)
+    if (name, grid) not in trace.affinities:
+        layers = _layers(trace, name, grid)
+        patches = grid[0] * grid[1]
+        try:
+            if name == "attention":
+                means = trace.fused("mean")
+                rows = [means[index][:, : layer.tokens.keys.patches.stop] for index, layer in layers]
+                affinity = co_attention([matrix[:, :, : matrix.shape[1]] for matrix in rows], patches)
+            else:
+                affinity = key_affinity(
+                    [layer.keys[:, layer.tokens.keys.patches] for _, layer in layers if layer.keys is not None]
+                )
+        except ShapeError as error:
+            raise UnsupportedModelError(f"{error} Use refine=0.") from error
+        trace.affinities[name, grid] = affinity
+    return trace.affinities[name, grid]
+
+
+def _layers(trace: Trace, name: str, grid: tuple[int, int]) -> list[tuple[int, AttentionLayer]]:
+    """Return the layers that determine the affinity of a grid, with their indices."""
+    dense = [
+        (index, layer)
+        for index, layer in enumerate(trace.layers)
+        if (each := layer.located) is not None and each.dense and (each.keys.rows, each.keys.cols) == grid
+    ]
+    useful = [
+        (index, layer) for index, layer in dense if (layer.keys is not None if name == "keys" else not layer.mixed)
+    ]
+    if useful:
+        return useful
+    model = type(trace.model).__name__
+    if not dense:
+        what = f"in no layer of {model} do all {grid[0]} × {grid[1]} patches of the map attend to each other"
+        remedy = "Use refine=0."
+    elif name == "keys":
+        what, remedy = f"the keys of {model} are not recorded", "Use affinity='attention', or refine=0."
+    else:
+        what = f"{model} mixes its heads after the softmax, so that its attention need not be positive"
+        remedy = "Use affinity='keys', or refine=0."
+    raise UnsupportedModelError(f"Refinement does not apply: {what}. {remedy}")

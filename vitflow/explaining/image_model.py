@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from vitflow.errors import OptionError, VitflowError, check_known, printable, unknown_name
 from vitflow.explaining.inputs import ImageInput, ModelInputs, PlacedImage, at_least_one, name_of
+from vitflow.explaining.maps import TargetedTrace
 from vitflow.explaining.regions import Boxes, Masks, boxes
-from vitflow.explaining.targeted_trace import TargetedTrace
 from vitflow.images import FITS
 from vitflow.images.preprocessing import InputSpec, Preprocessing
 from vitflow.images.reading import ImageSource, image_name

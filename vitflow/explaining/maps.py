@@ -1,15 +1,15 @@
-"""Compute maps from a trace: the function of each method."""
+"""Methods on a recorded pass: rollouts, flow, attention and baselines, as functions from `TargetedTrace` to `Maps`."""
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
-from vitflow.explaining.targeted_trace import TargetedTrace
+from vitflow.explaining.inputs import PlacedImage
 from vitflow.methods import cells, gradients
 from vitflow.methods import rollout as rollouts
 from vitflow.methods.flow.attention_flow import attention_flow
@@ -18,10 +18,12 @@ from vitflow.methods.fusion import HeadFusion, SignedFusion, check_layer, normal
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
-from vitflow.models.blocks import block_paths
+from vitflow.models.info import ModelInfo
+from vitflow.models.outputs import Outputs, activate, log_odds
 from vitflow.models.pooling import pool_queries
 from vitflow.progress import tracking
-from vitflow.recording.changed_tokens import output_from_tokens
+from vitflow.recording.layers import Backward
+from vitflow.recording.readout import Readouts
 from vitflow.recording.trace import Trace
 from vitflow.registry.options import OPTIONS
 
@@ -29,6 +31,86 @@ Patch = Sequence[int]
 
 # Saturated share from which a flow map gets a warning.
 MOSTLY_SATURATED = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class TargetedTrace(Trace):
+    """A recorded pass with its targets: the first argument of the function of a method.
+
+    It shares the recorded tensors with the trace that it was made from.
+
+    Attributes:
+        pixels: the model input, [batch, channels, height, width].
+        run: maps model inputs to logits [batch, classes] by running the model again.
+        model_info: properties of the model.
+        targets: target class of each image, [batch]; None if the model has no classes.
+        outputs: the outputs that maps explain; may differ from the reported ones.
+        images: the images of the pass.
+        raw_scores: logits of the reported outputs, [batch, classes].
+        probabilities: reported scores, [batch, classes]; None if the model has no classes.
+        seconds: duration of the pass.
+        refinement_requested: whether the refinement of the current method was requested, not a default.
+        is_random: True if the pass used random numbers, as Monte-Carlo dropout does.
+        cached_outputs: outputs of further forward passes by key, for further classes and methods.
+    """
+
+    pixels: Tensor
+    run: Callable[[Tensor], Tensor]
+    model_info: ModelInfo
+    targets: Tensor | None = None
+    outputs: Outputs = field(default_factory=Outputs)
+    images: Sequence[PlacedImage] = ()
+    raw_scores: Tensor | None = None
+    probabilities: Tensor | None = None
+    seconds: float = 0.0
+    refinement_requested: bool = False
+    is_random: bool = False
+    cached_outputs: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trace: Trace, targets: Tensor | None, **further: Any) -> "TargetedTrace":
+        """Add targets and further attributes, at least `run` and `model_info`, to a recorded pass."""
+        recorded = {field.name: getattr(trace, field.name) for field in fields(Trace)}
+        return cls(**recorded, targets=targets, **further)
+
+    @property
+    def class_indices(self) -> Tensor:
+        """Target class of each image, [batch]; OptionError if there is none."""
+        if self.targets is None:
+            raise OptionError(
+                "Class-specific methods require classes, and this model has none. Use a method that is not "
+                "class-specific, such as rollout, or pass outputs= to explain other values."
+            )
+        return self.targets
+
+    @property
+    def readout(self) -> Tensor:
+        """Readout of the explained outputs; see `Trace.readout`."""
+        return self.readout_of(self.targets)
+
+    @property
+    def readouts(self) -> Readouts:
+        """Readouts of the explained outputs; see `Trace.readouts`."""
+        return self.readouts_of(self.targets)
+
+    @property
+    def perturbed_outputs(self) -> Outputs:
+        """Outputs that are computed for changed images."""
+        return self.outputs.perturbed_outputs or self.outputs
+
+    def backward(self, targets: Tensor | None = None) -> Backward:
+        """Backward pass, by default for the targets; see `Trace.backward`."""
+        return Trace.backward(self, self.class_indices if targets is None else targets)
+
+    def predict(self, pixels: Tensor) -> Tensor:
+        """Run the model again and return the probabilities [batch, classes]."""
+        with torch.no_grad():
+            return activate(self.run(pixels), self.perturbed_outputs.activation)
+
+    def log_odds(self, pixels: Tensor) -> Tensor:
+        """Run the model again and return the log-odds [batch, classes], which do not saturate at probability 1."""
+        with torch.no_grad():
+            return log_odds(self.run(pixels), self.perturbed_outputs.activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,44 +363,3 @@ def centre(trace: TargetedTrace, *, sigma: float) -> Maps:
     """Gaussian at the centre of the image."""
     rows, cols = trace.grid()
     return Maps(cells.centre_prior(rows, cols, sigma=sigma).expand(len(trace.pixels), -1, -1))
-
-
-def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
-    """Positive gradients of each layer's output with respect to its attention, averaged over heads, queries and layers.
-
-    The output of a layer is the model's output with the tokens of that layer in place of the last layer's. The paper
-    replaces a class token by the mean of all tokens.
-    """
-    check_known("pooled", pooled, OPTIONS["pooled"].choices)
-    paths = block_paths(trace.model)
-    blocks = [next((path for path in paths if f"{layer.name}.".startswith(f"{path}.")), None) for layer in trace.layers]
-    if trace.staged or blocks != paths:
-        raise UnsupportedModelError(
-            "LeGrad requires a single stack of blocks with the same tokens, and "
-            f"{type(trace.model).__name__} has windows, stages, or attention outside of its blocks. Use gae "
-            "or gradient_rollout."
-        )
-    trace.readout_of(trace.targets)  # refuses a head that reads several blocks
-    first = check_layer("start_layer", start_layer, len(paths))
-    gradient: list[Tensor] = []
-    with tracking("LeGrad", len(paths) - first) as progress:
-        for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
-            # Only this layer: the layers above do not affect its output.
-            single = Trace(layers=[layer], model=trace.model, names=trace.names, watch=trace.watch)
-            gradient += single.gradients_of(_output_of(trace, trace.features[path], paths[-1], pooled)).attentions
-            progress(1)
-    return Maps(trace.layout.to_grid(gradients.legrad(gradient)))
-
-
-def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
-    """Return the target output of each image if the last block returned these tokens, [batch, 1]."""
-    with torch.inference_mode(False), torch.enable_grad():
-        if pooled == "mean":  # in place of each prefix token that is read more than any patch
-            readout, prefix = trace.readout, trace.layout.num_prefix_tokens
-            read = readout[:, :prefix] > readout[:, trace.layout.patches].amax(dim=1, keepdim=True)
-            mean = tokens.mean(dim=1, keepdim=True)
-            means = torch.where(read.to(tokens.device).unsqueeze(-1), mean, tokens[:, :prefix])
-            tokens = torch.cat([means, tokens[:, prefix:]], dim=1)
-        output = output_from_tokens(trace.model, trace.pixels, last, tokens)
-        scores = trace.outputs.required_scores(output, trace.model_info.id)
-        return scores.gather(1, trace.class_indices.to(scores.device).view(-1, 1))

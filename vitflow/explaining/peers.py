@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from vitflow.errors import OptionError, UnsupportedModelError, VitflowError, load_extra, unknown_name
-from vitflow.explaining.grad_cam import measured_layers
-from vitflow.explaining.maps import Maps
-from vitflow.explaining.targeted_trace import TargetedTrace
+from vitflow.explaining.features import measured_layers
+from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_owners, sum_cells
 from vitflow.models.anatomy import forward_options

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from vitflow.errors import OptionError, OutsideImageError, ShapeError
-from vitflow.explaining.similarity import box_inside, check_box
+from vitflow.explaining.features import box_inside, check_box
 from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
 from vitflow.models.binding import Binding

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from vitflow.errors import UnsupportedModelError, check_known, whole_number
-from vitflow.explaining.maps import Maps
-from vitflow.explaining.refining import affinity_of, make_maps
-from vitflow.explaining.targeted_trace import TargetedTrace
+from vitflow.explaining.applying import affinity_of, make_maps
+from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.methods.cells import cell_owners
 from vitflow.methods.refinement import AffinityName
 from vitflow.methods.sampling import NORMAL_95, draw_masks, mean_differences, regress, split_half_maps

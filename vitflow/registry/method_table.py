@@ -289,7 +289,7 @@ register_method(
 )
 register_method(
     "legrad",
-    "vitflow.explaining.maps:legrad",
+    "vitflow.explaining.features:legrad",
     title="LeGrad",
     summary="LeGrad: positive gradients of the output of each layer with respect to its attention, averaged.",
     question="Which attention increases the output that the tokens of each layer would give?",
@@ -300,7 +300,7 @@ register_method(
 )
 register_method(
     "gradcam",
-    "vitflow.explaining.grad_cam:gradcam",
+    "vitflow.explaining.features:gradcam",
     title="Grad-CAM",
     summary="Grad-CAM on the tokens of one block.",
     question="Which patch features increase the score of this class?",
@@ -357,7 +357,7 @@ register_method(
 )
 register_method(
     "similarity",
-    "vitflow.explaining.similarity:similarity",
+    "vitflow.explaining.features:similarity",
     title="Similar patches",
     summary="Similarity: the cosine of the features of each patch and those of a patch, a box, or the class token.",
     question="Which patches have features similar to this patch or box?",

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, check_known
 from vitflow.evaluation.measures.faithfulness import shared_input
-from vitflow.explaining.applying import recording_options
+from vitflow.explaining.applying import affinity_of, recording_options
 from vitflow.explaining.explainer import Explainer
-from vitflow.explaining.refining import affinity_of
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.sampling import sample
 from vitflow.explaining.targets import Target

@@ -1,0 +1,248 @@
+"""Methods that read the features of layers: Grad-CAM, LeGrad, and similarity of patches."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitflow.errors import (
+    OTHER_METHODS,
+    OptionError,
+    OutsideGridError,
+    OutsideImageError,
+    UnsupportedModelError,
+    check_known,
+)
+from vitflow.explaining.maps import Maps, Patch, TargetedTrace, patch_place
+from vitflow.images.geometry import Placement
+from vitflow.methods import gradients
+from vitflow.methods import similarity as feature_methods
+from vitflow.methods.fusion import check_layer
+from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import forward_options, has_class_token
+from vitflow.models.blocks import block_of, block_paths, branch_norms, entries_of, layer_output
+from vitflow.progress import tracking
+from vitflow.recording.isolation import evaluating
+from vitflow.recording.changed_tokens import output_from_tokens
+from vitflow.recording.recorder import record_attention
+from vitflow.recording.trace import Trace
+from vitflow.registry.options import OPTIONS
+
+Box = Sequence[float]
+
+# Share of a gradient above which the rest is rounding, in float32 and in half precision.
+_WHOLE, _WHOLE_IN_HALF = 0.99, 0.95
+
+
+def _located(trace: Trace, path: str) -> tuple[TokenLayout, bool]:
+    """Return the layout of the output of a module, and True if its channels are last."""
+    model = type(trace.model).__name__
+    if path not in trace.features:
+        raise UnsupportedModelError(f"{model} does not run {path}: use another layer.")
+    features, located = trace.features[path], trace.feature_layouts[path]
+    if located is None or trace.pixels is None or len(features) != len(trace.pixels):
+        raise UnsupportedModelError(
+            f"The output of {path} in {model}, of shape {tuple(features.shape)}, has no patch grid. Use another layer, "
+            "input_gradient or occlusion."
+        )
+    return located
+
+
+def _as_tokens(features: Tensor, channels_last: bool) -> Tensor:
+    """Return features, which may be a feature map, as [batch, tokens, channels]."""
+    if features.ndim == 3:
+        return features
+    return features.flatten(1, 2) if channels_last else features.flatten(2).transpose(1, 2)
+
+
+def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:
+    """Grad-CAM for the target at the first norm of a block, or at the output of a stage, on the grid of that layer.
+
+    The maps of branches with the same grid are added.
+    """
+    paths, shares = cam_layers(trace, trace.class_indices, layer)
+    grids, whole = [_map_of(trace, path) for path in paths], _whole(trace)
+    facts = [{} if share >= whole else {"cam_share": round(share, 3)} for share in shares.tolist()]
+    return Maps(torch.stack(grids).sum(dim=0), facts)
+
+
+def cam_layers(trace: Trace, targets: Tensor, layer: int) -> tuple[list[str], Tensor]:
+    """Return the modules whose Grad-CAM maps are added, and the share of each image's gradient that passes them.
+
+    The gradient of the target is measured at the block that contains the layer. If a part of it passes elsewhere, the
+    same layer of other branches with the same grid is added. A head may also read lower blocks of the same stack: then
+    the share is below that of the whole.
+    """
+    model, whole = type(trace.model).__name__, _whole(trace)
+    first, *others = branch_norms(trace.model, layer)
+    paths = [path for path in (first, *others) if path in trace.features]
+    if first not in paths:
+        raise UnsupportedModelError(
+            f"{model} does not run {first}, so Grad-CAM has no features: use another layer, input_gradient or "
+            "occlusion."
+        )
+    for path in paths:
+        count, images = len(trace.features[path]), len(targets)
+        if count != images:
+            fact = f"{model} computes {count} rows for {images} images at {path}, as for test-time augmentation, so "
+            raise UnsupportedModelError(f"{fact}Grad-CAM has no place on the image. {OTHER_METHODS}")
+    shares = trace.share_passing([block_of(paths[0])], targets)
+    if shares.min() >= whole:
+        return paths[:1], shares
+    places = trace.feature_layouts
+    same_grid = [path for path in paths if places[path] is not None and places[path] == places[paths[0]]]
+    if len(same_grid) > 1:
+        together = trace.share_passing([block_of(path) for path in same_grid], targets)
+        if together.min() >= whole:
+            return same_grid, together
+    if any(trace.share_passing([entry], targets).min() >= whole for entry in entries_of(trace.model, paths[0])):
+        return paths[:1], shares
+    raise UnsupportedModelError(
+        f"{model} computes its output in several branches that do not share a patch grid: "
+        f"{float(shares.min()):.0%} of its gradient pass {block_of(paths[0])}, and Grad-CAM would omit the rest. "
+        f"{OTHER_METHODS}"
+    )
+
+
+def measured_layers(trace: TargetedTrace, layer: int) -> list[str]:
+    """Return the modules of `cam_layers` for a trace without gradients, from another forward pass."""
+    size = (trace.pixels.shape[-2], trace.pixels.shape[-1])
+    recording = record_attention(
+        trace.model,
+        gradients=True,
+        attention=False,
+        features=branch_norms(trace.model, layer),
+        outputs=trace.outputs.read,
+    )
+    with torch.inference_mode(False), torch.enable_grad(), evaluating(trace.model), recording as recorded:
+        trace.model(trace.pixels.detach().clone(), **forward_options(trace.model, size))
+    return cam_layers(recorded, trace.class_indices, layer)[0]
+
+
+def _whole(trace: Trace) -> float:
+    half = trace.logits is not None and trace.logits.dtype.itemsize < 4
+    return _WHOLE_IN_HALF if half else _WHOLE
+
+
+def _map_of(trace: TargetedTrace, path: str) -> Tensor:
+    """Return the Grad-CAM map of the output of one module, [batch, rows, cols]."""
+    layout, channels_last = _located(trace, path)
+    stop = layout.patches.stop
+    pair = [_as_tokens(each[path], channels_last)[:, :stop] for each in (trace.features, trace.backward().features)]
+    tokens = gradients.grad_cam(*pair, num_prefix_tokens=layout.num_prefix_tokens)
+    grid: Tensor = replace(layout, num_suffix_tokens=0).to_grid(tokens)
+    return grid
+
+
+def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
+    """Positive gradients of each layer's output with respect to its attention, averaged over heads, queries and layers.
+
+    The output of a layer is the model's output with the tokens of that layer in place of the last layer's. The paper
+    replaces a class token by the mean of all tokens.
+    """
+    check_known("pooled", pooled, OPTIONS["pooled"].choices)
+    paths = block_paths(trace.model)
+    blocks = [next((path for path in paths if f"{layer.name}.".startswith(f"{path}.")), None) for layer in trace.layers]
+    if trace.staged or blocks != paths:
+        raise UnsupportedModelError(
+            "LeGrad requires a single stack of blocks with the same tokens, and "
+            f"{type(trace.model).__name__} has windows, stages, or attention outside of its blocks. Use gae "
+            "or gradient_rollout."
+        )
+    trace.readout_of(trace.targets)  # refuses a head that reads several blocks
+    first = check_layer("start_layer", start_layer, len(paths))
+    gradient: list[Tensor] = []
+    with tracking("LeGrad", len(paths) - first) as progress:
+        for path, layer in list(zip(paths, trace.layers, strict=True))[first:]:
+            # Only this layer: the layers above do not affect its output.
+            single = Trace(layers=[layer], model=trace.model, names=trace.names, watch=trace.watch)
+            gradient += single.gradients_of(_output_of(trace, trace.features[path], paths[-1], pooled)).attentions
+            progress(1)
+    return Maps(trace.layout.to_grid(gradients.legrad(gradient)))
+
+
+def _output_of(trace: TargetedTrace, tokens: Tensor, last: str, pooled: str) -> Tensor:
+    """Return the target output of each image if the last block returned these tokens, [batch, 1]."""
+    with torch.inference_mode(False), torch.enable_grad():
+        if pooled == "mean":  # in place of each prefix token that is read more than any patch
+            readout, prefix = trace.readout, trace.layout.num_prefix_tokens
+            read = readout[:, :prefix] > readout[:, trace.layout.patches].amax(dim=1, keepdim=True)
+            mean = tokens.mean(dim=1, keepdim=True)
+            means = torch.where(read.to(tokens.device).unsqueeze(-1), mean, tokens[:, :prefix])
+            tokens = torch.cat([means, tokens[:, prefix:]], dim=1)
+        output = output_from_tokens(trace.model, trace.pixels, last, tokens)
+        scores = trace.outputs.required_scores(output, trace.model_info.id)
+        return scores.gather(1, trace.class_indices.to(scores.device).view(-1, 1))
+
+
+def layer_features(trace: Trace, layer: int) -> tuple[Tensor, TokenLayout]:
+    """Return the features of a layer after the model's last norm, [batch, tokens, width], and their layout."""
+    path, norm = layer_output(trace.model, layer)
+    layout, channels_last = _located(trace, path)
+    features = trace.features[path].detach()
+    with torch.no_grad():
+        tokens = _as_tokens(features if norm is None else norm(features), channels_last)
+    return gradients.at_least_float32(tokens), layout
+
+
+def similarity(trace: TargetedTrace, *, layer: int, patch: Patch | None, box: Box | None) -> Maps:
+    """Cosine of the features of each patch and those of a patch, the mean of a box, or the class token."""
+    if patch is not None and box is not None:
+        raise OptionError(f"Expected either patch or box, got both: patch={patch!r}, box={box!r}.")
+    tokens, layout = layer_features(trace, layer)
+    patches = tokens[:, layout.patches]
+    if patch is not None:
+        row, col = patch_place(patch)
+        words, reference = f"patch ({row}, {col})", tokens[:, layout.token_of_patch(row, col)]
+    elif box is not None:
+        shares = torch.stack([_shares(image.placement, box, layout) for image in trace.images])
+        words, reference = "the box", (shares.to(patches).unsqueeze(1) @ patches).squeeze(1)
+    elif has_class_token(trace.model, layout):
+        words, reference = "the class token", tokens[:, 0]
+    else:
+        words, reference = "the mean of the patches", patches.mean(dim=1)
+    grids = feature_methods.similarity(patches, reference).unflatten(1, (layout.rows, layout.cols))
+    facts: list[dict[str, Any]] = [{"compared_with": words} for _ in grids]
+    return Maps(grids, facts)
+
+
+def _shares(placement: Placement, box: Box, layout: TokenLayout) -> Tensor:
+    """Return the share of a box of the image in each patch of the model input, [patches]."""
+    left, top, right, bottom = box_inside(check_box(box), placement)
+    edges = [placement.to_input(top, left), placement.to_input(bottom, right)]
+    (first, tall), (start, wide) = replace(placement, extent=layout.extent).cells((layout.rows, layout.cols))
+    [(y0, x0), (y1, x1)] = [((y - first) * layout.rows / tall, (x - start) * layout.cols / wide) for y, x in edges]
+    try:
+        return feature_methods.area_shares((x0, y0, x1, y1), layout.rows, layout.cols)
+    except OutsideGridError as error:
+        raise OutsideImageError(
+            f"The box {tuple(box)} is outside the region that the model saw, {placement.seen_box}: choose a box "
+            "inside, or fit='squash' or 'pad'."
+        ) from error
+
+
+def box_inside(box: tuple[float, float, float, float], placement: Placement) -> tuple[float, float, float, float]:
+    """Return a box of the image; OutsideImageError if it reaches out by more than a pixel of rounding."""
+    left, top, right, bottom = box
+    height, width = placement.image_size
+    if min(left, top) < -1 or right > width + 1 or bottom > height + 1 or left >= width or top >= height:
+        raise OutsideImageError(
+            f"The box {box} reaches out of the image of {width} × {height} pixels. Give it in pixels of the image as "
+            "displayed, which its EXIF orientation may turn."
+        )
+    return box
+
+
+def check_box(box: Box) -> tuple[float, float, float, float]:
+    """Return the edges of a box as floats; OptionError if it has no area."""
+    try:
+        left, top, right, bottom = (float(edge) for edge in box)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"Expected box=(left, top, right, bottom) in pixels of the image, got {box!r}.") from error
+    if not (left < right < float("inf") and top < bottom < float("inf")):
+        raise OptionError(
+            f"Expected box=(left, top, right, bottom) with left < right and top < bottom, got {tuple(box)!r}."
+        )
+    return left, top, right, bottom
