@@ -268,7 +268,7 @@ def test_random_maps_are_an_images_and_the_same_every_time():
     many = random_map(torch.arange(400.0).reshape(400, 1, 1, 1), rows=8, cols=8).numpy()
     assert many.mean() == pytest.approx(0.5, abs=0.01)
     assert abs(np.corrcoef(many[:200].ravel(), many[200:].ravel())[0, 1]) < 0.03
-    with pytest.raises(OptionError, match="seed of at least 0"):
+    with pytest.raises(OptionError, match="random_seed of at least 0"):
         kept.explain(IMAGES[0], method="random", random_seed=-1)
 
 

@@ -9,8 +9,7 @@ from torch import nn
 from tests import literal_vit
 from tests.models.test_libraries import NORMALISATION, built
 from vitflow import Explainer
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError
-from vitflow.methods.gradients import legrad
+from vitflow.errors import OptionError, UnsupportedModelError
 from vitflow.models.blocks import block_paths
 from vitflow.recording.changed_tokens import output_from_tokens
 from vitflow.recording.recorder import record_attention
@@ -106,5 +105,3 @@ def test_what_legrad_cannot_be_requested_is_said():
             explainer.explain(photo(), method="legrad", **options)
     with pytest.raises(OptionError, match="require classes"):
         Explainer(literal_vit.timm_model(num_classes=0), data_config=CONFIG).explain(photo(), method="legrad")
-    with pytest.raises(ShapeError, match="of each layer"):
-        legrad([])

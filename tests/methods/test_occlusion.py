@@ -166,10 +166,8 @@ def test_wrong_input_is_named():
     def predict(batch: Tensor) -> Tensor:
         return torch.zeros(len(batch), 2)
 
-    with pytest.raises(OptionError, match="batch_size of at least 1, got 0"):
+    with pytest.raises(OptionError, match="occlusion_batch of at least 1"):
         occlusion(predict, pixels, targets, rows=2, cols=2, batch_size=0)
-    with pytest.raises(ShapeError, match=r"one target per image, got \(2, 3, 8, 8\) and targets \(1,\)"):
-        occlusion(predict, pixels, targets[:1], rows=2, cols=2)
     with pytest.raises(ShapeError, match="1 to 8 cells on a side of 8 pixels, got 9"):
         occlusion(predict, pixels, targets, rows=9, cols=2)
     with pytest.raises(OptionError, match="patch_size from 1 to 32 pixels, got 40"):

@@ -122,16 +122,6 @@ def test_a_random_map_stays_random():
     assert abs(wins.mean() - 0.5) < 3 * wins.std() / 200**0.5
 
 
-@pytest.mark.parametrize("wrong", [torch.rand(3, 3), torch.rand(1, 3, 4)])
-def test_other_shapes_are_refused(wrong):
-    with pytest.raises(ShapeError, match="Expected matrices"):
-        balance(wrong)
-    with pytest.raises(ShapeError, match="Expected keys"):
-        key_affinity([torch.rand(1, 3, 4), torch.rand(1, 2, 4)])
-    with pytest.raises(ShapeError, match="got none"):
-        key_affinity([])
-
-
 def test_sums_are_kept_where_balancing_does_not_come_to_an_end(monkeypatch):
     """Two blocks that hardly touch: a hundred rounds are not enough, and a few even less."""
     matrix = torch.rand(1, 8, 8, dtype=torch.float64)

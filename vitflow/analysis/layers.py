@@ -17,9 +17,9 @@ from vitflow.analysis.strips import SHARES, Strip, in_rows
 from vitflow.errors import OptionError
 from vitflow.explaining.captions import class_lines, departures, method_in_words, model_in_words
 from vitflow.explaining.explainer import Explainer
+from vitflow.explaining.features import layer_features
 from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
 from vitflow.explaining.saliency import Saliency
-from vitflow.explaining.features import layer_features
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.images import overlay
 from vitflow.images.figures import Band, Cell, Column, FigureResult, draw_bands, written

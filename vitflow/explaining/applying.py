@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import ModelError, ShapeError, UnsupportedModelError, VitflowWarning, check_known
+from vitflow.errors import ModelError, ShapeError, UnsupportedModelError, VitflowWarning
 from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.explaining.saliency import Saliency
 from vitflow.explaining.targets import Score
-from vitflow.methods.refinement import AFFINITIES, Affinity, AffinityName, co_attention, key_affinity, refine
+from vitflow.methods.refinement import Affinity, AffinityName, co_attention, key_affinity, refine
 from vitflow.models.blocks import block_paths, branch_norms, layer_output
 from vitflow.models.info import ModelInfo
 from vitflow.models.outputs import Outputs
@@ -261,7 +261,6 @@ def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affi
 
     The trace caches it for further methods and classes. UnsupportedModelError if there is no such layer.
     """
-    check_known("affinity", name, AFFINITIES)
     if name == "both":
         attention, keys = (affinity_of(trace, each, grid) for each in ("attention", "keys"))
         return Affinity(attention.attention, keys.keys)

@@ -159,9 +159,15 @@ class Explainer(ImageModel):
         `blank`, facts["blank"] has the score of the image replaced by its mean colour: if it is as high, the score
         does not depend on the image, whatever the map shows.
         """
-        chosen = choose_methods(None if method is None else [method], options, has_target=self.has_target(target))
-        images = self._read([image], None, None if original is None else [original])
-        maps = self._explain(images, chosen, target, readout, blank=blank)
+        maps = self.explain_batch(
+            [image],
+            methods=None if method is None else [method],
+            targets=target,
+            readout=readout,
+            originals=None if original is None else [original],
+            blank=blank,
+            **options,
+        )
         if len(maps) != 1:
             raise OptionError(f"Expected a single target, but {target!r} gives {len(maps)} maps: use explain_batch.")
         return maps[0]
@@ -328,16 +334,7 @@ class Explainer(ImageModel):
     def explain_supported(
         self, image: ImageInput, methods: Sequence[MethodChoice], **arguments: Any
     ) -> tuple[list[Saliency], list[MethodChoice]]:
-        """Explain one image with the methods that the model supports; warn about the others.
-
-        Args:
-            image: the image.
-            methods: the methods.
-            arguments: other arguments of `explain_batch`.
-
-        Returns:
-            The maps, and the methods that the model supports.
-        """
+        """Explain one image with the methods that the model supports, which are returned too; warn about the others."""
         try:
             return self.explain_batch([image], methods=methods, **arguments), list(methods)
         except UnsupportedModelError:
@@ -379,8 +376,7 @@ class Explainer(ImageModel):
     def _record_for(self, pixels: Tensor, chosen: Chosen, outputs: Outputs, readout: Any) -> tuple[Trace, Chosen]:
         """Run one forward pass that records only what the methods need; return the methods without inapplicable steps.
 
-        Value weighting and refinement are dropped from methods if the model does not support them, unless they were
-        requested.
+        Value weighting and refinement are left out if the model does not support them, unless they were requested.
         """
         options, reads = recording_options(chosen, self.model), any(map(starts_at_readout, chosen))
         try:

@@ -13,7 +13,6 @@ from vitflow.errors import (
     OutsideGridError,
     OutsideImageError,
     UnsupportedModelError,
-    check_known,
 )
 from vitflow.explaining.maps import Maps, Patch, TargetedTrace, patch_place
 from vitflow.images.geometry import Placement
@@ -24,11 +23,10 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options, has_class_token
 from vitflow.models.blocks import block_of, block_paths, branch_norms, entries_of, layer_output
 from vitflow.progress import tracking
-from vitflow.recording.isolation import evaluating
 from vitflow.recording.changed_tokens import output_from_tokens
+from vitflow.recording.isolation import evaluating
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
-from vitflow.registry.options import OPTIONS
 
 Box = Sequence[float]
 
@@ -142,7 +140,6 @@ def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
     The output of a layer is the model's output with the tokens of that layer in place of the last layer's. The paper
     replaces a class token by the mean of all tokens.
     """
-    check_known("pooled", pooled, OPTIONS["pooled"].choices)
     paths = block_paths(trace.model)
     blocks = [next((path for path in paths if f"{layer.name}.".startswith(f"{path}.")), None) for layer in trace.layers]
     if trace.staged or blocks != paths:

@@ -285,14 +285,7 @@ class ImageModel:
             return self._run_recorded(self.pixels(image), self.outputs, reads=True, **options)
 
     def _run_recorded(self, pixels: Tensor, outputs: Outputs, *, reads: bool, **options: Any) -> Trace:
-        """Record one forward pass; a second one if it shows that the first has not recorded enough.
-
-        Args:
-            pixels: model inputs [batch, channels, height, width].
-            outputs: the outputs that are explained.
-            reads: whether the readout is required.
-            options: as for `record_attention`.
-        """
+        """Record one forward pass, with its readout if `reads`; a second one if the first has not recorded enough."""
         if not reads or options.get("readout") is not None:
             return self._recorded_pass(pixels, outputs, **options)
         if self._blocks is None:

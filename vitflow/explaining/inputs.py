@@ -50,12 +50,7 @@ ImageInput = ImageSource | Tensor | PlacedImage
 
 
 class ModelInputs:
-    """Read images for a model, place them, and make its inputs.
-
-    Args:
-        preprocessing: preprocessing from images to model inputs.
-        model_id: name of the model in messages.
-    """
+    """Read images for a model, place them, and make its inputs."""
 
     def __init__(self, preprocessing: Preprocessing, model_id: str) -> None:
         self.preprocessing, self._model_id = preprocessing, model_id
@@ -184,12 +179,7 @@ def crop_note(placement: Placement) -> str:
 
 
 def _unnormalised(values: Tensor, shown: Tensor) -> str:
-    """Return why a model input does not look normalised; empty if it does.
-
-    Args:
-        values: the input, [channels, height, width].
-        shown: the input without its normalisation, from 0 to 1 for images.
-    """
+    """Return why a model input does not look normalised, from its values and those without the normalisation; or ""."""
     lowest, highest = float(values.min()), float(values.max())
     between = f"its range is {lowest:.3g} to {highest:.3g}"
     if float(shown.min()) < -_OVERSHOOT or float(shown.max()) > 1 + _OVERSHOOT:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning, check_known
+from vitflow.errors import OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.methods import cells, gradients
 from vitflow.methods import rollout as rollouts
@@ -25,7 +25,6 @@ from vitflow.progress import tracking
 from vitflow.recording.layers import Backward
 from vitflow.recording.readout import Readouts
 from vitflow.recording.trace import Trace
-from vitflow.registry.options import OPTIONS
 
 Patch = Sequence[int]
 
@@ -103,12 +102,12 @@ class TargetedTrace(Trace):
         return Trace.backward(self, self.class_indices if targets is None else targets)
 
     def predict(self, pixels: Tensor) -> Tensor:
-        """Run the model again and return the probabilities [batch, classes]."""
+        """Return the probabilities [batch, classes] of other model inputs."""
         with torch.no_grad():
             return activate(self.run(pixels), self.perturbed_outputs.activation)
 
     def log_odds(self, pixels: Tensor) -> Tensor:
-        """Run the model again and return the log-odds [batch, classes], which do not saturate at probability 1."""
+        """Return the log-odds [batch, classes] of other model inputs, which do not saturate at probability 1."""
         with torch.no_grad():
             return log_odds(self.run(pixels), self.perturbed_outputs.activation)
 
@@ -161,14 +160,10 @@ def _through_layers(
     end_layer: int = -1,
     **options: Any,
 ) -> Maps:
-    """Compute the row of a product of fused layers, on the (finest) patch grid.
+    """Compute the row of a product of fused layers, on the (finest) patch grid; options are those of `staged_rollout`.
 
-    Args:
-        trace: the trace.
-        matrices: fused attention of each layer.
-        readouts: weights [batch, tokens] that are added to the row after each of these layers.
-        end_layer: the highest layer of the product, at which readouts after higher layers are added.
-        options: as for `staged_rollout`.
+    The readouts [batch, tokens] are added to the row after each of these layers, those after layers above `end_layer`
+    at that layer.
     """
     count = check_layer("end_layer", end_layer, len(trace.layers)) + 1
     tokens, starts = [layer.tokens for layer in trace.layers], dict[int, Tensor]()
@@ -187,10 +182,7 @@ def _through_layers(
 
 
 def _readouts(trace: TargetedTrace, patch: Patch | None) -> dict[int, Tensor]:
-    """Return the weights [batch, tokens] with which a product of layers starts, by the number of layers below them.
-
-    A block that the head reads has its readout, times the share of the block.
-    """
+    """Return the weights [batch, tokens] with which a product of layers starts, by the number of layers below them."""
     if patch is not None:
         return {len(trace.layers): readout_of(trace, patch)}
     blocks = trace.readouts.blocks
@@ -344,7 +336,6 @@ def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
 
 def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
     """Drop in the target's log-odds or probability without each patch."""
-    check_known("score", score, OPTIONS["score"].choices)
     rows, cols = trace.grid(patch_size)
     predict = trace.log_odds if score == "log-odds" else trace.predict
     options: dict[str, Any] = {"rows": rows, "cols": cols, "extent": trace.extent_of((rows, cols))}

@@ -37,14 +37,7 @@ _PACKAGES = {"captum": ("captum.attr", "captum"), "cam": ("pytorch_grad_cam", "g
 
 @cache
 def external_method(name: str) -> Method:
-    """Return the method for an attribution class of another package.
-
-    Args:
-        name: "captum:" or "cam:" with the name of a class, such as "captum:IntegratedGradients" or "cam:LayerCAM".
-
-    Raises:
-        OptionError: the package is not installed, or has no such class.
-    """
+    """Return the method for a class of another package, such as "captum:IntegratedGradients" or "cam:LayerCAM"."""
     package, _, wanted = name.partition(":")
     module, extra = _PACKAGES[package]
     classes = _classes(load_extra(module, f"--method {name}", extra), package)
@@ -216,11 +209,7 @@ class _ExternalMethod:
 
     @contextmanager
     def _running(self, trace: TargetedTrace) -> Iterator[tuple[nn.Module, Tensor]]:
-        """Give the model and its input to a package, quote its errors, and restore gradients, modes and random states.
-
-        Raises:
-            UnsupportedModelError: the package raised an error.
-        """
+        """Yield the model and its input, quote a package's errors, and restore gradients, modes and random states."""
         parameters = list(trace.model.parameters())
         device = trace.pixels.device
         numbers = np.random.get_state()  # noqa: NPY002 (packages use the global generator)

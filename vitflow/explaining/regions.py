@@ -157,11 +157,6 @@ class Regions:
     """Outputs for a detection or region; the current one is set by `binding` while an image is explained.
 
     One object serves all images, so that the head of a model is observed once for a question.
-
-    Args:
-        question: what is explained.
-        names: class names given by the caller.
-        activation: given by the caller.
     """
 
     def __init__(self, question: Boxes | Masks, names: list[str] | None, activation: str | None) -> None:
@@ -214,12 +209,7 @@ class Regions:
             self.bound = None
 
     def select(self, output: Any, placement: Placement, targets: Any, outputs: Outputs) -> list[Selected]:
-        """Select the detections or regions of one image, from the model's output for it.
-
-        Raises:
-            OptionError: there is no such class.
-            OutsideImageError: there is no such detection, or the class is predicted nowhere.
-        """
+        """Select the detections or regions of one image, from the model's output for it."""
         with torch.no_grad():
             given = targets if isinstance(targets, list | tuple) else [targets]
             wanted = [self._class(target, outputs) for target in given]

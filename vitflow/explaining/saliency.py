@@ -293,11 +293,7 @@ class Saliency:
 
 
 def contrasted(first: Saliency, second: Saliency, activation: str = "softmax") -> Saliency:
-    """Return the difference of two maps, each divided by the sum of its absolute values.
-
-    Raises:
-        SameClassError: both maps are of the same class.
-    """
+    """Return the difference of two maps of different classes, each divided by the sum of its absolute values."""
     if first.target is None or second.target is None or first.target == second.target:
         raise SameClassError(f"Expected two different classes in a contrast, got {first.label} twice.")
     value = _logit(first.score, activation) - _logit(second.score, activation)

@@ -115,16 +115,10 @@ Targets = Target | Sequence[Target] | Sequence[Sequence[Target]] | NDArray[np.in
 def resolve_targets(
     targets: Targets, probabilities: Tensor | None, class_names: Sequence[str] | None
 ) -> list[Tensor | None]:
-    """Resolve targets to class indices, one tensor [batch] per target.
+    """Resolve targets to class indices, one tensor [batch] per target, from probabilities [batch, classes].
 
-    Args:
-        targets: one target or several ("top5" gives the five most probable classes of each image); or an array [batch]
-            with the class index of each image.
-        probabilities: [batch, classes]; None if the model has no classes.
-        class_names: names by class index, or None.
-
-    Raises:
-        OptionError: the class does not exist, or the model has no classes.
+    "top5" gives the five most probable classes of each image; an array has the class index of each image. The
+    probabilities are None if the model has no classes.
 
     >>> resolve_targets(["top2"], torch.tensor([[0.1, 0.7, 0.2]]), None)
     [tensor([1]), tensor([2])]
@@ -153,8 +147,7 @@ def resolve_targets(
 def for_every_image(targets: Any, images: int) -> Any:
     """Return a list of targets for each of several images, which may be given in another list.
 
-    Raises:
-        OptionError: a list of as many class indices as images may also mean one class for each image.
+    A list of as many class indices as images is an error: it may also mean one class for each image.
 
     >>> for_every_image([[0, 1]], 2), for_every_image([0, 1], 3)
     ([0, 1], [0, 1])
@@ -219,9 +212,6 @@ def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None
     """Return the index of a class given by index or name; ImageNet classes also by any synonym or WordNet id.
 
     Case and underscores are ignored. A text that is the name of a class is not an index.
-
-    Raises:
-        OptionError: the class does not exist, or the name is ambiguous.
 
     >>> class_index("Egyptian_CAT", 2, ["tabby", "Egyptian cat"])
     1
@@ -312,11 +302,7 @@ class Contrast:
 
 
 def contrasts_among(targets: Any) -> list[Contrast]:
-    """Return the contrasts among targets; an empty list if the targets are classes.
-
-    Raises:
-        OptionError: contrasts and classes are mixed, or a side of a contrast has more than one class.
-    """
+    """Return the contrasts among targets, each of two single classes; an empty list if the targets are classes."""
     several = list(targets) if isinstance(targets, list | tuple) else [targets]
     contrasts = [target for target in several if isinstance(target, Contrast)]
     if contrasts and len(contrasts) != len(several):

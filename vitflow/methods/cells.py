@@ -115,14 +115,7 @@ def occlusion(
     >>> occlusion(brightness, torch.tensor([[[[0.0, 4.0]]]]), torch.tensor([0]), rows=1, cols=2)
     tensor([[[-1.,  1.]]])
     """
-    if batch_size < 1:
-        raise OptionError(f"Expected a batch_size of at least 1, got {batch_size}.")
-    if pixels.ndim != 4 or targets.shape != pixels.shape[:1]:
-        raise ShapeError(
-            "Expected pixels [batch, channels, height, width] and one target per image, got "
-            f"{tuple(pixels.shape)} and targets {tuple(targets.shape)}."
-        )
-    pixels = pixels.detach()
+    batch_size, pixels = whole_number("occlusion_batch", batch_size, 1), pixels.detach()
     means = pixels.mean(dim=(2, 3), keepdim=True)  # [batch, channels, 1, 1]
     down, across = extent or (None, None)
     tops, lefts = cell_edges(pixels.shape[2], rows, down), cell_edges(pixels.shape[3], cols, across)
@@ -154,9 +147,7 @@ def random_map(pixels: Tensor, *, rows: int, cols: int, seed: int = 0) -> Tensor
     >>> bool((random_map(images, rows=2, cols=3)[1] == random_map(images[1:], rows=2, cols=3)[0]).all())
     True
     """
-    if seed < 0:
-        raise OptionError(f"Expected a seed of at least 0, got {seed}.")
-    maps = []
+    seed, maps = whole_number("random_seed", seed, 0), []
     for image in pixels.detach().float().cpu():
         generator = np.random.default_rng((seed, zlib.crc32(image.numpy().tobytes())))
         maps.append(torch.from_numpy(generator.random((rows, cols), dtype=np.float32)))
@@ -173,8 +164,6 @@ def centre_prior(rows: int, cols: int, *, sigma: float = 0.25) -> Tensor:
     """
     if not sigma > 0:
         raise OptionError(f"Expected sigma > 0, got {sigma}.")
-    if rows < 1 or cols < 1:
-        raise ShapeError(f"Expected at least 1 × 1 patches, got {rows} × {cols}.")
     # In units of σ, as σ² may overflow or underflow.
     y, x = (((torch.arange(count, dtype=torch.float64) + 0.5) / count - 0.5) / sigma for count in (rows, cols))
     return torch.exp(-(y[:, None] ** 2 + x[None, :] ** 2) / 2.0).float()

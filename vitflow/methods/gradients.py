@@ -26,11 +26,6 @@ def grad_cam(features: Tensor, gradients: Tensor, *, num_prefix_tokens: int = 1)
     >>> grad_cam(features, gradients)  # channel weights 1 and -2
     tensor([[0., 0., 3.]])
     """
-    if features.ndim != 3 or features.shape != gradients.shape:
-        raise ShapeError(
-            f"Expected features and gradients of one shape [batch, tokens, channels], got {tuple(features.shape)} and "
-            f"{tuple(gradients.shape)}."
-        )
     features, gradients = at_least_float32(features), at_least_float32(gradients)
     weights = gradients[:, num_prefix_tokens:].mean(dim=1, keepdim=True)  # [batch, 1, channels]
     return (weights * features).sum(dim=-1).clamp_min(0.0)
@@ -48,8 +43,6 @@ def input_gradient(gradients: Tensor, *, rows: int, cols: int, extent: Extent | 
     >>> input_gradient(torch.tensor([[[[1.0, -2.0], [0.0, 3.0]]]]), rows=1, cols=2)
     tensor([[[1., 5.]]])
     """
-    if gradients.ndim != 4:
-        raise ShapeError(f"Expected gradients [batch, channels, height, width], got {tuple(gradients.shape)}.")
     return sum_cells(at_least_float32(gradients).abs().sum(dim=1), rows, cols, extent)
 
 
@@ -65,9 +58,6 @@ def legrad(gradients: Sequence[Tensor]) -> Tensor:
     >>> legrad([torch.tensor([[[[1.0, -1.0], [3.0, 2.0]]]])])
     tensor([[2., 1.]])
     """
-    shapes = [tuple(gradient.shape) for gradient in gradients]
-    if not shapes or any(len(shape) != 4 for shape in shapes) or len({shape[-1] for shape in shapes}) > 1:
-        raise ShapeError(f"Expected gradients [batch, heads, queries, keys] of each layer, got shapes {shapes}.")
     layers = [at_least_float32(gradient).clamp_min(0.0).mean(dim=(1, 2)) for gradient in gradients]
     return sum(layers[1:], start=layers[0]) / len(layers)
 

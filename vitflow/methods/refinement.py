@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from vitflow.errors import OptionError, ShapeError
+from vitflow.errors import ShapeError
 from vitflow.methods.gradients import at_least_float32
 
 # Rows of a balanced matrix sum to 1 within this tolerance, after at most this many rounds.
@@ -69,8 +69,6 @@ def balance(matrices: Tensor, size: int | None = None) -> Balanced | None:
     tensor([[[0.5000, 0.5000],
              [0.5000, 0.5000]]], dtype=torch.float64)
     """
-    if matrices.ndim != 3 or matrices.shape[-1] != matrices.shape[-2]:
-        raise ShapeError(f"Expected matrices [batch, tokens, tokens], got {tuple(matrices.shape)}.")
     first = 0 if size is None else matrices.shape[-1] - size
     inner = matrices[:, first:, first:].double()
     rows, cols = inner.new_ones(inner.shape[:2]), inner.new_ones(inner.shape[:2])
@@ -182,9 +180,6 @@ def key_affinity(layers: Sequence[Tensor]) -> Affinity:
     tensor([[[1., 0.],
              [0., 1.]]], dtype=torch.float64)
     """
-    if not layers or any(layer.ndim != 3 or layer.shape[:2] != layers[0].shape[:2] for layer in layers):
-        shapes = ", ".join(str(tuple(layer.shape)) for layer in layers) or "none"
-        raise ShapeError(f"Expected keys [batch, patches, width] of each layer, got {shapes}.")
     total: Tensor | None = None
     for layer in layers:
         units = torch.nn.functional.normalize(at_least_float32(layer), dim=-1)
@@ -202,8 +197,6 @@ def refine(grids: Tensor, affinity: Affinity, steps: int) -> Tensor:
     >>> refine(torch.tensor([[[1.0, 0.0]]]), co_attention([torch.tensor([[[0.9, 0.1], [0.1, 0.9]]])]), 1)
     tensor([[[0.8200, 0.1800]]])
     """
-    if steps < 0:
-        raise OptionError(f"Expected refine of 0 steps or more, got {steps}.")
     values = grids.detach().double().flatten(1)
     for _ in range(steps):
         values = affinity.spread(values)

@@ -162,10 +162,6 @@ def gradient_weighted_attention(
              [0., 1.]]]))
     """
     attentions, gradients = layers_of(attentions), layers_of(gradients)
-    if len(attentions) != len(gradients):
-        raise ShapeError(
-            f"Expected as many layers of gradients as of attention, {len(attentions)}, got {len(gradients)}."
-        )
     layers = []
     for number, (attention, gradient) in enumerate(zip(attentions, gradients, strict=True), start=1):
         if attention.ndim != 4 or gradient.shape != attention.shape:

@@ -22,11 +22,6 @@ def similarity(features: Tensor, reference: Tensor) -> Tensor:
     >>> similarity(torch.tensor([[[2.0, 0.0], [1.0, 1.0], [0.0, -3.0]]]), torch.tensor([[0.0, 4.0]]))
     tensor([[ 0.0000,  0.7071, -1.0000]])
     """
-    if features.ndim != 3 or reference.shape != (len(features), features.shape[-1]):
-        raise ShapeError(
-            "Expected features [batch, patches, width] and a reference [batch, width], got "
-            f"{tuple(features.shape)} and {tuple(reference.shape)}."
-        )
     return (normalize(features, dim=-1) @ normalize(reference, dim=-1).unsqueeze(-1)).squeeze(-1)
 
 

@@ -113,7 +113,6 @@ def staged_rollout(
         raise ShapeError(
             f"Expected the tokens and residuals of {len(matrices)} layers, got {len(tokens)} and {len(shares)}."
         )
-    checked = [_checked(matrix, layer) for matrix, layer in zip(matrices, tokens, strict=True)]
     layout, count = tokens[-1].queries, len(matrices)
     first = check_layer("start_layer", start_layer, count)
     readouts = dict(readout) if isinstance(readout, Mapping) else {count: readout}
@@ -127,7 +126,7 @@ def staged_rollout(
         if number <= first:
             continue
         step = discard_ratio, shares[number - 1], additive
-        row, layout = _through(row, layout, checked[number - 1], layer, *step)
+        row, layout = _through(row, layout, matrices[number - 1], layer, *step)
         mask = None if passed is None else passed[number - 1]
         if mask is not None:
             row = row * _spread(mask.to(row), layer.keys, layout)
@@ -147,7 +146,6 @@ def staged_attention(
     tensor([[1., 0.]])
     """
     among = tokens[check_layer("layer", layer, len(tokens))]
-    matrix = _checked(matrix, among)
     top = tokens[-1].queries
     if not top.num_suffix_tokens and all(each.dense and each.queries == top for each in tokens):
         prefix, whole = among.keys.num_prefix_tokens, matrix.squeeze(1)
@@ -156,17 +154,6 @@ def staged_attention(
     row = check_readout(readout, len(matrix), top.num_tokens).to(matrix)
     query_row = carry(row, top, among.queries)
     return _through(query_row, among.queries, matrix, among, discard_ratio, 0.0, additive=False)
-
-
-def _checked(matrix: Tensor, layer: LayerTokens) -> Tensor:
-    queries = layer.queries.num_tokens if layer.query_index is None else layer.query_index.shape[1]
-    keys = layer.keys.num_tokens if layer.key_index is None else layer.key_index.shape[1]
-    if matrix.ndim != 4 or tuple(matrix.shape[1:]) != (layer.windows, queries, keys):
-        raise ShapeError(
-            f"Expected attention [batch, {layer.windows} windows, {queries} queries, {keys} keys], got "
-            f"{tuple(matrix.shape)}."
-        )
-    return matrix
 
 
 def _through(

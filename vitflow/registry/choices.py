@@ -6,7 +6,7 @@ from typing import Any
 
 from vitflow.errors import OptionError
 from vitflow.registry.method_table import METHODS, Method, get_method
-from vitflow.registry.options import OPTIONS, check_refining
+from vitflow.registry.options import OPTIONS
 
 # Arguments that other functions or other libraries have, and the name of the right one.
 _MISNAMED = {
@@ -81,15 +81,11 @@ def choose_methods(
     chosen = []
     for method, specific in pairs:
         shared = {name: value for name, value in options.items() if method.accepts(name)}
+        values = method.complete({**shared, **specific})
         # Runs pass each method with all its options: a value that equals the default counts as not requested.
-        requested = frozenset(
-            name
-            for name, option in OPTIONS.items()
-            if option.droppable
-            and (shared.get(name) or (specific.get(name) and specific[name] != method.defaults.get(name)))
-        )
-        chosen.append(ChosenMethod(method.name, method.complete({**shared, **specific}), method.name, requested))
-        check_refining(chosen[-1].options)
+        given = {name for name in values if shared.get(name) is not None or values[name] != method.defaults[name]}
+        requested = frozenset(name for name in given if name in OPTIONS and OPTIONS[name].droppable and values[name])
+        chosen.append(ChosenMethod(method.name, values, method.name, requested))
     return chosen
 
 

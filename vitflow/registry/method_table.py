@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from vitflow.errors import OptionError, check_known, unknown_name
-from vitflow.registry.options import REFINING
+from vitflow.registry.options import OPTIONS, REFINING
 
 # Stage at which a method's map is refined.
 RefineStage = Literal["after", "after_clamping", "inside", "none"]
@@ -100,7 +100,7 @@ class Method:
         """Fill in options that are missing or None, from `preset` or the defaults.
 
         Raises:
-            OptionError: unknown option or preset, or a value that is not finite.
+            OptionError: unknown option or preset, or a value that is not finite or not a choice.
         """
         for name, value in options.items():
             if isinstance(value, float) and not isfinite(value):
@@ -116,7 +116,8 @@ class Method:
         if preset is not None:
             check_known(f"{self.name} preset", preset, self.presets)
             defaults |= self.presets[preset]
-        return {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
+        values = {name: default if options.get(name) is None else options[name] for name, default in defaults.items()}
+        return {name: OPTIONS[name].checked(value) if name in OPTIONS else value for name, value in values.items()}
 
 
 def _loaded(location: str) -> Callable[..., Any]:

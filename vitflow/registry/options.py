@@ -86,6 +86,21 @@ class Option:
             raise OptionError(f"{self.name}: expected {self.metavar}, got {text!r}.") from error
         return numbers if get_args(self.kind) else numbers[0]
 
+    def checked(self, value: Any) -> Any:
+        """Return a value that was given in Python, where a switch may be "on" or "off" as on the command line.
+
+        Raises:
+            OptionError: the value is not a choice, or a number beyond the limits.
+
+        >>> OPTIONS["value_weighted"].checked("on"), OPTIONS["value_weighted"].checked("output")
+        (True, 'output')
+        """
+        if self.kind is bool and isinstance(value, str):
+            return self.read(value)
+        if self.kind == "choice":
+            check_known(self.name.replace("_", " "), value, self.choices)
+        return whole_number(self.name, value, *self.limits) if self.kind is int and self.limits else value
+
     @property
     def annotation(self) -> Any:
         """Type of a value; None stands for the method's default."""
@@ -363,12 +378,6 @@ def default_in_words(name: str, value: Any) -> str:
         by_model = name in OPTIONS and (OPTIONS[name].kind is bool or OPTIONS[name].scope == "text")
         return "depends on the model" if by_model else "none"
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
-def check_refining(options: Mapping[str, Any]) -> None:
-    """Raise OptionError if a refinement option has an invalid value."""
-    whole_number("refine", options.get("refine", 0), *(OPTIONS["refine"].limits or ()))
-    check_known("affinity", options.get("affinity", REFINING["affinity"]), OPTIONS["affinity"].choices)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
