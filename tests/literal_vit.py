@@ -51,25 +51,33 @@ class Pass:
 
     logits: Tensor
     tokens: Tensor = field(default_factory=lambda: torch.empty(0))  # that the head reads, [tokens, channels]
+    blocks: list[Tensor] = field(default_factory=list)  # [layers] of outputs, [tokens, channels]
     attention: list[list[Tensor]] = field(default_factory=list)  # [layers][heads] of [tokens, tokens]
     norm1: list[Tensor] = field(default_factory=list)  # [layers] of [tokens, channels]
     values: list[list[Tensor]] = field(default_factory=list)  # [layers][heads] of [tokens, width]
     pooling: list[Tensor] = field(default_factory=list)  # [heads] of the pooling query's attention, [1, tokens]
 
 
-def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool = False) -> Pass:
+def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool = False, frozen: bool = False) -> Pass:
     """Run one image [3, height, width] with the model's weights.
 
     With fewer blocks the answer is that of the last one's tokens; with `mean` class tokens hold the mean of all tokens.
+    With `frozen`, attention, deviations of norms and gelu(x) / x are constants of the graph.
     """
     weights = dict(model.state_dict())
+
+    def constant(x: Tensor) -> Tensor:
+        return x.detach() if frozen else x
+
+    def gelu(x: Tensor) -> Tensor:
+        return x * (F.gelu(x) / x).detach() if frozen else F.gelu(x)
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
 
     def norm(name: str, x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        scaled = centred / constant((centred.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt())
         return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
     actual = Pass(torch.empty(0))
@@ -92,13 +100,14 @@ def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool
         outputs, matrices, values = [], [], []
         for head in range(HEADS):
             entry = slice(head * size, (head + 1) * size)
-            matrices.append((query[:, entry] @ key[:, entry].T / size**0.5).softmax(-1))
+            matrices.append(constant((query[:, entry] @ key[:, entry].T / size**0.5).softmax(-1)))
             values.append(value[:, entry])
             outputs.append(matrices[-1] @ value[:, entry])
         actual.attention.append(matrices)
         actual.values.append(values)
         x = x + linear(f"{block}.attn.proj", torch.cat(outputs, dim=-1))
-        x = x + linear(f"{block}.mlp.fc2", F.gelu(linear(f"{block}.mlp.fc1", norm(f"{block}.norm2", x))))
+        x = x + linear(f"{block}.mlp.fc2", gelu(linear(f"{block}.mlp.fc1", norm(f"{block}.norm2", x))))
+        actual.blocks.append(x)
     if mean and "cls_token" in weights and model.global_pool == "token":
         read = 2 if "head_dist.weight" in weights else 1
         x = torch.cat([*[x.mean(0, keepdim=True)] * read, x[read:]])
@@ -113,10 +122,10 @@ def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool
         key, value = linear("attn_pool.kv", x).chunk(2, dim=-1)
         size = query.shape[-1] // HEADS
         parts = [slice(head * size, (head + 1) * size) for head in range(HEADS)]
-        rows = [(query[:, entry] @ key[:, entry].T / size**0.5).softmax(-1) for entry in parts]
+        rows = [constant((query[:, entry] @ key[:, entry].T / size**0.5).softmax(-1)) for entry in parts]
         pooled = torch.cat([row @ value[:, entry] for row, entry in zip(rows, parts, strict=True)], dim=-1)
         pooled = linear("attn_pool.proj", pooled)
-        hidden = F.gelu(linear("attn_pool.mlp.fc1", norm("attn_pool.norm", pooled)))
+        hidden = gelu(linear("attn_pool.mlp.fc1", norm("attn_pool.norm", pooled)))
         pooled = pooled + linear("attn_pool.mlp.fc2", hidden)
         actual.logits = linear("head", pooled[0])
         actual.pooling = rows
@@ -260,3 +269,18 @@ def grad_cam(actual: Explained, layer: int = -1) -> Array:
     for channel in range(features.shape[1]):
         total += gradients[:, channel].mean() * features[:, channel]
     return np.maximum(total, 0.0)
+
+
+def frozen_gradient(model: nn.Module, pixels: Tensor, target: int, layers: list[int], prefix: int) -> Array:
+    """Tokens times gradients of the log-odds after some layers, patches only: the mean of their shares."""
+    seen = run(model, pixels.clone().requires_grad_(), depth=len(model.blocks), frozen=True)
+    others = [index for index in range(len(seen.logits)) if index != target]
+    rest = seen.logits[others].detach().softmax(0)
+    log_odds = seen.logits[target] - sum(share * seen.logits[k] for share, k in zip(rest, others, strict=True))
+    total = np.zeros(len(seen.blocks[0]) - prefix)
+    for layer in layers:
+        tokens = seen.blocks[layer - 1]
+        [gradient] = torch.autograd.grad(log_odds, [tokens], retain_graph=True)
+        parts = np.array([float(x @ g) for x, g in zip(tokens.detach(), gradient, strict=True)])[prefix:]
+        total += parts / np.abs(parts).sum()
+    return total / len(layers)

@@ -384,7 +384,7 @@ class Explainer(ImageModel):
         except NoAttentionError:
             plain = [
                 each.with_options(refine=0)
-                if each.method.needs == {"predict"} and "refine" not in each.requested
+                if each.method.needs <= {"predict", "repeat"} and "refine" not in each.requested
                 else each
                 for each in chosen
             ]

@@ -1,4 +1,4 @@
-"""Methods that read the features of layers: Grad-CAM, LeGrad, and similarity of patches."""
+"""Methods that read the features of layers: Grad-CAM, LeGrad, the frozen gradient, and similarity of patches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,13 +18,16 @@ from vitflow.explaining.maps import Maps, Patch, TargetedTrace, patch_place
 from vitflow.images.geometry import Placement
 from vitflow.methods import gradients
 from vitflow.methods import similarity as feature_methods
+from vitflow.methods.frozen_gradient import frozen_gradient as frozen_map
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import forward_options, has_class_token
 from vitflow.models.blocks import block_of, block_paths, branch_norms, entries_of, layer_output
+from vitflow.models.outputs import log_odds_gradient
 from vitflow.progress import tracking
 from vitflow.recording.changed_tokens import output_from_tokens
-from vitflow.recording.isolation import evaluating
+from vitflow.recording.frozen import attending_blocks, frozen_pass
+from vitflow.recording.isolation import evaluating, refuse_inference_tensors
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 
@@ -53,6 +56,24 @@ def _as_tokens(features: Tensor, channels_last: bool) -> Tensor:
     if features.ndim == 3:
         return features
     return features.flatten(1, 2) if channels_last else features.flatten(2).transpose(1, 2)
+
+
+def frozen_gradient(trace: TargetedTrace) -> Maps:
+    """Frozen gradient of the target's log-odds at the outputs of blocks ⌊L/4⌋ and ⌊L/2⌋ of L, at least the first.
+
+    The pass is repeated with frozen nonlinearities, once for all targets.
+    """
+    refuse_inference_tensors(trace.model)
+    assert trace.call is not None and trace.logits is not None
+    if "frozen" not in trace.cached_outputs:
+        blocks = attending_blocks(trace)
+        chosen = [blocks[number - 1] for number in dict.fromkeys(max(1, len(blocks) // part) for part in (4, 2))]
+        frozen = frozen_pass(trace.call, chosen, trace.read, trace.model_info.layout, trace.logits)
+        trace.cached_outputs["frozen"] = frozen
+        trace.feature_layouts.update(zip(frozen.blocks, frozen.layouts, strict=True))
+    frozen = trace.cached_outputs["frozen"]
+    weights = log_odds_gradient(trace.logits, trace.class_indices, trace.outputs.activation)
+    return Maps(frozen_map(frozen.contributions(weights), [layout for layout, _ in frozen.layouts]))
 
 
 def gradcam(trace: TargetedTrace, *, layer: int) -> Maps:

@@ -343,3 +343,18 @@ def log_odds(logits: Tensor, activation: str) -> Tensor:
     # No other class has more than half of the total, so subtracting it does not lose precision.
     others = together + torch.log1p(-(logits - together).exp())
     return logits - others.scatter(-1, top, below)
+
+
+def log_odds_gradient(logits: Tensor, targets: Tensor, activation: str) -> Tensor:
+    """Return the gradient of the log-odds of each image's target with respect to the logits [batch, classes], float64.
+
+    For softmax, 1 for the target and minus the softmax among the others for these; otherwise 1 for the target.
+
+    >>> log_odds_gradient(torch.zeros(1, 3), torch.tensor([0]), "softmax")
+    tensor([[ 1.0000, -0.5000, -0.5000]], dtype=torch.float64)
+    """
+    logits = logits.detach().double()
+    chosen = torch.zeros_like(logits).scatter(1, targets.to(logits.device).view(-1, 1), 1.0)
+    if activation != "softmax" or logits.shape[1] == 1:
+        return chosen
+    return chosen - logits.masked_fill(chosen.bool(), -torch.inf).softmax(dim=1)

@@ -4,6 +4,7 @@ The model runs on noise, with recorded attention replaced by the identity. Gradi
 pixels show where each token is: its grid gets an extent, or the model is refused if its tokens are not in raster order.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from vitflow.images.geometry import Extent
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.blocks import block_paths
 from vitflow.models.calls import tensors_in, tokens_of, with_tokens
 from vitflow.recording.block_watch import as_tokens, block_paths_of
 from vitflow.recording.experiment import Call
@@ -58,6 +60,21 @@ def place_layers(call: Call, layers: Sequence[AttentionLayer], names: Sequence[s
                 keys = replace(keys, extent=_pooled(queries, keys))
             layer.located = replace(layer.tokens, queries=queries, keys=keys)
     return refusal
+
+
+def place_features(call: Call, path: str, layout: TokenLayout, channels_last: bool) -> tuple[TokenLayout, bool] | None:
+    """Return the layout of a module's tokens with its extent; None if they are not at their places.
+
+    In models of stages without a list of blocks, strides of 2 to a power that divide the input are not measured.
+    """
+    stages = not block_paths(call.model)
+    strides = [side / count for side, count in zip(call.pixels.shape[-2:], (layout.rows, layout.cols), strict=True)]
+    if stages and all(math.frexp(stride)[0] == 0.5 for stride in strides):
+        return layout, channels_last
+    extents, refusal = find_extents(call, {path: (layout,)})
+    if refusal is not None and not stages:
+        return None
+    return replace(layout, extent=extents.get(layout)), channels_last
 
 
 def _pooled(queries: TokenLayout, keys: TokenLayout) -> Extent | None:

@@ -5,7 +5,6 @@ While a model runs inside `record_attention`, a torch function mode intercepts `
 attention does not call, is not needed. Afterwards the model is restored exactly.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -40,7 +39,7 @@ from vitflow.recording.isolation import (
 from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
 from vitflow.recording.layers import FusionKey, stack_of
 from vitflow.recording.listening import Listening
-from vitflow.recording.places import find_extents, place_layers
+from vitflow.recording.places import find_extents, place_features, place_layers
 from vitflow.recording.projections import check_weighting, remember_refusal
 from vitflow.recording.trace import Trace
 from vitflow.recording.unseen import unseen_mixing
@@ -295,7 +294,7 @@ class record_attention:
         for path, features in trace.features.items():
             if path not in trace.feature_layouts:
                 located = feature_layout(self._model, size, features, layout)
-                trace.feature_layouts[path] = located and self._placed(trace.call, path, *located)
+                trace.feature_layouts[path] = located and place_features(trace.call, path, *located)
 
     def _locate_tokens(self, call: Call, size: tuple[int, int]) -> TokenLayout | None:
         """Find token positions and readouts; return the layout if it is known."""
@@ -336,22 +335,6 @@ class record_attention:
             return None
         extents, _ = find_extents(call, dict.fromkeys(block_paths(self._model)[:1], (layout,)))
         return replace(layout, extent=extents.get(layout))
-
-    def _placed(
-        self, call: Call, path: str, layout: TokenLayout, channels_last: bool
-    ) -> tuple[TokenLayout, bool] | None:
-        """Return the layout of a module's tokens with its extent; None if they are not at their places.
-
-        In models of stages without a list of blocks, strides of 2 to a power that divide the input are not measured.
-        """
-        stages = not block_paths(self._model)
-        strides = [side / count for side, count in zip(call.pixels.shape[-2:], (layout.rows, layout.cols), strict=True)]
-        if stages and all(math.frexp(stride)[0] == 0.5 for stride in strides):
-            return layout, channels_last
-        extents, refusal = find_extents(call, {path: (layout,)})
-        if refusal is not None and not stages:
-            return None
-        return replace(layout, extent=extents.get(layout)), channels_last
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:

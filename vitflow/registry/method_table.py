@@ -14,7 +14,7 @@ from vitflow.registry.options import OPTIONS, REFINING
 
 # Stage at which a method's map is refined.
 RefineStage = Literal["after", "after_clamping", "inside", "none"]
-_NEEDS = frozenset({"attention", "heads", "gradients", "features", "tokens", "predict"})
+_NEEDS = frozenset({"attention", "heads", "gradients", "features", "tokens", "predict", "repeat"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Method:
         defaults: options and their defaults; `refine` and `affinity` are added automatically.
         needs: what must be recorded: "attention" (fused per head_fusion and value_weighted), "heads" (every head),
             "gradients" (of everything recorded), "features" (tokens after the first norm of block `layer`), "tokens"
-            (output of block `layer`, or of every block), "predict" (further forward passes).
+            (output of block `layer`, or of every block), "predict" (further forward passes), "repeat" (the pass again,
+            with gradients of its own).
         class_specific: whether the map depends on the target.
         paper: source.
         presets: named sets of options for `preset`; "paper" is the published definition.
@@ -309,6 +310,17 @@ register_method(
     needs={"features", "gradients"},
     class_specific=True,
     paper="Selvaraju et al., ICCV 2017",
+)
+register_method(
+    "frozen_gradient",
+    "vitflow.explaining.features:frozen_gradient",
+    title="Frozen gradient",
+    summary="Frozen gradient: tokens times their gradient, with attention, deviations of norms and gates constant.",
+    question="What does each patch add to the log-odds of this class?",
+    defaults={"refine": 1, "affinity": "both"},
+    needs={"predict", "repeat"},
+    class_specific=True,
+    paper="after Ali et al., ICML 2022, and Mehri et al., CVPR 2025",
 )
 register_method(
     "input_gradient",

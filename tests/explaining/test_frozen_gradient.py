@@ -1,0 +1,157 @@
+"""The frozen gradient against a Vision Transformer written out by hand; models that it refuses; families."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import literal_vit
+from tests.models.test_libraries import NORMALISATION, built
+from tests.recording.test_families import build, marked
+from tests.small import DATA, custom_model, photo
+from vitflow import Explainer
+from vitflow.errors import UnsupportedModelError
+from vitflow.models.calls import logits_of
+from vitflow.recording.frozen import attending_blocks, frozen_pass
+from vitflow.recording.recorder import record_attention
+
+CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}
+PLAIN = {"method": "frozen_gradient", "refine": 0}
+
+
+@pytest.mark.parametrize("readout", literal_vit.READOUTS)
+def test_it_is_the_gradient_times_tokens_with_frozen_nonlinearities(readout):
+    model = literal_vit.timm_model(readout, depth=5)
+    explainer, images, targets = Explainer(model, data_config=CONFIG), [photo(32, 32, 1), photo(32, 32, 2)], [3, 0]
+    actual = explainer.explain_batch(images, methods=["frozen_gradient"], targets=np.array(targets), refine=0)
+    for image, target, saliency in zip(images, targets, actual, strict=True):
+        pixels, prefix = explainer.pixels(image)[0], literal_vit.READOUTS[readout][1]
+        wanted = literal_vit.frozen_gradient(model, pixels, target, [1, 2], prefix).reshape(4, 4)
+        assert saliency.grid == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+class Act(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Around(nn.Module):
+    """Adds the mean patch to what the head reads, on a path around all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit = custom_model(depth=4)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        tokens = self.vit.patch_embed(pixels)
+        return self.vit(pixels) + self.vit.head(tokens.mean(dim=1))
+
+
+REFUSED = {
+    "a sine": torch.sin,
+    "a sigmoid that is added": lambda x: x + x.sigmoid(),
+    "tokens without gradient that are added": lambda x: x + 2 * x.detach(),
+    "a product of two linear paths": lambda x: x * x.roll(1, dims=-1),
+    "an exponential": torch.exp,
+    "a sine for one image": lambda x: torch.where(x.abs().mean((1, 2), keepdim=True) > 0.77, torch.sin(x), x),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_contributions_do_not_add_up_is_refused(name):
+    model = custom_model(depth=4)
+    model.blocks[2].mlp.act = Act(REFUSED[name])
+    images = [np.zeros((32, 32, 3), np.uint8), photo(32, 32)]
+    with pytest.raises(UnsupportedModelError, match="add up"):
+        Explainer(model, data_config=DATA).explain_batch(images, methods=["frozen_gradient"], targets=2)
+
+
+def test_a_path_around_the_blocks_and_errors_that_cancel_are_refused():
+    with pytest.raises(UnsupportedModelError, match="around this block"):
+        Explainer(Around().eval(), data_config=DATA).explain(photo(32, 32), **PLAIN)
+    model = custom_model(depth=4, num_classes=2)
+    model.blocks[2].mlp.act = Act(torch.sin)
+    with pytest.raises(UnsupportedModelError, match="add up"):
+        Explainer(model, data_config=DATA).explain_batch(
+            [photo(32, 32)] * 2, methods=["frozen_gradient"], targets=np.array([0, 1])
+        )
+
+
+def squared_sums(x: Tensor) -> Tensor:
+    return (x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()) * 0.5 + 1.0
+
+
+ACTIVATIONS = {
+    "gelu by tanh": lambda x: 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3))),
+    "gelu by erf": lambda x: x * 0.5 * (1.0 + torch.erf(x / 2**0.5)),
+    "swish": lambda x: x * x.sigmoid(),
+    "swish in place": lambda x: x.mul_(x.sigmoid()),
+    "hard swish": lambda x: x * nn.functional.relu6(x + 3, inplace=True) / 6,
+    "mish": nn.functional.mish,
+    "relu squared": lambda x: nn.functional.relu(x, inplace=True).square(),
+    "gated": lambda x: torch.cat([nn.functional.silu(x[..., :48]) * x[..., 48:], x[..., 48:]], dim=-1),
+    "a norm by hand": squared_sums,
+    "group norm": lambda x: nn.functional.group_norm(x.mT, 4, eps=1e-3).mT,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_and_norms_written_by_hand_are_frozen(name):
+    model = custom_model(depth=4)
+    model.blocks[2].mlp.act = Act(ACTIVATIONS[name])
+    assert Explainer(model, data_config=DATA).explain(photo(32, 32), **PLAIN).grid.any()
+
+
+def missing(model: nn.Module, pixels: Tensor) -> float:
+    """The largest share of a map that is missing."""
+    with torch.no_grad(), record_attention(model, attention=False) as trace:
+        outputs = logits_of(model(pixels))
+    blocks = attending_blocks(trace)
+    chosen = [blocks[max(1, len(blocks) // part) - 1] for part in (4, 2)]
+    frozen = frozen_pass(trace.call, list(dict.fromkeys(chosen)), logits_of, None, outputs)
+    return max(frozen._differentiate(torch.eye(outputs.shape[1])[:1].expand(len(pixels), -1).double())[1])
+
+
+SHRUNK = {"depth": 4, "embed_dim": 96, "num_heads": 4}
+FAMILIES = [
+    ("test_vit", {}, 160),
+    ("vit_small_patch14_reg4_dinov2", {**SHRUNK, "img_size": 224}, 224),
+    ("deit_tiny_distilled_patch16_224", SHRUNK, 224),
+    ("vit_base_patch16_siglip_224", SHRUNK, 224),
+    ("vit_relpos_small_patch16_224", SHRUNK, 224),
+    ("eva02_tiny_patch14_224", {"depth": 4}, 224),
+    ("beit_base_patch16_224", SHRUNK, 224),
+    ("cait_xxs24_224", {"depth": 4}, 224),
+    ("convit_tiny", {"depth": 4}, 224),
+    ("samvit_base_patch16_224", {**SHRUNK, "window_size": 8, "global_attn_indexes": (1,)}, 224),
+    ("swin_tiny_patch4_window7_224", {"depths": (1, 1, 2, 1)}, 224),
+    ("swinv2_tiny_window8_256", {"depths": (1, 1, 2, 1)}, 256),
+    ("test_maxvit", {}, 160),
+    *((name, {}, 224) for name in ("mvitv2_tiny", "hiera_tiny_224", "levit_128s", "tiny_vit_5m_224", "pvt_v2_b0")),
+    *((name, {}, 224) for name in ("coatnet_0_rw_224", "caformer_s18", "volo_d1_224", "nest_tiny", "pit_ti_224")),
+    *((name, {}, 224) for name in ("xcit_nano_12_p16_224", "davit_tiny", "twins_svt_small", "mixer_s32_224")),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "side"), marked(FAMILIES, ("test_vit", "test_maxvit", "levit_128s")))
+def test_contributions_of_a_family_add_up(name, options, side):
+    model = build(name, **options)
+    before, flags = copy.deepcopy(model.state_dict()), [each.requires_grad for each in model.parameters()]
+    assert missing(model, torch.randn(2, 3, side, side)) < 1e-4
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert flags == [each.requires_grad for each in model.parameters()]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+LIBRARIES = ("ViTForImageClassification", "Dinov2WithRegistersForImageClassification", "SiglipForImageClassification")
+
+
+@pytest.mark.parametrize("name", [*LIBRARIES, "CLIPForImageClassification", "BeitForImageClassification"])
+def test_contributions_of_a_model_of_transformers_add_up(name):
+    assert missing(built(name), torch.randn(2, 3, 32, 32)) < 1e-4
