@@ -129,11 +129,13 @@ class Explainer(ImageModel):
         """Return an explainer unchanged, or create it with settings; OptionError for settings that it does not have."""
         if not isinstance(model, Explainer):
             return cls(model, **settings)
-        fits, device = settings.get("fit", "crop") in ("crop", model.fit), settings.get("device")
-        differing = [] if fits else ["fit"]
-        differing += [] if device is None or torch.device(device).type == model.device.type else ["device"]
-        differing += [] if settings.get("data_config") is None else ["data_config"]
-        for name in differing:
+        device = settings.get("device")
+        differs = {
+            "fit": settings.get("fit", "crop") not in ("crop", model.fit),
+            "device": device is not None and torch.device(device).type != model.device.type,
+            "data_config": settings.get("data_config") is not None,
+        }
+        for name in filter(differs.get, differs):
             raise OptionError(f"{name}= differs from the given Explainer's: create it with Explainer(…, {name}=…).")
         return model
 

@@ -106,9 +106,13 @@ class ImageModel:
             raise OptionError(unknown_name("fit", fit, FITS))
         if dtype is not None:
             check_known("dtype", dtype, DTYPES)
-        loaded = _loaded(model, checkpoint, num_classes, dynamic=fit == "native")
-        device = default_device() if device is None and loaded is not model else device
-        binding = Binding(unwrap(loaded), outputs, data_config, class_names, activation, layout, name)
+        if isinstance(model, str | Path):
+            native = fit == "native"
+            model = load_model(model, checkpoint=checkpoint, num_classes=num_classes, dynamic_img_size=native)
+            device = default_device() if device is None else device
+        elif checkpoint is not None or num_classes is not None:
+            raise OptionError(f"checkpoint= and num_classes= require a model id, got a {type(model).__name__}.")
+        binding = Binding(unwrap(model), outputs, data_config, class_names, activation, layout, name)
         binding = _bound(binding, outputs)
         self.model, self.regions = binding.model, binding.selects
         self._blocks: list[str] | None = None  # of the latest recorded pass
@@ -334,17 +338,6 @@ class ImageModel:
         with evaluating(self.model):
             output = self.forward(pixels.clone())  # the model may change it in place
             return (outputs or self.outputs).required_scores(output, self.model_id)
-
-
-def _loaded(
-    model: str | Path | nn.Module, checkpoint: str | Path | None, num_classes: int | None, *, dynamic: bool
-) -> nn.Module:
-    """Return a model, loaded if it is given by its id."""
-    if isinstance(model, str | Path):
-        return load_model(model, checkpoint=checkpoint, num_classes=num_classes, dynamic_img_size=dynamic)
-    if checkpoint is not None or num_classes is not None:
-        raise OptionError(f"checkpoint= and num_classes= require a model id, got a {type(model).__name__}.")
-    return model
 
 
 def _bound(binding: Binding, outputs: Any) -> Binding:

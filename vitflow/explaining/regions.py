@@ -51,7 +51,9 @@ class Boxes:
             config = binding.data_config or library_data_config(binding.model, self.prompts.processor)
             model, name = PromptedDetector(binding.model, self.prompts), binding.name or model_id(binding.model)
             binding = replace(binding, model=model, data_config=config, name=name)
-        return _bind_regions(binding, self)
+            named = list(self.prompts.texts)
+            binding = replace(binding, class_names=named, activation=binding.activation or "sigmoid")
+        return _bind_regions(binding, Detections, self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,14 +64,15 @@ class Masks:
 
     def bind(self, binding: Binding) -> Binding:
         """Bind a segmentation model."""
-        return _bind_regions(binding, self)
+        return _bind_regions(binding, Segments, self)
 
 
-def _bind_regions(binding: Binding, question: "Boxes | Masks") -> Binding:
+def _bind_regions(binding: Binding, kind: "type[Detections | Segments]", question: "Boxes | Masks") -> Binding:
     names = None if binding.class_names is None else list(checked_class_names(binding.class_names, None))
-    regions = Regions(question, names, binding.activation)
+    regions = kind(question, names, binding.activation)
+    outputs = Outputs(regions.scores, activation="softmax")
     binding = replace(binding, class_names=None, activation=None, check_batch=False)  # `completed` has both
-    return replace(binding, outputs=regions.outputs(), complete=regions.completed, selects=regions)
+    return replace(binding, outputs=outputs, complete=regions.completed, selects=regions)
 
 
 def boxes(box: Sequence[float] | None = None, *, prompts: Sequence[str] | Prompts | None = None) -> Boxes:
@@ -153,51 +156,15 @@ class Selected:
     outline: NDArray[np.bool_] | None = None
 
 
-class Regions:
+class _Bound:
     """Outputs for a detection or region; the current one is set by `binding` while an image is explained.
 
     One object serves all images, so that the head of a model is observed once for a question.
     """
 
-    def __init__(self, question: Boxes | Masks, names: list[str] | None, activation: str | None) -> None:
+    def __init__(self, question: Any, names: list[str] | None, activation: str | None) -> None:
         self.question, self._names, self._activation = question, names, activation
-        if isinstance(question, Boxes) and question.prompts is not None:
-            self._names, self._activation = list(question.prompts.texts), activation or "sigmoid"
         self.bound: Selected | None = None
-
-    def outputs(self) -> Outputs:
-        """Return the outputs, before anything about the model is known."""
-        return Outputs(self._detected if isinstance(self.question, Boxes) else self._segmented, activation="softmax")
-
-    def completed(self, count: int, model: nn.Module) -> Outputs:
-        """Return the outputs with the names and the activation for the number of classes that a trial run gave."""
-        names = output_names(model, self._names, count)
-        if isinstance(self.question, Masks):
-            return Outputs(
-                self._segmented, names, count, self._activation or "softmax", description=self._description()
-            )
-        labels = self._names or config_labels(model)
-        activation = self._activation or ("sigmoid" if len(labels) == count else "softmax")
-        if activation == "softmax" and names is None:
-            names = (*(f"class {index}" for index in range(count - 1)), NO_OBJECT)
-        self._activation = activation
-        return Outputs(
-            self._detected,
-            names,
-            count,
-            activation,
-            description=self._description(),
-            perturbed_outputs=Outputs(self._followed, activation="sigmoid"),
-        )
-
-    def _description(self) -> dict[str, Any]:
-        """Describe the question for JSON."""
-        if isinstance(self.question, Boxes):
-            named = self.question.prompts
-            prompts = {} if named is None else {"prompts": list(named.texts), "templates": list(named.templates)}
-            return {"boxes": self.question.box, **prompts}
-        region = self.question.region
-        return {"masks": hashlib.sha256(region.tobytes()).hexdigest() if isinstance(region, np.ndarray) else region}
 
     @contextmanager
     def binding(self, selected: Selected) -> Iterator[None]:
@@ -208,32 +175,40 @@ class Regions:
         finally:
             self.bound = None
 
-    def select(self, output: Any, placement: Placement, targets: Any, outputs: Outputs) -> list[Selected]:
-        """Select the detections or regions of one image, from the model's output for it."""
-        with torch.no_grad():
-            given = targets if isinstance(targets, list | tuple) else [targets]
-            wanted = [self._class(target, outputs) for target in given]
-            if isinstance(self.question, Masks):
-                return [self._region(output, self.question.region, placement, index) for index, _ in wanted]
-            box = self.question.box
-            logits, places = (each[0].detach().cpu() for each in detections_of(output))
-            scores = self._objects(activate(logits, outputs.activation))
-            return [one for each in wanted for one in _matching(scores, places.double(), box, placement, *each)]
 
-    def _class(self, target: Any, outputs: Outputs) -> tuple[int | None, int]:
-        """Return the class of a target, None for any class, and the number of detections."""
-        if is_several(target) and isinstance(self.question, Masks):
-            raise OptionError(f"Expected a class name or index with masks, got {target!r}.")
-        count = top_count(target)
-        return (class_index(target, outputs.count or 0, outputs.names), 1) if count is None else (None, count)
+class Detections(_Bound):
+    """The class logits of a detection."""
+
+    question: Boxes
+
+    def completed(self, count: int, model: nn.Module) -> Outputs:
+        """Return the outputs with the names and the activation for the number of classes that a trial run gave."""
+        prompts, description = self.question.prompts, dict[str, Any](boxes=self.question.box)
+        if prompts is not None:
+            description |= {"prompts": list(prompts.texts), "templates": list(prompts.templates)}
+        names, labels = output_names(model, self._names, count), self._names or config_labels(model)
+        self._activation = self._activation or ("sigmoid" if len(labels) == count else "softmax")
+        if self._activation == "softmax" and names is None:
+            names = (*(f"class {index}" for index in range(count - 1)), NO_OBJECT)
+        followed = Outputs(self._followed, activation="sigmoid")
+        return Outputs(self.scores, names, count, self._activation, description=description, perturbed_outputs=followed)
+
+    def select(self, output: Any, placement: Placement, targets: Any, outputs: Outputs) -> list[Selected]:
+        """Select the detections of one image, from the model's output for it."""
+        selected = []
+        logits, places = (each[0].detach().cpu() for each in detections_of(output))
+        scores = self._objects(activate(logits, outputs.activation))
+        for target in targets if isinstance(targets, list | tuple) else [targets]:
+            count = top_count(target)
+            index = class_index(target, outputs.count or 0, outputs.names) if count is None else None
+            selected += _matching(scores, places.double(), self.question.box, placement, index, count or 1)
+        return selected
 
     def _objects(self, probabilities: Tensor) -> Tensor:
         """Return the probabilities of the objects, without "no object"."""
         return probabilities[..., :-1] if self._activation != "sigmoid" else probabilities
 
-    # --- Detections -------------------------------------------------------------------------------------------------
-
-    def _detected(self, output: Any) -> Tensor:
+    def scores(self, output: Any) -> Tensor:
         """Class logits [batch, classes] of the bound detection, or of each image's most probable one."""
         logits, _ = detections_of(output)
         if self.bound is not None:
@@ -244,29 +219,47 @@ class Regions:
     def _followed(self, output: Any) -> Tensor:
         """Log-odds [batch, classes] of the largest product of IoU and probability over the queries."""
         logits, places = detections_of(output)
-        probabilities = activate(logits, self._activation or "softmax")
-        if self.bound is None or self.bound.box is None:
-            products = probabilities
-        else:
-            products = iou(places.detach().cpu().double(), self.bound.box).unsqueeze(-1) * probabilities
+        products = activate(logits, self._activation or "softmax")
+        if self.bound is not None and self.bound.box is not None:
+            products = iou(places.detach().cpu().double(), self.bound.box).unsqueeze(-1) * products
         return products.amax(dim=1).logit(eps=1e-9)
 
-    # --- Regions ----------------------------------------------------------------------------------------------------
 
-    def _segmented(self, output: Any) -> Tensor:
+class Segments(_Bound):
+    """The mean logits of the classes over a region."""
+
+    question: Masks
+
+    def completed(self, count: int, model: nn.Module) -> Outputs:
+        """Return the outputs with the names for the number of classes that a trial run gave."""
+        region = self.question.region
+        described = hashlib.sha256(region.tobytes()).hexdigest() if isinstance(region, np.ndarray) else region
+        names, activation = output_names(model, self._names, count), self._activation or "softmax"
+        return Outputs(self.scores, names, count, activation, description={"masks": described})
+
+    def select(self, output: Any, placement: Placement, targets: Any, outputs: Outputs) -> list[Selected]:
+        """Select the regions of one image, from the model's output for it."""
+        selected = []
+        logits = dense_logits_of(output)[0].detach().cpu().double()
+        for target in targets if isinstance(targets, list | tuple) else [targets]:
+            if is_several(target):
+                raise OptionError(f"Expected a class name or index with masks, got {target!r}.")
+            count = top_count(target)
+            index = class_index(target, outputs.count or 0, outputs.names) if count is None else None
+            selected.append(self._region(logits, placement, index))
+        return selected
+
+    def scores(self, output: Any) -> Tensor:
         """Mean logits [batch, classes] over the bound region, or over the whole image."""
         logits = dense_logits_of(output)
         if self.bound is None:
             return logits.mean(dim=(2, 3))
         return torch.einsum("bchw,hw->bc", logits, self.bound.place.to(logits))
 
-    def _region(self, output: Any, region: Any, placement: Placement, index: int | None) -> Selected:
+    def _region(self, logits: Tensor, placement: Placement, index: int | None) -> Selected:
         """Select a region, or by default the pixels for which the model predicts the class."""
-        logits = dense_logits_of(output)[0].detach().cpu().double()
         size = (int(logits.shape[1]), int(logits.shape[2]))
-        height, width = placement.image_size
-        y, x = (np.arange(side) + 0.5 for side in (height, width))
-        if region is None:
+        if self.question.region is None:
             predicted = logits.argmax(dim=0)
             index = int(predicted.flatten().mode().values) if index is None else index
             weights, words = (predicted == index).double(), "where the model predicts the class"
@@ -274,6 +267,7 @@ class Regions:
                 raise OutsideImageError(
                     "The model predicts this class nowhere in the image. Pass a region, or another class."
                 )
+            y, x = (np.arange(side) + 0.5 for side in placement.image_size)
             inputs: list[Any] = list(placement.to_input(y.astype(np.float64), x.astype(np.float64)))
             cells = [
                 (each * n / side).astype(int) for each, n, side in zip(inputs, size, placement.input_size, strict=True)
@@ -282,7 +276,7 @@ class Regions:
             rows, cols = (cell.clip(0, n - 1) for cell, n in zip(cells, size, strict=True))
             outline = (weights.numpy() > 0)[np.ix_(rows, cols)] & np.outer(*inside)
         else:
-            outline, words = _outline(region, placement)
+            outline, words = _outline(self.question.region, placement)
             weights = _weights(outline, placement, size)
             if not weights.any():
                 raise OutsideImageError(
@@ -294,6 +288,9 @@ class Regions:
         index = int(means.argmax()) if index is None else index
         facts = {"region": {"of": words, "mean_logit": round(float(means[index]), 4), "pixels": int(outline.sum())}}
         return Selected(index, weights, None, facts, outline)
+
+
+Regions = Detections | Segments
 
 
 def _matching(

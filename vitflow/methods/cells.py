@@ -97,16 +97,9 @@ def occlusion(
     """Occlusion: the drop in the target's score if a patch is replaced by the image's mean colour, [batch, rows, cols].
 
     The mean is that of the model input, per channel. A negative value means that the score is higher without the patch.
-
-    Args:
-        predict: maps model inputs [images, channels, height, width] to scores [images, classes]: log-odds, or
-            probabilities as in the paper.
-        pixels: the model inputs, [batch, channels, height, width].
-        targets: class index of each image, [batch].
-        rows, cols: of the patches.
-        extent: the pixels of the patches; None if they divide the image evenly.
-        batch_size: images with a blanked patch per call of `predict`; affects the time only.
-        progress: called with the number of patches occluded since the last call.
+    `predict` maps model inputs [images, channels, height, width] to scores [images, classes]: log-odds, or
+    probabilities as in the paper; it gets up to `batch_size` images with a blanked patch. Without `extent`, patches
+    divide the image evenly.
 
     Source: Zeiler & Fergus, "Visualizing and Understanding Convolutional Networks", ECCV 2014, §3; the occlusion scores
     of Abnar & Zuidema, ACL 2020, §4.

@@ -72,13 +72,14 @@ def staged_rollout(
     additive: bool = False,
     passed: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, TokenLayout]:
-    """Compute the row qᵀ Â_L ⋯ Â_s of attention rollout, for layers with windows and stages.
+    """Compute the row qᵀ Â_L ⋯ Â_s of attention rollout, for layers with windows and stages, and its layout.
 
     Each layer equals its dense matrix: Â = rownorm(α I + (1 − α) W), where W contains the probabilities of each window
     at its tokens, summed if windows overlap, and 0 at padding. If layers differ in their tokens, it is assumed that
     operations between attention layers (merging, convolution, pooling) preserve positions, and that each coarse token
     covers its area uniformly, regardless of the merge weights: the area in pixels if the extents of the layouts are
-    measured, else an even share of the image. A class token that is added in a late layer keeps its share.
+    measured, else an even share of the image. A class token that is added in a late layer keeps its share. The row has
+    the finest layout of the layers down to s.
 
     Args:
         matrices: fused attention of each layer, [batch, windows, queries, keys], first layer first.
@@ -87,14 +88,11 @@ def staged_rollout(
             such weights of several layers by layer number, which are added to the row where it comes to that layer.
         discard_ratio: share of each layer's own entries between tokens, whose key is a patch, to set to 0; smallest
             first, ties by their position in the windows.
-        residual: α, the share of the residual connection, of all layers or of each.
+        residual: α, of all layers or of each.
         start_layer: s, the first layer of the product.
         additive: multiply by I + W instead, without normalisation, as generic attention explainability does.
         passed: for each layer, mask of the tokens at its input that the layer below computed, bool [batch, tokens], or
             None for all. The columns of the others are 0: they were replaced or zeroed, and what they had is lost.
-
-    Returns:
-        The row, [batch, tokens], and the layout of its tokens: the finest that the layers down to s have.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", ACL 2020, §3.1, for the product; windows,
     shifts and merges as Liu et al., "Swin Transformer", ICCV 2021, §3 define them.

@@ -236,18 +236,12 @@ def solve(
     values: Any,
     crossing: Any,
 ) -> None:
-    """Find the maximum flow of each sink into `values`, and the minimum cut of each that stays below its bound.
+    """Write the maximum flow of each sink, and the minimum cut of each that stays below its bound [sinks].
 
-    Without `search` only straight paths are filled: the value may be too small, and no cut is written.
-
-    Args:
-        graph: the layers that the sinks share.
-        demands: [sinks, bottom nodes].
-        bounds: [sinks]: no flow can be larger.
-        search: continue in the residual graph if straight paths do not reach the bound.
-        work: this thread's workspace; it still holds the last sink's log, and its levels if there was a search.
-        values: [sinks], filled.
-        crossing: [sinks, m + 2], filled: the cut's capacity among demands, in each layer, lowest first, among supplies.
+    Demands are [sinks, bottom nodes]; `values` [sinks] and `crossing` [sinks, m + 2] are filled, the latter with the
+    cut's capacity among demands, in each layer, lowest first, and among supplies. Without `search` only straight paths
+    are filled: the value may be too small, and no cut is written. The workspace still holds the last sink's log, and
+    its levels if there was a search.
     """
     for j in range(len(demands)):
         enough = bounds[j] * (1.0 - 1e-12)

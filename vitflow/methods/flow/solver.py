@@ -44,17 +44,9 @@ def inner_flows(
 ) -> tuple[Floats, Floats]:
     """Find the maximum flow for each sink, and the minimum cut of each whose flow stays below its bound.
 
-    Args:
-        upward: capacities between the edges of the source and those of the sinks, [layers, keys, queries], lowest layer
-            first, C-contiguous.
-        supply: the capacities [tokens] with which the source feeds the top.
-        demands: [sinks, tokens], capacity from each node of the lowest layer to each sink.
-        bounds: [sinks], the smaller trivial cut.
-        progress: called with the number of further sinks solved.
-
-    Returns:
-        The values [sinks], where a flow that reaches its bound gets the bound itself; and the cut's capacity among
-        demands, in each layer from the lowest, and among supplies, [sinks, layers + 2].
+    The inner layers `upward` are [layers, keys, queries], lowest first, C-contiguous; `demands` [sinks, tokens] are the
+    capacities from the lowest nodes to each sink. Returned are the values [sinks], and the cut's capacity among
+    demands, in each layer from the lowest, and among supplies, [sinks, layers + 2].
     """
     if upward.size >= 2**31:
         raise ShapeError(f"Expected less than 2^31 edges, got {len(upward)} inner layers of {len(supply)} tokens.")
@@ -166,15 +158,9 @@ def max_flow(
 ) -> MaxFlow:
     """Maximum flow from one source to each sink of a dense layered graph, exact to rounding in float64.
 
-    The graph has node layers 0 … L of N tokens; the edge from (l + 1, i) to (l, j) has the capacity
-    `capacities[l, i, j]`. Sinks are tokens of layer 0. A value is within a relative 1e-11 of its minimum cut.
-
-    Args:
-        capacities: [layers, tokens, tokens], finite and not negative, first layer first. The transpose of a
-            C-contiguous [layers, keys, queries] array is used without a copy.
-        source: a token of layer L, with the capacity of its edges; or capacities [tokens] of a super-source.
-        sinks: tokens of layer 0; all by default.
-        progress: called with the number of further sinks solved, such as the `update` of a progress bar.
+    The graph has node layers 0 … L of N tokens; the edge from (l + 1, i) to (l, j) has the capacity `capacities[l, i,
+    j]`, [layers, tokens, tokens]. The source is a token of layer L, or capacities [tokens] of a super-source; sinks are
+    tokens of layer 0, all by default. A value is within a relative 1e-11 of its minimum cut.
 
     Source: shortest augmenting paths in blocking flows after Dinic 1970.
 
