@@ -28,8 +28,7 @@ import vitflow
 from vitflow import Explainer
 from vitflow.analysis.comparison import mean_of_defined, spearman
 from vitflow.demo import draw_images
-from vitflow.evaluation.measures.faithfulness import faithfulness_curves
-from vitflow.evaluation.measures.removal import REPLACEMENTS
+from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, faithfulness_curves
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import find_images
 

@@ -10,98 +10,47 @@ from tests import references
 from tests.recording.test_recorder import generators, state_of
 from tests.small import DATA, custom_model
 from vitflow import Explainer, record_attention
-from vitflow.errors import OptionError
 from vitflow.evaluation import Evaluation, rank_correlation
 
 
-@pytest.fixture(scope="module")
-def explainer() -> Explainer:
-    return Explainer(custom_model(), data_config=DATA)
-
-
-IMAGES = [np.random.default_rng(seed).integers(0, 256, (40, 50, 3), dtype=np.uint8) for seed in range(3)]
-
-
-def literal_map(
-    method: str, heads: list[np.ndarray], readout: np.ndarray, prefix: int, how: str, ratio: float, start: int
-) -> np.ndarray:
+def literal_map(method: str, heads: list[np.ndarray], readout: np.ndarray, prefix: int) -> np.ndarray:
     """The map over patches of the last of these layers, [heads, N, N] each."""
     if method == "attention":
-        row = readout @ references.discard(references.fuse(heads[-1], how), ratio, prefix)
+        row = readout @ references.fuse(heads[-1], "mean")
     elif method == "rollout":
-        row = readout @ references.rollout(heads, how=how, ratio=ratio, start=start, prefix=prefix)
+        row = readout @ references.rollout(heads, how="mean", ratio=0.0, start=1, prefix=prefix)
     else:
         graph = nx.DiGraph()
         size = heads[0].shape[-1]
-        for depth in range(start, len(heads) + 1):
-            fused = references.fuse(heads[depth - 1], how)
-            matrix = references.residual(references.discard(fused, ratio, prefix), 0.5)
+        for depth, layer in enumerate(heads, start=1):
+            matrix = references.residual(references.fuse(layer, "mean"), 0.5)
             for i in range(size):
                 for j in range(size):
                     graph.add_edge((depth, i), (depth - 1, j), capacity=matrix[i, j])
         for i in range(size):
             graph.add_edge("source", (len(heads), i), capacity=readout[i])
-        row = np.array([nx.maximum_flow_value(graph, "source", (start - 1, j)) for j in range(size)])
+        row = np.array([nx.maximum_flow_value(graph, "source", (0, j)) for j in range(size)])
     return np.round(row[prefix:] / row[prefix:].max(), 6)
 
 
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        ({}, {}),
-        ({}, {"head_fusion": "max", "discard_ratio": 0.6, "start_layer": 2}),
-        ({"class_token": False, "global_pool": "avg"}, {}),
-        ({"reg_tokens": 2}, {"discard_ratio": 0.3}),
-    ],
-)
-def test_each_value_is_spearman_of_literal_maps(model, options):
-    explaining = Explainer(custom_model(**model), data_config=DATA)
-    held = ["input_gradient", "occlusion"]
-    how, ratio, start = (
-        options.get(k, d) for k, d in [("head_fusion", "mean"), ("discard_ratio", 0.0), ("start_layer", 1)]
-    )
-    methods = ["attention", "rollout", "flow"]
-    for image in IMAGES[:2]:
-        actual = rank_correlation(explaining, image, references=held, **options)
-        assert actual.shape == (2, len(methods), 4 - start)
-        with record_attention(explaining.model) as trace, torch.no_grad():
-            explaining.model(explaining.pixels(image))
-        heads = [layer[0].double().numpy() for layer in trace.attentions]
-        readout, prefix = trace.readout[0].double().numpy(), trace.layout.num_prefix_tokens
-        for r, name in enumerate(held):
-            reference = explaining.explain(image, method=name).grid.ravel()
-            for m, method in enumerate(methods):
-                for n, layer in enumerate(range(start, 4)):
-                    expected = literal_map(method, heads[:layer], readout, prefix, how, ratio, start)
-                    # float32 maps may swap the ranks of two patches that are equal to rounding.
-                    rho = spearmanr(expected, reference).statistic
-                    assert actual[r, m, n] == pytest.approx(rho, abs=0.02), (name, method, layer)
-
-
-def test_methods_can_be_chosen_and_references_have_options(explainer):
-    everything = rank_correlation(explainer, IMAGES[0], references=["input_gradient"], target=2)
-    some = rank_correlation(explainer, IMAGES[0], methods=["rollout"], references=[("input_gradient", {})], target=2)
-    np.testing.assert_array_equal(some[0, 0], everything[0, 1])
-
-
-def test_the_class_of_the_references_can_be_chosen(explainer):
-    options = {"methods": ["rollout"], "references": ["input_gradient"]}
-    by_class = [rank_correlation(explainer, IMAGES[0], target=target, **options) for target in range(5)]
-    assert len({float(actual[0, 0, -1]) for actual in by_class}) > 1
-
-
-@pytest.mark.parametrize(
-    ("message", "arguments"),
-    [
-        ("Unknown method by layer 'gae'", {"methods": ["gae"]}),
-        ("at least one method", {"references": []}),
-        ("Unknown method 'blank'", {"references": ["blank"]}),
-        ("start_layer from 1 to 3", {"start_layer": 4}),
-    ],
-)
-def test_faults_are_named(explainer, message, arguments):
-    with pytest.raises(OptionError, match=message):
-        rank_correlation(explainer, IMAGES[0], **{"references": ["input_gradient"], **arguments})
+@pytest.mark.parametrize("model", [{}, {"class_token": False, "global_pool": "avg"}, {"reg_tokens": 2}])
+@pytest.mark.parametrize("target", [None, 3])
+def test_each_value_is_spearman_of_literal_maps(model, target):
+    explainer = Explainer(custom_model(**model), data_config=DATA)
+    image = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
+    actual = rank_correlation(explainer, image, target=target)
+    assert actual.shape == (2, 3, 3)
+    with record_attention(explainer.model) as trace, torch.no_grad():
+        explainer.model(explainer.pixels(image))
+    heads = [layer[0].double().numpy() for layer in trace.attentions]
+    readout, prefix = trace.readout[0].double().numpy(), trace.layout.num_prefix_tokens
+    for r, name in enumerate(["occlusion", "input_gradient"]):
+        reference = explainer.explain(image, method=name, target=target).grid.ravel()
+        for m, method in enumerate(["attention", "rollout", "flow"]):
+            for layer in range(1, 4):
+                # float32 maps may swap the ranks of two patches that are equal to rounding.
+                rho = spearmanr(literal_map(method, heads[:layer], readout, prefix), reference).statistic
+                assert actual[r, m, layer - 1] == pytest.approx(rho, abs=0.02), (name, method, layer)
 
 
 NAN = float("nan")

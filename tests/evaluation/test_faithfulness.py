@@ -12,6 +12,7 @@ from pytorch_grad_cam.metrics.perturbation_confidence import (
     RemoveMostRelevantFirst,
 )
 from pytorch_grad_cam.utils.model_targets import ClassifierOutputSoftmaxTarget
+from scipy.integrate import trapezoid
 from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
 
@@ -68,13 +69,15 @@ def literal_logits(model: nn.Module, pixels: Tensor, gone: list[tuple[int, int]]
 
 
 def literal_curves(model, pixels, grid, target, how, points, prefix, activation):
-    actual = {"deletion": [], "least_first": [], "insertion": [], "correct_most": [], "correct_least": []}
+    curves = ["deletion", "least_first", "insertion"]
+    actual = {name: [] for name in (*curves, *(f"{name}_logits" for name in curves), "correct_most", "correct_least")}
     every = [(r, c) for r in range(grid.shape[0]) for c in range(grid.shape[1])]
 
     def ask(gone, curve, correct=None):
         with torch.no_grad():
             logits = literal_logits(model, pixels, gone, grid.shape, how, prefix)
         actual[curve].append(float(activation(logits)[target]))
+        actual[f"{curve}_logits"].append(float(logits[target]))
         if correct:
             actual[correct].append(int(logits.argmax()) == target)
 
@@ -100,20 +103,26 @@ def test_curves_equal_a_loop(readout, how):
     if how == "drop" and prefix:
         with torch.no_grad():  # everything removed: the prefix tokens alone
             alone = model._pos_embed(model.patch_embed(pixels))[:, :prefix]
-            empty = model.forward_head(model.norm(model.blocks(alone)))[0].softmax(-1)
+            empty = model.forward_head(model.norm(model.blocks(alone)))[0]
     for saliency, actual in zip(maps, faithfulness_curves(explainer, maps, replace=how, points=points), strict=True):
         expected = literal_curves(
             model, pixels, saliency.grid, saliency.target, how, points, prefix, lambda logits: logits.softmax(-1)
         )
         if how == "drop" and prefix:
             for name, end in (("deletion", -1), ("least_first", -1), ("insertion", 0)):
-                expected[name][end] = float(empty[saliency.target])
+                expected[name][end] = float(empty.softmax(-1)[saliency.target])
+                expected[f"{name}_logits"][end] = float(empty[saliency.target])
             correct = int(empty.argmax()) == saliency.target
             expected["correct_most"][-1] = expected["correct_least"][-1] = correct
         assert expected["deletion"].std() > 1e-3
         np.testing.assert_allclose(actual.fractions, [0, 0.2, 0.4, 0.6, 0.8, 1.0], atol=1e-12)
         # The blurred image is made in float32.
         atol = 1e-6 if how == "blur" else 1e-12
+        inserted = expected.pop("insertion_logits")  # of images made by inserting patches
+        np.testing.assert_allclose(actual.least_first_logits[::-1], inserted, rtol=0, atol=atol)
+        assert actual.srg == pytest.approx(
+            trapezoid(inserted, actual.fractions) - trapezoid(expected["deletion_logits"], actual.fractions)
+        )
         for name, values in expected.items():
             np.testing.assert_allclose(getattr(actual, name), values, rtol=0, atol=atol, err_msg=name)
 
@@ -222,6 +231,8 @@ def curves(deletion, least, most_right=None, least_right=None) -> Curves:
         np.linspace(0, 1, points),
         np.array(deletion, float),
         np.array(least, float),
+        3.0 * np.array(deletion, float),
+        4.0 * np.array(least, float),
         right if most_right is None else np.array(most_right, bool),
         right if least_right is None else np.array(least_right, bool),
     )
@@ -232,6 +243,7 @@ def test_areas_are_those_of_trapezoids():
     assert actual.deletion_auc == pytest.approx(0.5 * (1.4 / 2 + 0.4 / 2))
     assert actual.insertion_auc == pytest.approx(0.5 * (1.8 / 2 + 1.0 / 2))
     assert actual.gap == pytest.approx(0.7 - 0.45)
+    assert actual.srg == pytest.approx(4 * 0.7 - 3 * 0.45)
 
 
 def test_accuracy_is_summed_up_to_nine_tenths():

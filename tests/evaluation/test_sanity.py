@@ -15,8 +15,7 @@ import vitflow
 from tests import literal_vit
 from vitflow import Explainer
 from vitflow.errors import OptionError
-from vitflow.evaluation.measures.faithfulness import faithfulness_curves
-from vitflow.evaluation.measures.removal import can_drop_tokens
+from vitflow.evaluation.measures.faithfulness import can_drop_tokens, faithfulness_curves
 from vitflow.evaluation.measures.sanity import (
     _wide_input,
     cascading_randomisation,

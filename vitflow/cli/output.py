@@ -129,7 +129,7 @@ def images_bar() -> Iterator[Any]:
                 bar.write(f"error: {error if name in error else f'{name}: {error}'}", file=sys.stderr)
         if not announced and (state.seconds or 0.0) > _LONG:
             announced = True
-            bar.write(f"note: about {state.seconds / 60:.0f} min in all, from the first images", file=sys.stderr)
+            bar.write(f"note: about {state.seconds / 60:.0f} min in all, from the first image", file=sys.stderr)
         bar.update(max(state.done + state.under_way - bar.n, 0))
 
     try:

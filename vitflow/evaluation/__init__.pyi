@@ -1,13 +1,13 @@
 from .datasets import open_dataset as open_dataset
 from .measures.faithfulness import Curves as Curves
+from .measures.faithfulness import can_drop_tokens as can_drop_tokens
 from .measures.faithfulness import faithfulness_curves as faithfulness_curves
+from .measures.faithfulness import run_on_patches as run_on_patches
 from .measures.localisation import Localisation as Localisation
 from .measures.localisation import accumulated_iou as accumulated_iou
 from .measures.localisation import localise as localise
 from .measures.references import coverage as coverage
 from .measures.references import rank_correlation as rank_correlation
-from .measures.removal import can_drop_tokens as can_drop_tokens
-from .measures.removal import run_on_patches as run_on_patches
 from .measures.sanity import cascading_randomisation as cascading_randomisation
 from .measures.sanity import class_sensitivity as class_sensitivity
 from .measures.sanity import flip_stability as flip_stability

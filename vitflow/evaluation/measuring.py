@@ -27,27 +27,14 @@ _CURVES = [*(name for name, metric in METRICS.items() if metric.group == "faithf
 
 
 def blurred(saliency: Saliency) -> Saliency:
-    """Return the map after a Gaussian blur with σ of one patch; reflecting at the border preserves the sum.
-
-    >>> from vitflow.explaining.explainer import explain
-    >>> from vitflow.demo import sample_images
-    >>> saliency = explain(sample_images()[0], model="demo")
-    >>> bool(np.isclose(blurred(saliency).grid.sum(), saliency.grid.sum()))
-    True
-    """
+    """Return the map after a Gaussian blur with σ of one patch; reflecting at the border preserves the sum."""
     smooth = gaussian_filter(saliency.grid.astype(np.float64), 1.0, mode="reflect")
     return replace(saliency, grid=smooth.astype(np.float32))
 
 
-# --- Maps and values -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """Methods, groups of metrics and settings of a run, as for `evaluate`.
-
-    `methods` have distinct labels, and `unchecked` are the labels of those without sanity checks.
-    """
+    """Methods with distinct labels, groups of metrics and settings of a run; `unchecked` have no sanity checks."""
 
     methods: tuple[ChosenMethod, ...]
     groups: tuple[str, ...]
@@ -58,10 +45,6 @@ class Protocol:
     unchecked: tuple[str, ...] = ()
     blurred_control: bool = False
 
-    def has_blurred(self, method: ChosenMethod) -> bool:
-        """Return True if the method's maps are also measured blurred."""
-        return self.blurred_control and method.name not in BASELINES
-
 
 # Values by label of a map, then by name.
 Values = dict[str, dict[str, Any]]
@@ -69,17 +52,7 @@ Values = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """An image to measure.
-
-    Attributes:
-        explainer, protocol: the model, and the methods and settings of the run.
-        name: name of the sample.
-        image: the image and its annotations.
-        truth: target class and region.
-        groups: groups of metrics to measure on this image, a subset of the protocol's.
-        grid: the grid that contains the image, if any.
-        maps: the maps for the target by label; see `with_maps`.
-    """
+    """An image to measure: its groups of metrics, its grid if any, and the maps for its target by label."""
 
     explainer: Explainer
     protocol: Protocol
@@ -104,7 +77,7 @@ def with_maps(cases: Sequence[Case]) -> list[Case]:
         pairs = [(case, method) for case in batch for method in protocol.methods]
         for (case, method), saliency in zip(pairs, flat, strict=True):
             maps[case.name][method.label] = saliency
-            if protocol.has_blurred(method):
+            if protocol.blurred_control and method.name not in BASELINES:
                 maps[case.name][blurred_label(method.label)] = blurred(saliency)
     return [replace(case, maps=maps[case.name]) for case in cases]
 
@@ -205,8 +178,7 @@ def _intervals(case: Case, values: Values) -> None:
 
 
 def _correlation(case: Case, _: Values) -> dict[str, Any]:
-    correlation = rank_correlation(case.explainer, case.image.image, target=case.truth.target)
-    return {"correlation": correlation.tolist()}
+    return {"correlation": rank_correlation(case.explainer, case.image.image, target=case.truth.target).tolist()}
 
 
 # The function of each group: adds values, and may return further entries of the row.

@@ -23,7 +23,7 @@ class Metric:
         description: one sentence.
         limitations: what the metric does not show.
         better: "higher" or "lower".
-        limits: smallest and largest possible value.
+        limits: smallest and largest possible value; None if there are none.
         share: True if an image is a hit or a miss, at the ends of the range.
     """
 
@@ -33,7 +33,7 @@ class Metric:
     description: str
     limitations: str
     better: str = "higher"
-    limits: tuple[float, float] = (0.0, 1.0)
+    limits: tuple[float, float] | None = (0.0, 1.0)
     share: bool = False
 
     @property
@@ -165,6 +165,13 @@ _METRICS = (
         "Area between the curves with the lowest and with the highest patches removed first.",
         "Depends on the order of patches only, and ignores interactions between patches.",
         limits=(-1.0, 1.0),
+    ),
+    _faithfulness(
+        "srg",
+        "SRG of the logit",
+        "Area between the curves of the class's logit with the lowest and with the highest patches removed first.",
+        "Its unit is that of the logits, so models are not comparable; depends on the order of patches only.",
+        limits=None,
     ),
     _faithfulness(
         "positive_perturbation",

@@ -1,21 +1,51 @@
-"""`Evaluation`: the result of `evaluate`, with export to Markdown, JSON, CSV, pandas, figures and a page."""
+"""`Evaluation`: the result of `evaluate`, with export to Markdown, JSON, CSV, pandas, charts and an HTML page."""
 
+import base64
 import csv
 import io
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vitflow.errors import OptionError
-from vitflow.evaluation.report import draw_bars, draw_charts, write_page
-from vitflow.evaluation.tables import Table, Tables
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from vitflow.errors import OptionError, printable
+from vitflow.evaluation.metrics import GROUPS, Metric, is_blurred
+from vitflow.evaluation.statistics import CONFIDENCE
+from vitflow.evaluation.tables import Table, TableRow, Tables
 from vitflow.evaluation.verdict import counted, notes_on, undefined_values, verdict
 from vitflow.files import write_atomically
 from vitflow.folder.columns import escape_formula
-from vitflow.images.figures import bundle, html_table, save_figure
+from vitflow.images.figures import bundle, figure_bytes, html_table, save_figure
+from vitflow.images.typesetting import (
+    AXIS,
+    BAR,
+    BASELINE,
+    BODY,
+    GREY,
+    INK,
+    MOST_WIDTH,
+    Series,
+    draw_lines,
+    label_width,
+    new_chart,
+    settled,
+    style_axes,
+    wrap,
+)
+from vitflow.viewer.pages import Page, make_html
+
+# Lengths in inches; browsers may draw labels a little wider than matplotlib, so they need the padding.
+_ROW, _PANEL, _AROUND, _PAD = 0.19, 1.45, 0.55, 0.08
+# CSS pixels per inch of every figure, so that their text has the same size.
+_PIXELS = 108
 
 
 class Evaluation(Tables):
@@ -93,14 +123,13 @@ class Evaluation(Tables):
                 for pair in self.differences(metric.name)
             ],
         }
-        lines = {name: self.mean_lines(name) for name in self.series}
-        if "overlap" in lines:
+        if "overlap" in self.series:
             record["accumulated_mean_iou"] = self.accumulated_mean_iou()
-        if self.fractions is not None:
-            record["curves"] = {"fractions": self.fractions.tolist()}
-            record["curves"] |= {name: lines[name] for name in ("deletion", "insertion")}
-        if "cascade" in lines:
-            record["randomisation"] = {"stages": list(self.stages)} | lines["cascade"]
+        if self.fractions:
+            record["curves"] = {"fractions": self.fractions}
+            record["curves"] |= {name: self.mean_lines(name) for name in ("deletion", "insertion")}
+        if "cascade" in self.series:
+            record["randomisation"] = {"stages": self.stages} | self.mean_lines("cascade")
         if self.correlation is not None:
             record["correlation"] = {"images": len(self.correlation), "spearman": self.correlations()}
         return record
@@ -126,16 +155,103 @@ class Evaluation(Tables):
         folder = Path(folder)
         _write(folder / "results.csv", self.to_csv())
         _write(folder / "summary.json", json.dumps(self.to_dict(), indent=1) + "\n")
-        for index, figure in enumerate(self.grids, start=1):
-            save_figure(figure, folder / "figures" / f"grid-{index}.png")
         charts = draw_charts(self)
-        for name, figure in charts.items():
-            for suffix in ("png", "svg"):
-                save_figure(figure, folder / "figures" / f"{name}.{suffix}")
-        return write_page(self, folder / "report.html", charts, self.notes)
+        figures = {f"{name}.{suffix}": chart for name, chart in charts.items() for suffix in ("png", "svg")}
+        figures |= {f"grid-{index}.png": figure for index, figure in enumerate(self.grids, start=1)}
+        for name, figure in figures.items():
+            save_figure(figure, folder / "figures" / name)
+        page = make_html(
+            "evaluation",
+            evaluation=self,
+            verdict=verdict(self),
+            notes=self.notes,
+            groups={name: group for name, group in GROUPS.items() if name in self.groups},
+            charts={name: _image(figure, "svg") for name, figure in charts.items()},
+            grids=[_image(grid, "png") for grid in self.grids],
+            confidence=round(100 * CONFIDENCE),
+            baselines=sum(map(self.is_baseline, self.methods)),
+        )
+        return Page(page).save(folder / "report.html")
 
 
 def _write(path: Path, text: str) -> None:
     with write_atomically(path) as file:
         # Names that are not valid UTF-8 are escaped in JSON and CSV.
         file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def _image(figure: Figure, suffix: str) -> dict[str, Any]:
+    """Return a figure as a data URI, and its width on the page."""
+    content = base64.b64encode(figure_bytes(figure, f".{suffix}")).decode()
+    kind = {"svg": "svg+xml", "png": "png"}[suffix]
+    return {"data": f"data:image/{kind};base64,{content}", "width": round(_PIXELS * figure.get_figwidth())}
+
+
+# --- Charts ----------------------------------------------------------------------------------------------------------
+
+
+def draw_charts(tables: Tables) -> dict[str, Figure]:
+    """Return the bars of each group, and the curves of faithfulness, by name."""
+    figures = {name: draw_bars(tables, [name]) for name in tables.groups if name != "correlation"}
+    return figures | ({"curves": _draw_curves(tables)} if tables.fractions else {})
+
+
+def draw_bars(tables: Tables, names: Sequence[str]) -> Figure:
+    """Draw a panel for each of these metrics or groups: the mean of each measured method with its interval.
+
+    Baselines are grey. A thin line marks the random map's mean in every panel.
+    """
+    metrics = [metric for metric in tables.metrics if metric.name in names or metric.group in names]
+    methods = [name for name in tables.shown_methods if any(tables.is_measured(name, metric) for metric in metrics)]
+    labels = [printable(name) for name in methods]
+    figure = new_chart((label_width(labels) + _PANEL * len(metrics), _AROUND + _ROW * len(labels)))
+    if (layout := figure.get_layout_engine()) is not None:
+        layout.set(w_pad=_PAD)  # type: ignore[call-arg]
+    plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
+    for axes, metric in zip(plots, metrics, strict=True):
+        _draw_panel(axes, metric, [row for row in tables.table(metric.name) if row.method in methods])
+    first: Axes = plots[0]
+    first.set_yticks(range(len(labels)), ["".join(wrap(name, MOST_WIDTH, BODY, lines=1)) for name in labels])
+    for text in first.get_yticklabels():
+        text.set_parse_math(False)
+    first.set_ylim(len(labels) - 0.4, -0.6)
+    return settled(figure)
+
+
+def _draw_panel(axes: Axes, metric: Metric, rows: Sequence[TableRow]) -> None:
+    means, lows, highs = (  # None becomes NaN
+        np.array([getattr(row.estimate, name) for row in rows], dtype=np.float64) for name in ("mean", "low", "high")
+    )
+    positions = np.arange(len(rows))
+    colors = [BASELINE if row.baseline else BAR for row in rows]
+    axes.barh(positions, np.nan_to_num(means), height=0.68, color=colors, zorder=2)
+    axes.hlines(positions, lows, highs, color=INK, linewidth=0.9, zorder=3)
+    chance = next((row.estimate.mean for row in rows if row.method == "random"), None)
+    if chance is not None:
+        axes.axvline(chance, color=GREY, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
+    axes.axvline(0, color=AXIS, linewidth=0.6, zorder=1)
+    style_axes(axes, f"{metric.title} {metric.arrow}")
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _draw_curves(tables: Tables) -> Figure:
+    """Draw mean deletion and insertion curves, a line per method without the controls; baselines are grey."""
+    titles = {
+        "deletion": "deletion: highest patches removed first ↓",
+        "insertion": "insertion: highest patches inserted first ↑",
+    }
+    return draw_lines(
+        {
+            title: [
+                Series(method, tables.fractions, line, baseline=tables.is_baseline(method))
+                for method, line in tables.mean_lines(name).items()
+                if not is_blurred(method) and any(value is not None for value in line)
+            ]
+            for name, title in titles.items()
+        },
+        x_label=["share of patches removed", "share of patches inserted"],
+        y_label="probability of the class",
+        bottom=0.0,
+    )

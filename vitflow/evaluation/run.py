@@ -14,7 +14,7 @@ from torch import nn
 
 from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, stops_all, whole_number
 from vitflow.evaluation.datasets import open_dataset
-from vitflow.evaluation.measures.removal import REPLACEMENTS, can_drop_tokens
+from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, can_drop_tokens
 from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
 from vitflow.evaluation.metrics import GROUPS, choose_metrics, has_intervals
 from vitflow.evaluation.results import Evaluation
@@ -217,16 +217,13 @@ def _applicable_methods(
 def _settings(dataset: Dataset, explainer: Explainer, protocol: Protocol) -> dict[str, Any]:
     """Return everything that the rows depend on; runs with equal settings may share a folder."""
     data = {"data": dict(dataset.identity) or {"name": dataset.name}}
-    measured: dict[str, Any] = {
-        "groups": list(protocol.groups),
-        "seed": protocol.seed,
-        "blurred_control": protocol.blurred_control,
-    }
-    if any(GROUPS[group].costly for group in protocol.groups):
+    groups, measured = protocol.groups, dict[str, Any]()
+    measured |= {"groups": list(groups), "seed": protocol.seed, "blurred_control": protocol.blurred_control}
+    if any(GROUPS[group].costly for group in groups):
         measured["sanity_images"] = protocol.sanity_images
-    if "sanity" in protocol.groups:
+    if "sanity" in groups:
         measured["unchecked"] = list(protocol.unchecked)
-    if "faithfulness" in protocol.groups:
+    if "faithfulness" in groups:
         measured |= {"replace_by": protocol.replace, "points": protocol.points}
     return run_fingerprint("evaluation", data, explainer.fingerprint(), protocol.methods, measured)
 
@@ -270,24 +267,23 @@ class _Run:
     def rows(self, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
         """Measure these images of the data set, and yield a row for each."""
         tally = Tally(self.progress, len(self.dataset), len(self.dataset) - len(samples))
-        size = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
-        batches, begin = Batches(self.explainer, size), time.perf_counter()
-        for start in range(0, len(samples), size):
-            batch = samples[start : start + size]
-            if start == size:  # from the time of the first batch
-                tally.seconds = (time.perf_counter() - begin) * self._work(samples) / self._work(samples[:size])
-                tally.share(0.0)
+        most = self.batch_size or _AUTO_BATCH.get(self.explainer.device.type, 8)
+        batches, start = Batches(self.explainer, most), 0
+        while start < len(samples):
+            # The first image is alone: its time tells that of the others.
+            batch = samples[start : start + (1 if tally.seconds is None else most)]
+            begin = time.perf_counter()
             with watched(partial(_report_share, tally, tally.done, len(batch)), self._rounds(batch)):
                 for row in self._measure(batches, batch):
                     tally.row(row)
                     yield row
+            if tally.seconds is None and row["status"] == "measured":
+                tally.seconds = (time.perf_counter() - begin) * self._work(samples) / self._work(batch)
+                tally.share(0.0)
+            start += len(batch)
 
     def _measure(self, batches: Batches, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
-        """Measure a batch; an image that fails has a row with its error.
-
-        Raises:
-            OptionError, UnsupportedModelError: no image can be measured with these options or this model.
-        """
+        """Yield the row of each image of a batch, with its error if it fails; raise the error of all images."""
         cases: list[Case] = []
         stamps = {sample.name: {"stamp": sample.stamp()} for sample in samples}
         for sample in samples:
@@ -295,10 +291,12 @@ class _Run:
             try:
                 image = sample.read()
                 truth = choose_target(image, self.explainer.num_classes, self.explainer.class_names)
-                grid = self.grids.get(name)
-                cases.append(Case(self.explainer, self.protocol, name, image, truth, self.groups[name], grid))
             except (VitflowError, OSError) as error:
                 yield failed_row({"input": name}, error) | stamps[name]
+                continue
+            cases.append(
+                Case(self.explainer, self.protocol, name, image, truth, self.groups[name], self.grids.get(name))
+            )
         for case, result in zip(cases, batches.each(cases, with_maps, self.protocol.methods), strict=True):
             try:
                 row = result if isinstance(result, Exception) else measure(result)

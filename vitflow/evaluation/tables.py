@@ -1,6 +1,6 @@
 """Values of an evaluation, and the estimates, differences and rankings computed from them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, groupby, product
@@ -27,14 +27,6 @@ from vitflow.folder.columns import kinds_in
 from vitflow.images.typesetting import decimal
 from vitflow.registry.method_table import BASELINES, METHODS, split_label
 
-# Display names in the tables of rank correlation.
-_LAYER_TITLES = {
-    "attention": "raw attention",
-    "rollout": "attention rollout",
-    "flow": "attention flow",
-    "occlusion": "occlusion",
-    "input_gradient": "input gradient",
-}
 # Columns of an image in the tidy table.
 _IMAGE = tuple(kinds_in("results"))
 
@@ -185,9 +177,10 @@ class Tables:
         return {label: departures_from_paper(METHODS[names[label]], options[label]) for label in known}
 
     @property
-    def fractions(self) -> NDArray[np.float64] | None:
-        """Shares of removed patches at each point of the curves; None without faithfulness."""
-        return np.linspace(0.0, 1.0, self.series["deletion"].shape[-1]) if "deletion" in self.series else None
+    def fractions(self) -> list[float]:
+        """Shares of removed patches at each point of the curves; empty without faithfulness."""
+        points = self.series["deletion"].shape[-1] if "deletion" in self.series else 0
+        return [float(share) for share in np.linspace(0.0, 1.0, points)]
 
     def mean_lines(self, name: str) -> dict[str, list[float | None]]:
         """Return the mean over images of a series for each method, without NaN; None if no value is left."""
@@ -207,14 +200,15 @@ class Tables:
 
     @cached_property
     def _tables(self) -> dict[str, dict[str, TableRow]]:
-        return {metric.name: dict(zip(self.methods, self._rows_of(metric), strict=True)) for metric in self.metrics}
-
-    def _rows_of(self, metric: Metric) -> Iterator[TableRow]:
-        estimates = estimate_means(self.measured_values(metric), limits=metric.limits, share=metric.share)
-        for method, estimate in zip(self.methods, estimates, strict=True):
-            measured = self.is_measured(method, metric)
-            shown = estimate if measured else replace(estimate, undefined=0)
-            yield TableRow(method, self.is_baseline(method), measured, shown)
+        tables: dict[str, dict[str, TableRow]] = {}
+        for metric in self.metrics:
+            rows = tables[metric.name] = {}
+            estimates = estimate_means(self.measured_values(metric), limits=metric.limits, share=metric.share)
+            for method, estimate in zip(self.methods, estimates, strict=True):
+                measured = self.is_measured(method, metric)
+                shown = estimate if measured else replace(estimate, undefined=0)
+                rows[method] = TableRow(method, self.is_baseline(method), measured, shown)
+        return tables
 
     def differences(self, metric: str) -> list[Difference]:
         """Return the paired differences of all methods, and of each method and its control; OptionError as `table`."""
@@ -223,7 +217,6 @@ class Tables:
 
     def difference(self, metric: str, first: str, second: str) -> Difference | None:
         """Return first minus second; None for a method and itself, or another method's blurred control."""
-        check_known("metric of this evaluation", metric, self.values)
         pair, reverse = (self._differences[metric].get(pair) for pair in ((first, second), (second, first)))
         return pair if reverse is None else reverse.reversed()
 
@@ -313,11 +306,10 @@ class Tables:
         """Return a table per reference, as in the paper: mean ± standard deviation, a row per method."""
         tables = []
         for reference, cells in groupby(self.correlations(), lambda row: row["reference"]):
-            lines = {method: list(line) for method, line in groupby(cells, lambda row: row["method"])}
-            head = (f"Spearman with {_LAYER_TITLES[reference]}", *(f"L{row['layer']}" for row in lines["attention"]))
-            tables.append(
-                Table(head, [(_LAYER_TITLES[name], *map(_with_spread, line)) for name, line in lines.items()])
-            )
+            lines = [list(line) for _, line in groupby(cells, lambda row: row["method"])]
+            head = (f"Spearman with {METHODS[reference].title.lower()}", *(f"L{row['layer']}" for row in lines[0]))
+            rows = [(METHODS[line[0]["method"]].title.lower(), *map(_with_spread, line)) for line in lines]
+            tables.append(Table(head, rows))
         return tables
 
 

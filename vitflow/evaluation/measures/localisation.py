@@ -80,12 +80,9 @@ def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
     hits, misses = _by_threshold(values, inside)
     # In float64 and minus the minimum, so that a constant map is not above its mean.
     predicted = mass > mass.mean()
-    overlap = (
-        int((~predicted & ~inside).sum()),
-        int((predicted & inside).sum()),
-        int((~predicted | ~inside).sum()),
-        int((predicted | inside).sum()),
-    )
+    masks = (~predicted & ~inside, predicted & inside, ~predicted | ~inside, predicted | inside)
+    background, common, background_union, union = (int(mask.sum()) for mask in masks)
+    overlap = (background, common, background_union, union)
     return Localisation(
         pointing_game=float(region[_highest_pixel(heatmap)]),
         energy=float(mass[inside].sum()) / whole if whole > 0 else float(inside.mean()),
@@ -98,10 +95,8 @@ def localise(heatmap: Heatmap, region: Mask) -> Localisation | None:
 
 def _highest_pixel(heatmap: Heatmap) -> tuple[int, int]:
     """Return the highest pixel; of tied pixels the one nearest to their centroid."""
-    values = np.where(np.isfinite(heatmap), heatmap, -np.inf)
-    highest = np.argwhere(values == values.max())
-    distance = ((highest - np.rint(highest.mean(axis=0))) ** 2).sum(axis=1)
-    row, col = highest[distance.argmin()]
+    highest = np.argwhere(heatmap == np.nanmax(heatmap))
+    row, col = highest[((highest - np.rint(highest.mean(axis=0))) ** 2).sum(axis=1).argmin()]
     return int(row), int(col)
 
 
@@ -120,13 +115,8 @@ def accumulated_iou(overlaps: Sequence[Sequence[float]] | NDArray[np.floating[An
     >>> accumulated_iou([(2, 1, 3, 2), (4, 0, 4, 1)])
     0.5952380952380952
     """
-    background, region, background_union, region_union = np.asarray(overlaps, dtype=np.float64).sum(axis=0)
-    # An empty union is perfect agreement.
-    shares = [
-        np.divide(part, whole) if whole else 1.0
-        for part, whole in ((background, background_union), (region, region_union))
-    ]
-    return float(np.mean(shares))
+    common, united = np.asarray(overlaps, dtype=np.float64).sum(axis=0).reshape(2, 2)
+    return float(np.mean(np.divide(common, united, out=np.ones(2), where=united > 0)))  # nothing united: agreement
 
 
 # --- One class against another --------------------------------------------------------------------------------------

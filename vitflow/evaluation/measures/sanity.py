@@ -84,7 +84,7 @@ def cascading_randomisation(
 
 
 def explain_again(explainer: Explainer, images: Sequence[PlacedImage], maps: Sequence[Saliency]) -> list[Saliency]:
-    """Explain images by the methods, with the options and for the target of some maps; by image, then by map."""
+    """Return maps of images by the methods, with the options and for the target of some maps; by image, then map."""
     first = maps[0]
     if any(m.target != first.target for m in maps[1:]):
         raise OptionError("Expected maps of one image for one target, got several targets.")
@@ -104,10 +104,7 @@ def stage_names(model: nn.Module) -> list[str]:
 
 
 def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int = 0) -> Iterator[tuple[str, Explainer]]:
-    """Yield the explainer with a model randomised down to each stage in turn.
-
-    All stages share one copy of the model: use each before the next is requested.
-    """
+    """Yield the explainer with a model randomised down to each stage in turn, in one copy that all stages share."""
     with torch.inference_mode(False):
         randomised = explainer.with_model(copy.deepcopy(explainer.model))
     all_stages = _stages(randomised.model)
@@ -122,7 +119,7 @@ def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int 
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed random numbers on the CPU and this device, and restore their state afterwards."""
+    """Seed random numbers on the CPU and this device only, and restore their state afterwards."""
     others = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(others, device_type=device.type):
         torch.default_generator.manual_seed(seed)
@@ -133,7 +130,9 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def _stages(model: nn.Module) -> list[Stage]:
     """Return the modules with direct parameters by stage, from the top of the network."""
-    holder = _holder_of_blocks(model)
+    blocks = getattr(transformer_of(model), "blocks", None)  # the module whose children are the blocks, in order
+    known = isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks) > 0
+    holder = blocks if known else next(iter(library_blocks(model).values()), None)
     if holder is None:
         root: Stage = ("embedding", [model])
         stages = [root, *((name, list(child.modules())) for name, child in model.named_children())]
@@ -150,14 +149,6 @@ def _stages(model: nn.Module) -> list[Stage]:
         ]
     with_parameters = [(name, [module for module in modules if module._parameters]) for name, modules in stages]
     return [stage for stage in reversed(with_parameters) if stage[1]]
-
-
-def _holder_of_blocks(model: nn.Module) -> nn.Module | None:
-    """Return the module whose children are the transformer's blocks, in order."""
-    blocks = getattr(transformer_of(model), "blocks", None)
-    if isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks):
-        return blocks
-    return next(iter(library_blocks(model).values()), None)
 
 
 def _redraw(module: nn.Module) -> None:
@@ -252,8 +243,7 @@ def class_sensitivity(explainer: Explainer, maps: Sequence[Saliency]) -> list[fl
 def _wide_input(explainer: Explainer, placed: PlacedImage, margin: tuple[int, int]) -> Tensor:
     """Return the model input with margins (vertical, horizontal), [channels, height, width].
 
-    Margins show the image beyond the crop, and the reflection of what is there beyond the border of the image, of its
-    padding or of a tensor.
+    Margins show the image beyond the crop, or its reflection beyond the border of the image, its padding or a tensor.
     """
     known = (0, 0), (0, 0)  # extent of the margins (before, behind) of each axis within the image
     if placed.pixels is None:
