@@ -24,10 +24,9 @@ from vitflow.images.figures import FigureResult, written
 from vitflow.images.pen import Pen, takes_drawing_options
 from vitflow.images.typesetting import decimal
 from vitflow.methods.similarity import Values, spearman, top_overlap
-from vitflow.registry.choices import MethodChoice, check_methods
+from vitflow.registry.choices import MethodChoice, check_methods, takes_method_options
 from vitflow.registry.method_table import DEFAULT_METHODS, get_method
 from vitflow.registry.option_types import MethodOptions
-from vitflow.registry.options import takes_method_options
 
 
 def mean_of_defined(values: Iterable[float | None]) -> float | None:

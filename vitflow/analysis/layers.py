@@ -30,10 +30,10 @@ from vitflow.images.upsampling import upsample
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.similarity import Components, principal_components
 from vitflow.models.blocks import block_norms, block_paths, layer_output
-from vitflow.registry.choices import choose_methods, default_method, has_targets
+from vitflow.registry.choices import choose_methods, default_method, has_targets, takes_method_options
 from vitflow.registry.method_table import get_method, list_methods
 from vitflow.registry.option_types import LayerMapOptions
-from vitflow.registry.options import OPTIONS, takes_method_options
+from vitflow.registry.options import OPTIONS
 
 _MOST_COLUMNS = 6
 

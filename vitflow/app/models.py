@@ -41,10 +41,7 @@ _SHOW = """() => {
 class Models:
     """Models of a page by name, each loaded once: `images` for images, `words` for texts and captions.
 
-    Args:
-        images, words: names of the models.
-        time_limit: maximum duration of a request in seconds.
-        loading: arguments of `load_model` for the first image model.
+    A request takes at most `time_limit` seconds; `loading` are arguments of `load_model` for the first image model.
     """
 
     def __init__(self, images: Sequence[str], words: Sequence[str], time_limit: float, loading: dict[str, Any]) -> None:
@@ -128,7 +125,7 @@ def _limited(seconds: float) -> Iterator[None]:
             if time.monotonic() - start[0] > seconds:
                 raise VitflowError(
                     f"This takes longer than the limit of {seconds:g} s on this page: choose another Method, a shorter "
-                    "text, or a smaller Model. The command line has no such limit."
+                    "text or a smaller Model, or use the command line."
                 )
 
         yield update

@@ -20,9 +20,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vitflow.app.images import images_tab
 from vitflow.app.models import Models
-from vitflow.app.words import words_tab
+from vitflow.app.tabs import images_tab, words_tab
 from vitflow.errors import OptionError, printable
 from vitflow.images.reading import MAX_PIXELS
 
@@ -49,11 +48,8 @@ _FETCHES = re.compile(r"/file=[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 class RequestCheck(TrustedHostMiddleware):
     """Middleware that also refuses requests of other pages, requests to fetch from other servers, and too many uploads.
 
-    A foreign name in Host indicates DNS rebinding, by which another site could reach this page.
-
-    Args:
-        names: hosts of this page.
-        others: further hosts, whose pages may also send requests.
+    A foreign name in Host indicates DNS rebinding, by which another site could reach this page. `names` are its hosts;
+    pages of `others` may also send requests.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str], others: Sequence[str]) -> None:
@@ -123,8 +119,7 @@ def _checked(field: Any, value: Any) -> Any:
         known = False
     if not known:
         raise OptionError(
-            "Expected a file that was uploaded to this page, or one of its samples, got another one. Uploads are "
-            "removed after a while: upload it again."
+            "Expected a sample, or a file that was uploaded to this page and is not yet removed: upload it again."
         )
     return {"path": path, "meta": {"_type": "gradio.FileData"}}
 

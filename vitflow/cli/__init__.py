@@ -26,10 +26,7 @@ class _Reporting(click.RichGroup):
             return super().invoke(ctx)
 
 
-@click.group(
-    cls=_Reporting,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
-)
+@click.group(cls=_Reporting, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.rich_config(
     {
         "theme": "default-slim",

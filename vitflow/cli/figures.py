@@ -10,8 +10,8 @@ from click.types import convert_type
 from vitflow.cli import options as shared
 from vitflow.cli.output import output_file, save_result, say, say_model_note, say_notes, writing
 from vitflow.errors import OptionError, printable
-from vitflow.registry.choices import check_methods, choose_methods, default_method
-from vitflow.registry.method_table import DEFAULT_METHODS, get_method, split_label
+from vitflow.registry.choices import check_methods, choose_methods, default_method, split_label
+from vitflow.registry.method_table import DEFAULT_METHODS, get_method
 from vitflow.registry.options import OPTIONS
 
 

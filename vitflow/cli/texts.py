@@ -164,7 +164,7 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
 )
 @shared.output_option(
     help="File for the strip of maps, .png, .pdf or .svg; or a folder, with / at its end.  [default: "
-    "IMAGE-caption.png here]",
+    "IMAGE-caption.png here]"
 )
 @shared.option("", "--html", shared.NEW_FILE, "Also write an interactive page: click a word to see its map.")
 @shared.option("", "--json as_json", bool, "Print one JSON object with the map of each word instead.")

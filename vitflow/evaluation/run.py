@@ -27,10 +27,16 @@ from vitflow.folder.store import Run, finishing, versions
 from vitflow.folder.work import Batches, RunProgress, Tally, explainer_for
 from vitflow.images.reading import ImageSource
 from vitflow.progress import watched
-from vitflow.registry.choices import ChosenMethod, MethodChoice, check_methods, choose_methods, left_out
+from vitflow.registry.choices import (
+    ChosenMethod,
+    MethodChoice,
+    check_methods,
+    choose_methods,
+    left_out,
+    takes_method_options,
+)
 from vitflow.registry.method_table import BASELINES, Method, is_slow, list_methods
 from vitflow.registry.option_types import MethodOptions
-from vitflow.registry.options import takes_method_options
 
 #: Default number of images for the costly groups.
 SANITY_IMAGES = 24

@@ -25,7 +25,8 @@ from vitflow.evaluation.statistics import (
 from vitflow.explaining.captions import departures_from_paper
 from vitflow.folder.columns import kinds_in
 from vitflow.images.typesetting import decimal
-from vitflow.registry.method_table import BASELINES, METHODS, split_label
+from vitflow.registry.choices import split_label
+from vitflow.registry.method_table import BASELINES, METHODS
 
 # Columns of an image in the tidy table.
 _IMAGE = tuple(kinds_in("results"))

@@ -7,7 +7,8 @@ import numpy as np
 from vitflow.evaluation.metrics import GROUPS
 from vitflow.evaluation.statistics import MIN_CLEAR
 from vitflow.evaluation.tables import Tables
-from vitflow.registry.method_table import get_method, is_slow, split_label
+from vitflow.registry.choices import split_label
+from vitflow.registry.method_table import get_method, is_slow
 
 # Questions of the verdict, and the metrics that answer them; the first measured metric counts.
 _QUESTIONS = {

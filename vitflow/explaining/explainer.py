@@ -39,9 +39,8 @@ from vitflow.models.outputs import Outputs
 from vitflow.models.parts import refuse_deformable
 from vitflow.recording.isolation import evaluating, random_state, refuse_inference_tensors
 from vitflow.recording.trace import Trace
-from vitflow.registry.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out
+from vitflow.registry.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out, takes_method_options
 from vitflow.registry.option_types import MethodOptions
-from vitflow.registry.options import takes_method_options
 
 _NOT_BLANK = "blank=True requires a score of a class, prompt or function. Omit blank."
 

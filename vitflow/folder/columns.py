@@ -209,11 +209,7 @@ def check_manifest(format: str) -> None:
 
 
 def write_manifest(
-    folder: Path,
-    rows: Iterable[tuple[Mapping[str, Any], Maps]],
-    common: Mapping[str, Any],
-    *,
-    format: str = "jsonl",
+    folder: Path, rows: Iterable[tuple[Mapping[str, Any], Maps]], common: Mapping[str, Any], *, format: str = "jsonl"
 ) -> Path:
     """Write the manifest of a run atomically, remove the one in another format, and return its path.
 

@@ -43,11 +43,7 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent.parent)
 _PROGRAM = f"import sys; sys.path += sys.argv[1:]; from {__name__} import answer_requests; answer_requests()"
 # Memory of pixels is reused for the next image: returning and requesting it took a sixth of the decoding time.
 # OpenBLAS is not used here.
-_ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MALLOC_TRIM_THRESHOLD_": str(2**26),
-    "OPENBLAS_NUM_THREADS": "1",
-}
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**26), "OPENBLAS_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

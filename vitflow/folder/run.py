@@ -25,9 +25,8 @@ from vitflow.folder.saved import SavedRun, run_fingerprint
 from vitflow.folder.store import Run, finishing
 from vitflow.folder.work import RunProgress, Tally, auto_batch, check_target, explainer_for, make_job, sides_of
 from vitflow.images.reading import MAX_PIXELS
-from vitflow.registry.choices import MethodChoice
+from vitflow.registry.choices import MethodChoice, takes_method_options
 from vitflow.registry.option_types import MethodOptions
-from vitflow.registry.options import takes_method_options
 
 
 @dataclass(frozen=True, slots=True, repr=False)

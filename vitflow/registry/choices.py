@@ -1,12 +1,14 @@
-"""Look up methods by name and complete their options. This module imports no torch."""
+"""Look up methods by name, complete their options, and add them to signatures. This module imports no torch."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from vitflow.errors import OptionError
-from vitflow.registry.method_table import METHODS, Method, get_method
-from vitflow.registry.options import OPTIONS
+from vitflow.registry.method_table import METHODS, PEERS, Method, get_method
+from vitflow.registry.options import METHOD_OPTIONS, OPTIONS
 
 # Arguments that other functions or other libraries have, and the name of the right one.
 _MISNAMED = {
@@ -129,3 +131,35 @@ def left_out(refusals: Mapping[str, str]) -> list[str]:
     reasons = dict.fromkeys(refusals.values())
     names = [", ".join(name for name, each in refusals.items() if each == reason) for reason in reasons]
     return [f"Left out: {listed}. {reason}" for listed, reason in zip(names, reasons, strict=True)]
+
+
+def split_label(label: str) -> tuple[str, str]:
+    """Split "NAME:OPTION=VALUE,…" into the name of a method and its options.
+
+    >>> split_label("gae:refine=0"), split_label("cam:LayerCAM:layer=2"), split_label("captum:Saliency")
+    (('gae', 'refine=0'), ('cam:LayerCAM', 'layer=2'), ('captum:Saliency', ''))
+    """
+    prefix = next((each for each in PEERS if label.startswith(each)), "")
+    name, _, options = label.removeprefix(prefix).partition(":")
+    return prefix + name, options
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def takes_method_options(function: _Function) -> _Function:
+    """Add the options of methods to the signature and the docstring of a function that takes them as `**options`."""
+    signature = inspect.signature(function)
+    *named, rest = signature.parameters.values()
+    more = [
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option.annotation)
+        for option in METHOD_OPTIONS.values()
+        if option.name not in signature.parameters
+    ]
+    # **options remains for registered methods.
+    function.__signature__ = signature.replace(parameters=[*named, *more, rest])  # type: ignore[attr-defined]
+    listed = (f"{option.name}: {option.help} ({option.values})" for option in METHOD_OPTIONS.values())
+    wrapped = (textwrap.fill(line, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in listed)
+    head = "Options of the methods; list_methods() and `vitflow methods NAME` list those of a method, with defaults:"
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", head, *wrapped, ""])
+    return function

@@ -84,9 +84,7 @@ class Method:
 
     def load(self) -> Callable[..., Any]:
         """Return the function."""
-        if callable(self.function):
-            return self.function
-        return _loaded(self.function)
+        return self.function if callable(self.function) else _loaded(self.function)
 
     def function_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that its function receives, without those of the common refinement step."""
@@ -98,11 +96,7 @@ class Method:
         return name in self.defaults or (name == "preset" and bool(self.presets))
 
     def complete(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill in options that are missing or None, from `preset` or the defaults.
-
-        Raises:
-            OptionError: unknown option or preset, or a value that is not finite or not a choice.
-        """
+        """Fill in options that are missing or None, from `preset` or the defaults."""
         for name, value in options.items():
             if isinstance(value, float) and not isfinite(value):
                 raise OptionError(f"Expected a finite {name}, got {value}.")
@@ -143,11 +137,7 @@ _PAPER = "Abnar & Zuidema, ACL 2020"
 
 
 def is_slow(name: str) -> bool:
-    """Return True if a method is slow enough for a progress bar.
-
-    Raises:
-        OptionError: unknown method.
-    """
+    """Return True if a method is slow enough for a progress bar."""
     return name == "flow" or "predict" in get_method(name).needs
 
 
@@ -157,10 +147,9 @@ def register_method(
     """Add a method to the table, so that every function and command can use it by name.
 
     Args:
-        name: a `Method`; or its name, followed by the other fields.
+        name: a `Method`; or its name, followed by `function` and its other fields, such as summary and needs.
         function: called as `function(trace, **options)`, to return maps [batch, rows, cols]; see `Method`.
         replace: allow an existing name to be replaced.
-        fields: the other fields of a `Method`, such as summary, defaults and needs.
 
     Raises:
         OptionError: the name is taken, or `needs` contains an unknown name.
@@ -181,17 +170,6 @@ def get_method(name: str) -> Method:
     return METHODS[name]
 
 
-def split_label(label: str) -> tuple[str, str]:
-    """Split "NAME:OPTION=VALUE,…" into the name of a method and its options.
-
-    >>> split_label("gae:refine=0"), split_label("cam:LayerCAM:layer=2"), split_label("captum:Saliency")
-    (('gae', 'refine=0'), ('cam:LayerCAM', 'layer=2'), ('captum:Saliency', ''))
-    """
-    prefix = next((each for each in PEERS if label.startswith(each)), "")
-    name, _, options = label.removeprefix(prefix).partition(":")
-    return prefix + name, options
-
-
 def list_methods() -> list[Method]:
     """Return all methods for images, in the order of the documentation."""
     return list(METHODS.values())
@@ -200,6 +178,7 @@ def list_methods() -> list[Method]:
 # Value weighting and refinement by default, of all methods on attention and of class-specific ones.
 _WEIGHTED = {"value_weighted": "output", "patch": None, "refine": 1}
 _BY_CLASS = {**_WEIGHTED, "affinity": "both"}
+_PRODUCT = {"discard_ratio": 0.9, "residual": 0.5}
 # Options of the papers.
 _PLAIN = {"head_fusion": "mean", "value_weighted": False}
 # Options of sampling.
@@ -214,14 +193,7 @@ register_method(
     title="Attention rollout",
     summary="Attention rollout: the product of the attention matrices of all layers, with residual connections.",
     question="How much of each patch reaches the output, if attention mixes tokens in proportion?",
-    defaults={
-        "head_fusion": "max",
-        "discard_ratio": 0.9,
-        "residual": 0.5,
-        "start_layer": 1,
-        "end_layer": -1,
-        **_WEIGHTED,
-    },
+    defaults={"head_fusion": "max", **_PRODUCT, "start_layer": 1, "end_layer": -1, **_WEIGHTED},
     needs={"attention"},
     paper=f"{_PAPER}, §3.1",
     presets={"paper": {"head_fusion": "mean", "discard_ratio": 0.0, "value_weighted": False}},
@@ -250,16 +222,7 @@ register_method(
     title="Attention flow",
     summary="Attention flow: the maximum flow from the output to each patch, with attention as capacity.",
     question="How much of each patch can reach the output at most, if attention is capacity?",
-    defaults={
-        "layers": 4,
-        "below": "rollout",
-        "head_fusion": "mean",
-        "discard_ratio": 0.9,
-        "residual": 0.5,
-        "value_weighted": "output",
-        "patch": None,
-        "refine": 1,
-    },
+    defaults={"layers": 4, "below": "rollout", "head_fusion": "mean", **_PRODUCT, **_WEIGHTED},
     needs={"attention"},
     paper=f"{_PAPER}, §3.2",
     presets={"paper": {"layers": "all", "below": "none", "discard_ratio": 0.0, "value_weighted": False}},

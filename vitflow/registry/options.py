@@ -3,13 +3,11 @@
 The command line, signatures, checks, captions and documentation are derived from it. This module imports no torch.
 """
 
-import inspect
 import json
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from vitflow.errors import OptionError, check_known, whole_number
 from vitflow.images import BACKGROUNDS, INTERPOLATIONS, UNSEEN
@@ -25,15 +23,12 @@ _LAYERS: Any = int | str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Row of the option table.
+    """Row of the option table; the command line writes its name with dashes.
 
     Attributes:
-        name: its Python name; the command line writes dashes.
         kind: Python type of a value; "choice" takes one of `choices`. Numbers of a tuple are separated by commas.
-        help: one sentence for the command line.
         choices: values of a "choice"; of other types, values that are not of the type.
         metavar: placeholder of the value in the help, with the range of a number.
-        scope: see `Scope`.
         default: default of refinement and drawing options, which does not depend on the method.
         default_help: description of the default, if it is not a value.
         limits: smallest and largest value of a number, if the table checks them.
@@ -88,9 +83,6 @@ class Option:
 
     def checked(self, value: Any) -> Any:
         """Return a value that was given in Python, where a switch may be "on" or "off" as on the command line.
-
-        Raises:
-            OptionError: the value is not a choice, or a number beyond the limits.
 
         >>> OPTIONS["value_weighted"].checked("on"), OPTIONS["value_weighted"].checked("output")
         (True, 'output')
@@ -323,20 +315,10 @@ OPTIONS: dict[str, Option] = {
             default_help="grey",
         ),
         Option(
-            "unseen",
-            "choice",
-            "Border of the part that the model saw.",
-            UNSEEN,
-            scope="drawing",
-            default_help="line",
+            "unseen", "choice", "Border of the part that the model saw.", UNSEEN, scope="drawing", default_help="line"
         ),
         Option("crop_to_seen", bool, "Draw only the part of the image that the model saw.", scope="drawing"),
-        Option(
-            "contours",
-            bool,
-            "Draw contours that contain 10, 25 and 50 % of the map.",
-            scope="drawing",
-        ),
+        Option("contours", bool, "Draw contours that contain 10, 25 and 50 % of the map.", scope="drawing"),
     )
 }
 
@@ -378,24 +360,3 @@ def default_in_words(name: str, value: Any) -> str:
         by_model = name in OPTIONS and (OPTIONS[name].kind is bool or OPTIONS[name].scope == "text")
         return "depends on the model" if by_model else "none"
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def takes_method_options(function: _Function) -> _Function:
-    """Add the options of methods to the signature and the docstring of a function that takes them as `**options`."""
-    signature = inspect.signature(function)
-    *named, rest = signature.parameters.values()
-    more = [
-        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option.annotation)
-        for option in METHOD_OPTIONS.values()
-        if option.name not in signature.parameters
-    ]
-    # **options remains for registered methods.
-    function.__signature__ = signature.replace(parameters=[*named, *more, rest])  # type: ignore[attr-defined]
-    listed = (f"{option.name}: {option.help} ({option.values})" for option in METHOD_OPTIONS.values())
-    wrapped = (textwrap.fill(line, 116, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in listed)
-    head = "Options of the methods; list_methods() and `vitflow methods NAME` list those of a method, with defaults:"
-    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", head, *wrapped, ""])
-    return function

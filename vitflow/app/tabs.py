@@ -1,4 +1,4 @@
-"""The tab for images: the map of a class, a prompt, a box or a clicked patch, with two baselines."""
+"""The tabs: the map of an image with two baselines, and the attribution of words of a text or a caption."""
 
 import math
 from collections.abc import Sequence
@@ -8,22 +8,28 @@ from typing import Any
 
 import gradio as gr
 
-from vitflow.analysis.strips import Strip
+from vitflow.analysis.strips import Strip, draw_words
 from vitflow.app.models import Models, drawn, image_field, path_of, result_fields
 from vitflow.demo import sample_images
-from vitflow.errors import OptionError, printable
+from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import class_lines, python_call
 from vitflow.explaining.targets import is_several
 from vitflow.images.figures import Column, draw_bands
 from vitflow.images.pen import Pen
 from vitflow.registry.method_table import BASELINES, get_method, list_methods
+from vitflow.text.generating import explain_generation
+from vitflow.text.languages import default_prompt
+from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS
+from vitflow.text.reading import Reading, explain_text
+from vitflow.text.view import ShadedText, color_of
+from vitflow.text.words import grouped_words, labels_of
 
 # The default method, and the method for a clicked patch if the selected one does not support patches.
 _METHOD, _OF_PATCHES = "gae", "rollout"
 _MOST_PROMPTS = 16
 
 
-class _Answers:
+class _ImageAnswers:
     """Actions of the tab; notes are the last output."""
 
     def __init__(self, models: Models) -> None:
@@ -95,7 +101,7 @@ def _numbers(text: str) -> tuple[float, ...] | None:
 
 def images_tab(models: Models, samples: Sequence[str | Path], prompts: Sequence[str], loaded: Any) -> None:
     """Build the tab and connect its buttons; `loaded` is the trigger when a browser has loaded the page."""
-    answers = _Answers(models)
+    answers = _ImageAnswers(models)
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             image, examples = image_field(samples or sample_images(), first=bool(samples))
@@ -126,3 +132,108 @@ def images_tab(models: Models, samples: Sequence[str | Path], prompts: Sequence[
         models.connect(trigger, answers.explain, fields, outputs)
     models.connect(answer[0].select, answers._patch, [answer[1], *fields], outputs)
     models.connect(model.input, answers._model, [model], [prompt_box, box, target, notes])
+
+
+# -- words
+
+_CAPTION, _READ, _WRITE = "What is in an image", "What a word rests on", "What is written next"
+# The colours of words by the names of their shades.
+_SHADES = {str(step): color_of(step / 8) for step in range(9)} | {"selected": "#f0b429"}
+
+
+class _WordAnswers:
+    """Actions of the tab: shaded words, figure, click target, files, code, and notes."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def words(self, question: str, model: str, image: Any, text: str, method: str, count: float) -> tuple[Any, ...]:
+        if question == _READ:
+            return self._read(text, model, method or PLAIN)
+        sees = question == _CAPTION
+        options: dict[str, Any] = {"method": method or (IMAGE_DEFAULT if sees else PLAIN), "max_new_tokens": int(count)}
+        seen: dict[str, Any] = {"image": path_of(image)} if sees else {}
+        prompt = text or default_prompt(model) if sees else text
+        reader = self._models.reader(model, sees=sees)
+        generation = explain_generation(inputs=prompt, do_sample=False, **seen, **options, **reader)
+        named = {"image": seen["image"].name} if sees else {}
+        made = python_call("vitflow.text.explain_generation", model, prompt, do_sample=False, **named, **options)
+        return _caption(generation, made) if sees else _row(generation, made, len(generation.values) - 1)
+
+    def _word(self, event: gr.SelectData, click: tuple[Any, str]) -> tuple[Any, ...]:
+        """Explain a clicked word."""
+        if click is None:
+            raise OptionError("Expected a click on a word, got none: press Explain first.")
+        result, made = click
+        number = whole_number("the word", event.index, 0)
+        if isinstance(result, Reading):
+            return self._read(result.text, result.model, result.method, number)
+        if result.images is None:
+            return _row(result, made, number - result.prompt_tokens.length)
+        groups = grouped_words(result.generated_tokens)
+        return _caption(result, made, groups[whole_number("the word", number, 0, len(groups) - 1)][1])
+
+    def _read(self, text: str, model: str, method: str, token: int | None = None) -> tuple[Any, ...]:
+        reading = explain_text(text, method=method, token=token, **self._models.reader(model))
+        made = python_call("vitflow.text.explain_text", text, model=model, method=method, token=token)
+        return _text(reading, made, reading.shaded(), "shaded()")
+
+
+def _row(generation: Any, made: str, number: int) -> tuple[Any, ...]:
+    """Show the attribution of a generated word."""
+    if number < 0:
+        raise OptionError("Expected a click on a word that was written, got one of the text before.")
+    return _text(generation, made, generation.shaded(number), f"shaded({number})")
+
+
+def _text(result: Any, made: str, view: ShadedText, call: str) -> tuple[Any, ...]:
+    tokens = enumerate(zip(labels_of(view.words), view.shades, strict=True))
+    words = [(f"{' ' * one.space}{one.text}", _shade(shade, n in view.selected)) for n, (one, shade) in tokens]
+    return _shown(words, view.figure(), result, made, f"{call}.save('words.png')")
+
+
+def _caption(generation: Any, made: str, selected: tuple[int, ...] | None = None) -> tuple[Any, ...]:
+    """Show the maps of all words of an answer, or of one."""
+    named, left_out = generation.words()
+    maps = {places: generation.image(places) for places in named.values()}
+    if (selected or next(iter(maps), None)) not in maps:
+        raise OptionError(f"Expected a word that has a map, got one that has none: {', '.join(left_out)}.")
+    shares = {places: one.facts["on_image"] for places, one in maps.items()}
+    groups = grouped_words(generation.generated_tokens)
+    words = [(f" {word}", _shade(shares.get(places, 0.0), places == selected)) for word, places in groups]
+    if selected is None:
+        return _shown(words, draw_words([*maps.values()], left_out=left_out), generation, made, "words()")
+    return _shown(words, maps[selected].figure(), generation, made, f"image({selected}).figure('word.png')")
+
+
+def _shown(words: Any, figure: Any, result: Any, made: str, call: str) -> tuple[Any, ...]:
+    image, files = drawn(figure, "words")
+    return words, image, (result, made), files, f"import vitflow\n\nresult = {made}\nresult.{call}", []
+
+
+def _shade(share: float, selected: bool) -> str:
+    return "selected" if selected else str(round(8 * min(abs(share), 1.0)))
+
+
+def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
+    """Build the tab and connect its buttons."""
+    answers = _WordAnswers(models)
+    with gr.Row():
+        with gr.Column(scale=2, min_width=320):
+            question = gr.Radio([_CAPTION, _READ, _WRITE], value=_CAPTION, label="Question")
+            with gr.Column() as seeing:
+                image, examples = image_field(samples or sample_images())
+            text = gr.Textbox("", label="Text", info="The text, or what to ask about the image.", lines=2)
+            model = gr.Dropdown(models.words, label="Model")
+            methods = [("Default", ""), *((one.title, one.name) for one in TEXT_METHODS.values())]
+            method = gr.Dropdown(methods, value="", label="Method")
+            count = gr.Slider(1, 60, value=30, step=1, label="Tokens to write at most")
+            go = gr.Button("Explain", variant="primary")
+        with gr.Column(scale=3, min_width=320, elem_classes="answer"):
+            words = gr.HighlightedText(show_label=False, color_map=_SHADES, show_inline_category=False, render=False)
+            answer = result_fields("Click a word below to see what it rests on.", words)
+    fields = [question, model, image, text, method, count]
+    for trigger in (go.click, image.upload, examples.load_input_event.then):
+        models.connect(trigger, answers.words, fields, [words, *answer])
+    models.connect(words.select, answers._word, [answer[1]], [words, *answer])
+    question.change(lambda kind: gr.update(visible=kind == _CAPTION), question, seeing, api_visibility="private")
