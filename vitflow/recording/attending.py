@@ -24,12 +24,10 @@ class Attention:
     """Attention that a module applies to values.
 
     Attributes:
-        probabilities: [..., queries, keys].
-        value: the values, [..., keys, width].
+        probabilities, value: [..., queries, keys] and [..., keys, width].
         mixed: True if the attention was computed from a softmax instead of being one.
         key: the key vectors, [..., keys, width], if observed.
-        visible: attention mask, [batch or 1, queries, keys] or of the shape of the attention, if requested and if some
-            keys are masked.
+        visible: the requested mask, [batch or 1, queries, keys] or of the shape of the attention; None for all.
     """
 
     probabilities: Tensor
@@ -40,11 +38,7 @@ class Attention:
 
 
 class Listener:
-    """Receiver of the attention of a running model.
-
-    Attributes:
-        gradients, wants_keys, wants_visible: True if gradients, keys or attention masks are requested.
-    """
+    """Receiver of the attention of a running model; the attributes say if gradients, keys or masks are requested."""
 
     gradients = wants_keys = wants_visible = False
 
@@ -59,10 +53,9 @@ class Listener:
     def on_attention_parts(
         self, parts: Iterator["Part"], qkv: Sequence[Tensor], normal: bool, visible: Tensor | None
     ) -> None:
-        """Receive attention part by part; it is computed while `parts` is iterated.
+        """Receive queries, keys and values, [batch, heads, tokens, width], and attention that is computed part by part.
 
-        `qkv` are queries, keys and values, [batch, heads, tokens, width]; `normal` is True if each query sees a key, so
-        that the rows of each head sum to 1.
+        `normal` is True if each query sees a key, so that the rows of each head sum to 1.
         """
         raise NotImplementedError
 
@@ -71,10 +64,7 @@ class Listener:
 class Part:
     """Attention of some images of a batch, or of some queries of one image; the next part reuses its memory.
 
-    Attributes:
-        images, queries: slices of the batch and of the queries.
-        probabilities: [images · heads, queries, keys].
-        mixed: their product with the values, [images · heads, queries, width].
+    `probabilities` are [images · heads, queries, keys], and `mixed` is their product with the values.
     """
 
     images: slice
@@ -125,10 +115,9 @@ def attend(
 def _attend_in_parts(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, output: list[Tensor]
 ) -> Iterator[Part]:
-    """Compute `attend` for fused matrices in parts that fit the CPU cache: faster, with less memory.
+    """Compute `attend` in parts that fit the CPU cache, which is faster: several images, or queries of a large image.
 
-    A part is several images, one image, or, for large images, some of its queries. All parts share one buffer; the
-    result is appended to `output` before the first part.
+    The result is appended to `output` before the first part.
     """
     (batch, heads, queries, width), keys = query.shape, key.shape[-2]
     size, single = heads * queries * keys, torch.get_num_threads() == 1
@@ -197,8 +186,7 @@ def seen_keys(mask: Tensor) -> Tensor:
 def unmasked(mask: Tensor) -> Tensor:
     """Return the bool form of a mask or of masked scores: True if visible.
 
-    Some models divide their scores after masking, others add only −10,000: a score that far below the largest of its
-    row has a probability of exactly 0 in any precision.
+    Models may divide masked scores, or add only −10,000: far below a row's largest, a probability is exactly 0.
     """
     if mask.dtype == torch.bool or not mask.numel():
         return mask.bool()

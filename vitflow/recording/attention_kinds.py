@@ -77,11 +77,7 @@ _OTHER_LAYERS = {
 
 
 def refuse_other_layers(model: nn.Module, method: str) -> None:
-    """Raise if a method multiplies layers and some layers mix text tokens without attention.
-
-    Raises:
-        UnsupportedModelError: the message names what these layers compute.
-    """
+    """Raise UnsupportedModelError if a method multiplies layers, some of which mix text without attention."""
     config = text_config(model)
     types = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
     others = sorted({_OTHER_LAYERS[kind] for kind in types if kind in _OTHER_LAYERS})
@@ -150,10 +146,7 @@ def is_difference(module: nn.Module) -> bool:
 
 
 def is_packed(module: nn.Module, tensor: Tensor) -> bool:
-    """Return True if heads that share a key are on the query axis, [batch, key heads, heads per key, …].
-
-    transformers does this for a single query with grouped-query attention.
-    """
+    """Return True for [batch, key heads, heads per key, …], as transformers computes grouped queries of one token."""
     groups = module.__dict__.get("num_key_value_groups", 1)
     if groups == 1 or tensor.ndim != 4 or tensor.shape[2] != groups:
         return False
@@ -162,13 +155,7 @@ def is_packed(module: nn.Module, tensor: Tensor) -> bool:
 
 
 def arrangement(module: nn.Module, tensor: Tensor, batch: int) -> Arrange | None:
-    """Return a function that rearranges a tensor to [batch · windows, heads, tokens, …]; None if not needed.
-
-    Args:
-        module: the module that computed it.
-        tensor: attention probabilities or values of the module.
-        batch: the number of images.
-    """
+    """Return a function that rearranges a tensor to [batch · windows, heads, tokens, …]; None if it is so already."""
     kind = _kind(module)
     if kind in _FOLDED_WINDOWS and tensor.ndim == 4:  # [batch · heads, windows, …]
         return lambda tensor: tensor.unflatten(0, (batch, -1)).transpose(1, 2).flatten(0, 1)

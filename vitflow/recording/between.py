@@ -31,14 +31,8 @@ class _Lost(Exception):
 def find_passed(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str], watch: BlockWatch) -> str | None:
     """Set the masks of the tokens that each layer receives from the layer below, where some are replaced or zeroed.
 
-    Args:
-        call: the recorded call of the model.
-        layers: its layers, some of which may be products of several.
-        names: paths of all attention modules that ran, first layer first.
-        watch: the watch of the recorded pass, perhaps of other blocks.
-
-    Returns:
-        Why a product of layers would not follow the tokens: they are reordered or merged, or bypass a block; or None.
+    `names` are the attention modules that ran; a layer may be a product of several. Return why a product of layers
+    would not follow the tokens, or None.
     """
     blocks = block_paths_of(call.model, names)
     remember_blocks(call.model, blocks)
@@ -107,8 +101,7 @@ def _repeated(call: Call, blocks: Sequence[str]) -> BlockWatch:
 def _passed(boundary: Boundary, layouts: Sequence[TokenLayout], batch: int, ran_before: bool) -> Tensor | None:
     """Return the mask of the tokens that are computed from those of the block below, [batch, tokens]; None if all are.
 
-    Tokens are compared in the first of the block's layouts that both have. `ran_before` is True if the block above ran
-    earlier in the pass, so that it may start anew.
+    `ran_before` is True if the block above ran earlier in the pass, so that it may start anew.
     """
     given, leaf, between = boundary.given, boundary.leaves[-1], f"between {boundary.below} and {boundary.above}"
     layout = next((each for each in layouts if _fits(given, each, batch) and _fits(leaf, each, batch)), None)
@@ -158,10 +151,7 @@ def _gradient(scores: Tensor, leaf: Tensor, layout: TokenLayout, batch: int) -> 
 
 
 def _is_at(origins: Tensor, token: int, layout: TokenLayout) -> bool:
-    """Return True if the tokens [tokens] that a token is computed from are around its own place.
-
-    Either most of it is its own, or they fill a rectangle around it, as for a convolution.
-    """
+    """Return True if most of a token is its own, or its origins [tokens] fill a rectangle around it (a convolution)."""
     others = origins.clone()
     others[token] = 0
     if origins[token] >= _MOST * others.max():

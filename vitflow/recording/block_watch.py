@@ -32,7 +32,6 @@ class HeadInput:
     """The output of a module in the autograd graph of the head.
 
     Attributes:
-        path: path of the module.
         kind: "block", "container" (of the last block), "norm" or "pooling"; "block" also for what may be a container.
         tokens: its tokens, or the output of a pooling head; a leaf if the graph is cut here.
         passed_on: what later modules get: the tokens, or a clone of the leaf, which they may change in place.
@@ -50,13 +49,7 @@ class HeadInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadGraph:
-    """The head inputs of one forward pass, in which the blocks are known.
-
-    Attributes:
-        image: the model input, a leaf; None if it does not require gradients.
-        blocks: each run of a block, first run first.
-        later: norms, containers and pooling heads that ran after the last block.
-    """
+    """The image (if it is a leaf), each run of a block, and the norms, containers and pooling heads that ran later."""
 
     image: Tensor | None
     blocks: Sequence[HeadInput]
@@ -104,12 +97,9 @@ class HeadGraph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundary:
-    """A place between two blocks where the tokens change: another tensor with other values.
+    """Two blocks between which the tokens change: the next input is another tensor with other values.
 
-    Attributes:
-        below, above: paths of both blocks.
-        given: the input tokens of the block above, in the graph if it is cut.
-        leaves: outputs of the blocks that ran before, lowest first, if the graph is cut.
+    `given` is that input, in the graph if it is cut; `leaves` are then the outputs of all blocks before, lowest first.
     """
 
     below: str
@@ -122,7 +112,6 @@ class BlockWatch:
     """Hooks that keep the outputs of blocks and compare their inputs in a forward pass.
 
     Args:
-        model: the unwrapped model.
         blocks: paths of the compared blocks.
         cut: make the outputs of these blocks leaves of the graph; otherwise every module that may be a block is
             observed if the pass has gradients.
@@ -310,12 +299,7 @@ def block_paths_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
 
 
 def layer_counts(blocks: Sequence[str], runs: Sequence[HeadInput]) -> list[int]:
-    """Return the number of attention layers up to each run of a block.
-
-    Args:
-        blocks: path of the block of each attention layer, first layer first.
-        runs: the runs of these blocks.
-    """
+    """Return the number of attention layers, given by their blocks, up to each run of a block."""
     counts, paths = [], [run.path for run in runs]
     for number, path in enumerate(paths):
         layers = [index for index, block in enumerate(blocks, start=1) if block == path]
@@ -340,15 +324,9 @@ def is_nonzero(gradient: Tensor | None) -> bool:
 def chained_gradients(
     roots: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor], cuts: Sequence[HeadInput]
 ) -> list[Tensor | None]:
-    """Differentiate tensors in a graph that is cut after each block, from one leaf to the block below it.
+    """Return the total gradients of inputs in a graph that is cut after each block; None if nothing depends on them.
 
-    Args:
-        roots, weights: the differentiated tensors, and weights of their entries.
-        inputs: tensors in any part of the graph.
-        cuts: the outputs of blocks where the graph is cut, first run first.
-
-    Returns:
-        The total gradients of the inputs; None if nothing depends on them.
+    From each leaf, gradients continue to the block below it. `cuts` are the outputs of the blocks, first run first.
     """
     count = len(inputs)
     totals: list[Tensor | None] = [None] * (count + len(cuts))

@@ -79,20 +79,9 @@ def run_on_patches(
 def droppable_tokens(
     model: nn.Module, pixels: Tensor, layout: TokenLayout | None = None, outputs: Read = logits_of
 ) -> TokenLayout:
-    """Return the layout of the tokens that the model can drop; tested on noise once per input size.
+    """Return the layout of the tokens that a model can drop; tested on noise once per input size.
 
-    Args:
-        model: any model.
-        pixels: model inputs of the requested size, [batch, channels, height, width].
-        layout: prefix tokens and patch grid, if the model's layout is unknown.
-        outputs: as for `run_on_patches`.
-
-    Raises:
-        UnsupportedModelError: the model cannot run on a subset of its patches; the message gives the reason.
-
-    >>> import timm
-    >>> droppable_tokens(timm.create_model("test_vit"), torch.zeros(1, 3, 160, 160)).rows
-    10
+    Raises UnsupportedModelError with the reason if it cannot drop any.
     """
     model = unwrap(model)
     known, key = output_cache(model, outputs), (run_on_patches, tuple(pixels.shape[1:]), layout)
@@ -164,9 +153,8 @@ def _blocks(model: nn.Module) -> nn.Sequential | nn.ModuleList:
 def _try(model: nn.Module, pixels: Tensor, layout: TokenLayout | None, outputs: Read) -> TokenLayout | str:
     """Return the layout of the tokens that a model can drop, or the reason why it cannot.
 
-    Outputs on noise are compared: of every token and of all patches, and of half the patches in two orders. Windows,
-    relative position biases and convolutions between tokens either fail on a shorter sequence, or depend on the order
-    of the patches. If each token has its position embedding, the order has no effect.
+    Windows, relative position biases and convolutions between tokens either fail on half the patches, or depend on
+    their order, which has no effect if each token has its position embedding.
     """
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(1, *pixels.shape[1:], generator=random).to(pixels)
@@ -205,15 +193,7 @@ def _agree(first: Tensor, second: Tensor) -> bool:
 
 
 def output_from_tokens(model: nn.Module, pixels: Tensor, path: str, tokens: Tensor) -> Any:
-    """Return a model's output with the output of one module replaced by these tokens.
-
-    The model runs once more, without gradients up to that module; its output is differentiable by the tokens.
-
-    Args:
-        model: the model; its state is restored, also after an exception.
-        pixels: the model inputs of the tokens, [batch, channels, height, width].
-        path: path of the module, usually of the last block.
-        tokens: replacement for its output, or for the first of its outputs.
+    """Return a model's output with the output of one module replaced by these tokens, differentiable by them.
 
     >>> import timm
     >>> model = timm.create_model("test_vit").eval()
@@ -234,19 +214,11 @@ def output_from_tokens(model: nn.Module, pixels: Tensor, path: str, tokens: Tens
 
 
 def is_causal(model: nn.Module, length: int = _LENGTH) -> bool:
-    """Return True if no token sees a later one; determined once per model by three short forward passes.
+    """Return True if no token of a text sees a later one; determined once per model by three short forward passes.
 
-    One token is replaced. The model is causal if no output of its modules changes for an earlier token, and if either
-    those of later tokens change, or the model's own output has one row per token.
-
-    Args:
-        model: a model with `input_ids`.
-        length: a number of tokens that the model accepts, if it does not run on any.
-
-    >>> from transformers import BertConfig, BertModel
-    >>> sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    >>> [is_causal(BertModel(BertConfig(is_decoder=writes, **sizes))) for writes in (False, True)]
-    [False, True]
+    One word is replaced. The model is causal if no output of its modules changes for an earlier token, and if either
+    those of later tokens change, or the model's own output has one row per token. Models that do not run on any number
+    of tokens get `length`.
     """
 
     def tried() -> bool:

@@ -30,13 +30,7 @@ _CONTAINERS, _HOOKS = (dict, OrderedDict, defaultdict, list, deque, set), "_hook
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A model call that experiments repeat.
-
-    Attributes:
-        model, args, kwargs: the called model and its arguments.
-        pixels: the model input among these.
-        autocast: state of autocast during the call: enabled, and its type.
-    """
+    """A call that experiments repeat; `pixels` is the input among its arguments, `autocast` its state and type."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -76,7 +70,7 @@ class Call:
             yield
 
     def __call__(self, other: Tensor, *, same_images: bool = False) -> Any:
-        """Return the model's output for other pixels, whose further inputs are those of the first image.
+        """Return the output for other pixels, whose further inputs are those of the first image.
 
         With `same_images`, the pixels are those of the call, and further inputs remain.
         """
@@ -131,8 +125,7 @@ def few_token_hooks(model: nn.Module, blocks: Sequence[str]) -> Iterator[Hook]:
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Run a model without side effects and gradients: under its lock, in eval mode, and unrecorded.
 
-    Its modules, buffers and attributes, containers and plain tensors among these, and the random state are restored.
-    Parameters are not copied.
+    Its modules, buffers, attributes (also containers and plain tensors) and the random state are restored.
     """
     kind = autocast_kind(device)
     with (

@@ -28,11 +28,7 @@ _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul
 
 
 class Interception(Listener, TorchFunctionMode):
-    """Function mode for all torch functions of this thread that observes the attention of a running model.
-
-    Attributes:
-        path: path and module of the running modules, outermost first.
-    """
+    """Function mode that observes the attention of a running model; `path` has the running modules, outermost first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +65,7 @@ class Interception(Listener, TorchFunctionMode):
     def leave(self, name: str) -> bool:
         """Remove the running module from the path; False if it is another one, as an earlier hook raised an error.
 
-        Its softmaxes that no observed product applied to values, such as those over features, are forgotten.
+        Its softmaxes that were not applied to values, such as those over features, are forgotten.
         """
         self._products.pop(name, None)
         self._pending.pop(name, None)
@@ -133,11 +129,7 @@ class Interception(Listener, TorchFunctionMode):
         return (left, right) if shape == scores.shape else (None, None)
 
     def _multiplied(self, name: str, first: Tensor, second: Tensor) -> Tensor | None:
-        """Recognise the product that applies a softmax, or a matrix computed from it, to values.
-
-        Returns:
-            The listener's replacement for the product, or None.
-        """
+        """Return the replacement of a product that applies a softmax, or a matrix computed from it, to values."""
         pending = self._pending[name]
         for by_itself in (True, False):  # a matrix computed from a softmax has its shape; another softmax may, too
             for index in reversed(range(len(pending))):
@@ -189,9 +181,7 @@ def _product(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, list[int]] | No
 
 
 def _einsum(equation: Any, *operands: Any) -> tuple[Tensor, Tensor, list[int]] | None:
-    """Return an einsum as a product of matrices: its factors, and the order of the product's axes in its output.
-
-    None for other einsums.
+    """Return an einsum as a product: its factors, and the order of the product's axes in its output; None for others.
 
     >>> tensors = torch.ones(2, 3, 4, 5), torch.ones(5, 2, 3, 6)
     >>> first, second, order = _einsum("bnij,jbnd->ibnd", *tensors)

@@ -82,9 +82,7 @@ def device_of(model: nn.Module) -> torch.device:
 def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dtype | None = None) -> torch.device:
     """Move a model under its lock, and convert it to `dtype` if given; return its device.
 
-    Raises:
-        OptionError: the device cannot be used.
-        ModelError: the model has no weights yet.
+    Raises OptionError if the device cannot be used, and ModelError if the model has no weights yet.
     """
     refuse_without_weights(model)
     if dtype is not None:
@@ -134,10 +132,7 @@ class Hook:
     created inside `unrecorded` acts only there, others only outside of it.
 
     Args:
-        module: the module to watch.
-        act: called as torch calls hooks, but without the module: with the arguments and keyword arguments before a
-            forward pass, or with the arguments and the output after it.
-        before: True to act before the forward pass; otherwise it acts afterwards.
+        act: called as torch calls hooks, but without the module.
         always: after an exception, also act, with the output None.
         first: act before the module's other hooks, which then see the replaced output (transformers collects hidden
             states by hooks), and may change the input.

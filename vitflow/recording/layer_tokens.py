@@ -43,8 +43,8 @@ _SIDES = (1, 2, 4)
 def decoder_stacks(layers: Sequence[AttentionLayer], batch: int) -> set[str]:
     """Return the names of the stacks of a decoder on top: the last layers, in stacks with cross-attention.
 
-    Their queries are not image tokens, even if their number equals the number of patches. The decoder is a part of the
-    head: its outputs have gradients at the tokens of the layers below.
+    Their queries are not image tokens, even if their number equals the number of patches: the decoder is a part of the
+    head.
     """
     stacks = [stack_of(layer.name) for layer in layers]
     square = {layer.example.shape[-1] for layer in layers if len(set(layer.example.shape[-2:])) == 1}
@@ -68,18 +68,9 @@ def _reads_others(layer: AttentionLayer, batch: int, square: set[int]) -> bool:
 def find_tokens(
     call: Call, layers: Sequence[AttentionLayer], layout: TokenLayout | None
 ) -> tuple[list[AttentionLayer], str | None]:
-    """Find the token positions of each layer.
+    """Return the layers that mix image tokens, with the positions of these, and why rollout does not apply, or None.
 
-    Args:
-        call: the recorded call of the model.
-        layers: its recorded attention, in order.
-        layout: the layout of the tokens, if given.
-
-    Returns:
-        The layers that mix image tokens, with token positions; and the reason why rollout does not apply, or None.
-
-    Raises:
-        UnsupportedModelError: global attention, and the model's token layout is unknown.
+    Raises UnsupportedModelError for global attention if the model's token layout is unknown.
     """
     model, batch, size = call.model, len(call.pixels), (call.pixels.shape[-2], call.pixels.shape[-1])
     counts = {(len(layer.example), *layer.example.shape[-2:]) for layer in layers}
@@ -156,11 +147,7 @@ def _locate(
 
 
 def _trace(call: Call, size: Size) -> dict[str, LayerTokens]:
-    """Trace the tokens of each attention layer for images of this size, by module path.
-
-    The model runs once per size, in eval mode and with the random state restored, so that running statistics and the
-    caller's random numbers do not change.
-    """
+    """Return the tokens of each attention layer by its path, from one run of the model per input size."""
 
     def traced() -> dict[str, LayerTokens]:
         tracer = _Tracer(call.model, size)
@@ -173,12 +160,7 @@ def _trace(call: Call, size: Size) -> dict[str, LayerTokens]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatchIndex:
-    """The patches that the entries of a tensor belong to.
-
-    Attributes:
-        index: the patch of each entry in raster order, counted from 1; 0 for padding.
-        grid: the patch grid.
-    """
+    """The patch of each entry of a tensor, on a grid in raster order and counted from 1; 0 for padding."""
 
     index: Tensor
     grid: TokenLayout

@@ -45,12 +45,10 @@ class ModuleAttention:
     Attributes:
         tensor: the applied probabilities, in the autograd graph if gradients were requested.
         arrange: rearranges them to [batch · windows, heads, queries, keys]; None if they have this form.
-        vectors: the value vectors that they were applied to, if requested, [batch · windows, heads, keys, width].
-        projection: the output projection of the module, if values were requested.
+        vectors: the requested value vectors, [batch · windows, heads, keys, width]; `projection` is the module's.
         mixed: True if the heads were mixed or re-weighted after the softmax (CaiT, ConViT, EfficientFormerV2). Rows may
             not sum to 1, and entries may be negative; fused matrices clamp these to 0.
-        keys: the key vectors with concatenated heads, [batch · windows, keys, width], if requested and observed.
-        visible: attention mask, bool [batch or 1, queries, keys], if requested and not all True.
+        keys, visible: as for `AttentionLayer`.
     """
 
     tensor: Tensor
@@ -130,11 +128,7 @@ class AttentionLayer:
 
 @dataclass(slots=True)
 class RecordedLayers:
-    """The recorded attention of one forward pass.
-
-    Attributes:
-        layers: attention of each layer, first layer first.
-    """
+    """The recorded attention of one forward pass, first layer first."""
 
     layers: list[AttentionLayer] = field(default_factory=list)
 
@@ -164,11 +158,7 @@ class RecordedLayers:
         return streams
 
     def of_stream(self, name: str) -> Self:
-        """Return this recording with only the layers of one stream.
-
-        Raises:
-            OptionError: unknown stream.
-        """
+        """Return this recording with only the layers of one stream; OptionError for an unknown one."""
         streams = self.streams
         check_known("stream of tokens", name, streams)
         return replace(self, layers=list(streams[name]))
@@ -247,11 +237,7 @@ def close_layer(
 ) -> AttentionLayer:
     """Return the layer of finished attention modules: fused, or with every head if no fusion is requested.
 
-    Args:
-        name: module path of the layer.
-        parts: attention of its modules, in order.
-        module: the module at that path.
-        fusions: the requested fusions; applied now, so that only one layer's heads are in memory.
+    Fusions are applied now, so that only one layer's heads are in memory.
     """
     recorded = [
         part.projection.values(part.vectors)
@@ -273,11 +259,9 @@ def close_layer(
 def append_to_product(
     layers: list[AttentionLayer], layer: AttentionLayer, residual: float, *, normal: bool, anew: bool
 ) -> None:
-    """Append a layer, or multiply it into the last product (at most three layers per product, stored as one matrix).
+    """Append a layer, or multiply it into the last product (stored as one matrix).
 
-    Args:
-        normal: True if the rows of each head sum to 1.
-        anew: True to begin another product.
+    `normal` is True if the rows of each head sum to 1; `anew` begins another product.
     """
     [((fusion, weighting), fused)] = layer.fused.items()
     normal = not layer.mixed and (bool(weighting) or (normal and fusion == "mean"))

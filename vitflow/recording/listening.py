@@ -41,15 +41,12 @@ class Listening(Interception):
     """Collects the attention of a running model, and adds each finished layer to a trace.
 
     Attributes:
-        model: the unwrapped model.
         fusions: (head fusion, value weighted) pairs to keep; every head if empty.
-        gradients, values, keys, visible, residual, within: as for `record_attention`.
         watch: the watch of the blocks of this pass.
         pooling: attention of a pooling head, if there is one.
         batch, tokens: the number of images or texts of the pass, and of the tokens of a text.
         calls: arguments of the running modules by path, if a text is read.
-        recorded_any: True if any attention was recorded.
-        recorded: paths of the finished layers, in order.
+        recorded, recorded_any: paths of the finished layers of the pass, and True if any pass had attention.
     """
 
     def __init__(
@@ -211,8 +208,7 @@ class Listening(Interception):
     def close(self, name: str, output: Any) -> Any:
         """Finish a module, which may be a layer, or have one whose output projection it runs.
 
-        Returns:
-            A replacement for its output with the recorded attention in its autograd graph; None to keep the output.
+        Return a replacement for its output with the recorded attention in its graph; None to keep the output.
         """
         replacement, projection = self._join_chunks(name, output), self._projections.get(name)
         if name in self._open and projection is not None and projection.outside and self.path:
@@ -226,7 +222,7 @@ class Listening(Interception):
     def _join_chunks(self, name: str, output: Any) -> Any:
         """Measure the attention of a text that a module computes in chunks or with convolutions; see `close`.
 
-        Tokens that the model appends to fill the last chunk, and that no other token sees, are left out.
+        Tokens that fill the last chunk, and that no other token sees, are left out.
         """
         parts, call, end = self._open.get(name, ()), self.calls.pop(name, None), self.tokens
         if end is None or call is None or not parts or parts[0].tensor.ndim != 4:

@@ -40,10 +40,7 @@ class AllInputsRecorded(Exception):
 def place_layers(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str]) -> str | None:
     """Measure the extents of the layouts of layers, and set them; return why tokens are not at their places, or None.
 
-    Args:
-        call: call of the unwrapped model.
-        layers: its layers, some of which may be products of several.
-        names: paths of all attention modules that ran, first layer first.
+    `names` are the attention modules that ran; a layer may be a product of several.
     """
     layouts = dict.fromkeys(layout for layer in layers for layout in (layer.tokens.queries, layer.tokens.keys))
     in_order = [layer for layer in layers if layer.tokens.key_index is None]
@@ -78,10 +75,7 @@ def place_features(call: Call, path: str, layout: TokenLayout, channels_last: bo
 
 
 def _pooled(queries: TokenLayout, keys: TokenLayout) -> Extent | None:
-    """Return the extent of keys that are pooled from the queries' tokens, usually by 2 to a power.
-
-    The last tokens may be left out, or padded.
-    """
+    """Return the extent of keys that are pooled from the queries by 2 to a power, perhaps with padding or cut."""
     if queries.extent is None:
         return None
     spans = []
@@ -102,7 +96,6 @@ def find_extents(
     these fields are the whole image, cells divide it evenly.
 
     Args:
-        call: call of the unwrapped model.
         sites: layouts in raster order that the input or output of modules may have, by path.
         grids: layouts that any of them may have as [batch, rows, cols, channels] or [batch, channels, rows, cols].
 

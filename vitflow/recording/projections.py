@@ -47,18 +47,10 @@ def _refusal_key(model: nn.Module) -> Any:
 
 
 class Projection:
-    """Output projection of one attention module while the model runs.
+    """Output projection of one attention module while the model runs; ValueNormsError if there is none.
 
-    Args:
-        module: the attention module.
-        name: its path.
-        around: the module that contains it.
-
-    Attributes:
-        outside: True if the projection is in the module around, and runs after the attention module.
-
-    Raises:
-        ValueNormsError: the attention module has no output projection.
+    `around` is the module that contains the attention module. `outside` is True if the projection is in it, and runs
+    after the attention module.
     """
 
     def __init__(self, module: nn.Module, name: str, around: nn.Module | None) -> None:
@@ -94,13 +86,10 @@ class Projection:
             raise self._error
 
     def values(self, vectors: Tensor) -> Values:
-        """Return value vectors [batch, heads, tokens, width] with W_O, in at least float32.
+        """Return value vectors [batch, heads, tokens, width] with W_O, at least in float32; ValueNormsError if none fits.
 
         To be called after the projection has run, unless `is_product`. If it does not run, the attention module uses
         the weight itself, as `nn.MultiheadAttention` does.
-
-        Raises:
-            ValueNormsError: the projection is not linear, or its input is not that of the concatenated heads.
         """
         matrix = self._weight() if self._measured is None else self._measured
         if matrix is None or not self._is_linear:
@@ -155,12 +144,7 @@ class Projection:
             self._is_linear = False
 
     def _measure(self, given: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """Return the matrix [out, in] and the offset [out] of the projection, from its outputs for unit vectors and 0.
-
-        Args:
-            given: the input of the model's call.
-            axis: its channels.
-        """
+        """Return matrix [out, in] and offset [out] of the projection, from its outputs for unit vectors and 0."""
         width = given.shape[axis]
         units = torch.cat([torch.eye(width), torch.zeros(1, width)]).to(given)
         shape = [width + 1] + [1] * (given.ndim - 1)
@@ -211,12 +195,8 @@ def measure_matrix(
 ) -> tuple[Tensor, Tensor] | None:
     """Return the attention that a module applies, and its values, from its results for other values.
 
-    The values are the output of the child whose doubling doubles the module's result. Models may return a matrix of
-    their own, but BigBird's omits keys that several chunks share.
-
-    Args:
-        module, args, kwargs: the module and its arguments.
-        heads: the number of heads.
+    The values are the output of the child whose doubling doubles the module's result. BigBird's own matrix is not used,
+    as it omits keys that several chunks share.
 
     Returns:
         [batch, heads, tokens, tokens] and [batch, heads, tokens, width]; None if their product is not the result.

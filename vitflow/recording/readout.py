@@ -30,13 +30,10 @@ HALF_SCALE = 1024.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadBlock:
-    """A block whose tokens the head reads, with the readout there.
+    """A block whose tokens the head reads: the number of attention layers up to it, and its readout.
 
-    Attributes:
-        layers: the number of attention layers up to this block.
-        readout: weights of the tokens of the last of these layers, [batch, tokens]; rows sum to 1, or are 0 if the
-            block is not read for an image.
-        share: share of this block in the readouts of all blocks, [batch].
+    The readout of its tokens is [batch, tokens], with rows that sum to 1, or 0 for images that do not read it; `share`
+    is the share of this block in the readouts of all blocks, [batch].
     """
 
     layers: int
@@ -46,10 +43,9 @@ class ReadBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Readouts:
-    """The readouts of one output of each image.
+    """The readouts of one output of each image at the blocks that the head reads, lowest first.
 
     Attributes:
-        blocks: the blocks that the head reads, lowest first.
         names: name of the known pooling that the readout of each image equals, or an empty string.
         measured: False for each image whose readout is declared by the model, as there is no gradient.
         pooled: True for each image whose output is computed by an attention-pooling head, bool [batch].
@@ -67,7 +63,7 @@ class Measured:
 
     Attributes:
         norms: of each run of a block, [batch, tokens]; None if the tokens do not fit the layout of their layer.
-        pooled: True for each image whose output is computed by an attention-pooling head, bool [batch].
+        pooled: as in `Readouts`.
         refusal: reason why no product of layers explains the output, or an empty string.
     """
 
@@ -77,15 +73,10 @@ class Measured:
 
 
 def measure(scores: Tensor, graph: HeadGraph, tokens: Sequence[LayerTokens]) -> Measured:
-    """Measure the tokens from which the score of each image is computed.
+    """Measure the tokens from which the score of each image is computed, given those of each run of a block.
 
     If the head reads only the last block, its tokens are those after the latest norm or container that all of an
     image's gradient passes.
-
-    Args:
-        scores: one output of each image, [batch], in the graph.
-        graph: the head inputs of the pass.
-        tokens: tokens of the last layer of each run of a block.
     """
     batch, image = len(scores), [] if graph.image is None else [graph.image]
     scale = HALF_SCALE if scores.dtype == torch.float16 else 1.0
@@ -126,10 +117,7 @@ def _refusal(
 ) -> str:
     """Return the reason why the layers below the head do not explain the output, or an empty string.
 
-    Args:
-        graph: the head inputs.
-        to_image, to_blocks: gradients at the image and at each run of a block.
-        direct: True for each image of which the head reads the outputs of blocks themselves, bool [batch].
+    `direct` is True for each image of which the head reads the outputs of blocks themselves, bool [batch].
     """
     last, read = graph.blocks[-1].path, [_is_read(gradient, direct) for gradient in to_blocks]
     again = any(bool(each.any()) and block.path == last for block, each in zip(graph.blocks[:-1], read, strict=False))
@@ -192,11 +180,8 @@ def _is_token_wise(norm: HeadInput, graph: HeadGraph, tokens: Sequence[LayerToke
 def token_norms(gradient: Tensor, layout: TokenLayout, order: Tensor | None = None) -> Tensor | None:
     """Return L2 norms of a gradient over channels, [batch, tokens]; None if its tokens do not fit the layout.
 
-    Args:
-        gradient: [batch, tokens, channels], [tokens, batch, channels], [batch, rows, cols, channels] or
-            [batch, channels, rows, cols]; a finer grid is reduced to the norm over the cells of each patch.
-        layout: layout of the top layer's tokens.
-        order: raster index of each token, if the model does not use raster order.
+    The gradient may have batch and tokens in any order, or a finer grid: then it is the norm over the cells of a patch.
+    `order` is the raster index of each token, if the model does not use raster order.
     """
     channels = channel_axis(gradient.shape, layout)
     if channels is None:
@@ -226,12 +211,7 @@ def channel_axis(shape: Sequence[int], layout: TokenLayout) -> int | None:
 
 
 def read_blocks(norms: Sequence[Tensor], layers: Sequence[int]) -> list[ReadBlock]:
-    """Return the blocks that are read for any image, by the gradient norms at their tokens.
-
-    Args:
-        norms: of each run of a block, [batch, tokens].
-        layers: the number of attention layers up to each.
-    """
+    """Return the blocks that are read for any image, by the gradient norms [batch, tokens] at their tokens."""
     sums = [each.sum(dim=1) for each in norms]
     every = torch.stack(sums).sum(dim=0).clamp(min=_TINY)
     return [
@@ -242,13 +222,7 @@ def read_blocks(norms: Sequence[Tensor], layers: Sequence[int]) -> list[ReadBloc
 
 
 def describe_readouts(blocks: Sequence[ReadBlock], layouts: Sequence[TokenLayout], layers: int) -> list[str]:
-    """Describe the readout of each image in words: that of its strongest block, and the shares of all blocks.
-
-    Args:
-        blocks: the blocks that the head reads.
-        layouts: layout of the tokens of each.
-        layers: the number of attention layers of the model.
-    """
+    """Describe the readout of each image in words: that of its strongest block, and the shares of all blocks."""
     words = []
     for index in range(len(blocks[0].readout)):
         strongest, layout = max(zip(blocks, layouts, strict=True), key=lambda pair: float(pair[0].share[index]))

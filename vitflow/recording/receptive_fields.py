@@ -55,13 +55,10 @@ class Gradients:
 
 
 def owners_of(gradients: Gradients, grid: tuple[int, int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]] | None:
-    """Return (row, column) of the token that each pixel belongs to, [2, H, W], and the seen pixels.
+    """Return (row, column) of the token that each pixel belongs to, [2, H, W], and the seen pixels; None if shared.
 
-    None if tokens share pixels. Tokens are weighted by 2 to the power of their row's or column's digits, by which a
-    pixel's gradient is then multiplied, without rounding.
-
-    Raises:
-        Misplaced: no token depends on the pixels.
+    Tokens are weighted by 2 to the power of their row's or column's digits, by which a pixel's gradient is then
+    multiplied, without rounding.
     """
     base = 8 if gradients.scores.dtype == torch.float16 else 128
     plain = gradients.of(torch.ones(len(gradients.scores), device="cpu"))

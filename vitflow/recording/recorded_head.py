@@ -91,11 +91,7 @@ class RecordedHead(RecordedLayers):
 
     @property
     def readout(self) -> Tensor:
-        """Readout of the most probable class, [batch, tokens]; see `readout_of`.
-
-        Raises:
-            UnsupportedModelError: as for `readout_of`.
-        """
+        """Readout of the most probable class, [batch, tokens]; see `readout_of`."""
         return self.readout_of(None)
 
     @property
@@ -152,10 +148,7 @@ class RecordedHead(RecordedLayers):
         return self._readouts[key]
 
     def target_changes_readout(self, targets: Sequence[Tensor | None]) -> list[bool]:
-        """Return for each image True if readouts depend on the target: not all are the same known pooling.
-
-        The weights of an attention-pooling head depend on the target, too.
-        """
+        """Return for each image True if readouts depend on the target: not all are the same known pooling."""
         if self._given is not None:
             return [False] * len(self._given)
         by_target = [self.readouts_of(target).names for target in targets]

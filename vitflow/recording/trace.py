@@ -149,12 +149,8 @@ class Trace(RecordedHead):
     def share_passing(self, paths: Sequence[str], targets: Tensor) -> Tensor:
         """Return the share of the gradient of each image's target that passes some blocks on its way to the pixels.
 
-        Args:
-            paths: blocks in `passed`, none of which computes its output from another.
-            targets: class index of each image, [batch].
-
-        Returns:
-            1 minus the norm of the rest relative to the whole gradient, at least 0, [batch].
+        It is 1 minus the norm of the rest relative to the whole gradient. None of the blocks, given by their paths in
+        `passed`, computes its output from another.
         """
         whole, tokens = self.backward(targets).pixels, [self.passed.get(path) for path in paths]
         known = [each for each in tokens if each is not None]

@@ -48,16 +48,9 @@ _HALF_ROUNDING, _HALF_MIXING = 1e-2, 3e-2
 def unseen_mixing(
     call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], traced: Collection[str] = ()
 ) -> str | None:
-    """Return why a product of layers would be incomplete, or None.
+    """Return why a product of layers would be incomplete, or None; the model runs at most three times, cached.
 
-    The model runs at most three times; the result is cached while its weights, modules and recorded layers are
-    unchanged.
-
-    Args:
-        call: the recorded call of the model.
-        layouts: token layouts of its layers.
-        names: paths of the recorded layers.
-        traced: paths of those whose tokens may be in another order than the block's, which is known.
+    `names` are the recorded layers; `traced` are those whose tokens may be in another order than the block's.
     """
     model = call.model
     known, key = call.cache, (unseen_mixing, *names)
