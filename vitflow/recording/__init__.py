@@ -1,1 +1,22 @@
-"""Record one forward pass of an unmodified model; hooks on running models are defined only in this package."""
+"""Record one forward pass of an unmodified model; hooks on running models are defined only in this package.
+
+`recorder` opens a recording, `interception` and `listening` collect attention while the model runs, and `places.locate`
+finishes the `Trace`. What decides the meaning of a map is determined as follows; docs/inside.md has the same rows.
+
+- Applied attention (`interception`): softmaxes and products are observed in the pass. Without any: NoAttentionError.
+- Positions of tokens (`layer_tokens`): the model's layout, or, if layers differ, one run on noise per input size, in
+  which patch indices follow the tokens. Unknown: rollout is refused.
+- Unrecorded mixing (`unseen`): at most two runs on noise per model, with attention replaced by the identity and some
+  tokens changed. Mixing or reordering: rollout is refused. A model that rejects noise is not checked.
+- Pixels of tokens (`places`, `receptive_fields`): gradients on noise, one run per input size. Misplaced tokens: rollout
+  is refused. Not measurable: cells divide the image evenly.
+- Tokens between blocks (`block_watch`, `between`): compared in each pass; only if they differ, by gradients, perhaps in
+  a second pass. Replaced tokens are masked; reordered or merged ones: rollout is refused.
+- Tokens that the output reads (`readout`, `recorded_head`): gradients in the pass, or in a repetition of it. Without a
+  gradient: the declared pooling, "declared, not verified", or a refusal.
+- Output projection (`projections`): each call is compared with the stored weight by one product with a vector; if they
+  differ, its map is measured on unit vectors. Not linear: no value weighting, with a note, until the model changes.
+- Attention in chunks of a text (`projections`): measured on unit vectors. Not measurable: refused.
+- Patches that can be dropped (`changed_tokens`): three runs on noise per input size. If not: patches are blanked.
+- Causality of a text model (`changed_tokens`): three short runs per model.
+"""

@@ -38,6 +38,11 @@ class Call:
     pixels: Tensor
     autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the model input."""
+        return self.pixels.shape[-2], self.pixels.shape[-1]
+
     @cached_property
     def cache(self) -> dict[Any, Any]:
         """Results of experiments with the model and its weights as they are now."""

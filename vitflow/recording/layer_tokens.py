@@ -72,7 +72,7 @@ def find_tokens(
 
     Raises UnsupportedModelError for global attention if the model's token layout is unknown.
     """
-    model, batch, size = call.model, len(call.pixels), (call.pixels.shape[-2], call.pixels.shape[-1])
+    model, batch, size = call.model, len(call.pixels), call.size
     counts = {(len(layer.example), *layer.example.shape[-2:]) for layer in layers}
     count, queries, keys = next(iter(counts))
     if len(counts) == 1 and count == batch and queries == keys:
@@ -81,7 +81,7 @@ def find_tokens(
         for layer in layers:
             layer.located = everywhere
         return list(layers), None
-    traced = _trace(call, size)
+    traced = _trace(call)
     located = [replace(layer, located=_locate(model, layer, batch, size, layout, traced)) for layer in layers]
     following = [*located[1:], None]
     within = [_is_within_patches(layer, then, batch) for layer, then in zip(located, following, strict=True)]
@@ -146,16 +146,16 @@ def _locate(
     return tokens if reordered else in_order
 
 
-def _trace(call: Call, size: Size) -> dict[str, LayerTokens]:
+def _trace(call: Call) -> dict[str, LayerTokens]:
     """Return the tokens of each attention layer by its path, from one run of the model per input size."""
 
     def traced() -> dict[str, LayerTokens]:
-        tracer = _Tracer(call.model, size)
+        tracer = _Tracer(call.model, call.size)
         with call.experiment(tracer.hooks()), tracer:
             call(call.noise(1))
         return tracer.traced
 
-    return call.cached((_trace, size), traced)
+    return call.cached((_trace, call.size), traced)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

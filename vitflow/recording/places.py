@@ -1,7 +1,8 @@
 """Places of tokens: the pixels of the model input that the tokens of each layer are computed from.
 
-The model runs on noise, with recorded attention replaced by the identity. Gradients of the tokens with respect to the
-pixels show where each token is: its grid gets an extent, or the model is refused if its tokens are not in raster order.
+Once per model and input size, the model runs on noise, with recorded attention replaced by the identity. Gradients of
+the tokens with respect to the pixels show where each token is: its grid gets an extent, or the model is refused if its
+tokens are not in raster order.
 """
 
 import math
@@ -14,14 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitflow.errors import UnsupportedModelError
 from vitflow.images.geometry import Extent
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import feature_layout, read_layout
 from vitflow.models.blocks import block_paths
 from vitflow.models.calls import tensors_in, tokens_of, with_tokens
+from vitflow.recording.attention_kinds import refusal_of
+from vitflow.recording.between import find_passed
 from vitflow.recording.block_watch import as_tokens, block_paths_of
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import Hook, hooked
-from vitflow.recording.layers import AttentionLayer
+from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
+from vitflow.recording.layers import AttentionLayer, stack_of
 from vitflow.recording.receptive_fields import (
     Gradients,
     Misplaced,
@@ -30,18 +36,64 @@ from vitflow.recording.receptive_fields import (
     owners_of,
     tiled_extent,
 )
-from vitflow.recording.unseen import blocks_in_place, without_attention
+from vitflow.recording.trace import Trace
+from vitflow.recording.unseen import blocks_in_place, unseen_mixing, without_attention
 
 
 class AllInputsRecorded(Exception):
     """Ends a forward pass when the tokens of every layout are known."""
 
 
-def place_layers(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str]) -> str | None:
-    """Measure the extents of the layouts of layers, and set them; return why tokens are not at their places, or None.
+def locate(trace: Trace, given: TokenLayout | None, *, whole: bool) -> None:
+    """Set where the tokens of a recorded pass are on the image, or why rollout does not apply.
 
-    `names` are the attention modules that ran; a layer may be a product of several.
+    `given` is the layout that the user gave; `whole` is False if only a submodule was recorded.
     """
+    call = trace.call
+    assert call is not None
+    if trace.layers:
+        trace.refusal = refusal_of(call.model, trace.layers) or _locate_layers(trace, call, given, whole)
+    if trace.layers and trace.refusal is None:
+        layouts = [layout for layer in trace.layers for layout in (layer.tokens.keys, layer.tokens.queries)]
+        trace.known_layout = max(layouts, key=lambda layout: layout.num_patches)
+        trace.known_top = trace.layers[-1].tokens.queries
+    else:
+        trace.known_layout = _layout_without_attention(trace, call, given)
+    for path, features in trace.features.items():
+        if path not in trace.feature_layouts:
+            located = feature_layout(call.model, call.size, features, trace.known_layout)
+            trace.feature_layouts[path] = located and place_features(call, path, *located)
+
+
+def _locate_layers(trace: Trace, call: Call, given: TokenLayout | None, whole: bool) -> str | None:
+    """Locate the tokens of each layer without those of a decoder on top; return why rollout does not apply, or None."""
+    names, above = trace.names, decoder_stacks(trace.layers, len(call.pixels))
+    layers = [layer for layer in trace.layers if stack_of(layer.name) not in above]
+    trace.names = [name for name in names if stack_of(name) not in above]
+    trace.layers, refusal = find_tokens(call, layers, given)
+    if refusal is not None or not whole or not trace.layers:
+        return refusal
+    assert trace.watch is not None
+    return (
+        unseen_mixing(call, trace.layers, names)
+        or _place_layers(call, trace.layers, trace.names)
+        or find_passed(call, trace.layers, trace.names, trace.watch)
+    )
+
+
+def _layout_without_attention(trace: Trace, call: Call, given: TokenLayout | None) -> TokenLayout | None:
+    """Return the layout that the model declares, or None, as methods without attention need none."""
+    tokens = next((features.shape[1] for features in trace.features.values() if features.ndim == 3), None)
+    try:
+        layout = given or read_layout(call.model, call.size, tokens)
+    except UnsupportedModelError:
+        return None
+    extents, _ = find_extents(call, dict.fromkeys(block_paths(call.model)[:1], (layout,)))
+    return replace(layout, extent=extents.get(layout))
+
+
+def _place_layers(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str]) -> str | None:
+    """Set the extents of the layouts of layers; return why tokens are not at their places, or None."""
     layouts = dict.fromkeys(layout for layer in layers for layout in (layer.tokens.queries, layer.tokens.keys))
     in_order = [layer for layer in layers if layer.tokens.key_index is None]
     sites: dict[str, tuple[TokenLayout, ...]] = {}
@@ -65,7 +117,7 @@ def place_features(call: Call, path: str, layout: TokenLayout, channels_last: bo
     In models of stages without a list of blocks, strides of 2 to a power that divide the input are not measured.
     """
     stages = not block_paths(call.model)
-    strides = [side / count for side, count in zip(call.pixels.shape[-2:], (layout.rows, layout.cols), strict=True)]
+    strides = [side / count for side, count in zip(call.size, (layout.rows, layout.cols), strict=True)]
     if stages and all(math.frexp(stride)[0] == 0.5 for stride in strides):
         return layout, channels_last
     extents, refusal = find_extents(call, {path: (layout,)})

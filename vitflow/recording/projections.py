@@ -86,7 +86,7 @@ class Projection:
             raise self._error
 
     def values(self, vectors: Tensor) -> Values:
-        """Return value vectors [batch, heads, tokens, width] with W_O, at least in float32; ValueNormsError if none fits.
+        """Return value vectors [batch, heads, tokens, width] with W_O, at least in float32, or raise ValueNormsError.
 
         To be called after the projection has run, unless `is_product`. If it does not run, the attention module uses
         the weight itself, as `nn.MultiheadAttention` does.

@@ -59,9 +59,9 @@ class RecordedHead(RecordedLayers):
     read: Read = logits_of
     call: Call | None = None
     watch: BlockWatch | None = None
-    _layout: TokenLayout | None = None
-    _top: TokenLayout | None = None
-    _given: Tensor | None = None
+    known_layout: TokenLayout | None = None
+    known_top: TokenLayout | None = None
+    given_readout: Tensor | None = None
     _readouts: dict[Any, Readouts] = field(default_factory=dict)
     _repeated: tuple[Any, HeadGraph | None, str] | None = None
 
@@ -70,19 +70,19 @@ class RecordedHead(RecordedLayers):
         """Prefix tokens and patch grid of the recorded pass; of the finest stage if stages differ."""
         if self.refusal is not None:
             raise UnsupportedModelError(self.refusal)
-        if self._layout is None and self.logits is not None:
+        if self.known_layout is None and self.logits is not None:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not say how its tokens are arranged: pass "
                 "layout=TokenLayout(num_prefix_tokens, rows, cols)."
             )
-        if self._layout is None:
+        if self.known_layout is None:
             raise VitflowError(NOTHING_RECORDED)
-        return self._layout
+        return self.known_layout
 
     @property
     def top(self) -> TokenLayout:
         """Prefix tokens and patch grid of the top layer, as in the readout."""
-        return self.layout if self._top is None else self._top
+        return self.layout if self.known_top is None else self.known_top
 
     @property
     def blocks(self) -> list[str]:
@@ -102,7 +102,7 @@ class RecordedHead(RecordedLayers):
     @property
     def pooling(self) -> str:
         """Source of the readout of the most probable class: "class token", …, or "gradient of the output"."""
-        if self._given is not None:
+        if self.given_readout is not None:
             return "given as argument"
         names = set(self.readouts_of(None).names)
         return names.pop() if len(names) == 1 and "" not in names else "gradient of the output"
@@ -140,7 +140,7 @@ class RecordedHead(RecordedLayers):
         """
         if self.refusal is not None:
             raise UnsupportedModelError(self.refusal)
-        if self._top is None or self.pixels is None:
+        if self.known_top is None or self.pixels is None:
             raise VitflowError(NOTHING_RECORDED)
         key = None if targets is None else tuple(targets.tolist())
         if key not in self._readouts:
@@ -149,8 +149,8 @@ class RecordedHead(RecordedLayers):
 
     def target_changes_readout(self, targets: Sequence[Tensor | None]) -> list[bool]:
         """Return for each image True if readouts depend on the target: not all are the same known pooling."""
-        if self._given is not None:
-            return [False] * len(self._given)
+        if self.given_readout is not None:
+            return [False] * len(self.given_readout)
         by_target = [self.readouts_of(target).names for target in targets]
         named = ((set(names), names[0]) for names in zip(*by_target, strict=True))
         return [len(names) > 1 or first in ("", ATTENTION_POOLING) for names, first in named]
@@ -158,7 +158,7 @@ class RecordedHead(RecordedLayers):
     def reads_several_blocks(self) -> bool:
         """Return True if any output is computed from the tokens of several blocks, or not from the last one."""
         outputs, graph, _ = self._graph()
-        if graph is None or not outputs.requires_grad or self._given is not None:
+        if graph is None or not outputs.requires_grad or self.given_readout is not None:
             return False
         weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
         gradients = graph.differentiate(outputs, weights, [block.tokens for block in graph.blocks])
@@ -166,13 +166,13 @@ class RecordedHead(RecordedLayers):
 
     def _measure(self, targets: Tensor | None) -> Readouts:
         """Measure readouts, and replace those of images without a gradient by the declared pooling."""
-        assert self._top is not None and self.pixels is not None
-        example, batch, top = self.layers[-1].example, len(self.pixels), self._top
+        assert self.known_top is not None and self.pixels is not None
+        example, batch, top = self.layers[-1].example, len(self.pixels), self.known_top
         kind, device = torch.promote_types(example.dtype, torch.float32), example.device
         pooled = torch.zeros(batch, dtype=torch.bool, device=device)
         every = torch.ones(batch, dtype=kind, device=device)
-        if self._given is not None:
-            block = ReadBlock(len(self.layers), self._given.to(kind), every)
+        if self.given_readout is not None:
+            block = ReadBlock(len(self.layers), self.given_readout.to(kind), every)
             return Readouts([block], ["given as argument"] * batch, [True] * batch, pooled)
         outputs, graph, cause = self._graph()
         norms, rounding = [example.new_zeros(batch, top.num_tokens, dtype=torch.float64)], 0.0
@@ -274,8 +274,8 @@ class RecordedHead(RecordedLayers):
         logits = self.logits
         if isinstance(logits, Tensor) and not logits.is_meta and logits.numel() and not logits.any():
             cause = "all outputs are 0: is the head still all zeros?"
-        assert self._top is not None
-        declared = declared_pooling(self.model, self._top, self.pooled)
+        assert self.known_top is not None
+        declared = declared_pooling(self.model, self.known_top, self.pooled)
         if declared is None:
             raise UnsupportedModelError(
                 f"The readout of {type(self.model).__name__} requires the gradient of the output with respect to its "
@@ -295,8 +295,8 @@ class RecordedHead(RecordedLayers):
 
     def readout_words(self, targets: Tensor | None) -> list[str]:
         """Describe the readout of each image, for captions."""
-        if self._given is not None:
-            return [f"{readout_words(row, self.top)}, given as argument" for row in self._given]
+        if self.given_readout is not None:
+            return [f"{readout_words(row, self.top)}, given as argument" for row in self.given_readout]
         readouts = self.readouts_of(targets)
         layouts = [self.layers[block.layers - 1].tokens.queries for block in readouts.blocks]
         described = describe_readouts(readouts.blocks, layouts, len(self.layers))

@@ -7,7 +7,6 @@ attention does not call, is not needed. Afterwards the model is restored exactly
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -16,16 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowError
+from vitflow.errors import OptionError, ShapeError, ValueNormsError, VitflowError
 from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, check_readout
 from vitflow.methods.gradients import ValueWeighting, check_value_weighting
 from vitflow.methods.tokens import TokenLayout, check_layout
-from vitflow.models.anatomy import feature_layout, read_layout
-from vitflow.models.blocks import block_of, block_paths, entries_of
+from vitflow.models.blocks import block_of, entries_of
 from vitflow.models.calls import logits_of, reads_cache, reads_text, refuse_static, tensors_in
 from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_embedding
-from vitflow.recording.attention_kinds import may_attend, refusal_of, refusal_of_text
-from vitflow.recording.between import find_passed
+from vitflow.recording.attention_kinds import may_attend, refusal_of_text
 from vitflow.recording.block_watch import BlockWatch, watch_of
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import (
@@ -36,13 +33,11 @@ from vitflow.recording.isolation import (
     refuse_checkpointing,
     uncompiled,
 )
-from vitflow.recording.layer_tokens import decoder_stacks, find_tokens
-from vitflow.recording.layers import FusionKey, stack_of
+from vitflow.recording.layers import FusionKey
 from vitflow.recording.listening import Listening
-from vitflow.recording.places import find_extents, place_features, place_layers
+from vitflow.recording.places import locate
 from vitflow.recording.projections import check_weighting, remember_refusal
 from vitflow.recording.trace import Trace
-from vitflow.recording.unseen import unseen_mixing
 
 
 class record_attention:
@@ -287,54 +282,13 @@ class record_attention:
         trace.logits, trace.names, trace.watch = logits, list(self._listening.recorded), self._watch
         if self._reads:
             trace.refusal = refusal_of_text(self._model)
-        if trace.call is None:
-            return
-        size = (trace.call.pixels.shape[-2], trace.call.pixels.shape[-1])
-        layout = self._locate_tokens(trace.call, size)
-        for path, features in trace.features.items():
-            if path not in trace.feature_layouts:
-                located = feature_layout(self._model, size, features, layout)
-                trace.feature_layouts[path] = located and place_features(trace.call, path, *located)
-
-    def _locate_tokens(self, call: Call, size: tuple[int, int]) -> TokenLayout | None:
-        """Find token positions and readouts; return the layout if it is known."""
-        trace, batch = self.trace, len(call.pixels)
-        layers, refusal = trace.layers, refusal_of(self._model, trace.layers) if trace.layers else None
-        layouts: list[TokenLayout] = []
-        if layers and refusal is None:
-            above = decoder_stacks(layers, batch)
-            layers = [layer for layer in layers if stack_of(layer.name) not in above]
-            trace.names = [name for name in trace.names if stack_of(name) not in above]
-            layers, refusal = find_tokens(call, layers, self._layout)
-        if layers and refusal is None:
-            layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-            if not self._within:
-                traced = [layer.name for layer in layers if layer.tokens.key_index is not None]
-                refusal = (
-                    unseen_mixing(call, layouts, self._listening.recorded, traced)
-                    or place_layers(call, layers, trace.names)
-                    or find_passed(call, layers, trace.names, self._watch)
-                )
-                layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
-        if not layers or refusal is not None:
-            layout, trace.refusal = self._layout_without_attention(call, size), refusal
-            trace.locate(layers, layout)
-            return layout
-        layout, top = max(layouts, key=lambda layout: layout.num_patches), layers[-1].tokens.queries
-        given = None if self._readout is None else _normalized(self._readout, batch, top).to(layers[-1].example)
-        trace.locate(layers, layout, top, given)
-        trace.pooled = self._listening.pooling
-        return layout
-
-    def _layout_without_attention(self, call: Call, size: tuple[int, int]) -> TokenLayout | None:
-        """Return the layout that the model declares, or None, as methods without attention need none."""
-        tokens = next((features.shape[1] for features in self.trace.features.values() if features.ndim == 3), None)
-        try:
-            layout = self._layout or read_layout(self._model, size, tokens)
-        except UnsupportedModelError:
-            return None
-        extents, _ = find_extents(call, dict.fromkeys(block_paths(self._model)[:1], (layout,)))
-        return replace(layout, extent=extents.get(layout))
+        if trace.call is not None:
+            locate(trace, self._layout, whole=not self._within)
+        if trace.known_top is not None:
+            trace.pooled = self._listening.pooling
+            if self._readout is not None:
+                readout = _normalized(self._readout, self._listening.batch, trace.known_top)
+                trace.given_readout = readout.to(trace.layers[-1].example)
 
 
 def _checked(fusions: Iterable[FusionKey]) -> set[FusionKey]:

@@ -18,7 +18,7 @@ from vitflow.models.calls import logits_of
 from vitflow.recording.block_watch import HeadInput, chained_gradients, is_nonzero, layer_counts
 from vitflow.recording.experiment import Call
 from vitflow.recording.isolation import checkpointing_error
-from vitflow.recording.layers import NOTHING_RECORDED, AttentionLayer, Backward
+from vitflow.recording.layers import NOTHING_RECORDED, Backward
 from vitflow.recording.readout import HALF_SCALE, Read
 from vitflow.recording.recorded_head import RecordedHead
 
@@ -51,16 +51,6 @@ class Trace(RecordedHead):
         """Reset the trace for a new forward pass on this model input."""
         Trace.__init__(self, model=self.model, pixels=pixels, read=read, call=call)
 
-    def locate(
-        self,
-        layers: list[AttentionLayer],
-        layout: TokenLayout | None,
-        top: TokenLayout | None = None,
-        given: Tensor | None = None,
-    ) -> None:
-        """Set the layers with their positions, the layouts of all tokens and of the top layer, and a given readout."""
-        self.layers, self._layout, self._top, self._given = layers, layout, top, given
-
     @property
     def block_norms(self) -> Sequence[str]:
         """Paths of the modules whose outputs are the features of Grad-CAM, first layer first."""
@@ -85,14 +75,14 @@ class Trace(RecordedHead):
         """
         if self.pixels is None:
             raise VitflowError(NOTHING_RECORDED)
-        layout = self._layout
+        layout = self.known_layout
         patches = None if layout is None else (layout.rows, layout.cols)
         return cell_grid(self.pixels.shape[-2], self.pixels.shape[-1], patch_size, patches)
 
     def extent_of(self, grid: tuple[int, int]) -> Extent | None:
         """Return the measured pixels of a grid of (rows, columns) of tokens; None if it divides the input evenly."""
         located = [layer.located for layer in self.layers if layer.located is not None]
-        layouts = [self._layout, *(layout for each in located for layout in (each.queries, each.keys))]
+        layouts = [self.known_layout, *(layout for each in located for layout in (each.queries, each.keys))]
         layouts += [each[0] for each in self.feature_layouts.values() if each is not None]
         fitting = (each.extent for each in layouts if each is not None and (each.rows, each.cols) == grid)
         extent = next(filter(None, fitting), None)

@@ -29,6 +29,7 @@ from vitflow.recording.experiment import FEW_TOKENS, Call, few_token_hooks
 from vitflow.recording.interception import Interception
 from vitflow.recording.isolation import Hook, hooked
 from vitflow.recording.layer_tokens import grid_axis
+from vitflow.recording.layers import AttentionLayer
 
 # Functions that mix neighbouring tokens, or all tokens.
 _KNOWN = (
@@ -45,21 +46,17 @@ _ROUNDING, _MIXING = 1e-4, 1e-3
 _HALF_ROUNDING, _HALF_MIXING = 1e-2, 3e-2
 
 
-def unseen_mixing(
-    call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], traced: Collection[str] = ()
-) -> str | None:
+def unseen_mixing(call: Call, layers: Sequence[AttentionLayer], names: Sequence[str]) -> str | None:
     """Return why a product of layers would be incomplete, or None; the model runs at most three times, cached.
 
-    `names` are the recorded layers; `traced` are those whose tokens may be in another order than the block's.
+    `names` are the recorded attention modules, of which `layers` are those with image tokens.
     """
-    model = call.model
-    known, key = call.cache, (unseen_mixing, *names)
-    if key not in known and not call.pixels.is_meta:
-        known[key], known[blocks_in_place] = _find(call, layouts, names, set(names).difference(traced))
-    fault: tuple[str, str] | None = known.get(key)
+    if call.pixels.is_meta:
+        return None
+    fault, call.cache[blocks_in_place] = call.cached((unseen_mixing, *names), partial(_find, call, layers, names))
     if fault is None:
         return None
-    path, reason = fault
+    (path, reason), model = fault, call.model
     kind = type(model.get_submodule(path)).__name__
     fact = f"{kind} ({path}) in {type(model).__name__} {reason}"
     return f"{fact}, so a product of layers would be incomplete. {OTHER_METHODS}"
@@ -72,18 +69,21 @@ def blocks_in_place(call: Call) -> frozenset[str]:
 
 
 def _find(
-    call: Call, layouts: Sequence[TokenLayout], names: Sequence[str], in_order: Collection[str]
+    call: Call, layers: Sequence[AttentionLayer], names: Sequence[str]
 ) -> tuple[tuple[str, str] | None, frozenset[str]]:
     """Return path and fault of the first innermost module with unrecorded token mixing, or of a block; or None.
 
     Also return the paths of the blocks whose tokens are computed from themselves and attention.
     """
-    model, pixels, noise = call.model, call.pixels, call.noise(1).expand(2, -1, -1, -1)
+    model, noise = call.model, call.noise(1).expand(2, -1, -1, -1)
+    layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
+    # The order of these tokens is known, and may be another than that of the block.
+    traced = {layer.name for layer in layers if layer.tokens.key_index is not None}
     blocks = block_paths_of(model, names)
     whole = set(blocks).difference(names)  # not single attention modules
     # First with a few tokens per block, which is cheap; then with all tokens.
     for shortened in (blocks, ()):
-        probe = _Probe(model, (pixels.shape[-2], pixels.shape[-1]), layouts, whole, in_order)
+        probe = _Probe(model, call.size, layouts, whole, set(names) - traced)
         try:
             with call.experiment(chain(few_token_hooks(model, shortened), probe.hooks())), probe:
                 call(noise)
@@ -98,7 +98,7 @@ def _find(
 @contextmanager
 def without_attention(call: Call) -> Iterator[None]:
     """Replace recorded attention by the identity, so that tokens are computed only from their own place."""
-    probe = _Probe(call.model, (call.pixels.shape[-2], call.pixels.shape[-1]), ())
+    probe = _Probe(call.model, call.size, ())
     with hooked(probe.hooks()), probe:
         yield
 
