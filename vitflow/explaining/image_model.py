@@ -20,14 +20,13 @@ from vitflow.images.reading import ImageSource, image_name
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models import DTYPES
 from vitflow.models.anatomy import forward_options
-from vitflow.models.binding import Binding
 from vitflow.models.blocks import headless
 from vitflow.models.calls import refused_input
 from vitflow.models.identity import library_versions, state_sha256, weights_sha256
 from vitflow.models.info import library_data_config, read_model_info
 from vitflow.models.loading import load_model
 from vitflow.models.names import ClassNames, check_name_count, model_id
-from vitflow.models.outputs import Outputs, features_of, similarity_outputs
+from vitflow.models.outputs import Binding, Outputs, features_of, similarity_outputs
 from vitflow.models.pairs import (
     Prompts,
     bind_tower,

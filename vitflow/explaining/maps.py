@@ -18,9 +18,9 @@ from vitflow.methods.fusion import HeadFusion, SignedFusion, check_layer, normal
 from vitflow.methods.gradients import ValueWeighting
 from vitflow.methods.staged_rollout import staged_attention, staged_rollout
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import pool_queries
 from vitflow.models.info import ModelInfo
 from vitflow.models.outputs import Outputs, activate, log_odds
-from vitflow.models.pooling import pool_queries
 from vitflow.progress import tracking
 from vitflow.recording.layers import Backward
 from vitflow.recording.readout import Readouts

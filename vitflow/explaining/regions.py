@@ -16,7 +16,6 @@ from vitflow.errors import OptionError, OutsideImageError, ShapeError
 from vitflow.explaining.features import box_inside, check_box
 from vitflow.explaining.targets import class_index, is_several, top_count
 from vitflow.images.geometry import Placement
-from vitflow.models.binding import Binding
 from vitflow.models.calls import dense_logits_of, detections_of
 from vitflow.models.info import library_data_config
 from vitflow.models.names import (
@@ -27,7 +26,7 @@ from vitflow.models.names import (
     model_id,
     output_names,
 )
-from vitflow.models.outputs import Outputs, activate
+from vitflow.models.outputs import Binding, Outputs, activate
 from vitflow.models.pairs import PromptedDetector, Prompts
 from vitflow.models.pairs import prompts as prompts_of
 

@@ -1,4 +1,4 @@
-"""Structure of a model: patch embedding, token layout and output projections.
+"""Structure of a model: patch embedding, token layout, output projections and declared pooling.
 
 Read from attributes, not guessed from sizes: those of timm's Vision Transformers, and for models of transformers,
 torchvision and open_clip those of their embedding, also inside custom modules. No library is imported.
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError
@@ -44,17 +45,10 @@ def has_class_token(model: nn.Module, layout: TokenLayout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Patch embedding of a non-timm model.
+    """Patch embedding of a non-timm model; sizes are (height, width) in pixels.
 
-    Attributes:
-        module: the embedding module.
-        num_prefix_tokens: number of class, distillation and register tokens before the patches.
-        patch_size: (height, width) in pixels.
-        image_size: (height, width) that the model was built for.
-        channels: number of image channels.
-        dynamic: True if other sizes are supported.
-        patchified: True if the input is a sequence of patches, of a length that depends on the image.
-        num_suffix_tokens: number of detection tokens after the patches.
+    `dynamic` is True if other image sizes are supported, `patchified` if the input is a sequence of patches, of a
+    length that depends on the image. Suffix tokens are the detection tokens after the patches.
     """
 
     module: nn.Module
@@ -90,14 +84,11 @@ def _patches_of(module: nn.Module) -> nn.Module | None:
     return next((patches for name in _PATCH_EMBEDDINGS if (patches := module._modules.get(name)) is not None), None)
 
 
-def _of_transformers(module: nn.Module, patches: nn.Module) -> Embedding | None:
+def _of_transformers(module: Any, patches: nn.Module) -> Embedding | None:
     if isinstance(patches, nn.Linear) and hasattr(module, "position_embedding_size"):
-        owner: Any = module
-        side, pixels = int(owner.position_embedding_size), int(owner.patch_size)
-        channels = patches.in_features // pixels**2
-        return Embedding(
-            module, 0, height_width(pixels), height_width(side * pixels), channels, dynamic=True, patchified=True
-        )
+        patch, image = (height_width(module.patch_size * n) for n in (1, module.position_embedding_size))
+        channels = patches.in_features // patch[0] ** 2
+        return Embedding(module, 0, patch, image, channels, dynamic=True, patchified=True)
     convolution = next((part for part in patches.modules() if isinstance(part, nn.Conv2d)), None)
     sources = (module, patches, getattr(module, "config", None))
     size = next((size for source in sources if (size := getattr(source, "image_size", None))), None)
@@ -108,18 +99,12 @@ def _of_transformers(module: nn.Module, patches: nn.Module) -> Embedding | None:
     patch = (int(convolution.stride[0]), int(convolution.stride[1]))
     dynamic = hasattr(module, "interpolate_pos_encoding")
     detection = getattr(module, "detection_tokens", None)  # of YOLOS
-    suffix = detection.shape[-2] if isinstance(detection, Tensor) else 0
-    return Embedding(
-        module, prefix, patch, height_width(size), convolution.in_channels, dynamic, num_suffix_tokens=suffix
-    )
+    suffix, channels = detection.shape[-2] if isinstance(detection, Tensor) else 0, convolution.in_channels
+    return Embedding(module, prefix, patch, height_width(size), channels, dynamic, num_suffix_tokens=suffix)
 
 
 def height_width(size: Any) -> tuple[int, int]:
-    """Return (height, width) of a size given as a number, or as a sequence of one or two.
-
-    >>> height_width(16), height_width([224]), height_width((14, 16))
-    ((16, 16), (224, 224), (14, 16))
-    """
+    """Return (height, width) of a size given as a number, or as a sequence of one or two."""
     return (int(size[0]), int(size[-1])) if isinstance(size, Sequence) else (int(size), int(size))
 
 
@@ -138,11 +123,9 @@ def forward_options(model: nn.Module, input_size: tuple[int, int]) -> dict[str, 
 def feature_layout(
     model: nn.Module, input_size: tuple[int, int], features: Tensor, layout: TokenLayout | None
 ) -> tuple[TokenLayout, bool] | None:
-    """Return the layout of recorded features and whether channels come last; None if they have no layout.
+    """Return the layout of recorded features, and whether channels come last; None if they have no layout.
 
-    Args:
-        features: [batch, tokens, channels], [batch, channels, rows, cols] or [batch, rows, cols, channels].
-        layout: the layout of the model's tokens, if known.
+    Features are [batch, tokens, channels], [batch, channels, rows, cols] or [batch, rows, cols, channels].
     """
     if features.ndim == 3:
         count = features.shape[1]
@@ -184,10 +167,6 @@ def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int |
     """Return the token layout of a forward pass with num_tokens tokens for an input of (height, width).
 
     If num_tokens is None, the number of prefix tokens is the one that the model declares.
-
-    Raises:
-        UnsupportedModelError: the model does not declare its token layout or shuffles its patches, or num_tokens
-            contradicts it.
     """
     declared = _declared_layout(model, input_size, num_tokens)
     if declared is not None and num_tokens in (None, declared.num_tokens):
@@ -195,13 +174,10 @@ def read_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: int |
     fitting = None if num_tokens is None else layout_of_count(model, input_size, num_tokens)
     if fitting is not None:
         return fitting
-    if declared is None:
-        problem = f"does not declare the layout of its {num_tokens or ''} tokens (no patch_embed)"
-    else:
-        prefix, rows, cols = declared.num_prefix_tokens, declared.rows, declared.cols
-        problem = (
-            f"declares {prefix} prefix tokens and {rows} × {cols} patches, but its attention has {num_tokens} tokens"
-        )
+    problem = f"does not declare the layout of its {num_tokens or ''} tokens (no patch_embed)"
+    if declared is not None:
+        grid = f"{declared.num_prefix_tokens} prefix tokens and {declared.rows} × {declared.cols} patches"
+        problem = f"declares {grid}, but its attention has {num_tokens} tokens"
     raise UnsupportedModelError(
         f"{type(transformer_of(model)).__name__} {problem}: pass layout=TokenLayout(num_prefix_tokens, rows, cols)."
     )
@@ -233,11 +209,9 @@ def _declared_layout(model: nn.Module, input_size: tuple[int, int], num_tokens: 
 
 
 def output_projection(attention_module: nn.Module, parent: nn.Module | None = None) -> nn.Module | None:
-    """Return the output projection of an attention module; None if it has none, or a norm before it.
+    """Return the output projection of an attention module, or `output.dense` of its parent.
 
-    Args:
-        attention_module: the module that computes the attention.
-        parent: the module that contains it and may hold the projection as `output.dense`.
+    None if there is none, or a norm before it.
     """
     norm = getattr(attention_module, "norm", None)
     if norm is not None and not isinstance(norm, nn.Identity):
@@ -259,3 +233,110 @@ def projection_weight(projection: nn.Module) -> Tensor | None:
         single = weight.shape[2:] == (1, 1) and getattr(projection, "groups", 1) == 1
         return weight.flatten(1) if single else None
     return weight if weight.ndim == 2 else None
+
+
+# -- poolings ----------------------------------------------------------------------------------------------------------
+
+#: Name of a readout that is taken from the attention of a pooling head.
+ATTENTION_POOLING = "attention pooling"
+#: Name of a readout that includes the prefix tokens.
+ALL_TOKENS = "average over all tokens"
+_CLASS_TOKEN = "class token"
+_BOTH_TOKENS = "class and distillation token"
+_PATCH_MEAN = "average over patches"
+# Packages whose models declare how they pool.
+_LIBRARIES = ("timm.", "transformers.", "torchvision.", "open_clip.")
+# Classifiers of transformers that average over patches (Dinov2 together with its class token).
+_AVERAGING = {
+    f"{name}ForImageClassification"
+    for name in ("Dinov2", "Dinov2WithRegisters", "CLIP", "MetaClip2", "Siglip", "IJepa", "Swin", "Swinv2")
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pooling:
+    """A known pooling, with its weights of the top layer's tokens, [1 or batch, tokens]; rows sum to 1."""
+
+    name: str
+    weights: Tensor
+
+
+def declared_pooling(model: nn.Module, layout: TokenLayout, pooling_attention: Tensor | None) -> Pooling | None:
+    """Return the pooling that a model declares; None for a model whose forward method is not a library's.
+
+    `pooling_attention` is that of an attention-pooling head, [batch, heads, queries, tokens], if there is one.
+    """
+    if not type(model).forward.__module__.startswith(_LIBRARIES) or "forward" in vars(model):
+        return None
+    if pooling_attention is not None:
+        return Pooling(ATTENTION_POOLING, pool_queries(model, layout, pooling_attention.detach().mean(dim=1)))
+    return _pooling(_declared(model, layout), layout)
+
+
+def pooling_name(readout: Tensor, layout: TokenLayout, rounding: float) -> str:
+    """Return the name of the known pooling that a readout [tokens] equals, or an empty string.
+
+    `rounding` is the limit of the sum of absolute differences.
+
+    >>> pooling_name(torch.tensor([0.0, 0.25, 0.25, 0.25, 0.25]), TokenLayout(1, 2, 2), 1e-5)
+    'average over patches'
+    """
+    names = (_CLASS_TOKEN, _PATCH_MEAN, ALL_TOKENS) if layout.num_prefix_tokens else (_PATCH_MEAN,)
+    for name in names:
+        if float((readout - _pooling(name, layout).weights[0].to(readout)).abs().sum()) <= rounding:
+            return name
+    both = layout.num_prefix_tokens == 2 and bool((readout[:2] > 0).all()) and float(readout[2:].sum()) <= rounding
+    return _BOTH_TOKENS if both else ""
+
+
+def _pooling(name: str, layout: TokenLayout) -> Pooling:
+    weights = torch.zeros(1, layout.num_tokens)
+    if name == _CLASS_TOKEN:
+        weights[0, 0] = 1.0
+    elif name == _BOTH_TOKENS:
+        weights[0, :2] = 0.5
+    elif "all tokens" in name:
+        weights[:] = 1.0 / layout.num_tokens
+    else:
+        weights[0, layout.patches] = 1.0 / layout.num_patches
+    return Pooling(name, weights)
+
+
+def _declared(model: nn.Module, layout: TokenLayout) -> str:
+    """Return the name of the pooling that the class, the configuration or the attributes of a model declare."""
+    transformer: Any = transformer_of(model)
+    pool, pretrained, embedding = getattr(transformer, "global_pool", None), pretrained_of(model), embedding_of(model)
+    kinds = {kind.__name__ for kind in type(pretrained).__mro__}
+    if (
+        kinds & _AVERAGING
+        or getattr(getattr(pretrained, "config", None), "use_mean_pooling", False)  # BEiT and Data2Vec
+        or (embedding is not None and getattr(embedding.module, "pool_type", None) == "avg")  # open_clip
+    ):
+        return _PATCH_MEAN
+    distilled = getattr(transformer, "head_dist", None) is not None or "DeiTForImageClassificationWithTeacher" in kinds
+    if distilled and layout.num_prefix_tokens == 2:
+        return _BOTH_TOKENS
+    if has_class_token(model, layout) and pool not in ("avg", "avgmax", "max"):
+        return _CLASS_TOKEN
+    include_prefix = layout.num_prefix_tokens and getattr(transformer, "pool_include_prefix", False)
+    words = {"max": "maximum", "avgmax": "average and maximum"}.get(str(pool), "average")
+    over = "all tokens" if include_prefix else "patches"
+    return f"{words} over {over}" + ("" if pool else " (the model does not pool)")
+
+
+def pool_queries(model: nn.Module, layout: TokenLayout, queries: Tensor) -> Tensor:
+    """Return the token weights [batch, tokens] of an attention-pooling head, its queries pooled as in the model.
+
+    `queries` is the attention of the head's queries, heads fused, [batch, queries, patches or tokens].
+    """
+    transformer: Any = transformer_of(model)
+    pool = getattr(getattr(transformer, "attn_pool", None), "pool", "token")
+    weights = queries.mean(dim=1) if pool == "avg" else queries[:, 0]
+    missing = layout.num_tokens - layout.num_suffix_tokens - weights.shape[-1]
+    if missing not in (0, layout.num_prefix_tokens) or layout.num_suffix_tokens:
+        raise UnsupportedModelError(
+            f"The attention pooling of {type(transformer).__name__} has {weights.shape[-1]} tokens, expected "
+            f"{layout.num_tokens} or the {layout.num_patches} patches. Pass readout=, or use sampling, input_gradient "
+            "or occlusion."
+        )
+    return torch.nn.functional.pad(weights, (missing, 0))

@@ -92,12 +92,7 @@ def _stages(model: nn.Module) -> list[tuple[str, int]]:
 
 
 def block_norm(model: nn.Module, layer: int) -> str:
-    """Return the path of the module that Grad-CAM uses for a layer: 1 for the first, −1 for the last.
-
-    Raises:
-        UnsupportedModelError: the model has no such module.
-        OptionError: the layer is out of range.
-    """
+    """Return the path of the module that Grad-CAM uses for a layer: 1 for the first, −1 for the last."""
     paths = block_norms(model)
     if not paths:
         raise UnsupportedModelError(
@@ -108,11 +103,7 @@ def block_norm(model: nn.Module, layer: int) -> str:
 
 
 def branch_norms(model: nn.Module, layer: int) -> list[str]:
-    """Return the path of `block_norm`, followed by those of the same layer in further stacks or transformers.
-
-    Raises:
-        UnsupportedModelError, OptionError: as for `block_norm`.
-    """
+    """Return the path of `block_norm`, followed by those of the same layer in further stacks or transformers."""
     path = block_norm(model, layer)
     transformers = [root for root, module in model.named_modules() if hasattr(module, "patch_embed")]
     outermost: list[str] = []
@@ -174,14 +165,6 @@ def layer_output(model: nn.Module, layer: int) -> tuple[str, nn.Module | None]:
 
     This is the output of a block and the model's last norm; for a model with stages or without blocks, the module that
     Grad-CAM uses and None.
-
-    Args:
-        model: any model.
-        layer: 1 for the first, −1 for the last.
-
-    Raises:
-        UnsupportedModelError: the model has no such module.
-        OptionError: the layer is out of range.
     """
     paths = block_paths(model)
     if not paths:
@@ -202,12 +185,7 @@ def _last_norm(model: nn.Module, block: str) -> nn.Module | None:
 
 
 def headless(model: nn.Module) -> nn.Module:
-    """Return the model without its head, as a copy that shares its weights; the model itself if it has no head.
-
-    >>> head = nn.Sequential(nn.Linear(3, 2))
-    >>> headless(head) is head
-    True
-    """
+    """Return the model without its head, as a copy that shares its weights; the model itself if it has no head."""
     owner: Any = model
     heads: Any = ()
     if getattr(model, "num_classes", 0) and hasattr(model, "get_classifier"):  # of timm

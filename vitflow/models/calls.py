@@ -42,11 +42,7 @@ def reads_cache(kwargs: Mapping[str, Any]) -> Any:
 
 
 def refuse_static(cache: Any) -> None:
-    """Check that a key–value cache is not static (preallocated at full length).
-
-    Raises:
-        UnsupportedModelError: the cache is static.
-    """
+    """Check that a key–value cache is not static (preallocated at full length)."""
     cache = getattr(cache, "self_attention_cache", cache)
     kinds = [type(cache).__name__, *(type(layer).__name__ for layer in getattr(cache, "layers", ()))]
     static = next((kind for kind in kinds if kind.startswith("Static")), None)
@@ -105,14 +101,9 @@ def with_tokens(output: Any, tokens: Tensor) -> Any:
 
 
 def detections_of(output: Any) -> tuple[Tensor, Tensor]:
-    """Return the class logits and boxes of a detector in the format of DETR.
+    """Return the class logits [batch, queries, classes] and boxes [batch, queries, 4] of a detector as DETR.
 
-    Returns:
-        Logits [batch, queries, classes]; and boxes [batch, queries, 4], left, top, right and bottom as shares of the
-        width and height of the model input.
-
-    Raises:
-        ModelError: the output has another format.
+    Boxes are left, top, right and bottom as shares of the width and height of the model input.
 
     >>> output = {"pred_logits": torch.zeros(1, 1, 3), "pred_boxes": torch.tensor([[[0.5, 0.5, 0.2, 0.4]]])}
     >>> detections_of(output)[1]
@@ -133,9 +124,6 @@ def dense_logits_of(output: Any) -> Tensor:
     """Return the logits [batch, classes, height, width] of a model for semantic segmentation.
 
     Queries with masks are summed as by transformers: the probability of each class times that of each mask.
-
-    Raises:
-        ModelError: the output has another format.
     """
     classes, masks = _field(output, "class_queries_logits"), _field(output, "masks_queries_logits")
     if classes is not None and masks is not None:
@@ -180,10 +168,7 @@ def no_logits(output: Any, model: str) -> ModelError:
 def refused_input(model: str, error: Exception, shape: Sequence[int]) -> ModelError | None:
     """Return the error for a forward pass that takes other inputs than one tensor; None for an error of another cause.
 
-    Args:
-        model: the name of the model.
-        error: the exception that it raised for a tensor.
-        shape: shape of the tensor.
+    `error` is what the model raised for a tensor of this shape.
     """
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if "__torch_function__" not in frame.f_code.co_name]
     code, values = frames[-1].f_code, frames[-1].f_locals

@@ -27,13 +27,9 @@ Weights = Mapping[str, Tensor]
 
 
 def read_checkpoint(path: str | Path) -> dict[str, dict[str, Tensor]]:
-    """Read the tensors in a `.safetensors` file, or in a torch file with `weights_only=True`.
+    """Read the tensors of each dict in a `.safetensors` file, or in a torch file with `weights_only=True`.
 
-    Returns:
-        The named tensors of each dict in the file, by its keys joined by "."; "" is the file's own dict.
-
-    Raises:
-        ModelError: the file does not exist, is damaged, or contains objects that could run code.
+    The dicts are by their keys joined by "."; "" is the file's own dict.
     """
     path = Path(path)
     if not is_file(path):
@@ -44,15 +40,7 @@ def read_checkpoint(path: str | Path) -> dict[str, dict[str, Tensor]]:
 def weights_for(names: Collection[str], path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """Read the weights of a model from a file, without the prefix that the file has before the model's names.
 
-    Args:
-        names: names of the model's tensors.
-        path: the file.
-
-    Returns:
-        The weights, and notes on entries next to them that are left out.
-
-    Raises:
-        ModelError: as for `read_checkpoint`; or the tensors are sparse, quantised or expanded.
+    Notes on entries next to them that are left out are returned, too.
     """
     dicts = read_checkpoint(path)
     known, matching = set(names), dict[tuple[str, str], int]()

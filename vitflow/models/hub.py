@@ -28,6 +28,8 @@ from vitflow.models.names import remember_name
 
 # File extensions of weights and configurations.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar", ".npz", ".json")
+# Remedy for weights that are missing or do not fit.
+_FILE = "a weights file (--checkpoint FILE, load_model(…, checkpoint=FILE))"
 # Seconds within which the hub must respond; otherwise only its cache is used.
 _TIMEOUT = 4.0
 # True if the hub has responded within the current `quiet_hub` block.
@@ -35,11 +37,7 @@ _RESPONDED: ContextVar[bool] = ContextVar("responded", default=False)
 
 
 def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
-    """Call `timm.create_model`, with errors that name the remedy.
-
-    Raises:
-        ModelError: the model is unknown or cannot be built, or its weights are neither on the hub nor in its cache.
-    """
+    """Call `timm.create_model`, with errors that name the remedy."""
     local, online = name.startswith("local-dir:"), name.startswith(("hf-hub:", "hf_hub:"))
     if not local and not online and not timm.is_model(name):
         raise ModelError(f"Unknown model {name!r}.{_similar(name)}")
@@ -59,13 +57,12 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
         if isinstance(error, OSError | ValueError):  # network and file errors of the hub client are OSErrors
             raise ModelError(
                 f"The weights of {name!r} cannot be fetched from the Hugging Face hub ({type(error).__name__}) and are "
-                "not in its cache. Remedies: a weights file (--checkpoint FILE, load_model(…, checkpoint=FILE)), a "
-                "folder (local-dir:FOLDER), or the bundled model, which knows eight drawn shapes only (--model demo)."
+                f"not in its cache. Remedies: {_FILE}, a folder (local-dir:FOLDER), or the bundled model, which knows "
+                "eight drawn shapes only (--model demo)."
             ) from error
         raise ModelError(
-            f"{name!r} cannot be built with these options ({reason}). Expected options of timm.create_model for this "
-            "model that fit its weights: leave out the others, or pass other weights (--checkpoint FILE, "
-            "load_model(…, checkpoint=FILE))."
+            f"{name!r} cannot be built with these options ({reason}). Expected options of timm.create_model that fit "
+            f"its weights: leave out the others, or pass {_FILE}."
         ) from error
 
 
@@ -157,12 +154,7 @@ def is_of_transformers(name: str) -> bool:
 
 
 def load_transformers(name: str) -> nn.Module:
-    """Load a vision model of transformers by id or folder, in eval mode, without running remote code.
-
-    Raises:
-        ModelError: transformers is not installed, the weights are neither on the hub nor in its cache, or the model
-            does not read images.
-    """
+    """Load a vision model of transformers by id or folder, in eval mode, without running remote code."""
     model, missing = from_pretrained(bundled(name.removeprefix("local-dir:")), check=_check_images)
     if missing:
         raise ModelError(
@@ -176,18 +168,9 @@ def load_transformers(name: str) -> nn.Module:
 def from_pretrained(
     name: str | Path, *, trust_remote_code: bool = False, check: Callable[[Any], None] | None = None
 ) -> tuple[nn.Module, list[str]]:
-    """Load a model of transformers with the class in its configuration, in eval mode, on the CPU.
+    """Load a model of transformers with the class in its configuration, in eval mode; return the missing weights, too.
 
-    Args:
-        name: a hub id or a folder.
-        trust_remote_code: run custom Python code of the model; by default such a model is refused.
-        check: is called with the configuration before the weights are read.
-
-    Returns:
-        The model, and the names of weights that are missing.
-
-    Raises:
-        ModelError: transformers is not installed, or the model does not exist or is damaged.
+    `check` is called with the configuration before the weights are read.
     """
     transformers = load_extra("transformers", printable(name), "transformers", ModelError)
     with hub_for(name), quietly(transformers.utils.logging), loading(name, trust_remote_code) as options:
@@ -276,11 +259,7 @@ def _check_images(config: Any) -> None:
 
 
 def load_open_clip(name: str) -> nn.Module:
-    """Load a model of open_clip with its tokenizer, such as "open_clip:ViT-B-32/openai", in eval mode.
-
-    Raises:
-        ModelError: open_clip is not installed, the model is unknown, or its weights are not available.
-    """
+    """Load a model of open_clip with its tokenizer, such as "open_clip:ViT-B-32/openai", in eval mode."""
     open_clip = load_extra("open_clip", printable(name), "clip", ModelError)
     architecture, _, tag = name.removeprefix("open_clip:").partition("/")
     known = sorted({model_name for model_name, _ in open_clip.list_pretrained()})
@@ -296,8 +275,8 @@ def load_open_clip(name: str) -> nn.Module:
             model._loaded_tokenizer = open_clip.get_tokenizer(architecture)
     except Exception as error:  # downloads raise many kinds of errors
         raise ModelError(
-            f"The weights of {name!r} cannot be fetched and are not in the cache ({_first_line(error)}). Remedy: load "
-            "the model in Python, and pass it with processor=open_clip.get_tokenizer(name)."
+            f"The weights of {name!r} cannot be fetched and are not in the cache ({_first_line(error)}): load the "
+            "model in Python, and pass it with processor=open_clip.get_tokenizer(name)."
         ) from error
     remember_name(model, f"{architecture}.{tag}")
     return model.eval()  # type: ignore[no-any-return]

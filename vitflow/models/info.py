@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -39,15 +39,7 @@ _PROCESSOR = {"image_mean", "image_std", "do_normalize", "do_resize", "image_pro
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Metadata of a model.
-
-    Attributes:
-        id: display name.
-        input: preprocessing of its images.
-        outputs: explained outputs, by default its classes.
-        layout: prefix tokens and patch grid, if given as argument.
-        note: limitation to display with its maps, such as "knows eight drawn shapes only"; see `model_note`.
-    """
+    """Display name, preprocessing and explained outputs of a model; its layout if given as argument; `model_note`."""
 
     id: str
     input: InputSpec
@@ -69,16 +61,11 @@ class ModelInfo:
         }
 
     def preprocessing(self, fit: Fit) -> Preprocessing:
-        """Return the preprocessing for a fit.
-
-        Raises:
-            UnsupportedModelError: the model does not support this fit.
-        """
+        """Return the preprocessing for a fit, if the model supports it."""
         if fit == "native" and (self.input.patch_size is None or not self.input.dynamic):
             raise UnsupportedModelError(
-                f"fit='native' requires a model for images of any size; {self.id} requires "
-                f"{self.input.size[0]} × {self.input.size[1]} pixels. Build it with dynamic_img_size=True, or use "
-                "fit='pad'."
+                f"fit='native' requires a model for images of any size; {self.id} requires {self.input.size[0]} × "
+                f"{self.input.size[1]} pixels. Build it with dynamic_img_size=True, or use fit='pad'."
             )
         return Preprocessing(self.input, fit)
 
@@ -94,10 +81,6 @@ def read_model_info(
     outputs: Any = None,
 ) -> ModelInfo:
     """Read the metadata of a model; arguments override it.
-
-    Raises:
-        ModelError: neither the model nor `data_config` gives the normalisation; or there is not one name per class.
-        OptionError: an argument is invalid.
 
     >>> import timm
     >>> info = read_model_info(timm.create_model("vit_tiny_patch16_224", num_classes=5))
@@ -130,10 +113,6 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
 
     For transformers and torchvision, the size is read from the model, and the normalisation from the image processor
     saved with the weights or from `data_config`.
-
-    Raises:
-        ModelError: neither the model nor `data_config` gives the normalisation.
-        OptionError: `checked_data_config` does not support this `data_config`.
     """
     model = unwrap(model)
     embedding = embedding_of(model)
@@ -153,8 +132,8 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
     built_for = getattr(embed, "img_size", None)
     if built_for is not None and "input_size" not in given:
         height, width = built_for
-    stem = (module for module in embed.modules() if isinstance(module, nn.Conv2d)) if embed is not None else iter(())
-    channels = int(getattr(next(stem, None), "in_channels", channels))
+    stem = [module for module in embed.modules() if isinstance(module, nn.Conv2d)] if embed is not None else []
+    channels = stem[0].in_channels if stem else channels
     patch = getattr(embed, "patch_size", None) if embedding is None else embedding.patch_size
     spec = InputSpec(
         (int(height), int(width)),
@@ -194,12 +173,8 @@ def _check_input(config: Mapping[str, Any], model: nn.Module) -> None:
 def library_data_config(model: nn.Module, processor: Any = None) -> dict[str, Any]:
     """Return the known entries of timm's data config for a non-timm model.
 
-    The size is read from the model; normalisation and crop from its image processor.
-
-    Args:
-        model: any model.
-        processor: a processor of texts and images; by default the image processor saved in the model's folder, or in
-            the hub's cache.
+    The size is read from the model; normalisation and crop from the image processor inside `processor`, by default
+    from the one saved with the model.
     """
     embedding = embedding_of(model)
     if embedding is None:
@@ -239,16 +214,8 @@ def processor_settings(name: str) -> Mapping[str, Any]:
 def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
     """Check a user's data config and convert it to timm's names.
 
-    Args:
-        config: a mapping with timm's names; an image processor of transformers, or its settings; or the result of
-            `weights.transforms()` of torchvision.
-        channels: number of channels of an image.
-
-    Raises:
-        OptionError: another type, or unknown keys.
-
-    >>> checked_data_config({"mean": (0.5,) * 3})
-    {'mean': (0.5, 0.5, 0.5)}
+    It is a mapping with timm's names; an image processor of transformers, or its settings; or the result of
+    `weights.transforms()` of torchvision.
     """
     if config is None:
         return {}
@@ -291,10 +258,6 @@ _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5
 
 def from_processor(settings: Mapping[str, Any], channels: int = 3) -> dict[str, Any]:
     """Return the settings of a transformers image processor, with timm's names.
-
-    Args:
-        settings: `processor.to_dict()`, or the contents of preprocessor_config.json.
-        channels: number of channels of an image.
 
     >>> from_processor({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 32, "width": 32}})
     {'mean': (0.5, 0.5, 0.5), 'std': (0.5, 0.5, 0.5), 'input_size': (3, 32, 32), 'crop_pct': 1.0, 'crop_mode': 'squash'}
@@ -345,9 +308,9 @@ def _sides(size: Any, kind: str = "") -> tuple[tuple[int, int] | None, bool]:
     """
     if isinstance(size, int):
         name, library = kind.replace("FeatureExtractor", "ImageProcessor"), sys.modules.get("transformers")
-        known: Iterable[Any] = (
+        known: list[Any] = [
             getattr(library, each, None) for each in (name, f"{name}Fast")
-        )  # in early releases of 5 the second
+        ]  # in early releases of 5 the second
         squares = (kind.default_to_square for kind in known if hasattr(kind, "default_to_square"))
         return (size, size), not next(squares, True)
     if isinstance(size, Mapping):

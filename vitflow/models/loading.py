@@ -64,7 +64,7 @@ def load_model(
         if unsupported := [option for option, value in given.items() if value is not None]:
             raise OptionError(f"{name!r} includes weights and architecture: omit {', '.join(unsupported)}.")
     if clip or is_of_transformers(name):
-        return (load_open_clip if name.startswith("open_clip:") else load_transformers)(name)
+        return load_open_clip(name) if clip else load_transformers(name)
     if name == "demo":
         from vitflow.demo import load_demo_model
 
@@ -93,10 +93,7 @@ def load_model(
 
 
 def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path | None]:
-    """Return the name for timm, "local-dir:FOLDER" for a path, and the weights file, if it is not on the hub.
-
-    The weights in a folder are loaded by vitflow, so that they are checked.
-    """
+    """Return the name for timm, "local-dir:FOLDER" for a path, and the file of weights to load, if there is one."""
     path = Path(name.removeprefix("local-dir:"))
     if name.startswith(("hf-hub:", "hf_hub:")):
         return name, checkpoint
@@ -129,7 +126,8 @@ def _with_weights(name: str, path: Path, options: dict[str, Any]) -> nn.Module:
             draft = create_model(name, pretrained=False, **options)
     _check_patches(weights, draft, path, name, options)
     _check_numbers(weights, draft, path)
-    if _count(draft.state_dict()) > 2 * _count(weights) + _EXTRA_PARAMETERS:
+    needed, given = (sum(weight.numel() for weight in state.values()) for state in (draft.state_dict(), weights))
+    if needed > 2 * given + _EXTRA_PARAMETERS:
         raise _mismatch(weights, weights, draft, path, name)  # before memory is allocated
     if "num_classes" not in options:
         classifier, rows = _classes_in(weights, draft)
@@ -168,10 +166,6 @@ def _check_patches(weights: Weights, draft: nn.Module, path: Path, name: str, op
         theirs, its = (" × ".join(map(str, each.shape[2:])) for each in (patches, expected))
         hint = f"it may be {guess}." if guess else "is it the right model id for this file? patch_size= resamples them."
         raise ModelError(f"The weights in {path} do not fit {name}: patches of {theirs} pixels, not {its}; {hint}")
-
-
-def _count(weights: Weights) -> int:
-    return sum(weight.numel() for weight in weights.values())
 
 
 def _check_numbers(weights: Weights, model: nn.Module, path: Path) -> None:
@@ -221,15 +215,9 @@ def _trained_side(weights: Weights, draft: nn.Module) -> int | None:
 
 
 def _mismatch(raw: Weights, weights: Weights, model: nn.Module, path: Path, name: str, reason: str = "") -> ModelError:
-    """Return the error that lists how a file's weights differ from a model's, with a guess of the right model.
+    """Return the error that lists how a file's weights, after timm's conversion, differ from a model's.
 
-    Args:
-        raw: the weights in the file.
-        weights: the weights after timm's conversion, if it succeeded.
-        model: the model that they should fit.
-        path: the file.
-        name: the model's name.
-        reason: the error if names and shapes match.
+    The right model is guessed from the weights in the file, `raw`; `reason` is the error if names and shapes match.
     """
     state = model.state_dict()
     missing = [key for key in state if key not in weights]
@@ -247,11 +235,7 @@ def _mismatch(raw: Weights, weights: Weights, model: nn.Module, path: Path, name
 
 
 def _plain_model_of(weights: Weights) -> str | None:
-    """Return timm's name of the plain ViT that has these weights, except for its classes; None if there is none.
-
-    >>> _plain_model_of(timm.create_model("vit_tiny_patch16_384", num_classes=3).state_dict())
-    'vit_tiny_patch16_384'
-    """
+    """Return timm's name of the plain ViT that has these weights, except for its classes; None if there is none."""
     patches, positions = weights.get("patch_embed.proj.weight"), weights.get("pos_embed")
     if patches is None or positions is None or patches.ndim != 4 or positions.ndim != 3:
         return None

@@ -85,12 +85,7 @@ def model_note(model: nn.Module) -> str:
 
 
 def class_count(model: nn.Module) -> int | None:
-    """Return the number of classes of a model: 0 if its output is features, None if unknown.
-
-    >>> import timm
-    >>> class_count(nn.Sequential(timm.create_model("test_vit", num_classes=0)))
-    0
-    """
+    """Return the number of classes of a model: 0 if its output is features, None if unknown."""
     pretrained: Any = pretrained_of(model)
     if pretrained is not None:
         if any(hasattr(pretrained, name) for name in CLASSIFIERS):
@@ -139,11 +134,7 @@ def config_labels(model: nn.Module | None) -> list[str]:
 
 
 def output_names(model: nn.Module, given: list[str] | None, count: int) -> tuple[str, ...] | None:
-    """Return the name of each output: those given, or of the model's configuration; the last may be "no object".
-
-    Raises:
-        OptionError: there is another number of names.
-    """
+    """Return the name of each output: those given, or of the model's configuration; the last may be "no object"."""
     listed = given or config_labels(model)
     if len(listed) in (count, count - 1):
         return (*listed, NO_OBJECT)[:count]
@@ -168,9 +159,6 @@ def wordnet_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...] | None:
     """Return the WordNet id and synonyms of each class if these are ImageNet's classes; otherwise None.
 
     More than 90 % of the names must match, as libraries use different cases, synonyms and words.
-
-    >>> wordnet_of(("cat", "dog")) is None
-    True
     """
     subset = infer_imagenet_subset({"num_classes": len(names)})
     if subset is None:
@@ -214,14 +202,7 @@ def _names(value: Any) -> list[str] | None:
 
 
 def checked_class_names(names: ClassNames, count: int | None) -> list[str]:
-    """Return class names given as an argument, one for each class of the model.
-
-    Args:
-        names: a file (see `read_class_names`), the names in order, or {index: name}.
-        count: number of classes of the model; None if not known yet.
-
-    Raises:
-        ModelError: `names` is none of these, or does not have one name for each class.
+    """Return class names given as an argument, one for each class of the model; `count` is None if not known yet.
 
     >>> checked_class_names({1: "dog", 0: "cat"}, 2)
     ['cat', 'dog']
@@ -242,18 +223,12 @@ def check_name_count(names: Sequence[str], count: int | None) -> None:
 
 
 def read_class_names(path: str | os.PathLike[str]) -> list[str]:
-    """Read class names from a file: JSON (a list, or {index: name}), or text with one name per line.
-
-    Raises:
-        ModelError: the file cannot be read, is larger than 64 MiB, or contains no names.
-    """
+    """Read class names from a file: JSON (a list, or {index: name}), or text with one name per line."""
     path = Path(path)
     try:
         size = path.stat().st_size
         if size > _LARGEST_NAMES:
-            raise ModelError(
-                f"Expected a file of class names of at most {_LARGEST_NAMES:,} bytes, got {size:,}: {path}."
-            )
+            raise ModelError(f"Expected class names of at most {_LARGEST_NAMES:,} bytes, got {size:,}: {path}.")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot read class names from {path}: {error}.") from error

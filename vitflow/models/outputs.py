@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, VitflowError, check_known
+from vitflow.methods.tokens import TokenLayout
 from vitflow.models.calls import in_words, logits_of, no_logits, tensors_in
 from vitflow.models.identity import state_sha256, weights_sha256
+from vitflow.models.names import ClassNames
 
 #: Activations: probabilities that sum to 1, independent probabilities, cosines, or unchanged values.
 ACTIVATIONS = ("softmax", "sigmoid", "cosine", "value")
@@ -84,18 +86,14 @@ class Outputs:
         scores = _called(self.function, output)
         k = "outputs" if self.count is None else f"{self.count}, one for each name" if self.names else str(self.count)
         if not isinstance(scores, Tensor) or scores.ndim != 2 or self.count not in (None, scores.shape[1]):
-            got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"{scores!r:.60}"
             raise ModelError(
                 f"Expected `outputs` to return a tensor [images, {k}] for the output of the model "
-                f"({in_words(output)}), got {got}."
+                f"({in_words(output)}), got {_shape_of(scores)}."
             )
         if not scores.is_floating_point():
             raise ModelError(f"Expected floating-point scores from `outputs`, got {scores.dtype}.")
-        if (
-            torch.is_grad_enabled()
-            and not scores.requires_grad
-            and any(one.requires_grad for one in tensors_in(output))
-        ):
+        differentiable = scores.requires_grad or not any(one.requires_grad for one in tensors_in(output))
+        if torch.is_grad_enabled() and not differentiable:
             raise ModelError(
                 "`outputs` is not differentiable: remove detach(), torch.no_grad(), NumPy calls, argmax and "
                 "comparisons, or use a method without gradients, such as rollout or occlusion."
@@ -133,10 +131,9 @@ class Outputs:
         reference = _called(self.reference, output)
         rows, columns = scores.shape[0], scores.shape[-1]
         if not isinstance(reference, Tensor) or reference.shape not in ((rows, columns), (rows, 1)):
-            got = f"shape {tuple(reference.shape)}" if isinstance(reference, Tensor) else f"{reference!r:.60}"
             raise ModelError(
-                f"Expected reference to return a tensor [{rows}, {columns}] or [{rows}, 1], got {got}: "
-                "return one row per image, with one reference or one for each output."
+                f"Expected reference to return a tensor [{rows}, {columns}] or [{rows}, 1], got "
+                f"{_shape_of(reference)}: return one row per image, with one reference or one for each output."
             )
         return [scores, reference]
 
@@ -176,15 +173,10 @@ class Outputs:
         return activate(numbers, self.activation) / (self.scale if self.activation == "cosine" else 1.0)
 
     def validated(self, run: Callable[[Tensor], Any], pixels: Tensor, *, check_batch: bool = True) -> "Outputs":
-        """Test the outputs on two different images, and return them with their count.
+        """Test the outputs on two different images [2, channels, height, width], and return them with their count.
 
-        Args:
-            run: maps model inputs to the output of the model.
-            pixels: model inputs of the images, [2, channels, height, width].
-            check_batch: also compare with each image alone, as a user's function may mix the images of a batch.
-
-        Raises:
-            ModelError: there is not one row per image, or a row depends on the other images of its batch.
+        `run` maps images to the output of the model. `check_batch` compares with each image alone, as a user's
+        function may mix the images of a batch.
         """
         together = self._rows(run, pixels)
         if check_batch and any(self._mixed(run, pixels, together, index) for index in range(2)):
@@ -218,6 +210,40 @@ class Outputs:
         return scores
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Binding:
+    """The model that runs and the settings of an explainer, which the method `bind` of each kind of `outputs=` returns.
+
+    Attributes:
+        model: the model that runs, such as the image tower of an image–text model.
+        outputs: what is explained: `Outputs`, a function of the model's output, or None for the model's classes.
+        data_config, class_names, activation, layout, name: as for `Explainer`.
+        check_batch: whether the outputs may mix the images of a batch, which is then tested.
+        complete: returns the outputs of the explainer for the number of outputs of a trial run; None to keep these.
+        selects: selects a detection or region of each image, if one is explained.
+    """
+
+    model: nn.Module
+    outputs: Any = None
+    data_config: Any = None
+    class_names: ClassNames | None = None
+    activation: str | None = None
+    layout: TokenLayout | None = None
+    name: str | None = None
+    check_batch: bool = True
+    complete: Callable[[int, nn.Module], Outputs] | None = None
+    selects: Any = None
+
+    def refuse_class_names(self) -> None:
+        """Raise OptionError if there are class names, for outputs with names of their own."""
+        if self.class_names is not None:
+            raise OptionError("class_names cannot be used with prompts or reference images.")
+
+
+def _shape_of(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+
+
 def _near(one: Tensor, other: Tensor, share: float) -> bool:
     one, other = one.detach().cpu().double(), other.detach().cpu().double()
     size = torch.cat([one, other]).nan_to_num(0.0, 0.0, 0.0).abs().max()
@@ -225,11 +251,7 @@ def _near(one: Tensor, other: Tensor, share: float) -> bool:
 
 
 def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None, activation: str | None) -> Outputs:
-    """Return the outputs that a user's function computes from a model's output.
-
-    Raises:
-        OptionError: the argument is not callable.
-    """
+    """Return the outputs that a user's function computes from a model's output."""
     if not callable(function):
         raise OptionError(
             f"Expected outputs as prompts(…), similarity_to(…), boxes(…), masks(…), a function of the model's "
@@ -240,13 +262,7 @@ def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None,
 
 
 def similarity_outputs(vectors: Tensor, names: Sequence[str], images: Sequence[NDArray[np.uint8]]) -> Outputs:
-    """Return the cosines of an image's features with those of reference images.
-
-    Args:
-        vectors: features of the references, [images, width].
-        names: names of the references.
-        images: the references, uint8 RGB [height, width, 3].
-    """
+    """Return the cosines of an image's features with those of reference images, `vectors` [images, width]."""
     called = [name if list(names).count(name) == 1 else f"{name} ({n})" for n, name in enumerate(names, start=1)]
     units = normalize(vectors.detach().to(torch.promote_types(vectors.dtype, torch.float32)).cpu(), dim=-1)
     return Outputs(
@@ -261,11 +277,7 @@ def similarity_outputs(vectors: Tensor, names: Sequence[str], images: Sequence[N
 
 
 def features_of(output: Any) -> Tensor:
-    """Return the features [batch, width] of a model without head; without pooling, the first token.
-
-    Raises:
-        ModelError: the model returns no features.
-    """
+    """Return the features [batch, width] of a model without head; without pooling, the first token."""
     features = logits_of(output)
     if features is None or features.ndim not in (2, 3):
         raise ModelError(f"Expected a model that ends in features [batch, width], got {in_words(output)}.")
@@ -314,9 +326,6 @@ def activate(logits: Tensor, activation: str) -> Tensor:
     """Apply the activation to scores [..., outputs], float64 on the CPU: logits become probabilities.
 
     A single logit gets a sigmoid, as its softmax would always be 1.
-
-    >>> activate(torch.zeros(1, 2), "softmax"), activate(torch.zeros(1, 1), "softmax")
-    (tensor([[0.5000, 0.5000]], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
     """
     # In float64: near probability 1, the effect of a single patch is smaller than float32 rounding.
     logits = logits.detach().cpu().double()

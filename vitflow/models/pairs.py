@@ -14,12 +14,11 @@ from torch.nn.functional import normalize
 
 from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning
 from vitflow.models.anatomy import embedding_of, height_width
-from vitflow.models.binding import Binding
 from vitflow.models.blocks import without
 from vitflow.models.identity import state_sha256
 from vitflow.models.info import library_data_config
 from vitflow.models.names import model_id, model_note
-from vitflow.models.outputs import Outputs, cosines
+from vitflow.models.outputs import Binding, Outputs, cosines
 from vitflow.models.parts import library_id
 
 # Resize modes of open_clip, as crop modes of timm.
@@ -29,15 +28,10 @@ _FEW_WORDS = 64  # listed in a message
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageTextModel:
-    """The parts of an image–text model.
+    """The parts of an image–text model: `tower` maps images to features [batch, width], `embed` texts [texts, width].
 
-    Attributes:
-        tower: maps images [batch, channels, height, width] to features [batch, width], projected.
-        embed: maps texts to features [texts, width], projected.
-        scale, bias: the score of a text is cos · scale + bias.
-        activation: "softmax" over the prompts, or "sigmoid" for each.
-        data_config: preprocessing of the tower.
-        name: name by which the model was loaded, or of its class.
+    The score of a text is cos · scale + bias, with a softmax over the
+    prompts or a sigmoid for each.
     """
 
     tower: nn.Module
@@ -70,7 +64,8 @@ class ImageTower(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Map images [batch, channels, height, width] to features."""
         if self.patchified:  # all images have one size, so there is no padding
-            (height, width), (rows, cols) = self.patch_size, self._shape(pixels)
+            height, width = self.patch_size
+            rows, cols = pixels.shape[2] // height, pixels.shape[3] // width
             patches = pixels.unflatten(3, (cols, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 3, 5, 1)
             shapes = torch.tensor([[rows, cols]], device=pixels.device).expand(len(pixels), 2)
             output = self.vision_model(patches.flatten(3).flatten(1, 2), None, shapes)  # without a mask
@@ -79,10 +74,6 @@ class ImageTower(nn.Module):
             output = self.vision_model(pixels, **({"interpolate_pos_encoding": True} if other else {}))
         pooled: Tensor = output.pooler_output
         return pooled if self.visual_projection is None else self.visual_projection(pooled)
-
-    def _shape(self, pixels: Tensor) -> tuple[int, int]:
-        """Return the rows and columns of the patches."""
-        return pixels.shape[2] // self.patch_size[0], pixels.shape[3] // self.patch_size[1]
 
 
 def is_pair(model: nn.Module) -> bool:
@@ -97,16 +88,7 @@ def is_prompted_detector(model: nn.Module) -> bool:
 
 
 def pair_of(model: nn.Module, processor: Any = None) -> ImageTextModel:
-    """Return the parts of an image–text model.
-
-    Args:
-        model: CLIPModel, SiglipModel or Siglip2Model of transformers, or a model of open_clip.
-        processor: its processor or tokenizer; by default loaded from the model's name_or_path.
-
-    Raises:
-        UnsupportedModelError: the model has no text encoder, or no pooling head.
-        ModelError: its tokenizer is not available.
-    """
+    """Return the parts of a CLIP, SigLIP or SigLIP 2 model of transformers, or of a model of open_clip."""
     if not is_pair(model):
         raise UnsupportedModelError(_no_text_side(model))
     owner: Any = model
@@ -349,15 +331,7 @@ def embedded(embed: Callable[[list[str]], Tensor], texts: Sequence[str], frames:
 class PromptedDetector(nn.Module):
     """OWL-ViT or OWLv2 of transformers with fixed prompts: maps images to logits and boxes in the format of DETR.
 
-    There is a detection for each patch of the image, with a logit for each prompt.
-
-    Args:
-        model: the model, of which the text encoder is left out.
-        prompts: the prompts, embedded once.
-
-    Raises:
-        UnsupportedModelError: the model is not such a detector.
-        ModelError: its tokenizer is not available.
+    There is a detection for each patch of the image, with a logit for each prompt. The text encoder is left out.
     """
 
     vectors: Tensor

@@ -28,11 +28,7 @@ _caches: WeakKeyDictionary[nn.Module, tuple[list[Any], dict[Any, Any]]] = WeakKe
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside wrappers of torch.compile, parallel training, and averaged weights.
-
-    Raises:
-        UnsupportedModelError: `model` is not a module, or is scripted, traced or exported.
-    """
+    """Return the module inside wrappers of torch.compile, parallel training, and averaged weights."""
     if not isinstance(model, nn.Module):
         inner = [name for name in ("model", "module", "ema") if isinstance(getattr(model, name, None), nn.Module)]
         remedy = f" Pass its .{inner[0]}." if inner else ""
@@ -53,11 +49,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return all modules of a model, itself first, in the order of `modules()`, but four times as fast.
-
-    >>> [type(module).__name__ for module in modules_of(nn.Sequential(nn.ReLU(), nn.Linear(2, 3)))]
-    ['Sequential', 'ReLU', 'Linear']
-    """
+    """Return all modules of a model, itself first, in the order of `modules()`, but four times as fast."""
     modules, seen, waiting = [], set(), [model]
     while waiting:
         module = waiting.pop()
@@ -176,11 +168,7 @@ def _captured(function: Any) -> tuple[Any, ...]:
 
 
 def check_recordable(model: nn.Module) -> None:
-    """Check that the attention of a transformers model can be recorded.
-
-    Raises:
-        UnsupportedModelError: the attention implementation is not "sdpa" or "eager", or there is also a text model.
-    """
+    """Check that the attention of a transformers model can be recorded."""
     for module in modules_of(model):
         implementation = getattr(vars(module).get("config"), "_attn_implementation", None)
         if isinstance(implementation, str) and implementation not in _RECORDABLE:

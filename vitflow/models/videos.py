@@ -17,13 +17,7 @@ _PREFIX = {"videomae": 0, "vivit": 1, "vjepa2": 0, "timesformer": 1}
 
 @dataclass(frozen=True, slots=True)
 class ClipShape:
-    """The input of a video model and its tubelets.
-
-    Attributes:
-        frames: number of frames.
-        size: (height, width) of a frame in pixels.
-        tubelet: (frames, height, width) of a tubelet.
-    """
+    """The input of a video model: frames of (height, width) pixels, and tubelets of (frames, height, width)."""
 
     frames: int
     size: tuple[int, int]
@@ -39,14 +33,8 @@ class StackedFrames(nn.Module):
     """A video model whose input is one tall image: the frames of a clip, in the order of the rows of its tubelets.
 
     Each row of tubelets is a band of the tall image, with its rows of pixels of the first frame, then of the second. So
-    the tubelets are the patches of that image, and every method for images applies.
-
-    Args:
-        model: a video model of transformers.
-
-    Attributes:
-        divided: True if attention over time and over space is in separate layers (TimeSformer), whose tokens are in
-            another order: only methods without attention apply.
+    the tubelets are the patches of that image, and every method for images applies. `divided` is True if attention over
+    time and over space is in separate layers (TimeSformer): then only methods without attention apply.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,11 +51,7 @@ class StackedFrames(nn.Module):
         return self.model(self.unstack(pixels))
 
     def stack(self, frames: Tensor) -> Tensor:
-        """Return clips [batch, frames, channels, height, width] as tall images.
-
-        Raises:
-            ShapeError: another number of frames or another size.
-        """
+        """Return clips [batch, frames, channels, height, width] as tall images."""
         (times, rows, _), (length, height, _) = self.shape.grid, self.shape.tubelet
         if frames.ndim != 5 or (frames.shape[1], *frames.shape[3:]) != (self.shape.frames, *self.shape.size):
             raise ShapeError(

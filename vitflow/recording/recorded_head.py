@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from vitflow.errors import UnsupportedModelError, VitflowError
 from vitflow.methods.tokens import TokenLayout
+from vitflow.models.anatomy import ATTENTION_POOLING, declared_pooling, pooling_name
 from vitflow.models.calls import logits_of
 from vitflow.models.names import class_count
-from vitflow.models.pooling import ATTENTION_POOLING, declared_pooling, pooling_name
 from vitflow.recording.block_watch import BlockWatch, HeadGraph, block_paths_of, is_nonzero, layer_counts
 from vitflow.recording.experiment import Call
 from vitflow.recording.layers import NOTHING_RECORDED, RecordedLayers
