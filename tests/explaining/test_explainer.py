@@ -114,22 +114,46 @@ def test_one_image_is_a_batch_of_one(tmp_path):
 
 def test_a_method_and_a_target_by_the_name_that_another_function_gives_them():
     explaining, image = explainer(), photo(40, 40)
+    [one] = explaining.explain_batch([image], method="gae", target=3)
+    [same] = explaining.explain_batch([image], methods=["gae"], targets=[3])
+    assert (one.method, one.target) == ("gae", 3)
+    np.testing.assert_array_equal(one.grid, same.grid)
     for wrong in ({"method": "gae"}, {"target": 3}):
         name = next(iter(wrong))
-        for function in (explaining.explain_batch, partial(vitflow.compare, model=explaining)):
-            with pytest.raises(OptionError, match=f"Unknown option '{name}': use {name}s=, which takes"):
-                function([image], **wrong)
+        with pytest.raises(OptionError, match=f"Unknown option '{name}': use {name}s=, which takes"):
+            vitflow.compare([image], model=explaining, **wrong)
+        with pytest.raises(OptionError, match=f"{name}= or {name}s="):
+            explaining.explain_batch([image], **wrong, **{f"{name}s": [wrong[name]]})
     for wrong in ({"methods": ["gae"]}, {"targets": 3}):
-        name = next(iter(wrong))
         for function in (explaining.explain, partial(vitflow.layer_maps, model=explaining)):
-            with pytest.raises(
-                OptionError, match=f"Unknown option '{name}': use {name[:-1]}=; explain_batch takes several"
-            ):
+            with pytest.raises(OptionError, match=f"{next(iter(wrong))}.*explain_batch"):
                 function(image, **wrong)
     [one] = explaining.explain_batch([image], methods="rollout")
     assert one.method == "rollout"
     with pytest.raises(OptionError, match=r"Unknown option 'category': use target= \(targets="):
         explaining.explain_batch([image], category=3)
+
+
+@pytest.mark.parametrize(
+    "images", [[IMAGES[0]] * 2, (IMAGES[0], "b.jpg"), torch.zeros(2, 3, 32, 32), np.stack(IMAGES[2:3] * 3)]
+)
+def test_explain_names_the_call_that_takes_several(images):
+    with pytest.raises(OptionError, match=f"got {len(images)}.*explain_batch"):
+        explainer().explain(images)
+    with pytest.raises(OptionError, match="explain_batch"):
+        explainer().explain(IMAGES[2], method=["gae", "rollout"])
+
+
+def test_switches_are_on_and_off_as_on_the_command_line():
+    explaining, image = explainer(), photo(40, 40)
+    for text, value in (("off", False), ("on", True), ("output", "output")):
+        one = explaining.explain(image, method=("rollout", {"value_weighted": text}))
+        same = explaining.explain(image, method="rollout", value_weighted=value)
+        assert one.options == same.options
+        assert one.options["value_weighted"] is value
+        np.testing.assert_array_equal(one.grid, same.grid)
+    with pytest.raises(OptionError, match="on, off, output"):
+        explaining.explain(image, value_weighted="yes")
 
 
 def test_imagenet_classes_by_any_of_their_names():

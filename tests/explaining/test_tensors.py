@@ -155,10 +155,14 @@ def test_a_model_of_other_channels_explains_tensors():
 @pytest.mark.parametrize(
     ("pixels", "reported"),
     [
-        (torch.zeros(3, 16, 16), r"float tensor \[3, 32, 32\].*got torch.float32 \[3, 16, 16\]"),
-        (torch.zeros(2, 3, 32, 32), r"got torch.float32 \[2, 3, 32, 32\]"),
-        (torch.zeros(3, 32, 32, dtype=torch.uint8), "got torch.uint8"),
-        (torch.full((3, 32, 32), torch.nan), "finite"),
+        (torch.zeros(3, 16, 16), r"float tensor \[3, 32, 32\].*got torch.float32 \[3, 16, 16\].*resized"),
+        (torch.zeros(32, 32, 3), r"movedim\(-1, -3\)"),
+        (torch.zeros(1, 32, 32, 3), r"movedim\(-1, -3\)"),
+        (torch.zeros(1, 2, 3, 32, 32), "explain_batch"),
+        (torch.zeros(3, 32, 32, dtype=torch.uint8), "got torch.uint8.*as a path"),
+        (torch.zeros(32, 32, 3, dtype=torch.uint8), "as a path"),
+        (torch.full((3, 32, 32), torch.nan), "NaN"),
+        (torch.full((3, 32, 32), torch.inf), "infinite"),
     ],
 )
 def test_a_tensor_that_is_no_input_of_the_model_is_refused(pixels, reported):

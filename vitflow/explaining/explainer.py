@@ -42,6 +42,9 @@ from vitflow.recording.trace import Trace
 from vitflow.registry.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out, takes_method_options
 from vitflow.registry.option_types import MethodOptions
 
+# Arguments of explain_batch that explain does not have, and what its errors recommend.
+_OF_BATCHES = frozenset(("methods", "targets", "names", "originals"))
+_USE_BATCH = "use Explainer(model).explain_batch(images, methods=[…], targets=[…])."
 _NOT_BLANK = "blank=True requires a score of a class, prompt or function. Omit blank."
 
 
@@ -160,17 +163,16 @@ class Explainer(ImageModel):
         `blank`, facts["blank"] has the score of the image replaced by its mean colour: if it is as high, the score
         does not depend on the image, whatever the map shows.
         """
+        for name in _OF_BATCHES.intersection(options):
+            raise OptionError(f"explain takes one image, method and target, got {name}=: {_USE_BATCH}")
+        if len(images := several(image)) != 1:
+            raise OptionError(f"explain takes one image, got {len(images)}: {_USE_BATCH}")
+        originals = None if original is None else [original]
         maps = self.explain_batch(
-            [image],
-            methods=None if method is None else [method],
-            targets=target,
-            readout=readout,
-            originals=None if original is None else [original],
-            blank=blank,
-            **options,
+            images, method=method, targets=target, readout=readout, originals=originals, blank=blank, **options
         )
         if len(maps) != 1:
-            raise OptionError(f"Expected a single target, but {target!r} gives {len(maps)} maps: use explain_batch.")
+            raise OptionError(f"explain takes one target, but {target!r} gives {len(maps)} maps: {_USE_BATCH}")
         return maps[0]
 
     @takes_method_options
@@ -179,7 +181,9 @@ class Explainer(ImageModel):
         images: ImageInput | Sequence[ImageInput],
         *,
         methods: Sequence[MethodChoice] | None = None,
+        method: MethodChoice | None = None,
         targets: Targets | Contrast | Sequence[Contrast] = None,
+        target: Target | Contrast = None,
         names: Sequence[str] | None = None,
         readout: Tensor | NDArray[Any] | None = None,
         originals: Sequence[ImageSource] | None = None,
@@ -191,9 +195,9 @@ class Explainer(ImageModel):
         Args:
             images: one image or several; images of the same input size form a batch. A tensor [batch, 3, height,
                 width] is a batch of model inputs, normalised as the model expects, on any device.
-            methods: names, or (name, options) pairs; by default gae with targets, prompts, reference images or a
-                function as outputs, else rollout.
-            targets: one target for all images; a list of targets, each explained by the class-specific methods
+            methods, method: names, or (name, options) pairs; by default gae with targets, prompts, reference images
+                or a function as outputs, else rollout.
+            targets, target: one target for all images; a list of targets, each explained by the class-specific methods
                 ("top5" gives five), inside another list if it has as many class indices as there are images; or an
                 array with the class index of each image.
             names: names of the images; by default the path, or "image 1" and so on.
@@ -209,8 +213,12 @@ class Explainer(ImageModel):
         Raises:
             VitflowError: an image cannot be read, or an option is invalid.
         """
+        for one, name, many in ((method, "method", methods), (target, "target", targets)):
+            if one is not None and many is not None:
+                raise OptionError(f"Expected {name}= or {name}s=, got both: use {name}s=[…].")
+        methods = methods if method is None else [method]
         read = self._read(several(images), names, originals)
-        targets = for_every_image(targets, len(read))
+        targets = for_every_image(targets if target is None else target, len(read))
         chosen = choose_methods(methods, options, has_target=self.has_target(targets))
         return self._explain(read, chosen, targets, readout, blank=blank)
 

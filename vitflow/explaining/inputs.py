@@ -1,7 +1,7 @@
 """Model inputs: images and tensors with their place, as an explainer reads them."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,8 @@ class ModelInputs:
         fits = pixels.ndim == 3 and len(pixels) == channels and (size == self.spec.size or self.spec.dynamic)
         if not fits or not pixels.is_floating_point() or not torch.isfinite(pixels).all():
             raise ShapeError(
-                f"Expected a finite float tensor [{channels}, {height}, {width}], normalised for {self._model_id}, or "
-                f"a batch of them, got {pixels.dtype} {list(pixels.shape)}."
+                f"Expected a finite float tensor [{channels}, {height}, {width}], normalised for {self._model_id}, got "
+                f"{pixels.dtype} {list(pixels.shape)}: {_remedy(pixels, channels, fits)}."
             )
         tall, wide = self.spec.patch_size or (1, 1)
         if size != self.spec.size and (size[0] % tall or size[1] % wide):
@@ -189,6 +189,19 @@ def _unnormalised(values: Tensor, shown: Tensor) -> str:
     return ""
 
 
+def _remedy(pixels: Tensor, channels: int, fits: bool) -> str:
+    """Return what to do about a tensor that is not a model input."""
+    if not pixels.is_floating_point():
+        return "pass the image as a path, PIL image or array [height, width, 3], which is prepared for the model"
+    if pixels.ndim == 3 and pixels.shape[-1] == channels != len(pixels):
+        return "its channels are last, pass tensor.movedim(-1, -3)"
+    if fits:
+        return "it has NaN or infinite values"
+    if pixels.ndim > 3:
+        return "pass a batch of images to explain_batch as [batch, channels, height, width]"
+    return "pass the image itself, which is resized, or a tensor of this shape"
+
+
 def _agree(values: Tensor, expected: Tensor) -> bool:
     """Return True if two model inputs show the same image, up to the filter of a resize and a change of contrast."""
     cell = max(min(values.shape[1:]) // 48, 1)  # larger than what filters differ in
@@ -209,7 +222,7 @@ def several(images: Any) -> Any:
         return [images] if images.ndim in (2, 3) else images
     if isinstance(images, Tensor):
         return [images] if images.ndim == 3 else list(images)
-    if isinstance(images, str | bytes | PlacedImage) or not isinstance(images, Iterable):
+    if isinstance(images, str | bytes | PlacedImage | Mapping) or not isinstance(images, Iterable):
         return [images]
     return images if isinstance(images, Sequence) else list(images)
 

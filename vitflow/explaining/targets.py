@@ -224,7 +224,10 @@ def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None
             raise OptionError(f"Expected a class index from 0 to {num_classes - 1}, got {index}.")
         return index
     if class_names is None:
-        raise OptionError(f"This model has no class names: give an index instead of {text!r}.")
+        raise OptionError(
+            f"This model has no class names, got {text!r}: give the index of the class, or pass class_names= to "
+            "Explainer (--class-names)."
+        )
     query, synonyms = _plain(text), _synonyms(tuple(class_names))
     matches = matches or [i for i, names in enumerate(synonyms) if query == names[0]]
     matches = matches or [i for i, names in enumerate(synonyms) if query in names]

@@ -95,7 +95,14 @@ def _named(choice: MethodChoice) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the specific options of a choice."""
     if isinstance(choice, str | Method):
         return (choice if isinstance(choice, str) else choice.name), {}
-    return (choice.name, choice.options) if isinstance(choice, ChosenMethod) else choice
+    if isinstance(choice, ChosenMethod):
+        return choice.name, choice.options
+    if not (isinstance(choice, tuple | list) and len(choice) == 2 and isinstance(choice[1], Mapping)):
+        raise OptionError(
+            f"Expected a method as a name or (name, options), got {choice!r}: several methods are methods=[…] of "
+            "explain_batch."
+        )
+    return choice
 
 
 def _refuse_option(name: str, method: Method, *, default: bool, has_target: bool) -> None:

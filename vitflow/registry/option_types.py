@@ -13,7 +13,7 @@ class LayerMapOptions(TypedDict, total=False):
     head_fusion: Literal["mean", "max", "min", "signed_mean"] | None
     discard_ratio: float | None
     residual: float | None
-    value_weighted: bool | Literal["output"] | None
+    value_weighted: bool | Literal["on", "off", "output"] | None
     patch: tuple[int, int] | None
     box: tuple[float, float, float, float] | None
     patch_size: int | None
@@ -51,7 +51,7 @@ class TextOptions(TypedDict, total=False):
     residual: float | None
     start_layer: int | None
     layer: int | None
-    value_weighted: bool | Literal["output"] | None
+    value_weighted: bool | Literal["on", "off", "output"] | None
     layers: int | str | Sequence[int] | None
     below: Literal["rollout", "none"] | None
     causal: Literal["raw", "receptive_field"] | None

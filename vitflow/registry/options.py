@@ -98,7 +98,8 @@ class Option:
         """Type of a value; None stands for the method's default."""
         if self.kind == "choice":
             return Literal[self.choices] | None
-        return (self.kind | Literal[self.choices] if self.choices else self.kind) | None
+        switch = ("on", "off") if self.kind is bool else ()
+        return (self.kind | Literal[(*switch, *self.choices)] if self.choices else self.kind) | None
 
 
 def _layers_in_words(value: Any) -> str:
