@@ -14,6 +14,8 @@ import torch
 from click.testing import CliRunner, Result
 from hypothesis import settings
 
+from vitflow import Explainer
+
 # Before click 8.2 its runner cannot tell stderr and the mixture of both at once.
 if "mix_stderr" in inspect.signature(CliRunner).parameters:
     CliRunner.__init__ = functools.partialmethod(CliRunner.__init__, mix_stderr=False)
@@ -47,6 +49,12 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def demo() -> Explainer:
+    """The bundled model, loaded and measured once."""
+    return Explainer("demo")
 
 
 @pytest.fixture(scope="session")

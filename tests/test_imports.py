@@ -30,7 +30,7 @@ QUICK = [
     ),
     *(
         (f"{command} --method centre --layers 3", 2, "Unknown centre option 'layers'")
-        for command in ("explain x.png", "compare x.png", "folder x -o out")
+        for command in ("explain x.png", "compare x.png", "folder . -o out")
     ),
 ]
 HEAVY = "scipy matplotlib networkx numba pandas jinja2 transformers open_clip captum pytorch_grad_cam ray"
@@ -46,6 +46,11 @@ from vitflow.cli import cli
 for method in ("rollout", "gae"):
     cli(["explain", IMAGE, "--model", "demo", "--method", method, "-o", "map.png"], standalone_mode=False)
 """.replace("IMAGE", repr(str(sample_images()[0])))
+CHOOSE = """
+from vitflow.registry.choices import choose_methods
+[one] = choose_methods([("rollout", {"residual": 0.3})], {"head_fusion": "min"})
+print(one.name, one.options["residual"], one.options["head_fusion"])
+"""
 #: Code or command line → exit code, a word of its output, and modules that it must not load.
 QUESTIONS = {
     **{f"vitflow {line}": (code, word, "torch numpy") for line, code, word in QUICK},
@@ -53,6 +58,7 @@ QUESTIONS = {
     "import vitflow": (0, "", "torch numpy"),
     "import vitflow.folder.decoders": (0, "", "torch cv2"),
     "import vitflow.folder.run": (0, "", "matplotlib"),
+    CHOOSE: (0, "rollout 0.3 min", "torch numpy"),
     DRAW: (0, "", "matplotlib.pyplot"),
 }
 ASK = """

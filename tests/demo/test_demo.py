@@ -70,17 +70,6 @@ def test_objects_lie_apart_and_whole_in_the_image() -> None:
             assert not border.any()
 
 
-def test_the_same_scene_at_every_size() -> None:
-    for seed in range(500, 508):
-        small, large = draw_image(seed, 96), draw_image(seed, 384)
-        assert small.labels == large.labels
-        for mask, fine in zip(small.masks, large.masks, strict=True):
-            shrunk = fine.reshape(96, 4, 96, 4).mean(axis=(1, 3)) >= 0.5
-            assert (mask & shrunk).sum() / (mask | shrunk).sum() > 0.75
-        shrunk_image = large.image.reshape(96, 4, 96, 4, 3).mean(axis=(1, 3))
-        assert np.abs(shrunk_image - small.image).mean() < 10.0
-
-
 def test_bad_seed_and_size_are_reported() -> None:
     with pytest.raises(OptionError, match="seed of at least 0, got -1"):
         draw_image(-1)

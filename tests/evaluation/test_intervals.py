@@ -14,14 +14,9 @@ from vitflow.methods.sampling import NOISE, draw_masks
 REGRESSION = {"estimator": "regression", "masks": 24}
 
 
-@pytest.fixture(scope="module")
-def explainer() -> Explainer:
-    return Explainer("demo")
-
-
-def scores_of(explainer: Explainer, pixels, kept, target: int) -> np.ndarray:
+def scores_of(demo: Explainer, pixels, kept, target: int) -> np.ndarray:
     """Log-odds of the target (logits of the demo model's sigmoid) with the other tokens dropped, a mask at a time."""
-    logits = [run_on_patches(explainer.model, pixels, mask.nonzero().reshape(1, -1)) for mask in kept]
+    logits = [run_on_patches(demo.model, pixels, mask.nonzero().reshape(1, -1)) for mask in kept]
     return torch.cat(logits)[:, target].detach().double().numpy()
 
 
@@ -37,34 +32,34 @@ def posterior(kept: np.ndarray, scores: np.ndarray, factor: np.ndarray) -> tuple
     return mean, np.sqrt(np.diag(variance))
 
 
-def test_coverage_is_that_of_a_literal_computation(explainer):
+def test_coverage_is_that_of_a_literal_computation(demo):
     image, target = draw_image(1).image, draw_image(1).labels[1]
-    saliency = explainer.explain(image, method="sampling", target=target, random_seed=5, **REGRESSION)
-    trace = explainer.record(image, keys=True)
+    saliency = demo.explain(image, method="sampling", target=target, random_seed=5, **REGRESSION)
+    trace = demo.record(image, keys=True)
     rows, cols = saliency.grid.shape
     factor = affinity_of(trace, "both", (rows, cols)).matrix[0].double().numpy()
-    pixels, results = explainer.pixels(image), []
+    pixels, results = demo.pixels(image), []
     for masks, seed in ((24, 5), (200, 6)):
         kept = draw_masks(rows, cols, masks=masks, keep=0.3, cells=7, seed=seed)
-        scores = scores_of(explainer, pixels, kept, target)
+        scores = scores_of(demo, pixels, kept, target)
         results.append(posterior(kept.numpy().astype(float), scores, factor))
     (mean, std), (reference, _) = results
     expected = np.mean([abs(a - b) <= 1.96 * deviation for a, b, deviation in zip(mean, reference, std, strict=True)])
     assert 0.3 < expected < 1.0
-    assert coverage(explainer, saliency, masks=200) == pytest.approx(expected, abs=0.5 / len(mean))
+    assert coverage(demo, saliency, masks=200) == pytest.approx(expected, abs=0.5 / len(mean))
     assert ((mean > 1.96 * std).reshape(rows, cols) == saliency.significant).all()
 
 
-def test_coverage_requires_intervals(explainer):
-    for saliency in explainer.explain_batch([draw_image(3).image], methods=["gae", ("sampling", {"masks": 8})]):
+def test_coverage_requires_intervals(demo):
+    for saliency in demo.explain_batch([draw_image(3).image], methods=["gae", ("sampling", {"masks": 8})]):
         with pytest.raises(OptionError, match="sampling or consensus with estimator=regression"):
-            coverage(explainer, saliency)
+            coverage(demo, saliency)
 
 
-def test_evaluate_reports_coverage_for_methods_with_intervals_only(explainer, monkeypatch, tmp_path):
+def test_evaluate_reports_coverage_for_methods_with_intervals_only(demo, monkeypatch, tmp_path):
     monkeypatch.setattr(coverage, "__kwdefaults__", {"masks": 40})
     methods = ["gae", ("sampling", REGRESSION), ("consensus", {**REGRESSION, "masks": "auto"})]
-    actual = evaluate("demo:3", model=explainer, methods=methods, metrics=["coverage", "roc_auc"], sanity_images=2)
+    actual = evaluate("demo:3", model=demo, methods=methods, metrics=["coverage", "roc_auc"], sanity_images=2)
     measured = np.isfinite(actual.values["coverage"]).sum(axis=0)
     labels = [label.partition(" ")[0].partition(":")[0] for label in actual.methods if "blurred" not in label]
     assert labels == ["gae", "sampling", "consensus", "random", "centre"]
@@ -72,4 +67,4 @@ def test_evaluate_reports_coverage_for_methods_with_intervals_only(explainer, mo
     assert [row[1] for row in actual.overview("intervals").rows].count("not measured") == 3
     assert "Intervals of sampling" in actual.save(tmp_path / "out").read_text(encoding="utf-8")
     with pytest.raises(OptionError, match="Skipped intervals: only sampling and consensus"):
-        evaluate("demo:3", model=explainer, methods=["gae", "sampling"], metrics=["coverage"])
+        evaluate("demo:3", model=demo, methods=["gae", "sampling"], metrics=["coverage"])

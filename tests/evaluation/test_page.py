@@ -13,7 +13,6 @@ from vitflow.demo import draw_image
 from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.metrics import METRICS
 from vitflow.evaluation.tables import Tables
-from vitflow.images import DPI
 from vitflow.registry.method_table import METHODS
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -74,15 +73,6 @@ def test_names_do_no_harm_and_are_shown_as_they_are(open_page, saved):
     assert saved[0].failures[0]["input"] == f"{HOSTILE}bad.png"
 
 
-def test_links_lead_to_every_section(open_page, saved):
-    page = open_page("light")
-    links = page.locator("nav a")
-    assert links.all_text_contents() == page.locator("main section h2").all_text_contents()[: links.count()]
-    assert links.count() == len(saved[0].groups)
-    links.last.click()
-    assert page.locator("#correlation").evaluate("(section) => Math.abs(section.getBoundingClientRect().top)") < 600
-
-
 def test_every_number_of_the_tables_is_there(open_page, saved):
     actual, page = saved[0], open_page("light")
     sections = page.locator("main section")
@@ -123,16 +113,6 @@ def test_the_best_are_all_methods_whose_means_are_equal_and_never_a_baseline():
     rows = tuple({"status": "measured", "groups": ["localisation"], "values": values} for values in measured)
     tables = Tables("data", "model", methods, (METRICS["roc_auc"],), rows)
     assert tables.best("roc_auc") == ["gradcam", "gae"]
-
-
-def test_all_charts_have_one_size_of_type(open_page, saved):
-    page, folder = open_page("light"), saved[1].parent / "figures"
-    per_inch = set()
-    for chart in page.locator("figure img").all():
-        name = chart.get_attribute("alt").removeprefix("Chart of ").partition(";")[0]
-        with Image.open(folder / f"{name}.png") as drawn:
-            per_inch.add(round(chart.bounding_box()["width"] * DPI / drawn.width))
-    assert len(per_inch) == 1
 
 
 def test_under_each_method_stands_how_it_departs_from_its_publication(open_page, saved):

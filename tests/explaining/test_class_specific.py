@@ -13,7 +13,7 @@ from vitflow import Explainer
 from vitflow.errors import ModelError, OptionError
 from vitflow.methods.cells import centre_prior, random_map
 from vitflow.recording.trace import Trace
-from vitflow.registry.method_table import Method, get_method, list_methods, register_method
+from vitflow.registry.method_table import Method, get_method, register_method
 
 DATA = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3, "crop_pct": 1.0}
 IMAGES = list(np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8))
@@ -27,12 +27,6 @@ def explainer(readout: str = "class token", **options) -> Explainer:
 
 def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
-def test_the_table_says_which_methods_are_class_specific():
-    named = {method.name: method.class_specific for method in list_methods()}
-    assert {name: named[name] for name in SPECIFIC} == dict.fromkeys(SPECIFIC, True)
-    assert {name: named[name] for name in AGNOSTIC} == dict.fromkeys(AGNOSTIC, False)
 
 
 @pytest.mark.parametrize("method", SPECIFIC + AGNOSTIC)
@@ -224,19 +218,6 @@ def test_an_error_in_a_method_leaves_the_model_as_it_was():
     after = state_of(model)
     assert [ours[0] for ours in after] == [theirs[0] for theirs in before]
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_the_papers_definition_is_one_option_away():
-    gae = get_method("gae").complete({"preset": "paper"})
-    assert (gae["head_fusion"], gae["start_layer"], gae["value_weighted"], gae["refine"]) == ("mean", 1, False, 0)
-    rollout = get_method("rollout").complete({"preset": "paper", "start_layer": 2})
-    assert (rollout["head_fusion"], rollout["discard_ratio"], rollout["value_weighted"]) == ("mean", 0.0, False)
-    assert rollout["start_layer"] == 2
-    saliency = explainer().explain(IMAGES[0], method="gae", preset="paper")
-    assert saliency.options["value_weighted"] is False
-    assert "preset" not in saliency.options
-    with pytest.raises(OptionError, match="Unknown gae preset"):
-        explainer().explain(IMAGES[0], method="gae", preset="papers")
 
 
 def test_a_method_is_given_gradients_and_features(monkeypatch):

@@ -10,16 +10,11 @@ from click.testing import CliRunner
 from PIL import Image
 
 from benchmarks.clips import drawn_clip, separates
-from vitflow import Explainer, explain_clip
+from vitflow import explain_clip
 from vitflow.analysis.clips import frame_shares
 from vitflow.cli import cli
 from vitflow.errors import ImageError, OptionError, ShapeError
 from vitflow.images.videos import read_video
-
-
-@pytest.fixture(scope="module")
-def explainer() -> Explainer:
-    return Explainer("demo")
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +30,11 @@ def video(path, frames: np.ndarray) -> None:
     writer.release()
 
 
-def test_the_output_is_the_mean_of_the_logits_and_shares_are_its_parts(explainer, drawn):
+def test_the_output_is_the_mean_of_the_logits_and_shares_are_its_parts(demo, drawn):
     frames, label, shown = drawn
-    clip = explain_clip(frames, model=explainer, target=label)
+    clip = explain_clip(frames, model=demo, target=label)
     with torch.no_grad():
-        logits = [float(explainer.logits(explainer.pixels(frame))[0, label]) for frame in frames]
+        logits = [float(demo.logits(demo.pixels(frame))[0, label]) for frame in frames]
     best = int(np.argmax(logits))  # the softmax of the mean would be below each of these
     assert clip.best == best and clip.score.value == pytest.approx(1 / (1 + np.exp(-logits[best])), rel=1e-4)
     assert (
@@ -50,22 +45,22 @@ def test_the_output_is_the_mean_of_the_logits_and_shares_are_its_parts(explainer
     np.testing.assert_allclose(clip.shares, [each / sum(above) for each in above], atol=1e-4)
     assert separates(clip.shares, shown)
     for frame, image in zip(clip.frames, frames, strict=True):
-        np.testing.assert_allclose(frame.grid, explainer.explain(image, method="gae", target=label).grid, atol=1e-5)
+        np.testing.assert_allclose(frame.grid, demo.explain(image, method="gae", target=label).grid, atol=1e-5)
 
 
-def test_the_maps_are_scaled_to_the_shares_and_follow_shuffled_frames(explainer, drawn):
+def test_the_maps_are_scaled_to_the_shares_and_follow_shuffled_frames(demo, drawn):
     frames, label, _ = drawn
-    clip = explain_clip(frames, model=explainer, target=label)
+    clip = explain_clip(frames, model=demo, target=label)
     np.testing.assert_allclose(np.abs(clip.grid).sum(axis=(1, 2)), clip.shares, atol=1e-5)
     order = [3, 0, 7, 5, 1, 2, 6, 4]
-    shuffled = explain_clip(frames[order], model=explainer, target=label)
+    shuffled = explain_clip(frames[order], model=demo, target=label)
     np.testing.assert_allclose(shuffled.shares, clip.shares[order], atol=1e-5)
     np.testing.assert_allclose(shuffled.grid, clip.grid[order], atol=1e-5)
 
 
-def test_several_classes_and_large_videos_are_refused(explainer, drawn, tmp_path):
+def test_several_classes_and_large_videos_are_refused(demo, drawn, tmp_path):
     with pytest.raises(OptionError, match="one class for a clip, got 'top3'"):
-        explain_clip(drawn[0], model=explainer, target="top3")
+        explain_clip(drawn[0], model=demo, target="top3")
     video(tmp_path / "clip.mp4", drawn[0])
     assert len(read_video(tmp_path / "clip.mp4", 4, max_frames=8)) == 4
     video(tmp_path / "still.mp4", drawn[0][:1])
@@ -78,12 +73,12 @@ def test_several_classes_and_large_videos_are_refused(explainer, drawn, tmp_path
             read_video(tmp_path / "clip.mp4", 4, **limit)
 
 
-def test_a_list_an_array_and_model_inputs_give_the_same_clip(explainer, drawn):
+def test_a_list_an_array_and_model_inputs_give_the_same_clip(demo, drawn):
     frames, label, _ = drawn
     clips = [
-        explain_clip(frames, model=explainer, target=label),
-        explain_clip([Image.fromarray(frame) for frame in frames], model=explainer, target=label),
-        explain_clip(torch.cat([explainer.pixels(frame) for frame in frames]), model=explainer, target=label),
+        explain_clip(frames, model=demo, target=label),
+        explain_clip([Image.fromarray(frame) for frame in frames], model=demo, target=label),
+        explain_clip(torch.cat([demo.pixels(frame) for frame in frames]), model=demo, target=label),
     ]
     for other in clips[1:]:
         np.testing.assert_allclose(other.grid, clips[0].grid, atol=1e-6)
@@ -98,8 +93,8 @@ def test_a_video_gives_frames_at_equal_distances(tmp_path):
     assert len(read_video(tmp_path / "clip.mp4", 99)) == 20
 
 
-def test_a_clip_is_written_as_figure_animation_video_and_maps(explainer, drawn, tmp_path):
-    clip = explain_clip(drawn[0], model=explainer, target=drawn[1])
+def test_a_clip_is_written_as_figure_animation_video_and_maps(demo, drawn, tmp_path):
+    clip = explain_clip(drawn[0], model=demo, target=drawn[1])
     np.testing.assert_array_equal(frame_shares(np.array([2.0, 2.0])), [0.5, 0.5])
     for suffix in (".png", ".gif", ".mp4", ".npz"):
         assert clip.save(tmp_path / f"clip{suffix}").stat().st_size > 0
@@ -116,7 +111,7 @@ def test_a_clip_is_written_as_figure_animation_video_and_maps(explainer, drawn, 
         clip.save(tmp_path / "clip.txt")
 
 
-def test_what_is_no_clip_is_refused(explainer, tmp_path):
+def test_what_is_no_clip_is_refused(demo, tmp_path):
     (tmp_path / "broken.mp4").write_bytes(b"no video")
     frame = np.zeros((32, 32, 3), np.uint8)
     cases = [
@@ -128,9 +123,9 @@ def test_what_is_no_clip_is_refused(explainer, tmp_path):
     ]
     for clip, error, words in cases:
         with pytest.raises(error, match=words):
-            explain_clip(clip, model=explainer)
+            explain_clip(clip, model=demo)
     with pytest.raises(OptionError, match="frames=0"):
-        explain_clip(tmp_path / "broken.mp4", model=explainer, frames=0)
+        explain_clip(tmp_path / "broken.mp4", model=demo, frames=0)
 
 
 def test_the_command_line_explains_a_video(drawn, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from vitflow import Contrast, Explainer
+from vitflow import Contrast
 from vitflow.cli import cli
 from vitflow.demo import draw_image
 from vitflow.errors import OptionError
@@ -21,11 +21,6 @@ FIRST, SECOND = IMAGE.labels[:2]
 SPECIFIC = ["gae", "input_gradient", "occlusion", "consensus"]
 #: What makes the methods that ask the model hundreds of times ask it less often.
 FEWER = {"occlusion": {"patch_size": 24}, "sampling": {"masks": 64}, "consensus": {"masks": 64}}
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return Explainer("demo")
 
 
 @pytest.mark.parametrize("method", SPECIFIC)

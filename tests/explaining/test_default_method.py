@@ -16,11 +16,6 @@ from vitflow.registry.choices import choose_methods
 IMAGE = sample_images()[0]
 
 
-@pytest.fixture(scope="module")
-def demo():
-    return Explainer("demo")
-
-
 TARGETS = [(None, "rollout"), (0, "gae"), ("top1", "gae"), (Contrast(0, against=1), "gae")]
 
 
@@ -48,10 +43,7 @@ def test_an_option_that_the_chosen_method_has_not_is_refused_with_the_reason(dem
         with pytest.raises(OptionError, match=reason + ".*rollout"):
             explain(IMAGE, target=0, discard_ratio=0.5)
     assert demo.explain(IMAGE, discard_ratio=0.5).options["discard_ratio"] == 0.5
-    with pytest.raises(
-        OptionError,
-        match="Method rollout, the default without a target, has no option 'masks'.*sampling",
-    ):
+    with pytest.raises(OptionError, match="rollout, the default without a target, has no option 'masks'.*sampling"):
         choose_methods(None, {"masks": 8})
 
 

@@ -3,7 +3,6 @@
 import pytest
 from matplotlib.text import Text
 
-from vitflow import Explainer
 from vitflow.analysis.strips import Strip, draw_comparison
 from vitflow.demo import sample_images
 from vitflow.explaining.captions import departures, departures_from_paper
@@ -13,23 +12,12 @@ from vitflow.registry.method_table import BUILT_IN, Method, get_method
 IMAGE = sample_images()[0]
 
 
-@pytest.fixture(scope="module")
-def explainer() -> Explainer:
-    return Explainer("demo")
-
-
 @pytest.mark.parametrize("method", [one for one in BUILT_IN if one.paper], ids=lambda one: one.name)
 def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(method):
     published = method.complete({"preset": "paper"}) if method.presets else method.published
     assert departures(method, published) == "" == departures_from_paper(method, published)
-    others = {
-        "head_fusion": "min",
-        "discard_ratio": 0.25,
-        "value_weighted": "output",
-        "refine": 2,
-        "layers": 3,
-        "below": "rollout",
-    }
+    others = {"head_fusion": "min", "discard_ratio": 0.25, "value_weighted": "output", "refine": 2, "layers": 3}
+    others["below"] = "rollout"
     reported = [departures(method, {**published, name: other}) for name, other in others.items() if name in published]
     assert all(reported) and len(set(reported)) == len(reported)
     if "refine" in published:
@@ -60,12 +48,12 @@ def test_a_method_of_no_publication_departs_from_none():
     assert departures(mine, {**mine.defaults, "own": {"a": 1}}) == "own {'a': 1}"
 
 
-def test_figures_strips_sheets_and_json_report_the_departure_under_the_name(explainer, tmp_path):
+def test_figures_strips_sheets_and_json_report_the_departure_under_the_name(demo, tmp_path):
     options = {"value_weighted": "output", "refine": 1, "affinity": "both"}
     reported = "value-weighted, refined by attention and keys"
     for method in ("attention", "gae"):
         for given, line in (({"preset": "paper", **options}, reported), ({"preset": "paper"}, "")):
-            saliency = explainer.explain(IMAGE, method=method, **given)
+            saliency = demo.explain(IMAGE, method=method, **given)
             assert saliency.to_dict()["departures_from_paper"] == line
             for figure in (saliency.figure(), draw_comparison([[saliency]], Strip(Pen(2.5)))):
                 words = [text.get_text() for text in figure.findobj(Text) if text.get_text()]

@@ -12,6 +12,7 @@ from torch import nn
 import vitflow
 from tests import literal_vit
 from tests.models.test_libraries import FAMILIES, NORMALISATION, built
+from tests.small import photo
 from vitflow import Explainer
 from vitflow.analysis.layers import _coloured
 from vitflow.cli import cli
@@ -21,10 +22,6 @@ from vitflow.methods import similarity as mathematics
 from vitflow.methods.rollout import attention_rollout
 
 CONFIG = {"input_size": (3, 32, 32), "crop_pct": 1.0, **NORMALISATION}
-
-
-def photo(height: int = 64, width: int = 64, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def explainer_of(readout: str = "class token", **options) -> Explainer:
@@ -48,7 +45,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize(("readout", "prefix"), [("class token and registers", 4), ("average", 0), ("distilled", 2)])
 @pytest.mark.parametrize("layer", [3, 1])
 def test_similarity_is_the_cosine_to_a_patch_and_to_the_class_token(readout, prefix, layer):
-    explainer, image = explainer_of(readout), photo()
+    explainer, image = explainer_of(readout), photo(64, 64)
     tokens = tokens_of(explainer, image, layer)
     whole = tokens[0] if prefix else tokens.mean(axis=0)
     for patch, other in (((1, 2), tokens[prefix + 1 * 4 + 2]), (None, whole)):
@@ -78,15 +75,14 @@ def test_a_box_is_compared_by_the_part_of_it_that_lies_in_each_patch(fit):
 
 @pytest.mark.parametrize("name", ["Dinov2WithRegistersModel", "DINOv3ViTModel", "CLIPVisionModel"])
 def test_models_of_transformers_are_compared_after_their_last_norm(name):
-    model, image = built(name), photo()
+    model, image = built(name), photo(64, 64)
     explainer = Explainer(model, data_config={"input_size": (3, 32, 32), **NORMALISATION})
     actual = explainer.explain(image, method="similarity", patch=(0, 1)).grid
     with torch.no_grad():
         tokens = model(explainer.pixels(image)).last_hidden_state[0]
         if name == "CLIPVisionModel":  # which norms its class token alone
-            tokens = dict(model.named_modules())[
-                next(n for n, _ in model.named_modules() if n.endswith("post_layernorm"))
-            ](tokens)
+            [norm] = [module for path, module in model.named_modules() if path.endswith("post_layernorm")]
+            tokens = norm(tokens)
     patches = tokens[FAMILIES[name][2] :].double().numpy()
     wanted = np.array([cosine(patch, patches[1]) for patch in patches]).reshape(actual.shape)
     assert actual == pytest.approx(wanted, abs=1e-5)
@@ -94,7 +90,7 @@ def test_models_of_transformers_are_compared_after_their_last_norm(name):
 
 def test_networks_without_tokens_are_compared_by_what_their_stages_give():
     explainer = Explainer(timm.create_model("test_resnet").eval(), data_config={"input_size": (3, 64, 64)})
-    actual = explainer.explain(photo(), method="similarity", patch=(0, 0))
+    actual = explainer.explain(photo(64, 64), method="similarity", patch=(0, 0))
     assert actual.grid[0, 0] == pytest.approx(1.0, abs=1e-6) and actual.facts["compared_with"] == "patch (0, 0)"
 
 
@@ -118,11 +114,11 @@ def test_features_that_do_not_lie_on_the_image_are_refused():
     flat = nn.Sequential(nn.Conv2d(3, 16, (63, 8)), nn.Flatten(), nn.Linear(16 * 2 * 25, 2))
     explainer = Explainer(flat, data_config={"input_size": (3, 64, 32), **NORMALISATION})
     with pytest.raises(UnsupportedModelError, match="has no patch grid"):
-        explainer.explain(photo(), method="similarity")
+        explainer.explain(photo(64, 64), method="similarity")
 
 
 def test_rollout_ends_at_the_layer_that_is_requested():
-    explainer, image = explainer_of(), photo()
+    explainer, image = explainer_of(), photo(64, 64)
     trace = explainer.record(image)
     options = {"discard_ratio": 0.0, "refine": 0, "value_weighted": False, "head_fusion": "mean"}
     for end in (1, 2, -1):
@@ -136,11 +132,10 @@ def test_rollout_ends_at_the_layer_that_is_requested():
 
 
 def test_rollout_of_stages_ends_where_their_answer_is_read():
-    swin = timm.create_model(
-        "swin_tiny_patch4_window7_224", img_size=64, window_size=2, depths=(1, 1, 1, 1), num_classes=3
-    )
+    sizes = {"img_size": 64, "window_size": 2, "depths": (1, 1, 1, 1), "num_classes": 3}
+    swin = timm.create_model("swin_tiny_patch4_window7_224", **sizes)
     with pytest.raises(UnsupportedModelError, match="end_layer=-1"):
-        Explainer(swin.eval()).explain(photo(), method="rollout", end_layer=2)
+        Explainer(swin.eval()).explain(photo(64, 64), method="rollout", end_layer=2)
 
 
 def test_a_box_takes_its_shares_from_the_patches_that_it_covers():
@@ -235,14 +230,14 @@ def test_the_foreground_is_the_side_that_has_less_of_the_edge():
 def test_an_image_of_one_patch_reports_no_components():
     model = literal_vit.timm_model(img_size=8)
     explainer = Explainer(model, data_config={**CONFIG, "input_size": (3, 8, 8)})
-    assert explainer.explain(photo(), method="similarity").grid.shape == (1, 1)
+    assert explainer.explain(photo(64, 64), method="similarity").grid.shape == (1, 1)
     with pytest.raises(OptionError, match="at least one image"):
         vitflow.feature_maps([], model=explainer)
     with pytest.raises(OptionError, match="fit= differs"):
-        vitflow.feature_maps(photo(), model=explainer, fit="pad")
+        vitflow.feature_maps(photo(64, 64), model=explainer, fit="pad")
     with pytest.raises(OptionError, match="at least four patches"):
-        vitflow.feature_maps([photo()] * 3, model=explainer)
-    assert len(vitflow.feature_maps([photo(seed=seed) for seed in range(4)], model=explainer).components) == 4
+        vitflow.feature_maps([photo(64, 64)] * 3, model=explainer)
+    assert len(vitflow.feature_maps([photo(64, 64, seed) for seed in range(4)], model=explainer).components) == 4
 
 
 def test_the_command_line_shows_features(tmp_path):

@@ -13,7 +13,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 import vitflow
-from vitflow import Comparison, Contrast, Explainer
+from vitflow import Comparison, Contrast
 from vitflow.cli import cli
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
@@ -22,11 +22,6 @@ from vitflow.folder.draw import draw_run
 from vitflow.images.geometry import place
 from vitflow.images.pen import Pen
 from vitflow.images.typesetting import readable
-
-
-@pytest.fixture(scope="module")
-def explainer() -> Explainer:
-    return Explainer("demo")
 
 
 def map_of(grid: np.ndarray, size: tuple[int, int] = (96, 96), **fields) -> Saliency:
@@ -42,10 +37,10 @@ def words(saliency: Saliency, tmp_path, **options) -> list[str]:
     return ["".join(node.itertext()) for node in nodes]
 
 
-def test_a_figure_says_what_it_shows(explainer, tmp_path):
+def test_a_figure_says_what_it_shows(demo, tmp_path):
     image = sample_images()[0]
     for method, options in (("gae", {}), ("rollout", {"discard_ratio": 0.3})):
-        saliency = explainer.explain(image, method=method, **options)
+        saliency = demo.explain(image, method=method, **options)
         actual = words(saliency, tmp_path)
         joined = " ".join(actual)
         assert f"{saliency.label}, {saliency.probability:.1%}" in actual
@@ -71,10 +66,8 @@ def test_the_colours_of_the_bar_are_those_of_the_overlay(signed, background, lim
     assert len(known) > 40
 
 
-def test_the_bar_of_a_contrast_says_which_colour_is_which_class(explainer, tmp_path):
-    saliency = explainer.explain(
-        sample_images()[1], method="gae", target=Contrast("orange disc", against="yellow star")
-    )
+def test_the_bar_of_a_contrast_says_which_colour_is_which_class(demo, tmp_path):
+    saliency = demo.explain(sample_images()[1], method="gae", target=Contrast("orange disc", against="yellow star"))
     first, second = saliency.score.opposed
     actual = words(saliency, tmp_path)
     assert actual.index(f"for {second}") < actual.index(f"for {first}")
@@ -93,9 +86,9 @@ def test_the_last_value_stands_at_the_end_of_the_bar(tmp_path):
     assert any(text.startswith("≤ −0.") for text in actual) and {"below 0", "above 0"} <= set(actual)
 
 
-def test_the_requested_patch_is_framed(explainer, tmp_path):
+def test_the_requested_patch_is_framed(demo, tmp_path):
     image = sample_images()[3]
-    saliency = explainer.explain(image, method="attention", patch=(2, 7))
+    saliency = demo.explain(image, method="attention", patch=(2, 7))
     left, top, right, bottom = saliency.patch_box
     middle = saliency.placement.to_input((top + bottom) / 2, (left + right) / 2)
     size = saliency.placement.input_size[0] / saliency.grid.shape[0]
@@ -174,9 +167,9 @@ def test_the_unseen_part_can_be_left_without_a_line_or_left_out(cropped, tmp_pat
     np.testing.assert_array_equal(whole.overlay(crop_to_seen=True), whole.overlay())
 
 
-def test_the_command_saves_the_heatmap_alone_and_crops(explainer, tmp_path):
+def test_the_command_saves_the_heatmap_alone_and_crops(demo, tmp_path):
     image = sample_images()[1]
-    saliency = explainer.explain(image)
+    saliency = demo.explain(image)
     lines = ("--background none -o a.png", "-o a.npy", "--crop-to-seen --unseen off -o b.png", "--figure -o c.pdf")
     with contextlib.chdir(tmp_path):
         run = lambda line: CliRunner().invoke(cli, ["explain", str(image), "--model", "demo", *line.split()])  # noqa: E731
@@ -187,7 +180,7 @@ def test_the_command_saves_the_heatmap_alone_and_crops(explainer, tmp_path):
     np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), saliency.heatmap)
     np.testing.assert_array_equal(Image.open(tmp_path / "b.png"), saliency.overlay(crop_to_seen=True))
     with pytest.raises(OptionError, match="transparency"):
-        vitflow.explain_folder(image, tmp_path / "run", model=explainer, drawing={"background": "none"}, workers=0)
-    vitflow.explain_folder(image, tmp_path / "run", model=explainer, overlays=False, workers=0)
+        vitflow.explain_folder(image, tmp_path / "run", model=demo, drawing={"background": "none"}, workers=0)
+    vitflow.explain_folder(image, tmp_path / "run", model=demo, overlays=False, workers=0)
     with pytest.raises(OptionError, match="transparency"):
         draw_run(tmp_path / "run", tmp_path / "drawn", drawing={"background": "none"})

@@ -1,7 +1,6 @@
 """Sheets of layers and heads: which maps they hold, and how they are drawn and asked for."""
 
 import json
-import sys
 from functools import partial
 
 import numpy as np
@@ -10,8 +9,8 @@ import timm
 from PIL import Image
 
 import vitflow
+from tests.typed import typed_here
 from vitflow import Explainer
-from vitflow.cli import main
 from vitflow.demo import sample_images
 from vitflow.errors import NoAttentionError, OptionError
 
@@ -66,16 +65,7 @@ def test_a_model_without_attention_is_refused():
 
 
 def test_the_command_writes_a_sheet(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vitflow", "layers", str(sample_images()[0]), "--model", "demo", *arguments])
-        try:
-            main()
-            return 0, *capsys.readouterr()
-        except SystemExit as stop:
-            return int(stop.code or 0), *capsys.readouterr()
-
+    run = partial(typed_here, monkeypatch, capsys, tmp_path, "layers", sample_images()[0], "--model", "demo")
     code, out, err = run("--layer", "2")
     assert (code, out) == (0, f"{sample_images()[0].stem}-layers.png\n"), err
     with Image.open(tmp_path / out.strip()) as file:

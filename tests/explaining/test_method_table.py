@@ -1,7 +1,5 @@
 """The table of methods: looked up, completed and added to without torch."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -42,16 +40,6 @@ def test_a_method_is_called_what_its_author_calls_it():
     assert register_method("mine", "module:function").title == "mine"
     assert register_method("mine", "module:function", title="My own", replace=True).title == "My own"
     assert method_table.get_method("gae").title == "GAE"
-
-
-def test_methods_are_chosen_and_checked_without_torch():
-    code = (
-        "import sys\nfrom vitflow.registry.choices import choose_methods\n"
-        "[one] = choose_methods([('rollout', {'residual': 0.3})], {'head_fusion': 'min'})\n"
-        "print(one.name, one.options['residual'], one.options['head_fusion'], {'torch', 'numpy'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "rollout 0.3 min set()\n", done.stderr
 
 
 def test_one_method_twice_is_refused_unless_its_options_differ():

@@ -1,14 +1,13 @@
 """A model in another precision: the same maps to its rounding, and a run of its own."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
 
+from tests.typed import typed_here
 from vitflow import Explainer, load_model
-from vitflow.cli import main
 from vitflow.demo import SAMPLE_FOLDER, sample_images
 from vitflow.errors import OptionError
 
@@ -34,15 +33,10 @@ def test_an_unknown_precision_is_refused_before_a_model_is_loaded():
         Explainer("no such model", dtype="half")
 
 
-def test_a_run_in_another_precision_is_another_run(tmp_path, monkeypatch):
+def test_a_run_in_another_precision_is_another_run(tmp_path, monkeypatch, capsys):
     def folder(*arguments):
-        command = ["vitflow", "folder", str(SAMPLE_FOLDER), "-o", str(tmp_path), "--model", "demo", "--limit", "2"]
-        monkeypatch.setattr(sys, "argv", [*command, "--refine", "0", "--device", "cpu", *arguments])
-        try:
-            main()
-        except SystemExit as stop:
-            return stop.code
-        return 0
+        command = ["folder", SAMPLE_FOLDER, "-o", tmp_path, "--model", "demo", "--limit", "2", "--refine", "0"]
+        return typed_here(monkeypatch, capsys, tmp_path, *command, "--device", "cpu", *arguments)[0]
 
     assert folder("--dtype", "bfloat16") == 0
     assert json.loads((tmp_path / "run.json").read_text())["totals"]["explained"] == 2

@@ -9,12 +9,10 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 
 from tests.folder.test_run import fill, tiny_model
 from tests.folder.test_run import run as run_folder
 from vitflow import Explainer
-from vitflow.cli import cli
 from vitflow.cli.output import images_bar, reporting
 from vitflow.errors import VitflowWarning
 from vitflow.evaluation import evaluate
@@ -112,15 +110,6 @@ def test_the_same_note_is_reported_once_with_a_count(capsys):
     ]
 
 
-def test_an_output_that_cannot_be_written_is_reported_with_a_remedy(tmp_path):
-    source = fill(tmp_path / "in", 1)
-    (tmp_path / "file").write_text("")
-    verb = ["folder", str(source), "--model", "demo", "--method", "centre"]
-    actual = CliRunner().invoke(cli, [*verb, "-o", str(tmp_path / "file" / "out")])
-    assert actual.exit_code == 2, actual.output
-    assert "cannot be written to" in actual.stderr and ".part" not in actual.stderr
-
-
 # With sanity checks of one image, ten times the work of another: 13 of 4 images, and 1 or 10 of the first.
 @pytest.mark.parametrize(("metrics", "expected"), [(["roc_auc"], {400.0}), (["roc_auc", "sanity"], {1300.0, 130.0})])
 def test_an_evaluation_says_how_long_it_takes_after_its_first_image(metrics, expected, monkeypatch, capsys):
@@ -129,15 +118,8 @@ def test_an_evaluation_says_how_long_it_takes_after_its_first_image(metrics, exp
     states = []
     with images_bar() as show:
         progress = lambda state: (states.append(state), show(state))  # noqa: E731
-        evaluate(
-            "demo:4",
-            model="demo",
-            methods=["rollout"],
-            metrics=metrics,
-            batch_size=2,
-            sanity_images=1,
-            progress=progress,
-        )
+        options = {"methods": ["rollout"], "metrics": metrics, "batch_size": 2, "sanity_images": 1}
+        evaluate("demo:4", model="demo", progress=progress, **options)
     assert {state.seconds for state in states if state.done < 1} == {None}
     [seconds] = {state.seconds for state in states if state.done > 1}
     assert seconds in expected

@@ -19,11 +19,6 @@ ALL = [method.name for method in method_table.list_methods()]
 METHODS = ["attention", "gradcam", "occlusion"]  # refined from fused matrices, from gradients, from logits alone
 
 
-@pytest.fixture(scope="module")
-def demo():
-    return Explainer("demo")
-
-
 def sharp(model):
     """A model of random weights that are large enough for its patches not to be all alike."""
     for parameter in model.parameters():

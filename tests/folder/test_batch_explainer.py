@@ -62,11 +62,7 @@ def test_it_is_small_to_send_and_loads_the_model_where_it_runs():
         (lambda: BatchExplainer(tiny_model, ["rolout"]), None, "Did you mean 'rollout'"),
         (lambda: BatchExplainer(tiny_model, batch_size=0), None, "batch_size of at least 1"),
         (lambda: BatchExplainer(tiny_model), {"id": [1], "bytes": [b""]}, "a column 'image', got 'id', 'bytes'"),
-        (
-            lambda: BatchExplainer(tiny_model),
-            {"id": [1, 2], "image": [b""]},
-            "differ in length: 2 in 'id' and 1",
-        ),
+        (lambda: BatchExplainer(tiny_model), {"id": [1, 2], "image": [b""]}, "differ in length: 2 in 'id' and 1"),
         (lambda: BatchExplainer(tiny_model, target=9), {"id": [1], "image": [b""]}, "from 0 to 4, got 9"),
     ],
 )

@@ -37,13 +37,8 @@ def ray_cluster():
     with pytest.MonkeyPatch.context() as environment:
         for name, value in (its | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}).items():
             environment.setenv(name, value)
-        ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            object_store_memory=2**27,
-        )
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+        ray.init(num_cpus=2, object_store_memory=2**27, **quiet)
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield ray
         ray.shutdown()
@@ -226,18 +221,8 @@ def test_what_does_not_fit_an_engine_is_refused(tmp_path, options, message):
 def test_the_command_sends_no_model(tmp_path):
     actual = CliRunner().invoke(cli, ["folder", str(tmp_path), "-o", str(tmp_path / "out"), "--actors", "2"])
     assert actual.exit_code == 2
-    given = {
-        "model": "demo",
-        "checkpoint": None,
-        "num_classes": None,
-        "global_pool": None,
-        "class_names": None,
-        "name": None,
-        "fit": "crop",
-        "device": "cpu",
-        "dtype": None,
-        "data_config": None,
-    }
+    given = dict.fromkeys(["checkpoint", "num_classes", "global_pool", "class_names", "name", "dtype", "data_config"])
+    given |= {"model": "demo", "fit": "crop", "device": "cpu"}
     model = partial(make_explainer, given)
     sent = pickle.dumps(model)
     assert len(sent) < 1000 and pickle.loads(sent)().model_id == model().model_id

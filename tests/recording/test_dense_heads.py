@@ -12,26 +12,11 @@ from vitflow.errors import UnsupportedModelError
 transformers = pytest.importorskip("transformers")
 
 VIT = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 16}
-RESNET = {
-    "embedding_size": 8,
-    "hidden_sizes": [8, 8, 16, 16],
-    "depths": [1, 1, 1, 1],
-    "out_features": ["stage4"],
-    "layer_type": "basic",
-}
-DETR = {
-    "use_timm_backbone": False,
-    "use_pretrained_backbone": False,
-    "backbone": None,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "num_labels": 4,
-}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "layer_type": "basic"}
+RESNET |= {"out_features": ["stage4"]}
+DETR = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "d_model": 32, "num_labels": 4}
+for half in ("encoder", "decoder"):
+    DETR |= {f"{half}_layers": 2, f"{half}_attention_heads": 2, f"{half}_ffn_dim": 32}
 
 
 def dpt() -> nn.Module:
@@ -203,29 +188,6 @@ def test_a_head_that_reads_the_embeddings_as_well_is_refused():
     explainer = Explainer(varied(beit((0, 1, 2, 3))), outputs=scores, data_config=data)
     with pytest.raises(UnsupportedModelError, match="directly from the image"):
         explainer.explain(torch.randn(1, 3, 64, 64).clamp(-1, 1), method="rollout", target=0)
-
-
-def test_mask2former_is_refused_by_the_name_of_its_attention():
-    torch.manual_seed(0)
-    swin = {"image_size": 64, "embed_dim": 16, "depths": [1] * 4, "num_heads": [1, 1, 2, 2], "window_size": 2}
-    stages = [f"stage{number}" for number in range(1, 5)]
-    sizes = {"hidden_dim": 32, "feature_size": 32, "mask_feature_size": 32, "encoder_layers": 1, "decoder_layers": 2}
-    config = transformers.Mask2FormerConfig(
-        backbone_config=transformers.SwinConfig(**swin, out_features=stages),
-        **sizes,
-        num_attention_heads=2,
-        dim_feedforward=32,
-        encoder_feedforward_dim=32,
-        num_queries=7,
-        num_labels=5,
-    )
-    model = transformers.Mask2FormerForUniversalSegmentation(config).eval()
-    data = {"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3}
-    explainer = Explainer(model, outputs=masks((0, 0, 40, 40)), data_config=data)
-    image = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-    with pytest.raises(UnsupportedModelError, match="deformable attention.*Use sampling"):
-        explainer.explain(image, method="gae", target=1)
-    assert np.isfinite(explainer.explain(image, method="sampling", target=1).grid).all()
 
 
 def test_layers_of_a_decoder_on_top_are_no_layers_of_image_tokens():

@@ -21,14 +21,8 @@ GROUPED = {**WIDE, **SPECIAL, "num_key_value_heads": 2}
 NARROW = {**GROUPED, "head_dim": 8, "sliding_window": 5}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 DEBERTA = {**WIDE, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}  # heads folded into the batch
-MODERN = {
-    **WIDE,
-    **SPECIAL,
-    "cls_token_id": 1,
-    "sep_token_id": 2,
-    "local_attention": 6,
-    "global_attn_every_n_layers": 2,
-}
+MODERN = {**WIDE, **SPECIAL, "cls_token_id": 1, "sep_token_id": 2}
+MODERN |= {"local_attention": 6, "global_attn_every_n_layers": 2}
 DISTIL = {"vocab_size": 50, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 64}
 GPT2 = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **SPECIAL}
 # Of YaRN nothing is wanted, whose defaults do not fit so short a text.

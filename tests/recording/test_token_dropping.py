@@ -1,6 +1,5 @@
 """Dropping tokens against the model run by hand on the kept ones, and against masks; what cannot drop is refused."""
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -268,9 +267,3 @@ def test_out_of_memory_is_no_verdict(monkeypatch):
     monkeypatch.setattr(changed_tokens, "_run", exhausted)
     with pytest.raises(torch.OutOfMemoryError):
         can_drop_tokens(Explainer(literal_vit.timm_model(), data_config=DATA))
-
-
-def test_numpy_indices_of_any_integer_type():
-    model, pixels = literal_vit.timm_model(), torch.randn(1, 3, 32, 32, dtype=torch.float64)
-    small = torch.from_numpy(KEPT.numpy().astype(np.int32))
-    torch.testing.assert_close(run_on_patches(model, pixels, small), run_on_patches(model, pixels, KEPT))

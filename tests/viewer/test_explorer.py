@@ -425,7 +425,6 @@ def test_the_code_of_a_difference_makes_it(custom_page, place, monkeypatch):
     np.testing.assert_allclose(names["difference"], map_of(custom_page, **requested)[0], atol=2e-5)
 
 
-BY_KEYS = {"affinity": "keys"}
 CALLS = "async (asked) => { await begin(asked); return currentCall(); }"
 
 
