@@ -141,7 +141,7 @@ def test_a_folder_at_a_url_has_the_rows_and_maps_of_a_local_one(ray_cluster, tmp
     (tmp_path / "in/new.jpg").write_bytes(image_bytes(51))
     again = run(url + "/", tmp_path / "ray", **ON_RAY, **options)
     assert (again.total, again.explained, again.kept) == (7, 6, 4)
-    assert "copy or mount" in draw_run(again.output, tmp_path / "drawn", limit=1)[0].error
+    assert "a local copy" in draw_run(again.output, tmp_path / "drawn", limit=1)[0].error
     drawn = draw_run(again.output, tmp_path / "drawn", images=tmp_path / "in")
     assert [each.error for each in drawn] == [None] * 6
     assert report_run(again.output).is_file()

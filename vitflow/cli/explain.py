@@ -30,7 +30,7 @@ from vitflow.registry.choices import choose_methods
 @click.command(short_help="Draw one method's saliency map over images.", panel="Images")
 @shared.images_argument
 @shared.model_options
-@shared.classes_option(help="Class to explain; repeatable.  [default: the predicted class]")
+@shared.classes_option(help="Class to explain, INDEX from 0; repeatable.  [default: the predicted class]")
 @shared.against_option
 @shared.question_options
 @shared.method_option(help="Method; `vitflow methods` lists them.")

@@ -48,7 +48,7 @@ class MethodWithOptions(click.ParamType):  # type: ignore[type-arg]  # generic f
 @click.command(short_help="Show several methods side by side.", panel="Images")
 @shared.images_argument
 @shared.model_options
-@shared.classes_option(help="Class to explain; repeat it for more rows.  [default: the predicted class]")
+@shared.classes_option(help="Class to explain, INDEX from 0; repeat it for more rows.  [default: the predicted class]")
 @shared.against_option
 @shared.question_options
 @shared.option(
@@ -83,7 +83,9 @@ def compare(images: tuple[Path, ...], **given: Any) -> None:
 @click.command(short_help="Show a map layer by layer, and the heads of one layer.", panel="Images")
 @click.argument("image", metavar="IMAGE", type=click.Path(path_type=Path))
 @shared.model_options
-@shared.class_option(metavar="NAME|INDEX", help="Class to explain and report.  [default: the predicted class]")
+@shared.class_option(
+    metavar="NAME|INDEX", help="Class to explain and report, INDEX from 0.  [default: the predicted class]"
+)
 @shared.question_options
 @shared.method_option(help="Method to accumulate: rollout, gradient_rollout or gae.")
 @shared.method_options

@@ -24,7 +24,7 @@ from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, text_method
     "Text",
     "--token",
     "WORD|INDEX",
-    "Word or token index to explain (-1: the last token); with --prompt, the generated one that --png shows.  "
+    "Word or token index to explain (from 0; -1: the last token); with --prompt, the generated one that --png shows.  "
     "[default: the masked word, the last token of a decoder, else the class token]",
 )
 @shared.text_method_option(default=PLAIN, help="Method.")

@@ -8,7 +8,6 @@ import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ from vitflow.folder.columns import Row
 
 # Maximal length of a file name on common file systems, in bytes.
 _LONGEST_NAME = 255
+# Maximal number of files of a source that are listed only to count those in subfolders.
+_MOST_COUNTED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,28 +138,32 @@ def list_inputs(
     one_folder = len(absolute) == 1 and is_folder(absolute[0])
     root = absolute[0] if one_folder else os.path.commonpath(map(os.path.dirname, absolute))
     files: dict[str, str] = {}
-    unread = Counter[str]()
+    deeper, unread, real_output = set[str](), Counter[str](), os.path.realpath(output)
     for path in absolute:
-        for file in _files(path, recursive, glob, os.path.realpath(output), unread):
+        for file in _files(path, recursive, glob, real_output, unread):
             files.setdefault(Path(os.path.relpath(file, root)).as_posix(), file)
-    keys = _in_order(files, paths, recursive, glob, unread)[:limit]
-    below = 0 if recursive or glob else sum(_images_below(path, os.path.realpath(output)) for path in absolute)
-    more = f"{below} images in subfolders are left out: --recursive (recursive=True) includes them." if below else ""
-    for note in filter(None, (unread_in_words(unread), more)):
+    for path in () if recursive else absolute:
+        below = _files(path, True, glob, real_output, Counter())
+        deeper |= {Path(os.path.relpath(file, root)).as_posix() for file in itertools.islice(below, _MOST_COUNTED)}
+    left_out = sum("masks" not in key.split("/") for key in deeper - files.keys())
+    notes = [unread_in_words(unread)] if unread else []
+    if left_out:
+        images = f"{'at least ' if left_out >= _MOST_COUNTED else ''}{left_out} image{'s' if left_out > 1 else ''}"
+        notes.append(f"{images} in subfolders left out: --recursive (recursive=True) includes subfolders.")
+    keys = _in_order(files, paths, glob, notes)[:limit]
+    for note in notes:
         warnings.warn(note, VitflowWarning, stacklevel=3)
     real = frozenset(map(os.path.realpath, files.values()))
     return Listing(root, output, {key: files[key] for key in keys}, real, unread=dict(sorted(unread.items())))
 
 
-def _in_order(
-    keys: Iterable[str], sources: Sequence[str], recursive: bool, glob: str | None, unread: Mapping[str, int] = {}
-) -> list[str]:
+def _in_order(keys: Iterable[str], sources: Sequence[str], glob: str | None, notes: Sequence[str]) -> list[str]:
+    """Return the keys in natural order; ImageError with the notes if there are none."""
     ordered = sorted(keys, key=lambda key: ([natural_order(part) for part in key.split("/")], key))
     if not ordered:
-        below = "" if recursive else " --recursive (recursive=True) includes subfolders."
-        note = f" {unread_in_words(unread)}" if unread else ""
         what = f"file that matches {glob!r}" if glob else "image"
-        raise ImageError(f"Expected at least one {what} in {', '.join(map(repr, sources))}, got none.{note}{below}")
+        first = f"Expected at least one {what} in {', '.join(map(repr, sources))}, got none."
+        raise ImageError(" ".join((first, *notes)))
     return ordered
 
 
@@ -181,7 +186,8 @@ def _list_url(sources: Sequence[str], output: Path, recursive: bool, glob: str |
         if not any(part.startswith(".") for part in key.split("/"))
         and _is_selected(key.rpartition("/")[2], key, glob, folder=False)
     ]
-    keys = _in_order(selected, sources, recursive, glob)[:limit]
+    notes = () if recursive else ("--recursive (recursive=True) includes subfolders.",)
+    keys = _in_order(selected, sources, glob, notes)[:limit]
     urls = {key: f"{url}/{quote(key)}{options}" for key in keys}
     return Listing(url + options, output, urls, listed=listed)
 
@@ -227,17 +233,6 @@ def _files(source: str, recursive: bool, glob: str | None, output: str, unread: 
                 unread[suffix] += 1
         subfolders[:] = [name for name in subfolders if recursive and not name.startswith(".")]
     yield from (str(error.filename) for error in unreadable)
-
-
-def _images_below(source: str, output: str) -> int:
-    """Return the number of images in the direct subfolders of a folder, without its masks and the output folder."""
-    count = 0
-    with suppress(OSError):  # a folder that may not be read is an input, or reported by the listing
-        for folder in os.scandir(source) if is_folder(source) else ():
-            left_out = folder.is_dir() and not folder.name.startswith(".") and folder.name != "masks"
-            if left_out and os.path.realpath(folder.path) != output:
-                count += sum(is_image_name(file.name) for file in os.scandir(folder.path))
-    return count
 
 
 def _is_selected(name: str, inside: str, glob: str | None, folder: bool) -> bool:

@@ -136,7 +136,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "end_layer",
             int,
-            "Last layer of the product; -1 is the model's last.",
+            "Last layer of the product, counted from 1; -1 is the model's last.",
             metavar="N≥1|-1",
             selects_layers=True,
         ),
