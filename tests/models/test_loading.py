@@ -187,7 +187,7 @@ def test_an_image_is_no_weights_file_and_could_run_no_code(tmp_path):
         read_checkpoint(tmp_path / "w.pth")
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{", '{"0": "cat", "2": "dog"}', "[[1]]", "null"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", '{"0": "cat", "2": "dog"}', '{"a": 0, "b": 0}', "[[1]]", "null"])
 def test_hostile_class_names_are_refused(tmp_path, text, monkeypatch):
     (tmp_path / "names.json").write_text(text)
     with pytest.raises(ModelError, match=r"Expected a JSON list of names, .*names\.json"):
@@ -338,6 +338,10 @@ def test_an_explainer_loads_a_checkpoint(tmp_path):
         ("a.txt", "cat\n\n  dog \n", ["cat", "dog"]),
         ("a.json", '["cat", "dog"]', ["cat", "dog"]),
         ("a.json", json.dumps({str(n): f"no {n}" for n in (1, 10, *range(2, 10), 0)}), [f"no {n}" for n in range(11)]),
+        ("a.json", '{"dog": 1, "2": 2, "cat": 0}', ["cat", "dog", "2"]),  # as class_to_idx of ImageFolder
+        ("a.json", '{"0": 1, "1": 2, "2": 0}', ["2", "0", "1"]),
+        ("a.json", '{"0": "1", "1": "2", "2": "0"}', ["1", "2", "0"]),  # as id2label of transformers
+        ("a.json", '{"3": 0, "5": 1}', ["3", "5"]),
     ],
 )
 def test_class_names_from_files(tmp_path, file, text, expected):

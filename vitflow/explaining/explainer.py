@@ -102,7 +102,8 @@ class Explainer(ImageModel):
             are computed in at least float32.
         fit: "crop" (the model's preprocessing), "squash", "pad" or "native" (whole image, aspect ratio kept,
             through timm's dynamic image size).
-        class_names: class names, if the model has none: a file (one per line, or JSON), a list, or {index: name}.
+        class_names: class names, if the model has none: a file (one per line, or JSON), a list, {index: name} or
+            {name: index}.
         data_config: input_size, mean, std, crop_pct, interpolation, for a model without `pretrained_cfg`; or its image
             processor of transformers, or `weights.transforms()` of torchvision.
         layout: prefix tokens and patch grid, for a model whose layout is unknown.

@@ -43,7 +43,8 @@ def load_model(
         checkpoint: weights to load instead of those from the hub: safetensors, or a torch file loaded with
             `weights_only=True`. A class count or image size that differs from the model's is taken from the file.
         num_classes: number of classes of the model.
-        class_names: a file of class names (one per line, or JSON), the names in order, or {index: name}.
+        class_names: a file of class names (one per line, or JSON), the names in order, {index: name} or
+            {name: index}.
         dynamic_img_size: build a timm model for images of any size (required for fit="native").
         options: further keyword arguments for `timm.create_model`.
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from vitflow.errors import ModelError, OptionError, printable
 from vitflow.models.anatomy import transformer_of
 from vitflow.models.parts import CLASSIFIERS, library_id, pretrained_of, unwrap
 
-# Class names as an argument: a file of names, the names in order, or {index: name}.
-ClassNames = str | os.PathLike[str] | Sequence[str] | Mapping[int, str]
+# Class names as an argument: a file of names, the names in order, {index: name} or {name: index}.
+ClassNames = str | os.PathLike[str] | Sequence[str] | Mapping[int, str] | Mapping[str, int]
 _LARGEST_NAMES = 64 * 2**20
 #: Name of the last class of a detector with a softmax.
 NO_OBJECT = "no object"
@@ -186,31 +187,40 @@ def _shortest_unique(descriptions: Sequence[str]) -> list[str]:
 
 
 def _names(value: Any) -> list[str] | None:
-    """Return class names from a list, a complete {index: name} mapping, or either as JSON; otherwise None."""
+    """Return class names from a list, a complete mapping with their indices, or either as JSON; otherwise None."""
     try:
-        if isinstance(value, str):
-            value = json.loads(value)
-        if isinstance(value, Mapping):
-            by_index = {int(key): name for key, name in value.items()}
-            value = [by_index[index] for index in range(len(value))]
-    except (TypeError, ValueError, KeyError, RecursionError):
+        value = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
         return None
+    if isinstance(value, Mapping):
+        value = _in_order(value)
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Set):
         return None
     names = list(value)
     return [str(name) for name in names] if all(isinstance(name, str | int | float) for name in names) else None
 
 
-def checked_class_names(names: ClassNames, count: int | None) -> list[str]:
-    """Return class names given as an argument, one for each class of the model; `count` is None if not known yet.
+def _in_order(mapping: Mapping[Any, Any]) -> list[Any] | None:
+    """Return the names of {index: name}, or of {name: index} for texts and integers; None if an index is missing.
 
-    >>> checked_class_names({1: "dog", 0: "cat"}, 2)
-    ['cat', 'dog']
+    >>> _in_order({1: "dog", 0: "cat"}), _in_order({"dog": 1, "cat": 0}), _in_order({0: "cat", 2: "dog"})
+    (['cat', 'dog'], ['cat', 'dog'], None)
     """
+    names = [(index, name) for name, index in mapping.items() if isinstance(name, str) and type(index) is int]
+    for pairs in (names, list(mapping.items())):
+        with suppress(TypeError, ValueError, KeyError):
+            by_index = {int(index): name for index, name in pairs}
+            return [by_index[index] for index in range(len(mapping))]
+    return None
+
+
+def checked_class_names(names: ClassNames, count: int | None) -> list[str]:
+    """Return class names given as an argument, one for each class of the model; `count` is None if not known yet."""
     checked = read_class_names(names) if isinstance(names, str | os.PathLike) else _names(names)
     if checked is None:
         raise ModelError(
-            f"Expected class names as a file, a list, or {{index: name}} with every index from 0, got {names!r:.80}."
+            "Expected class names as a file, a list, {index: name} or {name: index} with every index from 0, got "
+            f"{names!r:.80}."
         )
     check_name_count(checked, count)
     return checked
@@ -223,7 +233,7 @@ def check_name_count(names: Sequence[str], count: int | None) -> None:
 
 
 def read_class_names(path: str | os.PathLike[str]) -> list[str]:
-    """Read class names from a file: JSON (a list, or {index: name}), or text with one name per line."""
+    """Read class names from a file: JSON (a list, {index: name} or {name: index}), or text with one name per line."""
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -235,6 +245,6 @@ def read_class_names(path: str | os.PathLike[str]) -> list[str]:
     is_json = path.suffix.lower() == ".json"
     names = _names(text) if is_json else [line.strip() for line in text.splitlines() if line.strip()]
     if not names:
-        expected = "a JSON list of names, or an object {index: name}," if is_json else "one class name per line"
+        expected = "a JSON list of names, or an object of names and indices," if is_json else "one class name per line"
         raise ModelError(f"Expected {expected} in {path}, got {'something else' if is_json else 'none'}.")
     return names
