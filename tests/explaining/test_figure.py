@@ -76,14 +76,17 @@ def test_the_bar_of_a_contrast_says_which_colour_is_which_class(demo, tmp_path):
     assert texts.index(f"for {second}") < texts.index(f"for {first}")  # as its bar, blue on the left
 
 
-def test_the_last_value_stands_at_the_end_of_the_bar(tmp_path):
-    grid = np.linspace(0, 1, 400).reshape(20, 20)
-    grid[-1, -1] = 1.2
-    assert {"0.02", "1.2"} <= set(words(map_of(grid), tmp_path))
-    grid[-1, -1] = 9  # far beyond the last colours
-    assert any(text.startswith("≥ 1.") for text in words(map_of(grid), tmp_path))
-    actual = words(map_of(grid - 0.5), tmp_path)
-    assert any(text.startswith("≤ −0.") for text in actual) and {"below 0", "above 0"} <= set(actual)
+@pytest.mark.parametrize(
+    ("shift", "bar"), [(0.0, ["0.02", "≥ 0.98"]), (-0.5, ["below 0", "≤ −0.49", "above 0", "≥ 0.49"])]
+)
+def test_the_bar_and_the_note_name_the_same_limits(shift, bar, tmp_path):
+    grid = np.linspace(0, 1, 400).reshape(20, 20) + shift
+    for largest in (1.2, 9.0):
+        grid[-1, -1] = largest
+        actual = words(map_of(grid), tmp_path)
+        assert set(bar) <= set(actual)
+        assert any("percentile" in text and bar[-1].removeprefix("≥ ") in text for text in actual)
+    assert {"0", "1"} <= set(words(map_of(np.linspace(0, 1, 400).reshape(20, 20)), tmp_path, robust=False))
 
 
 def test_the_requested_patch_is_framed(demo, tmp_path):

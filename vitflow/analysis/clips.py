@@ -81,11 +81,11 @@ class Clip:
         comparable, as a frame without the class can have the larger gradients.
         """
         maps = np.stack([frame.grid for frame in self.frames]).astype(np.float64)
-        sums = np.abs(maps).sum(axis=(1, 2))
+        sums = np.abs(maps).sum(axis=(1, 2), keepdims=True)
         if self.joint:
-            whole: NDArray[np.float32] = (maps / max(sums.sum(), np.finfo(np.float64).tiny)).astype(np.float32)
-            return whole
-        scaled = maps * (self.shares / np.where(sums > 0, sums, 1.0))[:, None, None]
+            scaled: NDArray[np.float64] = maps / max(sums.sum(), np.finfo(np.float64).tiny)
+        else:
+            scaled = maps * self.shares[:, None, None] / np.where(sums > 0, sums, 1.0)
         return scaled.astype(np.float32)
 
     @property
@@ -112,8 +112,7 @@ class Clip:
         from vitflow.images.figures import written
         from vitflow.images.typesetting import draw_clip
 
-        images = self.overlays(**options)
-        first = self.frames[0]
+        images, first = self.overlays(**options), self.frames[0]
         lines = [line for line in captions.class_lines(self.score) if line]
         title = f"{first.definition.title}: {', '.join(lines)}" if lines else first.definition.title
         title += "" if self.joint else f" in frame {self.best + 1}"
@@ -132,8 +131,7 @@ class Clip:
                 f"Share of a frame: its {above} above the lowest one of the clip; the map of a frame is scaled to it. "
                 "The model sees each frame alone, so their order does not matter."
             ]
-        notes.extend(self.controls)
-        first = self.frames[0]
+        notes, first = [*notes, *self.controls], self.frames[0]
         if (self.grid < 0).any():
             below, above = captions.ends(self.score, first.class_specific)
             notes.append(f"Colours diverge from 0, which is transparent: below 0 {below}, above 0 {above}.")
@@ -194,32 +192,28 @@ class Clip:
 
 
 def frame_shares(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Return the share of each frame in the mean of logits: its logit above the lowest one, as a share of their sum.
+    """Return the share of each frame in the mean of logits [frames]: its logit above the lowest one, over their sum.
 
     The mean is a sum over frames, so this is exact, up to the smallest logit, which is common to all frames. Equal
     logits have equal shares.
 
-    Args:
-        logits: logit of the target in each frame, [frames].
-
     >>> frame_shares(np.array([1.0, 2.0, 4.0]))
     array([0.  , 0.25, 0.75])
     """
-    above = logits.astype(np.float64) - logits.min()
-    return above / above.sum() if above.sum() > 0 else np.full(len(logits), 1 / len(logits))
+    return _shares(logits.astype(np.float64) - logits.min())
 
 
 def joint_shares(maps: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Return the share of each map of a clip: its sum above the lowest value of all maps, or above 0 if that is lower.
-
-    Args:
-        maps: maps with a common scale, [frames, rows, cols].
+    """Return the share of each map of a clip [frames, rows, cols]: its sum above the lowest value of all, at least 0.
 
     >>> joint_shares(np.array([[[1.0, 2.0]], [[1.0, 4.0]]]))
     array([0.25, 0.75])
     """
-    above = np.maximum(maps.astype(np.float64) - max(maps.min(), 0.0), 0.0).sum(axis=(1, 2))
-    return above / above.sum() if above.sum() > 0 else np.full(len(maps), 1 / len(maps))
+    return _shares(np.maximum(maps.astype(np.float64) - max(maps.min(), 0.0), 0.0).sum(axis=(1, 2)))
+
+
+def _shares(above: NDArray[np.float64]) -> NDArray[np.float64]:
+    return above / above.sum() if above.sum() > 0 else np.full(len(above), 1 / len(above))
 
 
 def explain_clip(
@@ -267,7 +261,8 @@ def explain_clip(
         raise OptionError("controls requires a video model: an image model sees each frame alone.")
     names = [f"{image_name(source)}, frame {number}" for number in range(1, len(images) + 1)]
     pixels = torch.cat([each if isinstance(each, Tensor) else explainer.pixels(each) for each in images])
-    logits = torch.cat([_logits(explainer, one) for one in pixels.split(1)])
+    with torch.inference_mode(False), torch.no_grad():
+        logits = torch.cat([explainer.logits(one.to(explainer.device)).cpu() for one in pixels.split(1)])
     mean = logits.double().mean(dim=0, keepdim=True)
     probabilities = probabilities_of(mean, explainer.model_info)
     if probabilities is None:
@@ -330,36 +325,16 @@ def _explain_joint(
             rank = "equal shares" if agreement is None else f"rank correlation {agreement:.2f}".replace("-", "−")
             score = f", {control.score.display} instead of {whole.score.display}" if whole.score.display else ""
             lines.append(f"{name}: {rank} with the shares of the clip{score}.")
+    each = replace(whole, placement=placement, seconds=whole.seconds / times)
     parts = tuple(
-        replace(
-            whole,
-            grid=maps[index],
-            placement=placement,
-            image=images[index * span],
-            source=f"{image_name(source)}, frame {index * span + 1}",
-            seconds=whole.seconds / times,
-        )
-        for index in range(times)
+        replace(each, grid=grid, image=images[start], source=f"{image_name(source)}, frame {start + 1}")
+        for grid, start in zip(maps, range(0, times * span, span), strict=True)
     )
     return Clip(parts, whole.score, shares, source, span=span, joint=True, controls=tuple(lines))
 
 
-def _logits(explainer: Explainer, pixels: Tensor) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return explainer.logits(pixels.to(explainer.device)).detach().cpu()
-
-
 def frames_of(clip: ClipSource, count: int) -> list[Any]:
-    """Return the frames of a clip: RGB arrays or model inputs [1, channels, height, width], all of one size.
-
-    Args:
-        clip: as for `explain_clip`.
-        count: the number of frames of a video file.
-
-    Raises:
-        ImageError: the video cannot be read.
-        ShapeError: there are no frames, or they differ in size.
-    """
+    """Return the frames of a clip, `count` of a video file: RGB arrays or model inputs [1, channels, height, width]."""
     if isinstance(clip, str | os.PathLike):
         return list(read_video(clip, count))
     if isinstance(clip, Tensor):

@@ -28,14 +28,9 @@ from vitflow.registry.choices import MethodChoice, check_methods, takes_method_o
 from vitflow.registry.method_table import DEFAULT_METHODS, get_method
 from vitflow.registry.option_types import MethodOptions
 
-
-def mean_of_defined(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if there are none."""
-    defined = [value for value in values if value is not None]
-    return float(np.mean(defined)) if defined else None
-
-
 Matrix = tuple[tuple[float | None, ...], ...]
+# Number of images that a notebook shows.
+_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +58,13 @@ class Agreement:
     def __str__(self) -> str:
         """Format as a table for the terminal."""
         width = max(len(label) for label in self.labels)
-        numbers = [str(number) for number in range(1, len(self.labels) + 1)]
-        maps = "one map each" if self.maps == 1 else f"mean over {self.maps} maps each"
-        lines = [f"Agreement of the methods ({maps})"]
-        if summary := self._in_words():
-            lines.append(summary)
-        lines += [" " * (width + 4) + "".join(f"{number:>7}" for number in numbers)]
+        maps, every = "one map each" if self.maps == 1 else f"mean over {self.maps} maps each", range(len(self.labels))
+        lines = [f"Agreement of the methods ({maps})", *self._extremes()]
+        lines += [" " * (width + 4) + "".join(f"{number + 1:>7}" for number in every)]
         for row, label in enumerate(self.labels):
-            cells = "".join(f"{self._cell(row, col):>7}" for col in range(len(self.labels)))
-            lines.append(f"{numbers[row]:>2}  {label:{width}}{cells}")
+            agreement = [(self.spearman if row > col else self.overlap)[row][col] for col in every]
+            cells = ["·" if row == col else decimal(value, 2) for col, value in enumerate(agreement)]
+            lines.append(f"{row + 1:>2}  {label:{width}}{''.join(f'{cell:>7}' for cell in cells)}")
         lines.append("below the diagonal: Spearman correlation of the patches")
         lines.append(f"above: share of the highest {self.top:.0%} of patches in common; {self.top:.2f} is chance")
         if self.between_classes:
@@ -79,32 +72,20 @@ class Agreement:
             lines.append(f"Spearman between the classes of an image: {values}")
         return "\n".join(lines)
 
-    def _in_words(self) -> str:
-        """Name the most and the least similar pair; empty with fewer than two pairs."""
-        pairs = [
-            (rho, f"{self.labels[i]} and {self.labels[j]} ({decimal(rho, 2)})")
-            for i, j in combinations(range(len(self.labels)), 2)
-            if (rho := self.spearman[i][j]) is not None
-        ]
-        if len(pairs) < 2:
-            return ""
-        return f"Most similar: {max(pairs)[1]}; least similar: {min(pairs)[1]}."
+    def _extremes(self) -> list[str]:
+        """Name the most and the least similar pair, if there are two."""
+        pairs = [(rho, f"{a} and {b} ({decimal(rho, 2)})") for a, b, rho, _ in self._pairs() if rho is not None]
+        return [f"Most similar: {max(pairs)[1]}; least similar: {min(pairs)[1]}."] if len(pairs) > 1 else []
 
-    def _cell(self, row: int, col: int) -> str:
-        if row == col:
-            return "·"
-        return decimal((self.spearman if row > col else self.overlap)[row][col], 2)
+    def _pairs(self) -> list[tuple[str, str, float | None, float | None]]:
+        return [
+            (self.labels[i], self.labels[j], self.spearman[i][j], self.overlap[i][j])
+            for i, j in combinations(range(len(self.labels)), 2)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the pairs for JSON."""
-        pairs = [
-            {
-                "methods": [self.labels[i], self.labels[j]],
-                "spearman": self.spearman[i][j],
-                "overlap": self.overlap[i][j],
-            }
-            for i, j in combinations(range(len(self.labels)), 2)
-        ]
+        pairs = [{"methods": [a, b], "spearman": rho, "overlap": overlap} for a, b, rho, overlap in self._pairs()]
         return {"top": self.top, "maps": self.maps, "pairs": pairs, "between_classes": dict(self.between_classes)}
 
 
@@ -115,16 +96,7 @@ def measure_agreement(
     top: float = 0.1,
     between_classes: Mapping[str, float | None] | None = None,
 ) -> Agreement:
-    """Measure the pairwise agreement of methods.
-
-    Args:
-        labels: the methods.
-        maps: for each image and class the grid of each method.
-        top: share of the patches that count as highest, 0 < top < 1.
-        between_classes: stored in the result.
-
-    Raises:
-        OptionError: top is out of range.
+    """Measure the pairwise agreement of methods on `maps`: for each image and class the grid of each method.
 
     >>> a, b = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[4.0, 3.0], [2.0, 1.0]])
     >>> measure_agreement(["a", "b"], [[a, b]], top=0.25).spearman
@@ -144,8 +116,10 @@ def measure_agreement(
     )
 
 
-# Number of images that a notebook shows.
-_SHOWN = 4
+def mean_of_defined(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None if there are none."""
+    defined = [value for value in values if value is not None]
+    return float(np.mean(defined)) if defined else None
 
 
 @takes_method_options
@@ -236,12 +210,9 @@ class Comparison(FigureResult):
     @property
     def labels(self) -> tuple[str, ...]:
         """Label of each column: the method, with options that differ from its defaults."""
-        return tuple(
-            f"{maps[0].method} ({changed})"
-            if (changed := changed_options(maps[0].method, maps[0].options))
-            else maps[0].method
-            for maps in columns_of(self.images[0])
-        )
+        firsts = [(maps[0].method, maps[0].options) for maps in columns_of(self.images[0])]
+        changed = [changed_options(method, options) for method, options in firsts]
+        return tuple(f"{name} ({text})" if text else name for (name, _), text in zip(firsts, changed, strict=True))
 
     def agreement(self, top: float = 0.1) -> Agreement:
         """Measure the agreement of each pair of methods: Spearman correlation and overlap of the highest patches.

@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitflow.errors import (
-    NoAttentionError,
-    OptionError,
-    UnsupportedModelError,
-    ValueNormsError,
-    printable,
-)
+from vitflow.errors import NoAttentionError, OptionError, UnsupportedModelError, ValueNormsError, printable
 from vitflow.explaining.applying import affinity_of
 from vitflow.explaining.captions import departures, ends, python_call
 from vitflow.explaining.explainer import Explainer
@@ -104,14 +98,7 @@ def _call(model: Any, fit: str) -> ModelCall:
 
 @dataclass(frozen=True, slots=True)
 class _Explorer:
-    """Records images for a page.
-
-    Attributes:
-        explainer: the explainer.
-        methods: methods to compute in advance; None for all that the model supports.
-        targets: targets of class-specific methods.
-        max_bytes: maximum bytes per image.
-    """
+    """Records images for a page of at most `max_bytes` per image; methods are None for all that the model supports."""
 
     explainer: Explainer
     methods: Sequence[MethodChoice] | None
@@ -157,14 +144,15 @@ class _Explorer:
                 explored.refused["live"] = str(error)
                 return explainer.record(image, attention=False, features=features)
         try:
-            if trace.staged or trace.layout.num_suffix_tokens or trace.replaces_tokens:
-                raise UnsupportedModelError(
-                    f"{type(explainer.model).__name__} has windows, stages with different tokens, tokens after the "
-                    "patches, or tokens that are replaced between blocks, which the browser does not support. Only "
-                    "maps computed in advance are available."
-                )
-        except UnsupportedModelError as error:
+            supported = not (trace.staged or trace.layout.num_suffix_tokens or trace.replaces_tokens)
+        except UnsupportedModelError as error:  # layers without a common layout
             explored.refused["live"] = str(error)
+            return trace
+        if not supported:
+            explored.refused["live"] = (
+                f"{type(explainer.model).__name__} has windows, stages, tokens after the patches, or tokens that are "
+                "replaced between blocks, which the browser does not support: maps are computed in advance."
+            )
             return trace
         explored.layout, explored.pooling = trace.layout, trace.pooling
         explored.readout = trace.readout[0].double().cpu().numpy()

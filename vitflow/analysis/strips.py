@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -21,20 +21,16 @@ _Item = TypeVar("_Item")
 # Maps of each image.
 Images = Sequence[Sequence[Saliency]]
 
-#: Minimum saturated share that is displayed.
+#: Minimum saturated share that is displayed, and its explanation.
 SATURATED_LABEL = 0.01
-
-#: Explanation of saturated flows.
 SATURATED = (
     "A saturated flow is limited by its first layer: for such a patch the map does not depend on the layers above."
 )
-
 #: What is printed below maps without common limits.
 SHARES = "the share of its sum in the top 10% of patches"
 
 # Notes on the marked region, by key of `facts`.
 _MARKS = {"detection": "The frames mark the detections.", "region": "The outline marks the region."}
-
 # Maximum number of maps per row.
 _MOST_MAPS = 5
 
@@ -43,24 +39,18 @@ def columns_of(image: Sequence[Saliency]) -> list[list[Saliency]]:
     """Group an image's maps by method and options; a class given twice ("cat", "top1") appears once."""
     columns: list[list[Saliency]] = []
     for saliency in image:
+        shown = saliency.score, saliency.facts.get("detection")
         if not columns or (columns[-1][0].method, columns[-1][0].options) != (saliency.method, saliency.options):
             columns.append([saliency])
-        elif _shown(saliency) not in map(_shown, columns[-1]):
+        elif shown not in [(each.score, each.facts.get("detection")) for each in columns[-1]]:
             columns[-1].append(saliency)
     return columns
-
-
-def _shown(saliency: Saliency) -> tuple[Any, ...]:
-    """Return what a map is of: a class with its score, and a detection."""
-    return saliency.score, saliency.facts.get("detection")
 
 
 class Strip:
     """Draws the cells of maps for one figure, and then the figure with the colour bars that they need.
 
-    Args:
-        pen: how to draw.
-        same_scale: all maps of a method have the same limits, which the caller gives.
+    With `same_scale`, all maps of a method have the same limits, which the caller gives.
     """
 
     def __init__(self, pen: Pen, *, same_scale: bool = False) -> None:
@@ -84,20 +74,24 @@ class Strip:
 
     def block(self, columns: Sequence[Sequence[Saliency]], limits: Sequence[Limits | None]) -> Block:
         """Draw an image with the target of each row, then its maps, each column between its limits."""
-        first = columns[0][0]
-        named = max(columns, key=lambda maps: (len(maps), maps[0].class_specific))
-        name, labels = (image_name(first.source),), [tuple(captions.class_lines(each.score)) for each in named]
+        named, first = max(columns, key=lambda maps: (len(maps), maps[0].class_specific)), columns[0][0]
+        labels, marks = [tuple(captions.class_lines(each.score)) for each in named], bool(first.facts.keys() & _MARKS)
+        references: list[list[Cell]] = []
+        if compared := [each.reference for each in named if each.reference is not None]:
+            references.append(
+                [Cell(self.pen.photograph(image), label) for image, label in zip(compared, labels, strict=True)]
+            )
+            labels, marks = [()] * len(named), False
+        photographs = [
+            Cell(
+                self.pen.photograph(each.image, each.placement, each.marked if marks else None),
+                label,
+                (image_name(first.source),),
+            )
+            for each, label in zip(named, labels, strict=True)
+        ]
         maps = [[self.cell(each, ends) for each in column] for column, ends in zip(columns, limits, strict=True)]
-        if first.reference is None:
-            about_region = first.facts.keys() & set(_MARKS)
-            marked = [
-                self.pen.photograph(each.image, each.placement, each.marked if about_region else None) for each in named
-            ]
-            return [[Cell(image, label, name) for image, label in zip(marked, labels, strict=True)], *maps]
-        photographs = [Cell(self.pen.photograph(each.image, each.placement), (), name) for each in named]
-        compared = [each.reference for each in named if each.reference is not None]
-        references = [Cell(self.pen.photograph(image), label) for image, label in zip(compared, labels, strict=True)]
-        return [photographs, references, *maps]
+        return [photographs, *references, *maps]
 
     def figure(self, bands: Sequence[Band], note: str) -> Figure:
         """Lay out the cells above a sequential colour bar, a diverging one, or both."""
@@ -120,7 +114,7 @@ class Strip:
             limits += " Values beyond the limits approach the last colour."
         if pen.marks_unseen and not all(image[0].placement.sees_everything for image in images):
             limits += " The line marks the region the model saw."
-        lines = [limits + "".join(f" {note}" for fact, note in _MARKS.items() if fact in images[0][0].facts), pen.note]
+        lines = [limits + "".join(f" {note}" for fact, note in _MARKS.items() if fact in shown[0].facts), pen.note]
         if any(overlay.has_two_sides(*ends) for _, ends in self._drawn):
             lines.append("Colours of maps with negative values diverge from 0, which is transparent.")
         if any(each.facts.get("saturated", 0.0) >= SATURATED_LABEL for each in shown):
@@ -132,48 +126,42 @@ class Strip:
 
 
 def draw_comparison(images: Images, strip: Strip) -> Figure:
-    """Draw the maps of images: one row per image and class, one column per method."""
+    """Draw one row per image and class, one column per method; methods with several rows are in separate bands."""
     columns = [columns_of(image) for image in images]
     limits: list[Limits | None] = [None] * len(columns[0])
     if strip.same_scale:
         grids = [[each.grid.ravel() for maps in column for each in maps] for column in zip(*columns, strict=True)]
         limits = [strip.pen.limits(np.concatenate(of_method)) for of_method in grids]
-    compared = [Column("Compared with")] if images[0][0].reference is not None else []
+    every = range(len(columns[0]))
+    several = [index for index in every if any(len(maps[index]) > 1 for maps in columns)]
+    parts = sorted(filter(None, ([index for index in every if index not in several], several)))
+    first = [Column("Image"), *([Column("Compared with")] if images[0][0].reference is not None else [])]
     bands = [
         (
-            [Column("Image"), *compared, *(_head(columns[0][index][0]) for index in members)],
+            [*first, *(_head(columns[0][index][0]) for index in members)],
             [strip.block([maps[index] for index in members], [limits[index] for index in members]) for maps in columns],
         )
-        for members in _bands(columns)
+        for part in parts
+        for members in in_rows(part, _MOST_MAPS)
     ]
     return strip.figure(bands, strip.note(images))
 
 
 def draw_words(maps: Sequence[Saliency], *, left_out: Sequence[str] = ()) -> Figure:
-    """Draw the maps of generated words side by side, after the image.
-
-    Args:
-        maps: one for each word, all of the same image.
-        left_out: words without a map, for the caption.
-    """
+    """Draw the maps of generated words of an image side by side; the caption names the words without a map."""
     strip = Strip(Pen(1.5))
     photograph = Cell(strip.pen.photograph(maps[0].image), (), (image_name(maps[0].source),))
     bands: list[Band] = []
     for row in in_rows(maps, _MOST_MAPS):
         heads = [Column(each.label, f"{each.facts['on_image']:.0%} on the image") for each in row]
         bands.append(([Column("Image"), *heads], [[[photograph], *([strip.cell(each)] for each in row)]]))
-    method = f"{captions.method_in_words(maps[0].definition, maps[0].options)}. "
+    method = captions.method_in_words(maps[0].definition, maps[0].options)
     rest = f"\nNo map: {', '.join(left_out)}" if left_out else ""
-    return strip.figure(bands, method + strip.note([maps]) + rest)
+    return strip.figure(bands, f"{method}. {strip.note([maps])}{rest}")
 
 
 def draw_clip_words(clips: Sequence[Clip], *, left_out: Sequence[str] = ()) -> Figure:
-    """Draw the maps of generated words over key frames of a video: a row per word, a column per frame.
-
-    Args:
-        clips: one for each word, all of the same video.
-        left_out: words without a map, for the caption.
-    """
+    """Draw the maps of generated words over key frames of a video: a row per word, a column per frame."""
     strip, first = Strip(Pen(1.25)), clips[0]
     limits = [strip.pen.limits(clip.grid) for clip in clips]
     columns = []
@@ -200,17 +188,8 @@ def in_rows(items: Sequence[_Item], most: int) -> list[list[_Item]]:
     return [[items[index] for index in part] for part in parts]
 
 
-def _bands(columns: Sequence[Sequence[Sequence[Saliency]]]) -> list[list[int]]:
-    """Split column indices into bands; columns with a row for each class are separate from the others."""
-    every = range(len(columns[0]))
-    several = [index for index in every if any(len(maps[index]) > 1 for maps in columns)]
-    groups = [[index for index in every if index not in several], several]
-    return [row for group in sorted(filter(None, groups)) for row in in_rows(group, _MOST_MAPS)]
-
-
 def _head(saliency: Saliency) -> Column:
     group = "class-specific" if saliency.class_specific else "not class-specific"
     if saliency.method in BASELINES:
         group = "baselines, not class-specific"
-    method = saliency.definition
-    return Column(method.title, captions.departures(method, saliency.options), group)
+    return Column(saliency.definition.title, captions.departures(saliency.definition, saliency.options), group)

@@ -205,7 +205,7 @@ class Saliency:
         Raises:
             OptionError: a drawing option is out of range, or the file type is not supported.
         """
-        from vitflow.images.figures import Cell, Column, bar_with_values, draw_bands, limits_in_words, written
+        from vitflow.images.figures import Cell, Column, bar_with_values, draw_bands, written
 
         pen = Pen(width, **drawing)
         limits = pen.limits(self.drawn)
@@ -215,8 +215,8 @@ class Saliency:
         if self.reference is not None:
             heads.insert(0, Column("Compared with"))
             cells.insert(0, [Cell(pen.photograph(self.reference))])
-        bar = bar_with_values(self.drawn, pen, limits, captions.ends(self.score, self.class_specific))
-        notes = filter(None, (limits_in_words(pen, limits), pen.note, *self._notes(marks_unseen=pen.marks_unseen)))
+        bar, percentiles = bar_with_values(self.drawn, pen, limits, captions.ends(self.score, self.class_specific))
+        notes = filter(None, (percentiles, pen.note, *self._notes(marks_unseen=pen.marks_unseen)))
         return written(draw_bands([(heads, [cells])], bars=[bar], note="\n".join(notes), dpi=pen.dpi), path)
 
     def _notes(self, *, marks_unseen: bool = True) -> Iterator[str]:

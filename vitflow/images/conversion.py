@@ -50,13 +50,9 @@ def eight_bits(values: NDArray[Any], mode: str, file_format: str | None, notes: 
 
 
 def noted_range(values: NDArray[np.uint8], notes: list[str], *, deep: bool, least: int = 16) -> NDArray[np.uint8]:
-    """Return 8-bit values unchanged; add a note if they fill a small part of their range.
+    """Return 8-bit values unchanged; add a note if their colours fill a small part of their range.
 
-    Args:
-        values: [height, width] or [height, width, channels]; a fourth channel is not considered.
-        notes: receives the note.
-        deep: True if they had more than 8 bits, of which fewer are more often in use.
-        least: denominator of the largest part that is mentioned.
+    `deep` values had more than 8 bits, of which fewer are more often in use; others are noted below 1 / `least`.
     """
     colours = values[..., :3] if values.ndim == 3 else values
     lowest, highest = int(colours.min()), int(colours.max())
@@ -73,13 +69,9 @@ def noted_range(values: NDArray[np.uint8], notes: list[str], *, deep: bool, leas
 
 
 def without_alpha(rgba: NDArray[np.uint8], notes: list[str], used: str | None) -> NDArray[np.uint8]:
-    """Blend RGBA pixels with white; leave the fourth channel out, with a note, if it does not look like transparency.
+    """Blend RGBA pixels with white, or leave out a fourth channel that does not look like transparency, with a note.
 
-    Args:
-        rgba: uint8 [height, width, 4].
-        notes: receives the note.
-        used: the note on the bands in use; None if the format defines the fourth channel as transparency, which is
-            then blended in any case.
+    `used` is the note on the bands in use; None if the format defines the fourth channel as transparency.
     """
     alpha = rgba[:, :, 3]
     visible = alpha[alpha > 0]

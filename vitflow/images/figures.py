@@ -25,10 +25,10 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
-from vitflow.errors import OptionError, unknown_name
+from vitflow.errors import OptionError, printable, unknown_name
 from vitflow.files import write_atomically
 from vitflow.images import DPI, FIGURE_FORMATS, overlay
-from vitflow.images.pen import REACH, Bar, Limits, Pen
+from vitflow.images.pen import Bar, Limits, Pen
 from vitflow.images.typesetting import BODY, GREY, RULE, SMALL, TITLE, QuietFigure, measure, plain, readable, wrap
 
 #: Pixels per inch of figures in a notebook, so that a strip is as wide as the page.
@@ -38,17 +38,12 @@ NOTEBOOK_DPI = 100
 _MARGIN, _COLUMN_GAP, _GAP = 0.08, 0.07, 0.05
 _NARROWEST = 1.15  # a column's least width, so that its words fit
 _BAR_LABEL = 1.5  # the most that a label of a colour bar takes
+_LONGEST = 4.0  # a word of the note up to this length, as the name of a model, is not broken
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One image of a strip.
-
-    Attributes:
-        image: uint8 RGB [height, width, 3], drawn at `dpi` pixels per inch.
-        caption: lines below it; a line too long for its column is wrapped or cut with an ellipsis.
-        details: more lines below these, smaller and grey.
-    """
+    """One image of a strip, uint8 RGB, with lines below it, and smaller ones below these; long lines are wrapped."""
 
     image: NDArray[np.uint8]
     caption: tuple[str, ...] = ()
@@ -57,13 +52,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Header of one column of a strip.
-
-    Attributes:
-        title: its name.
-        subtitle: at most four smaller lines below it.
-        group: common title of adjacent columns; drawn once over them.
-    """
+    """Header of one column of a strip: title, smaller lines below it, and a common title of adjacent columns."""
 
     title: str
     subtitle: str = ""
@@ -76,13 +65,7 @@ Block = Sequence[Sequence[Cell]]
 Band = tuple[Sequence[Column], Sequence[Block]]
 
 
-def draw_bands(
-    bands: Sequence[Band],
-    *,
-    bars: Sequence[Bar] = (),
-    note: str = "",
-    dpi: int = DPI,
-) -> Figure:
+def draw_bands(bands: Sequence[Band], *, bars: Sequence[Bar] = (), note: str = "", dpi: int = DPI) -> Figure:
     """Lay out images in columns under headers, with captions, colour bars and a note below.
 
     Args:
@@ -101,14 +84,16 @@ def draw_bands(
     width = max(_NARROWEST, *(image.shape[1] / dpi for image in images))
     page = _Page(max(len(columns) for columns, _ in bands), width, dpi)
     for columns, blocks in bands:
-        titles = page.groups(columns)
+        page.groups([column.group for column in columns])
+        heads = columns
         for number, block in enumerate(blocks):
-            rows = max(len(cells) for cells in block)
+            rows = max(map(len, block))
             if number and rows > 1:
                 page.rule(0, len(columns))
+                page.skip(_GAP)
             for row in range(rows):
-                page.row([cells[row] if row < len(cells) else None for cells in block], titles)
-                titles = []
+                page.row([cells[row] if row < len(cells) else None for cells in block], heads)
+                heads = ()
     page.bars(bars)
     return page.finished(note)
 
@@ -124,84 +109,85 @@ def _height(text: str, size: float) -> float:
 
 
 class _Page:
-    """A figure that is filled from top to bottom; lengths are in inches from its upper left corner.
-
-    Args:
-        columns: number of columns.
-        width: width of a column.
-        dpi: pixels per inch.
-    """
+    """A figure that is filled from top to bottom; lengths are in inches from its upper left corner."""
 
     def __init__(self, columns: int, width: float, dpi: int) -> None:
-        self._width, self._full, self._dpi = width, columns * (width + _COLUMN_GAP) - _COLUMN_GAP, dpi
+        self._width, self._dpi, self._top = width, dpi, _MARGIN
+        self._full = self._span(columns)
         self._figure = QuietFigure(dpi=dpi, facecolor="white", layout="none")  # type: ignore[arg-type]
-        self._top, self._placed = _MARGIN, list[tuple[Axes, float, float, NDArray[np.uint8]]]()
+        self._placed: list[tuple[Axes, float, float, NDArray[np.uint8]]] = []
         self._downwards = Affine2D().scale(1, -1)
         self._to_page = self._downwards + self._figure.dpi_scale_trans
 
-    def groups(self, columns: Sequence[Column]) -> list[tuple[str, str]]:
-        """Write the common titles of adjacent columns; return the wrapped title and subtitle of each column."""
-        first = 0
-        for name, members in groupby(column.group for column in columns):
+    def skip(self, height: float) -> None:
+        """Leave space."""
+        self._top += height
+
+    def groups(self, names: Sequence[str]) -> None:
+        """Write the common titles of adjacent columns, with a rule below each."""
+        if not any(names):
+            return
+        first, height = 0, _height("x", SMALL)
+        for name, members in groupby(names):
             count = len(list(members))
             if name:
-                left, span = self._left(first), count * (self._width + _COLUMN_GAP) - _COLUMN_GAP
-                self._write(_lines([name], span, SMALL, 1), left + span / 2, SMALL, ha="center")
-                self.rule(first, count, down=_height(name, SMALL))
+                middle = self._left(first) + self._span(count) / 2
+                self._write(_lines([name], self._span(count), SMALL, 1), middle, self._top, ha="center")
+                self.rule(first, count, down=height)
             first += count
-        self._top += _GAP + _height("x", SMALL) if any(column.group for column in columns) else 0.0
-        return [
-            (_lines([one.title], self._width, TITLE, weight="bold"), _lines([one.subtitle], self._width, SMALL, 4))
-            for one in columns
-        ]
+        self.skip(height + _GAP)
 
     def rule(self, first: int, count: int, down: float = 0.0) -> None:
         """Draw a thin line over some columns."""
         left, y = self._left(first), self._top + down
-        x = [left, left + count * (self._width + _COLUMN_GAP) - _COLUMN_GAP]
-        self._figure.add_artist(Line2D(x, [y, y], color=RULE, linewidth=0.5, transform=self._to_page))
-        self._top += _GAP * (not down)
+        style: dict[str, Any] = {"color": RULE, "linewidth": 0.5, "transform": self._to_page}
+        self._figure.add_artist(Line2D([left, left + self._span(count)], [y, y], **style))
 
-    def row(self, cells: Sequence[Cell | None], titles: Sequence[tuple[str, str]]) -> None:
-        """Draw a row of images, with their titles if there are any, and with their captions."""
-        above = max((_height(title, TITLE) for title, _ in titles), default=0.0)
-        below = max((_height(subtitle, SMALL) for _, subtitle in titles), default=0.0)
-        self._top += above + below + (0.04 if above or below else 0.0)
+    def row(self, cells: Sequence[Cell | None], heads: Sequence[Column]) -> None:
+        """Draw a row of images with their headers, if there are any, and their captions."""
+        titles = [_lines([head.title], self._width, TITLE, weight="bold") for head in heads]
+        subtitles = [_lines([head.subtitle], self._width, SMALL, 4) for head in heads]
+        above = max((_height(title, TITLE) for title in titles), default=0.0)
+        below = max((_height(subtitle, SMALL) for subtitle in subtitles), default=0.0)
+        self.skip(above + below + (0.04 if above or below else 0.0))
         heights = []
         for index, cell in enumerate(cells):
             if cell is None:
                 continue
-            space = self._width - cell.image.shape[1] / self._dpi
-            axes = self._axes(cell.image, self._left(index) + space / 2, self._top)
-            if titles:
-                title, subtitle = titles[index]
-                axes.set_title(title, y=1.0, pad=72 * (above + below) + 2, va="top", **plain(TITLE), weight="bold")
-                _annotate(axes, subtitle, (0.5, 1.0), (0, 72 * below + 2), va="top")
+            middle, height = self._left(index) + self._width / 2, cell.image.shape[0] / self._dpi
+            axes = self._axes(cell.image, middle - cell.image.shape[1] / self._dpi / 2, self._top)
+            if heads:
+                style = plain(TITLE) | {"weight": "bold", "va": "top"}
+                axes.set_title(titles[index], y=1.0, pad=72 * (above + below) + 2, **style)
+                self._write(subtitles[index], middle, self._top - below - 2 / 72, ha="center")
             caption, details = (
                 _lines(lines, self._width, size) for lines, size in ((cell.caption, BODY), (cell.details, SMALL))
             )
             axes.set_xlabel(caption, labelpad=2, **plain(BODY))
-            _annotate(axes, details, (0.5, 0.0), (0, -2 - 72 * _height(caption, BODY)), va="top")
-            heights.append(cell.image.shape[0] / self._dpi + _height(caption, BODY) + _height(details, SMALL))
-        self._top += max(heights) + _GAP
+            height += _height(caption, BODY)
+            self._write(details, middle, self._top + height + 2 / 72, ha="center")
+            heights.append(height + _height(details, SMALL))
+        self.skip(max(heights) + _GAP)
 
     def bars(self, bars: Sequence[Bar]) -> None:
         """Draw colour bars below each other, each between its labels."""
         labels = [[_lines(label.splitlines(), _BAR_LABEL, SMALL, 1) for label in bar.labels] for bar in bars]
-        room = max((measure(line, SMALL) for low, _ in labels for line in low.splitlines()), default=0.0)
+        left = max((measure(line, SMALL) for low, _ in labels for line in low.splitlines()), default=0.0) + _MARGIN
         for bar, (low, high) in zip(bars, labels, strict=True):
             height = max(_height(low, SMALL), _height(high, SMALL))
-            down = (height - bar.image.shape[0] / self._dpi) / 2
-            axes = self._axes(bar.image, _MARGIN + room + 0.06, self._top + down)
-            _annotate(axes, low, (0.0, 0.5), (-4, 0), ha="right", va="center")
-            _annotate(axes, high, (1.0, 0.5), (4, 0), ha="left", va="center")
-            self._top += height + 0.02
-        self._top += _GAP / 2 if bars else 0.0
+            middle, (tall, wide) = self._top + height / 2, (side / self._dpi for side in bar.image.shape[:2])
+            self._axes(bar.image, left + 0.06, middle - tall / 2)
+            self._write(low, left, middle, ha="right", va="center")
+            self._write(high, left + wide + 0.12, middle, ha="left", va="center")
+            self.skip(height + 0.02)
+        self.skip(_GAP / 2 if bars else 0.0)
 
     def finished(self, note: str) -> Figure:
         """Write the note, and return the figure as large as its content requires."""
+        words = [min(measure(printable(word), SMALL), _LONGEST) for word in note.split()]
+        self._full = max([self._full, *words])
         text = _lines(note.splitlines(), self._full, SMALL, 10)
-        self._write(text, _MARGIN, SMALL)
+        self._write(text, _MARGIN, self._top)
         height = np.ceil((self._top + _height(text, SMALL) + _MARGIN) * self._dpi)
         width = np.ceil((self._full + 2 * _MARGIN) * self._dpi)
         self._figure.set_size_inches(width / self._dpi, height / self._dpi)
@@ -211,6 +197,9 @@ class _Page:
             rows, cols = image.shape[:2]
             axes.set_position((x / width, 1 - (y + rows) / height, cols / width, rows / height))
         return self._figure
+
+    def _span(self, columns: int) -> float:
+        return columns * (self._width + _COLUMN_GAP) - _COLUMN_GAP
 
     def _left(self, column: int) -> float:
         return _MARGIN + column * (self._width + _COLUMN_GAP)
@@ -224,47 +213,27 @@ class _Page:
         self._placed.append((axes, left, top, image))
         return axes
 
-    def _write(self, text: str, x: float, size: float, **style: Any) -> None:
-        style |= {"va": "top", "linespacing": 1.1, "transform": self._to_page}
-        self._figure.text(x, self._top, text, **plain(size) | {"color": GREY}, **style)
+    def _write(self, text: str, x: float, y: float, *, va: str = "top", **style: Any) -> None:
+        """Write small grey text at a place of the page."""
+        if text:
+            style |= plain(SMALL) | {"color": GREY, "va": va, "linespacing": 1.1, "transform": self._to_page}
+            self._figure.text(x, y, text, **style)
 
 
-def _annotate(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
-    """Write small grey text at an offset in points from a place of axes."""
-    style = {"ha": "center", "linespacing": 1.1, **plain(SMALL), "color": GREY, **style}
-    if text:
-        axes.annotate(text, at, offset, "axes fraction", "offset points", annotation_clip=False, **style)
-
-
-def bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str]) -> Bar:
-    """Return the colour bar of a map between the values of its ends, with "≥" if the map has larger values."""
-    low, high = limits
-    two_sides = overlay.has_two_sides(low, high)
-    most = float(np.abs(grid).max() if two_sides else grid.max())
-    farthest = REACH * high if two_sides else low + REACH * (high - low)
-    end = max(high, min(most, farthest)) if pen.soft else high
-    start = -end if two_sides else low
-    (first, last), unit = readable(start, end, largest=max(abs(low), abs(high)))
-    if high > low and most > end * (1 + 1e-6):  # beyond the last colours the map goes on
-        first, last = f"≤ {first}" if two_sides else first, f"≥ {last}"
-    labels = (first, f"{last} {unit}".strip() if high > low else "")
+def bar_with_values(grid: NDArray[np.float32], pen: Pen, limits: Limits, ends: tuple[str, str]) -> tuple[Bar, str]:
+    """Return the colour bar of a map with its limits, "≥" if the map exceeds them, and a sentence on percentiles."""
+    two_sides = overlay.has_two_sides(*limits)
+    (low, high), unit = readable(*limits)
+    high, (lower, upper) = f"{high} {unit}".strip(), overlay.ROBUST_PERCENTILES
+    note = f"The {lower:g}nd and the {upper:g}th percentile of the patches are {low} and {high}."
+    if two_sides:
+        note = f"The {upper:g}th percentile of the patches' absolute values is {high}; 0 is transparent."
+    labels = low, high if limits[1] > limits[0] else ""
+    if limits[1] > limits[0] and float((np.abs(grid) if two_sides else grid).max()) > limits[1] * (1 + 1e-6):
+        labels = f"≤ {low}" if two_sides else low, f"≥ {high}"
     if two_sides:
         labels = f"{ends[0]}\n{labels[0]}", f"{ends[1]}\n{labels[1]}"
-    return Bar(pen.ramp(start, end, limits), labels)
-
-
-def limits_in_words(pen: Pen, limits: Limits) -> str:
-    """Return a sentence with the percentiles that limit the colours; empty if none do."""
-    if not pen.soft:
-        return ""
-    (low, high), unit = readable(*limits)
-    lower, upper = overlay.ROBUST_PERCENTILES
-    if overlay.has_two_sides(*limits):
-        return (
-            f"The {upper:g}th percentile of the patches' absolute values is {high} {unit}".rstrip()
-            + "; 0 is transparent."
-        )
-    return f"The {lower:g}nd and the {upper:g}th percentile of the patches are {low} and {high} {unit}".rstrip() + "."
+    return Bar(pen.ramp(limits), labels), note if pen.soft else ""
 
 
 def check_format(path: str | os.PathLike[str], formats: Sequence[str] = FIGURE_FORMATS) -> str:

@@ -1,4 +1,4 @@
-"""Placement: the part of an image that the model sees, and the mapping of its pixels to the model input."""
+"""Placement: the part of an image that the model sees, and the pixels of its input that the cells of a grid cover."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +36,7 @@ class Span(NamedTuple):
     last: int
 
     def edges(self, count: int) -> NDArray[np.float64]:
-        """Return the boundaries of `count` cells, [count + 1].
-
-        >>> Span(0, 14, 0, 378).edges(2).tolist()
-        [0.0, 14.0, 28.0]
-        """
+        """Return the boundaries of `count` cells, [count + 1]."""
         return self.start + self.step * np.arange(count + 1, dtype=np.float64)
 
     def is_even(self, count: int, length: int) -> bool:
@@ -58,11 +54,7 @@ Extent = tuple[Span, Span]
 
 
 def even_extent(grid: tuple[int, int], size: tuple[int, int]) -> Extent:
-    """Return the extent of a grid of (rows, columns) that divides an input of (height, width) evenly.
-
-    >>> even_extent((14, 7), (224, 224))
-    (Span(start=0.0, step=16.0, first=0, last=224), Span(start=0.0, step=32.0, first=0, last=224))
-    """
+    """Return the extent of a grid of (rows, columns) that divides an input of (height, width) evenly."""
     rows, cols = (Span(0.0, length / count, 0, length) for count, length in zip(grid, size, strict=True))
     return rows, cols
 
@@ -120,8 +112,7 @@ class Placement:
     def seen_box(self) -> tuple[int, int, int, int]:
         """(left, top, right, bottom) of the pixels of the original whose centres are in the seen part of the input.
 
-        Right and bottom are exclusive. The box is empty only if that part is between two pixel centres, as in an image
-        a few pixels high and a thousand times as wide.
+        Right and bottom are exclusive. The box is empty only if that part is between two pixel centres.
         """
         (top, bottom), (left, right) = (
             (_first_centre(size, resized, start + first), _first_centre(size, resized, start + last))
@@ -153,11 +144,7 @@ class Placement:
         return self.box_on_image((top, top + height), (left, left + width))
 
     def cells(self, grid: tuple[int, int]) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return first pixel and length in pixels of the rows, and of the columns, of a grid on the model input.
-
-        >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).cells((5, 5))
-        ((0.0, 50.0), (0.0, 50.0))
-        """
+        """Return first pixel and length in pixels of the rows, and of the columns, of a grid on the model input."""
         if self.extent is None:
             return (0.0, float(self.input_size[0])), (0.0, float(self.input_size[1]))
         rows, cols = self.extent
@@ -186,11 +173,7 @@ class Placement:
         return self.seen_box == (0, 0, self.image_size[1], self.image_size[0])
 
     def to_input(self, y: Coordinate, x: Coordinate) -> tuple[Coordinate, Coordinate]:
-        """Map a point of the original image to the model input; the result may be outside of it.
-
-        >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).to_input(10.0, 50.0)
-        (5.0, 0.0)
-        """
+        """Map a point of the original image to the model input; the result may be outside of it."""
         return (
             y * self.resized_size[0] / self.image_size[0] - self.offset[0],
             x * self.resized_size[1] / self.image_size[1] - self.offset[1],
@@ -209,9 +192,6 @@ class Placement:
 
     def patch_at(self, y: float, x: float, grid: tuple[int, int]) -> tuple[int, int]:
         """Return row and column of the patch at a point of the original image, for a grid of (rows, columns).
-
-        Raises:
-            OptionError: the point is outside the image, or outside the region that the model saw.
 
         >>> Placement((100, 200), (50, 100), (0, 25), (50, 50)).patch_at(10.0, 99.0, (5, 5))
         (0, 2)
@@ -250,8 +230,7 @@ def place(
     """Compute the placement of a model input on an image. All sizes are (height, width) in pixels.
 
     Args:
-        image_size: size of the image.
-        input_size: input size of the model.
+        image_size, input_size: sizes of the image, and of the input of the model.
         fit: "crop" equals timm's evaluation transform with this crop_pct and crop_mode; "squash" resizes the
             whole image to the input size, whatever its aspect; "pad" keeps the aspect and pads; "native" keeps the
             aspect with about as many patches as input_size has, each side rounded to whole patches.
@@ -261,9 +240,6 @@ def place(
             that has no more whole patches than input_size, each side rounded up; or "corner": the whole image at the
             top left, padded with black below or to the right, as by OWLv2. For "crop" only.
         patch_size: side of a patch, or (height, width) of it; for "native" and "patches" only.
-
-    Raises:
-        OptionError: an unknown fit or crop mode; a crop_pct of 0 or less; "native" without a patch size.
 
     Source: timm.data.transforms_imagenet_eval, and Resize and CenterCrop of torchvision.
 
@@ -278,12 +254,9 @@ def place(
         return Placement(image_size, input_size, (0, 0), input_size)
     if fit == "pad":
         return _border(image_size, input_size, input_size)
-    if fit == "native":
-        native = _native_size(image_size, input_size, patch_size)
-        return Placement(image_size, native, (0, 0), native)
-    if crop_mode == "patches":
-        most = _most_patches(image_size, input_size, patch_size)
-        return Placement(image_size, most, (0, 0), most)
+    if fit == "native" or crop_mode == "patches":
+        whole = _whole_patches(image_size, input_size, patch_size, native=fit == "native")
+        return Placement(image_size, whole, (0, 0), whole)
     if crop_mode == "corner":
         return replace(_border(image_size, input_size, input_size), offset=(0, 0), padding="black")
     return _place_like_timm(image_size, input_size, crop_pct, crop_mode)
@@ -300,32 +273,25 @@ def _first_centre(size: int, resized: int, start: int) -> int:
     return min(max(-((resized - 2 * size * start) // (2 * resized)), 0), size)
 
 
-def _native_size(image_size: Size, input_size: Size, patch_size: int | tuple[int, int] | None) -> Size:
-    """Return the rows and columns of whole patches in the aspect ratio of the image, about as many as in the input."""
-    if patch_size is None:
-        raise OptionError("fit='native' needs patch_size, the side of the model's patches in pixels.")
-    patch_height, patch_width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
-    if min(patch_height, patch_width) < 1:
-        raise OptionError(f"Expected a patch_size of at least 1 pixel, got {patch_size}.")
-    patches = max((input_size[0] // patch_height) * (input_size[1] // patch_width), 1)
-    # rows · cols = patches and (rows · patch_height) / (cols · patch_width) = height / width
-    exact_rows = math.sqrt(patches * (image_size[0] / image_size[1]) * (patch_width / patch_height))
-    # A very elongated image gets a single row or column of patches; their total does not increase.
-    rows = min(max(round(exact_rows), 1), patches)
-    cols = min(max(round(patches / exact_rows), 1), patches)
-    return rows * patch_height, cols * patch_width
+def _whole_patches(
+    image_size: Size, input_size: Size, patch_size: int | tuple[int, int] | None, *, native: bool
+) -> Size:
+    """Return a size of whole patches in the image's aspect ratio: about as many as in the input, or not more.
 
-
-def _most_patches(image_size: Size, input_size: Size, patch_size: int | tuple[int, int] | None) -> Size:
-    """Return the size with the most whole patches within the budget of the input size, with the image's aspect ratio.
-
-    Source: the image processor of SigLIP 2 (Tschannen et al. 2025, §2.4.2, NaFlex).
+    Source of the latter: the image processor of SigLIP 2 (Tschannen et al. 2025, §2.4.2, NaFlex).
     """
     if patch_size is None:
-        raise OptionError("crop_mode='patches' needs patch_size, the side of the model's patches in pixels.")
+        raise OptionError("fit='native' and crop_mode='patches' need patch_size, the side of a patch in pixels.")
     tall, wide = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+    if min(tall, wide) < 1:
+        raise OptionError(f"Expected a patch_size of at least 1 pixel, got {patch_size}.")
     most = max((input_size[0] // tall) * (input_size[1] // wide), 1)
     height, width = image_size
+    if native:
+        # rows · cols = most and (rows · tall) / (cols · wide) = height / width; at least one row and column each
+        exact_rows = math.sqrt(most * (height / width) * (wide / tall))
+        rows, cols = (min(max(round(exact), 1), most) for exact in (exact_rows, most / exact_rows))
+        return rows * tall, cols * wide
     # The scales at which one side is an integer number of patches long.
     candidates = [(Fraction(n * tall, height), n, -(-n * tall * width // (height * wide))) for n in range(1, most + 1)]
     candidates += [(Fraction(n * wide, width), -(-n * wide * height // (width * tall)), n) for n in range(1, most + 1)]

@@ -16,8 +16,7 @@ ROBUST_PERCENTILES = (2.0, 98.0)
 #: Default colour map if the limits are on one side of 0.
 SEQUENTIAL = "plasma"
 
-#: Default colours if the limits are on both sides of 0: blue below and red above. The distance from 0 is shown by the
-#: opacity only, so that values near 0 are not visible as a pale colour.
+#: Default colours if the limits are on both sides of 0: blue below and red above; opacity shows the distance from 0.
 _TWO_HUES = np.repeat(np.array([[0, 0, 255], [255, 0, 0]], dtype=np.uint8), 128, axis=0)
 
 #: The same with constant opacity.
@@ -47,19 +46,9 @@ def scale_range(
 ) -> tuple[float, float]:
     """Return the colour limits of a grid or a heatmap; NaN is ignored.
 
-    With robust, the limits are the 2nd and the 98th percentile, as in seaborn, so that one outlying patch does not
-    darken all others; if both percentiles are equal, as in a map that is 0 almost everywhere, the limits are the
-    extremes. Without it they are the extremes. A map with negative values gets limits symmetric about 0: the 98th
-    percentile of its absolute values, or the largest. A map that is constant up to the rounding of float32 gives two
-    equal limits, and blend() draws it in the one colour of low values.
-
-    Args:
-        values: the map, of any shape.
-        vmin, vmax: given limits; if the map has negative values, one of them sets the other.
-        robust: use percentiles for the limits that the caller does not set.
-
-    Raises:
-        OptionError: vmin or vmax is not finite, or vmin is above vmax.
+    With robust, the limits that are not given are the 2nd and the 98th percentile, as in seaborn, unless these are
+    equal; else the extremes. A map with negative values gets limits symmetric about 0: the 98th percentile of its
+    absolute values, or the largest; one given limit sets the other. A constant map gives two equal limits.
 
     >>> scale_range(np.arange(101.0)), scale_range(np.arange(101.0), robust=False, vmin=-5)
     ((2.0, 98.0), (-5.0, 100.0))
@@ -102,11 +91,7 @@ def _default_range(finite: NDArray[np.floating[Any]], robust: bool) -> tuple[flo
 
 
 def has_two_sides(vmin: float, vmax: float) -> bool:
-    """Return True if the colours between these limits diverge from 0.
-
-    >>> has_two_sides(-0.1, 0.1), has_two_sides(0.0, 0.1)
-    (True, False)
-    """
+    """Return True if the colours between these limits diverge from 0."""
     return vmin < 0 < vmax
 
 
@@ -185,11 +170,7 @@ def blend(
 
 
 def is_soft(vmin: float | None, vmax: float | None, robust: bool) -> bool:
-    """Return True if values beyond the limits get further colours: percentile limits, not set by the caller.
-
-    >>> is_soft(None, None, True), is_soft(None, 0.5, True)
-    (True, False)
-    """
+    """Return True if values beyond the limits get further colours: percentile limits, not set by the caller."""
     return robust and vmin is None and vmax is None
 
 
@@ -221,9 +202,6 @@ def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], N
     """Return the colours of a matplotlib colour map, uint8 RGB [steps, 3], and their opacity if faded.
 
     Opacity grows from the lowest value, or from 0 to both sides: the two steps at 0 are transparent.
-
-    Raises:
-        OptionError: the colormap is unknown.
 
     >>> color_table("tab10", two_sides=True)[1].tolist()
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
@@ -300,17 +278,7 @@ def _paint(
 
 
 def mass_level(values: NDArray[np.floating[Any]], share: float) -> float | None:
-    """Return the threshold above which the values sum to a share of the map's positive mass.
-
-    Args:
-        values: the map, of any shape; NaN and negative values are ignored.
-        share: share of the mass, 0 < share < 1.
-
-    Returns:
-        The level; None if the map is constant or has no positive values.
-
-    Raises:
-        OptionError: the share is out of range.
+    """Return the threshold above which values sum to a share of the map's positive mass; None if it is constant.
 
     >>> mass_level(np.array([1.0, 4.0, 2.0, 3.0]), 0.5), mass_level(np.ones(4), 0.5)
     (3.0, None)
@@ -327,13 +295,7 @@ def mass_level(values: NDArray[np.floating[Any]], share: float) -> float | None:
 
 
 def draw_contours(image: NDArray[np.uint8], values: NDArray[np.floating[Any]], shares: Sequence[float]) -> None:
-    """Draw a white line with a dark edge where the map crosses the level of each share, in place.
-
-    Args:
-        image: uint8 RGB [height, width, 3].
-        values: the map over it, [height, width]; NaN where the model saw nothing, and no line is drawn there.
-        shares: of the map's mass, as for `mass_level`.
-    """
+    """Draw a white line with a dark edge where the map crosses the `mass_level` of each share, in place."""
     thickness = max(1.0, min(values.shape) / 250)
     padded = np.pad(values, 1, mode="edge")
     slope = np.hypot(padded[2:, 1:-1] - padded[:-2, 1:-1], padded[1:-1, 2:] - padded[1:-1, :-2]) / 2

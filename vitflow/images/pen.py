@@ -19,8 +19,6 @@ Mark = tuple[float, float, float, float] | NDArray[np.bool_]
 #: The values of the first and the last colour.
 Limits = tuple[float, float]
 
-#: Colour bars with a soft limit extend to this multiple of the limit.
-REACH = 1.5
 # Height and width of a colour bar in inches, and the grey under its colours.
 _BAR, _MID_GREY = (0.07, 1.1), 128
 
@@ -84,7 +82,7 @@ class Pen:
         percents = [f"{100 * share:g}" for share in (overlay.CONTOURS if drawn is True else drawn or ())]
         if not percents:
             return ""
-        listed = " and ".join(filter(None, (", ".join(percents[:-1]), percents[-1])))
+        listed = " and ".join([", ".join(percents[:-1]), percents[-1]] if percents[1:] else percents)
         return f"Lines: around the highest values that make up {listed} % of the map's sum."
 
     def limits(self, values: NDArray[np.floating[Any]]) -> Limits:
@@ -107,11 +105,7 @@ class Pen:
         limits: Limits,
         marked: Mark | None = None,
     ) -> NDArray[np.uint8]:
-        """Draw a map over its image at the size in the figure, with an optional box or region.
-
-        Returns:
-            uint8 RGB [height, width, 3]; without background RGBA [height, width, 4].
-        """
+        """Draw a map over its image at the size in the figure: uint8 RGB, or RGBA without a background."""
         photograph = self._resized(image, placement)
         # The placement's coordinates are continuous, so that it fits the image in any size.
         resized = replace(placement, image_size=photograph.shape[:2])
@@ -153,24 +147,26 @@ class Pen:
         left, top, right, bottom = self._shown(placement, (drawn.shape[0], drawn.shape[1]))
         return np.ascontiguousarray(drawn[top:bottom, left:right])
 
-    def ramp(self, low: float, high: float, limits: Limits) -> NDArray[np.uint8]:
-        """Return the colours from low to high over mid-grey, [height, width, 3]."""
+    def ramp(self, limits: Limits) -> NDArray[np.uint8]:
+        """Return the colours between the limits over mid-grey, and at the ends those beyond, [height, width, 3]."""
         height, width = (round(side * self.dpi) for side in _BAR)
-        values = np.tile(np.linspace(low, high, width), (height, 1))
+        values = np.linspace(*limits, width)
+        if self.soft:
+            end, beyond = width // 16, (limits[1] - limits[0]) / 2
+            marks = [0, end, width - 1 - end, width - 1]
+            values = np.interp(np.arange(width), marks, [limits[0] - beyond, *limits, limits[1] + beyond])
+        values = np.tile(values, (height, 1))
         grey = np.full((height, width, 3), _MID_GREY, np.uint8)
         blending = {**self.blending, "contours": False}
         return overlay.blend(grey, values, vmin=limits[0], vmax=limits[1], soft=self.soft, **blending)
 
     def bar(self, ends: tuple[str, str] | None = None) -> Bar:
         """Return the colour bar: sequential, or diverging with labels for its ends."""
-        reach, low = REACH if self.soft else 1.0, -1 if ends else 0
-        return Bar(self.ramp(low * reach, reach, (low, 1)), ends or ("low", "high"))
+        return Bar(self.ramp((-1 if ends else 0, 1)), ends or ("low", "high"))
 
 
 def panel_size(image_size: tuple[int, int], *, width: float = 1.5, dpi: int = DPI) -> tuple[int, int]:
-    """Return the size (height, width) in pixels of an image in a figure; the aspect ratio is kept.
-
-    An image up to 1.2 times as high as wide fills the column; higher ones are narrower.
+    """Return the size (height, width) in pixels of an image in a column, at most 1.2 times as high as wide.
 
     >>> panel_size((480, 640)), panel_size((640, 480)), panel_size((800, 400))
     ((225, 300), (360, 270), (360, 180))

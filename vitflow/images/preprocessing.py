@@ -73,8 +73,6 @@ class Preprocessing:
     def cut(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.uint8]:
         """Cut the region that the model sees, unnormalised: uint8 RGB [height, width, 3].
 
-        Args and errors are those of `prepare`.
-
         >>> seen = Preprocessing(InputSpec((2, 2), 3, (0.5,) * 3, (0.5,) * 3))
         >>> seen.cut(np.zeros((2, 6, 3), np.uint8), seen.place((2, 6))).shape
         (2, 2, 3)
@@ -108,19 +106,9 @@ class Preprocessing:
         return np.asarray(image.resize(size, resample, box=(start, upper, end, lower))), region
 
     def prepare(self, image: NDArray[np.uint8], placement: Placement) -> NDArray[np.float32]:
-        """Compute the model input: resized, cropped or padded, scaled to [0, 1] and normalised.
+        """Compute the normalised model input of an RGB image placed by `place`: float32 [channels, height, width].
 
-        Args:
-            image: RGB image, uint8 [height, width, 3].
-            placement: position of the model input, computed for this image size.
-
-        Returns:
-            float32 [channels, height, width], equal to what timm's evaluation transform gives for fit="crop". Padding
-            has the colour of the mean in 8 bits, which is 0 up to rounding after normalisation.
-
-        Raises:
-            ShapeError: the image is not uint8 [height, width, 3], or not of the size that the placement is for.
-            OptionError: an unknown interpolation; mean or std without three values; a std of 0 or less.
+        For fit="crop" it equals what timm's evaluation transform gives. Padding has the colour of the mean in 8 bits.
         """
         spec = self.spec
         if len(spec.mean) != 3 or len(spec.std) != 3 or min(spec.std) <= 0:

@@ -19,17 +19,8 @@ from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from vitflow.errors import FrameError, ImageError, OptionError, ShapeError, VitflowError, VitflowWarning
 from vitflow.files import is_file, is_folder, is_there, write_atomically
-from vitflow.images import WRITE_OPTIONS
-from vitflow.images.conversion import (
-    FIRST_THREE,
-    eight_bits,
-    from_array,
-    grey_to_rgb,
-    noted_range,
-    page,
-    pages_of,
-    without_alpha,
-)
+from vitflow.images import WRITE_OPTIONS, conversion
+from vitflow.images.conversion import FIRST_THREE, eight_bits, noted_range
 
 ImageSource = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 
@@ -97,7 +88,7 @@ def read_with_notes(
     'its values fill 1/16 of their range'
     """
     if isinstance(source, np.ndarray):
-        return from_array(source)
+        return conversion.from_array(source)
     if not isinstance(source, str | os.PathLike | bytes | Image.Image):
         hint = " For an open file, pass file.read()." if hasattr(source, "read") else ""
         if hasattr(source, "permute"):
@@ -115,15 +106,7 @@ def read_with_notes(
 def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[Any]:
     """Read the values of a mask, [height, width]: the indices of a palette image, or the largest channel.
 
-    Transparent pixels are 0. A file of another size than the image's is refused before it is decoded.
-
-    Args:
-        path: the mask's file.
-        size: (height, width) of its image.
-
-    Raises:
-        ImageError: the file is missing, empty, truncated, or not an image.
-        FrameError: it has another size.
+    Transparent pixels are 0. A FrameError is raised before a file is decoded that has not the size of its image.
     """
     with _decoding(path, MAX_PIXELS, "the mask "), _open(path) as opened:
         if (actual := (opened.height, opened.width)) != size:
@@ -138,11 +121,7 @@ def read_mask(path: str | os.PathLike[str], size: tuple[int, int]) -> NDArray[An
 def write_image(path: str | os.PathLike[str], array: NDArray[np.uint8]) -> None:
     """Write an RGB, RGBA or grey image, uint8 [height, width, 3 or 4] or [height, width], in the format of the suffix.
 
-    The file is written atomically, and folders are created as needed. JPEG and WebP have quality 95.
-
-    Raises:
-        ImageError: a suffix other than .png, .jpg, .jpeg and .webp, or the file could not be written.
-        ShapeError: the array is not such an image.
+    The file is written atomically, and folders are created as needed.
     """
     target = Path(path)
     options = WRITE_OPTIONS.get(target.suffix.lower())
@@ -191,10 +170,7 @@ def image_name(source: object) -> str:
 
 @contextmanager
 def _decoding(source: Any, max_pixels: int, kind: str = "", content: bytes | None = None) -> Iterator[None]:
-    """Turn whatever a decoder raises into an ImageError that names the source and the remedy.
-
-    `content` is that of the file, if it has been read already; then `source` need not be a file.
-    """
+    """Turn whatever a decoder raises into an ImageError that names the source and the remedy."""
     name = (
         f"{kind}{image_name(source)!r}" if isinstance(source, str | os.PathLike) else f"the given {image_name(source)}"
     )
@@ -293,10 +269,10 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
     if image.width * image.height > max_pixels:
         raise Image.DecompressionBombError
     file_format = image.format
-    pages, notes = pages_of(image), []
+    pages, notes = conversion.pages_of(image), []
     if pages in (3, 4) and image.mode.startswith(("L", "I", "F")):
         notes = [f"pages 1, 2 and 3 of {pages} are read as the bands red, green and blue"]
-        bands = [np.asarray(page(image, index)) for index in range(3)]
+        bands = [np.asarray(conversion.page(image, index)) for index in range(3)]
         return eight_bits(np.stack(bands, axis=2), image.mode, file_format, notes), notes
     if pages > 1:
         notes = [f"page 1 of {pages} is read; the others are left out"]
@@ -314,11 +290,11 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode.startswith(("I", "F")):
-        return grey_to_rgb(eight_bits(np.asarray(image), image.mode, file_format, notes)), notes
+        return conversion.grey_to_rgb(eight_bits(np.asarray(image), image.mode, file_format, notes)), notes
     if image.mode == "RGB" and samples > 3:
         notes.append(FIRST_THREE.format(samples))
     if not image.has_transparency_data:
         return noted_range(np.array(image if image.mode == "RGB" else image.convert("RGB")), notes, deep=deep), notes
     rgba = noted_range(np.array(image.convert("RGBA")), notes, deep=deep)
     used = "band 1 of 2 is read as grey, the other not" if image.mode == "LA" else FIRST_THREE.format(4)
-    return without_alpha(rgba, notes, used if file_format in ("TIFF", "JPEG2000") else None), notes
+    return conversion.without_alpha(rgba, notes, used if file_format in ("TIFF", "JPEG2000") else None), notes

@@ -32,6 +32,17 @@ INK, GREY, RULE = "#1a1a1a", "#666666", "#9a9a9a"
 MARGIN = 0.12
 _GAP = 4.0  # points between the boxes of a page
 
+# Colours of the axes, of the bars of methods and of baselines, and of lines: Okabe & Ito's, safe for the colour-blind.
+AXIS, BAR, BASELINE = "#c9c9c9", "#3d78b8", "#b4b4b4"
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+#: The width of a label in inches at most.
+MOST_WIDTH = 2.7
+_MOST_TICKS = 16
+# Sides of a clip's frame and height of its curve, in inches.
+_FRAME, _CURVE = 1.25, 1.1
+
 # Fonts with scripts that matplotlib's own font lacks.
 _WIDE_FONTS = (
     *("Noto Sans CJK JP", "Noto Sans CJK SC", "Source Han Sans", "WenQuanYi Zen Hei", "IPAexGothic"),
@@ -74,7 +85,7 @@ def words(
     weight: str = "normal",
     **style: Any,
 ) -> list[Artist]:
-    """Return the box of paragraphs, each wrapped to at most `lines` lines of a width in inches; none for no text."""
+    """Return the box of paragraphs, each wrapped as by `wrap`; none for no text."""
     broken = [line for text in paragraphs for line in wrap(text, width, size, lines, weight)]
     textprops = {**plain(size), "weight": weight, "multialignment": align, "linespacing": 1.1, **style}
     return [TextArea("\n".join(broken), textprops=textprops, multilinebaseline=True)] if broken else []
@@ -115,11 +126,7 @@ def _ruler() -> Any:
 
 
 def wrap(text: str, width: float, size: float, lines: int = 2, weight: str = "normal") -> list[str]:
-    """Break a text into at most this many lines of a width in inches; an ellipsis ends a text that does not fit.
-
-    Widths are measured: lines of equally many characters would leave their column for one class name of ImageNet in
-    forty.
-    """
+    """Break a text into at most this many lines of a width in inches; an ellipsis ends a text that does not fit."""
     text = printable(text, lines=True)
     for characters in range(min(len(text), round(300 * width / size)), 0, -1):
         broken = textwrap.wrap(text, characters, break_on_hyphens=False)
@@ -167,29 +174,9 @@ def readable(*values: float, largest: float | None = None) -> tuple[tuple[str, .
     return texts, f"× 10{str(power).translate(_SUPERSCRIPTS)}" if power else ""
 
 
-# Colours of the axes, of the bars of methods and of baselines, and of lines: Okabe & Ito's, safe for the colour-blind.
-AXIS, BAR, BASELINE = "#c9c9c9", "#3d78b8", "#b4b4b4"
-LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-_STYLES = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-
-#: The width of a label in inches at most.
-MOST_WIDTH = 2.7
-_MOST_TICKS = 16
-# Sides of a clip's frame and height of its curve, in inches.
-_FRAME, _CURVE = 1.25, 1.1
-
-
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of a chart: y(x), with a band of ± spread; both may be None at undefined points.
-
-    Attributes:
-        label: its name.
-        x, y, spread: its points; without a spread, no band is drawn.
-        baseline: whether it is drawn in grey, behind the others.
-    """
+    """One line of a chart with a band of ± spread, both None at undefined points; grey if it is a baseline's."""
 
     label: str
     x: Sequence[float]
@@ -206,22 +193,14 @@ def draw_lines(
     ticks: Sequence[str] = (),
     bottom: float | None = None,
 ) -> Figure:
-    """Draw charts side by side, of lines with bands; one legend for all, by the names of the series.
-
-    Args:
-        charts: title → series.
-        x_label: what x is, for all charts or for each; whole numbers are marked one by one.
-        y_label: what y is, for all charts.
-        ticks: words that stand for the values of x.
-        bottom: lower limit of y; by default that of the lines.
+    """Draw the lines of each title side by side, with a common legend; `ticks` are words for the values of x.
 
     >>> series = Series("rollout", [1, 2], [0.1, 0.4], [0.1, None])
     >>> [axes.get_title(loc="left") for axes in draw_lines({"occlusion": [series]}, x_label="layer", y_label="ρ").axes]
     ['occlusion']
     """
     labels = list(dict.fromkeys(one.label for series in charts.values() for one in series))
-    panel = 4.2 if len(charts) == 1 else 3.0
-    width = 0.6 + panel * len(charts) + label_width(labels) + 0.4
+    width = 1.0 + (4.2 if len(charts) == 1 else 3.0) * len(charts) + label_width(labels)
     figure = new_chart((width, max(2.8, 0.145 * len(labels) + 0.9)))
     plots: Any = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
     x_labels = [x_label] * len(charts) if isinstance(x_label, str) else x_label
@@ -234,17 +213,15 @@ def draw_lines(
         axes.set_xlabel(below, fontsize=TITLE, color=GREY, parse_math=False)
         axes.margins(x=0.02)
         axes.axhline(0, color=AXIS, linewidth=0.6, zorder=0)
-        _mark(axes, sorted({x for one in series for x in one.x}), ticks)
+        values = sorted({x for one in series for x in one.x})
+        if ticks:
+            axes.set_xticks(values, [printable(word) for word in ticks], parse_math=False)
+        elif all(value == round(value) for value in values):
+            axes.set_xticks(_ticks(values))
     plots[0].set_ylabel(y_label, fontsize=TITLE, color=GREY, parse_math=False)
     plots[0].set_ylim(bottom=bottom)
-    legend = figure.legend(
-        handles.values(),
-        map(printable, handles),
-        loc="outside right center",
-        frameon=False,
-        fontsize=BODY,
-        labelcolor=INK,
-    )
+    place: dict[str, Any] = {"loc": "outside right center", "frameon": False}
+    legend = figure.legend(handles.values(), map(printable, handles), fontsize=BODY, labelcolor=INK, **place)
     for text in legend.get_texts():
         text.set_parse_math(False)
     return settled(figure)
@@ -266,12 +243,9 @@ def _draw_series(axes: Axes, series: Series, number: int) -> Any:
     return line
 
 
-def _mark(axes: Axes, values: Sequence[float], words: Sequence[str]) -> None:
-    """Ticks at whole numbers, or the words that stand for them."""
-    if words:
-        axes.set_xticks(values, [printable(word) for word in words], parse_math=False)
-    elif all(value == round(value) for value in values):
-        axes.set_xticks(values if len(values) <= _MOST_TICKS else values[:: len(values) // 12])
+def _ticks(values: Sequence[float]) -> Sequence[float]:
+    """Return all values to mark, or evenly spaced ones if they are many."""
+    return values if len(values) <= _MOST_TICKS else values[:: len(values) // 12]
 
 
 def label_width(labels: Sequence[str]) -> float:
@@ -326,19 +300,10 @@ def draw_clip(
     notes: Sequence[str],
     span: int = 1,
 ) -> Figure:
-    """Draw key frames above a curve of the shares of all frames.
-
-    Args:
-        images: overlays by the index of their frame, uint8 RGB [height, width, 3].
-        shares: share of each frame, [frames].
-        title: title of the figure.
-        notes: lines below it.
-        span: number of frames that each map and each share covers.
-    """
+    """Draw key frames, by their index, above a curve of the shares of all frames; each covers `span` frames."""
     height, width = next(iter(images.values())).shape[:2]
     frame = _FRAME * height / width
-    size = (max(len(images), 3) * _FRAME + 0.4, frame + _CURVE + 0.3)
-    figure = new_chart(size)
+    figure = new_chart((max(len(images), 3) * _FRAME + 0.4, frame + _CURVE + 0.3))
     grid = GridSpec(2, len(images), figure=figure, height_ratios=[frame, _CURVE])
     for column, (index, image) in enumerate(images.items()):
         axes: Any = figure.add_subplot(grid[0, column])
@@ -349,13 +314,13 @@ def draw_clip(
         axes.set_title(label, fontsize=BODY, color=GREY)
     curve = figure.add_subplot(grid[1, :])
     style_axes(curve, "")
-    places = np.arange(len(shares)) * span + 1
+    places = [index * span + 1 for index in range(len(shares))]
     curve.plot(places, 100 * shares, color=BAR, marker="o", markersize=2.5, linewidth=1.2)
-    marked = [index * span + 1 for index in images]
+    marked = [places[index] for index in images]
     curve.plot(marked, 100 * shares[list(images)], "o", color=LINES[1], markersize=4, clip_on=False)
     curve.axhline(100 / len(shares), color=AXIS, linewidth=0.6, zorder=0)
     curve.set_ylim(0, 112 * max(shares.max(), 1 / len(shares)))
-    curve.set_xticks(marked)
+    curve.set_xticks(_ticks(places))
     curve.set_xlabel("frame", fontsize=TITLE, color=GREY)
     curve.set_ylabel("share, %", fontsize=TITLE, color=GREY)
     return framed(figure, title, notes)

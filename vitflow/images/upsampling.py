@@ -18,9 +18,7 @@ def upsample(
 ) -> NDArray[np.float32]:
     """Upsample a map from patches to the pixels of the original image that the model saw.
 
-    The grid is resized to the pixels that its cells cover in the model input, which are mapped back by the inverse of
-    the resize and crop of the preprocessing. Pixel centres are aligned; beyond the outermost patch centres the values
-    are constant.
+    Pixel centres are aligned; beyond the outermost patch centres the values are constant.
 
     Args:
         grid: one value per patch, [rows, cols].
@@ -30,10 +28,6 @@ def upsample(
 
     Returns:
         float32 [height, width] of the original image, NaN where the model saw nothing.
-
-    Raises:
-        OptionError: the interpolation is unknown.
-        ShapeError: the grid is not two-dimensional, is empty, or contains NaN or infinite values.
 
     >>> upsample(np.array([[0.0, 1.0]]), Placement((1, 8), (1, 8), (0, 1), (1, 6)), interpolation="nearest")
     array([[nan,  0.,  0.,  0.,  1.,  1.,  1., nan]], dtype=float32)
@@ -82,10 +76,6 @@ def merge_maps(
     The weight of each patch is distributed evenly over its area; cells of the new map are about as large as the
     smallest patch. The sum is preserved, except for what is outside the image.
 
-    Args:
-        grids: maps [rows, cols].
-        placements: their placements on the same image.
-
     >>> left, right = (Placement((2, 4), (2, 4), (0, x), (2, 2)) for x in (0, 2))
     >>> merge_maps([np.array([[1.0]]), np.array([[2.0]])], [left, right])[0]
     array([[1., 2.]], dtype=float32)
@@ -119,16 +109,13 @@ def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.flo
 
 
 def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Interpolate [patches, …] at positions from 0 to 1 along the first axis by a quadratic B-spline: [positions, …].
-
-    Each value is a weighted mean of the three nearest patches; the outermost values continue outwards. No product of
-    matrices: the threads of BLAS would spin afterwards.
-    """
+    """Interpolate [patches, …] at positions from 0 to 1 along the first axis by a quadratic B-spline."""
     at = places * len(lines) - 0.5
     nearest = np.rint(at).astype(np.int64)
     distance = at - nearest
     weights = np.stack([(0.5 - distance) ** 2 / 2, 0.75 - distance**2, (0.5 + distance) ** 2 / 2]).astype(np.float32)
     next_to = lines[np.clip(nearest + np.array([[-1], [0], [1]]), 0, len(lines) - 1)]
+    # No product of matrices: the threads of BLAS would spin afterwards.
     blended: NDArray[np.float32] = np.einsum("kp,kp...->p...", weights, next_to)
     return blended
 
@@ -136,12 +123,7 @@ def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray
 def _pixel_to_cells(
     placement: Placement, left: int, top: int, cells: Sequence[tuple[float, float]], size: tuple[int, int]
 ) -> NDArray[np.float64]:
-    """Return the 2 × 3 matrix from pixel indices, counted from (left, top) in the image, to those of resized cells.
-
-    Args:
-        cells: first pixel and length of the rows and columns in the model input.
-        size: (height, width) to which they were resized.
-    """
+    """Return the 2 × 3 matrix from pixel indices, from (left, top) on, to those of cells resized to (height, width)."""
     # OpenCV counts from pixel centres: index k stands for the coordinate k + 1/2.
     (y0, x0), (y1, x1) = (
         [

@@ -18,17 +18,9 @@ from vitflow.progress import tracking
 def read_video(
     path: str | os.PathLike[str], count: int, *, max_frames: int | None = None, max_pixels: int = MAX_PIXELS
 ) -> NDArray[np.uint8]:
-    """Read evenly spaced frames of a video file, uint8 RGB [frames, height, width, 3].
+    """Read evenly spaced frames of a video file, uint8 RGB [frames, height, width, 3]; at most as many as there are.
 
-    Args:
-        path: the file, in a format that OpenCV reads.
-        count: the number of frames; a shorter video has as many as there are.
-        max_frames: refuse files with more frames than this.
-        max_pixels: refuse files whose frames have more pixels than this.
-
-    Raises:
-        ImageError: the file does not exist, is too large, or has no frames that can be read.
-        OptionError: count is below 1.
+    Files with more frames than max_frames, or with frames of more than max_pixels, are refused.
     """
     if count < 1:
         raise OptionError(f"Expected at least 1 frame, got frames={count}.")
@@ -48,9 +40,8 @@ def read_video(
                 progress(1)
                 if max_frames is not None and decoded > max_frames:
                     raise ImageError(f"Expected {name!r} to have at most {max_frames:,} frames, got more.")
-        chosen = set(
-            ((np.arange(min(count, decoded)) + 0.5) * decoded / max(min(count, decoded), 1)).astype(int).tolist()
-        )
+        count = min(count, decoded)
+        chosen = set(((np.arange(count) + 0.5) * decoded / max(count, 1)).astype(int).tolist())
         video.open(os.fspath(path))  # from the start again; seeking fails in a video of one frame
         images = []
         for number in range(decoded):

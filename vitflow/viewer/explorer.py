@@ -46,43 +46,24 @@ _MEGABYTE = 10**6
 
 @dataclass(slots=True, eq=False)
 class ExploredImage:
-    """Recorded data of an image for the page.
-
-    Attributes:
-        name: display name.
-        path: path of its file, or None.
-        image: uint8 RGB [height, width, 3].
-        window: [left, top, right, bottom] of the part that the model saw.
-        areas: those of grids that do not fill it, by "rows,columns".
-        layout: prefix tokens and patch grid; None if layers differ in their tokens.
-        readout: weight of each token in the output, [tokens].
-        pooling: description of the readout.
-        attention: fused attention, float32 [layers, tokens, tokens].
-        heads: single heads, [layers, heads, tokens, tokens]; None if they do not fit.
-        affinities: similarity of the patches by kind, float64 [patches, patches].
-        features: features of the patches, [patches, width], with their (rows, cols); or None.
-        maps: further maps, ready for JSON: method, label, options, departures, shape, values, refined and facts.
-        answers: the classes, most probable first, ready for JSON: name and probability.
-        refused: reasons why "live", "weighting", "refine" or "features" are not available.
-        uniform: whether refinement would make any map nearly constant.
-    """
+    """Recorded data of an image for the page."""
 
     name: str
     path: str | None
     image: NDArray[np.uint8]
-    window: list[float] = field(default_factory=list)
+    window: list[float] = field(default_factory=list)  # as of placed_grids
     areas: dict[str, list[float]] = field(default_factory=dict)
-    layout: TokenLayout | None = None
-    readout: Floats | None = None
-    pooling: str = ""
-    attention: dict[Fused, Floats] = field(default_factory=dict)
-    heads: Floats | None = None
-    affinities: dict[str, Floats] = field(default_factory=dict)
-    features: tuple[Floats, tuple[int, int]] | None = None
-    maps: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    uniform: bool = False
+    layout: TokenLayout | None = None  # None if layers differ in their tokens
+    readout: Floats | None = None  # weight of each token in the output, [tokens]
+    pooling: str = ""  # description of the readout
+    attention: dict[Fused, Floats] = field(default_factory=dict)  # [layers, tokens, tokens]
+    heads: Floats | None = None  # [layers, heads, tokens, tokens]; None if they do not fit
+    affinities: dict[str, Floats] = field(default_factory=dict)  # by kind, [patches, patches]
+    features: tuple[Floats, tuple[int, int]] | None = None  # [patches, width], with their (rows, cols)
+    maps: list[dict[str, Any]] = field(default_factory=list)  # further maps, ready for JSON
+    answers: list[dict[str, Any]] = field(default_factory=list)  # classes, most probable first
+    refused: dict[str, str] = field(default_factory=dict)  # why "live", "weighting", "refine" or "features" are missing
+    uniform: bool = False  # whether refinement would make any map nearly constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +100,10 @@ def make_explorer(
     methods: Mapping[str, Mapping[str, Any]],
     max_size: float,
 ) -> ExplorerPage:
-    """Make the page.
+    """Make the page, with the "title", "defaults" and "published" options of each method.
 
-    Data that does not fit is left out with a note: first single heads, then all fusions but one, which is stored in 8
-    bits if necessary.
-
-    Args:
-        images: one or several.
-        model, model_note: its id, and its note for readers.
-        call: code that loads it.
-        methods: for each its "title", its "defaults", and the options of its publication, "published".
-        max_size: maximum size of the page in megabytes.
+    Data that does not fit into max_size megabytes is left out with a note: first single heads, then all fusions but
+    one, which is stored in 8 bits if necessary.
     """
     records = [_record(image) for image in images]
     room = _Room(max_size * _MEGABYTE - sum(len(str(one)) for one in records) - 2**17)
