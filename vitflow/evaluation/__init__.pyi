@@ -3,6 +3,8 @@ from .measures.faithfulness import Curves as Curves
 from .measures.faithfulness import can_drop_tokens as can_drop_tokens
 from .measures.faithfulness import faithfulness_curves as faithfulness_curves
 from .measures.faithfulness import run_on_patches as run_on_patches
+from .measures.inputs import InputScores as InputScores
+from .measures.inputs import blank_inputs as blank_inputs
 from .measures.localisation import Localisation as Localisation
 from .measures.localisation import accumulated_iou as accumulated_iou
 from .measures.localisation import localise as localise

@@ -180,7 +180,8 @@ def refused_input(model: str, error: Exception, shape: Sequence[int]) -> ModelEr
         return None
     return ModelError(
         f"Expected a model whose forward method takes one tensor {tuple(shape)}, but that of {model} failed on it with "
-        f"{type(error).__name__}: {error}. If it takes other inputs, pass a module whose forward(pixels) adds them."
+        f"{type(error).__name__}: {error}. If it takes other inputs, pass a module whose forward(pixels) adds them; "
+        "vitflow.evaluation.blank_inputs compares several images."
     )
 
 
