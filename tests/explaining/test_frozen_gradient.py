@@ -13,6 +13,7 @@ from tests.recording.test_families import build, marked
 from tests.small import DATA, custom_model, photo
 from vitflow import Explainer
 from vitflow.errors import UnsupportedModelError
+from vitflow.methods import TokenLayout
 from vitflow.models.calls import logits_of
 from vitflow.recording.frozen import attending_blocks, frozen_pass
 from vitflow.recording.recorder import record_attention
@@ -81,6 +82,58 @@ def test_a_path_around_the_blocks_and_errors_that_cancel_are_refused():
         Explainer(model, data_config=DATA).explain_batch(
             [photo(32, 32)] * 2, methods=["frozen_gradient"], targets=np.array([0, 1])
         )
+
+
+class Custom(torch.autograd.Function):
+    """An activation that no function mode sees."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sigmoid() * x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        [x] = ctx.saved_tensors
+        return gradient * x.sigmoid()
+
+
+class TokensFirst(nn.Module):
+    """A transformer of torch whose tokens are [tokens, batch, channels]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.head = nn.Conv2d(3, 24, 8, 8), nn.Linear(24, 5)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(24, 3, 48, dropout=0.0) for _ in range(4))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        tokens = self.patches(pixels).flatten(2).permute(2, 0, 1)
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return self.head(tokens.mean(dim=0))
+
+
+@pytest.mark.parametrize("images", [1, 16])
+def test_tokens_on_the_first_axis_are_refused_also_if_there_are_as_many_images(images):
+    explainer = Explainer(TokensFirst().eval(), data_config=DATA, layout=TokenLayout(0, 4, 4))
+    with pytest.raises(UnsupportedModelError, match="layers.0"):
+        explainer.explain_batch([photo(32, 32)] * images, methods=["frozen_gradient"], targets=2, refine=0)
+
+
+UNSEEN = {
+    "a custom function": Custom.apply,
+    "arrays": lambda x: x + torch.from_numpy(np.sin(x.detach().numpy())),
+    "numbers": lambda x: x + x.mean().item(),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_the_function_mode_does_not_see_is_refused(name):
+    model = custom_model(depth=4)
+    model.blocks[2].mlp.act = Act(UNSEEN[name])
+    with pytest.raises(UnsupportedModelError, match="add up|on what it computes"):
+        Explainer(model, data_config=DATA).explain(photo(32, 32), **PLAIN)
 
 
 def squared_sums(x: Tensor) -> Tensor:

@@ -1,284 +1,37 @@
 """Forward passes with frozen nonlinearities, whose outputs are linear in the tokens of a block and the constants above.
 
-Attention probabilities, the deviations of norms and the gates act(x)/x of activations are constants of the autograd
-graph. Constants that are added to tensors of the graph (biases, class tokens, numbers) are multiplied by a scalar 1
-of the graph, so that the outputs are homogeneous in the tokens and that scalar. Since no list of functions can show
-that nothing was missed, each run checks it: output = Σ tokens × gradients + Σ constants × gradients.
+No list of functions can show that nothing was missed. So each run checks that the outputs are those of the model, and
+that output = Σ tokens × gradients + Σ constants × gradients.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from types import FunctionType
+from math import isfinite
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
-from vitflow.errors import OTHER_METHODS, NoAttentionError, UnsupportedModelError
+from vitflow.errors import OTHER_METHODS, ModelError, NoAttentionError, UnsupportedModelError
 from vitflow.methods.frozen_gradient import contributions
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.anatomy import feature_layout, read_layout
 from vitflow.models.blocks import block_paths
-from vitflow.models.calls import tensors_in, tokens_of, with_tokens
+from vitflow.models.calls import tokens_of, with_tokens
 from vitflow.recording.block_watch import block_paths_of
 from vitflow.recording.experiment import Call
+from vitflow.recording.freezing import Freezing
 from vitflow.recording.isolation import Hook, evaluating, refuse_checkpointing
 from vitflow.recording.places import place_features
+from vitflow.recording.readout import HALF_SCALE
 from vitflow.recording.recorder import record_attention
 from vitflow.recording.trace import Trace
 
 # The largest share of a map that may be missing, and relative difference of outputs that should be equal, by bytes per
 # element.
 _TOLERANCE = {8: 1e-6, 4: 1e-3, 2: 5e-2}
-
-# Names of functions as torch calls them, without underscores at their ends.
-_CONSTANTS = {
-    "softmax",
-    "sigmoid",
-    "hardsigmoid",
-    "softplus",
-    "exp",
-    "rsqrt",
-    "sqrt",
-    "reciprocal",
-    "std",
-    "var",
-    "norm",
-}
-_CONSTANTS |= {"linalg_norm", "linalg_vector_norm", "rtruediv", "rdiv", "rpow"}
-_ACTIVATIONS = {"relu", "leaky_relu", "relu6", "hardtanh", "gelu", "silu", "mish", "hardswish", "tanh", "erf", "elu"}
-_ACTIVATIONS |= {"selu", "celu", "softsign", "square", "pow", "clamp", "clamp_min", "clamp_max", "clip"}
-_PRODUCTS = {"mul", "multiply", "rmul", "imul", "matmul", "rmatmul", "bmm", "mm", "einsum"}
-_QUOTIENTS = {"div", "divide", "true_divide", "truediv", "itruediv"}
-# Of sums, positions of the arguments that are added.
-_SUMS: dict[str, tuple[int, ...]] = dict.fromkeys(("add", "iadd", "radd", "sub", "isub", "rsub", "subtract"), (0, 1))
-_SUMS |= dict.fromkeys(("linear", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))), (2,))
-_SUMS |= {"where": (1, 2), "masked_fill": (2,)}
-_SUMS |= dict.fromkeys(("addmm", "addbmm", "baddbmm", "cat", "concat", "concatenate", "stack"), (0,))
-# Their names among keyword arguments.
-_ADDED = ("bias", "other", "tensors", "value")
-# Queries, keys and mask of scaled_dot_product_attention.
-_SCORED = (0, 1, 3)
-# Functions whose result is of the image only if their first argument is, and such as never are.
-_LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
-_NEW = {f"{kind}_like" for kind in ("zeros", "ones", "full", "empty", "rand", "randn")}
-_NEW |= {f"new_{kind}" for kind in ("zeros", "ones", "full", "empty", "tensor")}
-# torch's functional module, whose functions in Python call others when they are not overridden.
-_FUNCTIONAL = vars(F) | {name: lambda *_: False for name in vars(F) if name.startswith("has_torch_function")}
-
-
-class _Kind(Enum):
-    """Kind of a tensor that is computed from the image: constant in the graph, linear, or a gate, as act(x) is."""
-
-    CONSTANT = 0
-    LINEAR = 1
-    GATE = 2
-
-
-class Freezing(TorchFunctionMode):
-    """Function mode in which a model is linear from some tokens on.
-
-    Attributes:
-        one: factor of the constants that are added; None until the tokens are known.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one: Tensor | None = None
-        self._of_image: Any = WeakIdKeyDictionary()
-
-    def begin(self, pixels: Tensor) -> Tensor:
-        """Return the pixels that the model gets, from which the tensors of the image are computed."""
-        self._of_image[pixels] = _Kind.CONSTANT
-        return pixels
-
-    def linear(self, tokens: Tensor) -> Tensor:
-        """Return tokens from which the outputs are linear."""
-        self._of_image[tokens] = _Kind.LINEAR
-        return tokens
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "").partition(".")[0].strip("_")
-        given = args[:1] if name in _LIKE else (args, kwargs)
-        inputs = [each for each in tensors_in(given) if each in self._of_image]
-        if not inputs or name in _NEW:
-            return func(*args, **kwargs)
-        kinds = {self._of_image[each] for each in inputs} - {_Kind.CONSTANT}
-        active = bool(kinds) and torch.is_grad_enabled()
-        if active and isinstance(func, FunctionType) and func.__code__.co_filename == F.__file__:
-            unrolled = FunctionType(func.__code__, _FUNCTIONAL, name, func.__defaults__, func.__closure__)
-            unrolled.__kwdefaults__ = func.__kwdefaults__
-            with self:
-                return unrolled(*args, **kwargs)
-        output = self._frozen(name, func, args, kwargs) if active else func(*args, **kwargs)
-        kind = _Kind.GATE if name in _ACTIVATIONS or kinds == {_Kind.GATE} else _Kind.LINEAR
-        for tensor in tensors_in(args[:1] if name == "setitem" else output):
-            constant = not active or name in _CONSTANTS or not tensor.requires_grad
-            self._of_image[tensor] = _Kind.CONSTANT if constant else kind
-        return output
-
-    def _frozen(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a function of tensors in the graph so that it is linear in these."""
-        if name in _CONSTANTS:
-            return self._constant(func, args, kwargs)
-        if name in _ACTIVATIONS:
-            x = next(tensors_in((args, kwargs)))
-            return x * (self._constant(func, args, kwargs) / torch.where(x == 0, math.inf, x)).detach()
-        if name in _PRODUCTS:
-            return self._product(func, args, kwargs)
-        if name in _QUOTIENTS:
-            return func(args[0], *map(_detached, args[1:]), **{n: _detached(each) for n, each in kwargs.items()})
-        if name in _SUMS:
-            added = _SUMS[name]
-            if _is_in_place(func):
-                added = tuple(n for n in added if n)
-            args = tuple(self._counted(each) if n in added else each for n, each in enumerate(args))
-            return func(*args, **{n: self._counted(each) if n in _ADDED else each for n, each in kwargs.items()})
-        if name == "scaled_dot_product_attention":
-            args = tuple(_detached(each) if n in _SCORED else each for n, each in enumerate(args))
-            frozen = {n: _detached(each) if n in ("query", "key", "attn_mask") else each for n, each in kwargs.items()}
-            return func(*args, **frozen)
-        if name in _NORMS:
-            return _NORMS[name](self._counted, *args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a function outside of the graph; in place on a copy."""
-        if _is_in_place(func):
-            args = (args[0].clone(), *args[1:])
-        with torch.no_grad():
-            return func(*args, **kwargs)
-
-    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Multiply two tensors of the graph, of which a gate is constant; so is one factor of a square."""
-        kinds = [(each, self._of_image.get(each)) for each in tensors_in((args, kwargs))]
-        factors = [(each, kind) for each, kind in kinds if kind in (_Kind.LINEAR, _Kind.GATE)]
-        if len(factors) != 2:
-            return func(*args, **kwargs)
-        (first, kind), (second, other) = factors
-        if first is second:
-            return func(first.detach(), *args[1:], **kwargs)
-        if kind is other:
-            return func(*args, **kwargs)  # not linear
-        constant = first if kind is _Kind.GATE else second
-
-        def frozen(value: Any) -> Any:
-            return value.detach() if value is constant else value
-
-        return func(*map(frozen, args), **{name: frozen(value) for name, value in kwargs.items()})
-
-    def _counted(self, value: Any) -> Any:
-        """Return constants times the scalar in the graph."""
-        if isinstance(value, list | tuple):
-            return [self._counted(each) for each in value]
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        constant = isinstance(value, Tensor) and value.is_floating_point() and value not in self._of_image
-        return value * self.one if number or constant else value
-
-
-def _is_in_place(func: Any) -> bool:
-    return func.__name__ in ("__iadd__", "__isub__") or (func.__name__.endswith("_") and func.__name__[-2:] != "__")
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-# --- Norms with constant deviations, and gated units ------------------------------------------------------------------
-
-# Multiplies constants by the scalar in the graph.
-Counted = Callable[[Any], Any]
-
-
-def _divided(x: Tensor, axes: tuple[int, ...], eps: float, *, centre: bool = True) -> Tensor:
-    """Return a tensor divided by its deviation (or root mean square) over some axes, at least in float32."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    centred = wide - wide.mean(dim=axes, keepdim=True) if centre else wide
-    divided: Tensor = centred * (centred.detach().square().mean(dim=axes, keepdim=True) + eps).rsqrt()
-    return divided
-
-
-def _affine(counted: Counted, x: Tensor, like: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * weight
-    return (x if bias is None else x + counted(bias)).to(like.dtype)
-
-
-def _layer_norm(
-    counted: Counted,
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
-) -> Tensor:
-    return _affine(counted, _divided(x, tuple(range(-len(shape), 0)), eps), x, weight, bias)
-
-
-def _rms_norm(
-    counted: Counted, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _affine(counted, _divided(x, tuple(range(-len(shape), 0)), eps, centre=False), x, weight, None)
-
-
-def _group_norm(
-    counted: Counted,
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
-) -> Tensor:
-    divided = _divided(x.unflatten(1, (groups, -1)).flatten(2), (2,), eps).reshape(x.shape)
-    return _affine(counted, divided, x, *(_per_channel(each, x) for each in (weight, bias)))
-
-
-def _batch_norm(
-    counted: Counted,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    *settings: Any,
-) -> Tensor:
-    training, _, eps, *_ = settings
-    if training:
-        raise UnsupportedModelError("Batch norm computes statistics of the batch, so its images mix: use model.eval().")
-    scale = (variance + eps).rsqrt() * (1.0 if weight is None else weight)
-    shift = (0.0 if bias is None else bias) - mean * scale
-    return _affine(counted, x, x, _per_channel(scale, x), _per_channel(shift, x))
-
-
-def _per_channel(values: Tensor | None, x: Tensor) -> Any:
-    return None if values is None else values.view(-1, *[1] * (x.ndim - 2))
-
-
-def _glu(counted: Counted, x: Tensor, dim: int = -1) -> Tensor:
-    values, gate = x.chunk(2, dim=dim)
-    return values * gate.detach().sigmoid()
-
-
-_NORMS: dict[str, Callable[..., Tensor]] = {
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "group_norm": _group_norm,
-    "batch_norm": _batch_norm,
-    "glu": _glu,
-}
-
-
-# --- The pass --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -312,16 +65,19 @@ class FrozenPass:
         """
         # Another factor for each image, as errors of opposite targets would cancel.
         factors = torch.linspace(1.0, 2.0, len(weights)).to(weights)
+        factors *= HALF_SCALE if self.outputs.dtype == torch.float16 else 1.0
         parts, errors = self._differentiate(weights * factors.unsqueeze(1))
-        limit = _TOLERANCE[self.outputs.dtype.itemsize]
-        if not max(errors) <= limit:
-            for image in range(len(weights)):
+        if not self._hold(errors):
+            for image, factor in enumerate(factors):
                 alone = torch.zeros_like(weights)
-                alone[image] = weights[image]
+                alone[image] = weights[image] * factor
                 _, errors = self._differentiate(alone, image)
-                if not max(errors) <= limit:
+                if not self._hold(errors):
                     raise self._error(errors)
         return [part / factors.to(part).unsqueeze(1) for part in parts]
+
+    def _hold(self, errors: Sequence[float]) -> bool:
+        return all(error <= _TOLERANCE[self.outputs.dtype.itemsize] for error in errors)
 
     def _differentiate(self, weights: Tensor, image: int | None = None) -> tuple[list[Tensor], list[float]]:
         """Return contributions, and what is missing at each block, relative to the smallest map or that of an image."""
@@ -338,16 +94,13 @@ class FrozenPass:
         return parts, errors
 
     def _error(self, errors: Sequence[float]) -> UnsupportedModelError:
-        model, path = type(self.call.model).__name__, self.blocks[errors.index(max(errors))]
-        if not math.isfinite(max(errors)):
-            fact = f"The output of {model} does not depend on the tokens after {path}"
-        else:
-            fact = (
-                f"The tokens after {path} and the constants above do not add up to the output of {model}: "
-                f"{max(errors):.2g} of the map is missing. There is a nonlinearity that cannot be frozen, or a path "
-                "around this block"
-            )
-        return UnsupportedModelError(f"{fact}, so frozen_gradient does not apply. {OTHER_METHODS}")
+        model, (error, path) = type(self.call.model).__name__, max(zip(errors, self.blocks, strict=True))
+        if not all(map(isfinite, errors)):
+            return _refusal(f"The output of {model} does not depend on the tokens after {path}")
+        return _refusal(
+            f"The tokens after {path} and the constants above do not add up to the output of {model}: {error:.2g} of "
+            "the map is missing. There is a nonlinearity that cannot be frozen, or a path around this block"
+        )
 
 
 def attending_blocks(trace: Trace) -> list[str]:
@@ -394,18 +147,15 @@ def frozen_pass(
     Raises:
         UnsupportedModelError: the tokens of a block are not on a patch grid, or the outputs differ from those expected.
     """
-    model, batch = call.model, len(call.pixels)
+    model, batch = type(call.model).__name__, len(call.pixels)
     tokens, ones = dict[str, Tensor](), list[Tensor]()
     freezing = Freezing()
 
     def freeze(path: str, args: Any, output: Any) -> Any:
-        refuse_checkpointing(model)
+        refuse_checkpointing(call.model)
         computed = tokens_of(output)
-        if computed is None or path in tokens or len(computed) != batch:
-            raise UnsupportedModelError(
-                f"Expected {path} of {type(model).__name__} to run once and to return tokens [batch, …], so "
-                f"frozen_gradient does not apply. {OTHER_METHODS}"
-            )
+        if computed is None or path in tokens or len(computed) != batch or (tokens and not computed.requires_grad):
+            raise _refusal(f"{path} of {model} runs several times, or not on tokens [batch, …] of the block before")
         torch.set_grad_enabled(True)  # until the experiment below ends
         tokens[path] = computed if tokens else freezing.linear(computed.detach().requires_grad_())
         kind = torch.promote_types(computed.dtype, torch.float32)
@@ -414,18 +164,24 @@ def frozen_pass(
         return with_tokens(output, freezing.linear(tokens[path].clone()))  # the model may change it in place
 
     # Created inside the experiment, in which they act.
-    hooks = (Hook(model.get_submodule(path), partial(freeze, path), before=False, first=True) for path in blocks)
+    hooks = (Hook(call.model.get_submodule(path), partial(freeze, path), before=False, first=True) for path in blocks)
     with call.experiment(hooks, autocast=True), freezing:
-        pixels = freezing.begin(call.pixels)
-        outputs = read(call(pixels, same_images=True))
-    if list(tokens) != list(blocks) or outputs is None:
-        raise UnsupportedModelError(f"{type(model).__name__} does not run {' and '.join(blocks)} in this order.")
+        output = call(freezing.begin(call.pixels), same_images=True)
+        try:
+            outputs = read(output)
+        except ModelError as error:
+            raise _refusal(f"The outputs of {model} cannot be computed with frozen nonlinearities ({error})") from error
+    if list(tokens) != list(blocks) or outputs is None or not outputs.requires_grad:
+        raise _refusal(f"The output of {model} is not computed from {' and then '.join(blocks)}, or by a softmax")
     difference = (outputs.detach().double() - expected.detach().double()).abs().max()
     if not difference <= _TOLERANCE[outputs.dtype.itemsize] * expected.detach().double().abs().max():
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has another output if it runs again with frozen nonlinearities, so "
-            f"frozen_gradient does not apply: it may be random. {OTHER_METHODS}"
-        )
+        raise _refusal(f"{model} has another output if it runs again: it may be random, or change tensors in place")
+    for path, each in tokens.items():
+        if each.shape[1] == batch > 1:  # the first axis may be that of tokens
+            first = torch.zeros_like(outputs).index_fill_(0, torch.tensor(0, device=outputs.device), 1.0)
+            [gradient] = torch.autograd.grad(outputs, [each], first, retain_graph=True)
+            if gradient[1:].any():
+                raise _refusal(f"The output of {model} for an image depends on all {batch} rows after {path}")
     layouts = [_located(call, path, each, layout) for path, each in tokens.items()]
     return FrozenPass(call, outputs, list(blocks), list(tokens.values()), layouts, ones)
 
@@ -438,8 +194,11 @@ def _located(call: Call, path: str, tokens: Tensor, layout: TokenLayout | None) 
     located = feature_layout(call.model, size, tokens, layout)
     placed = None if located is None else place_features(call, path, *located)
     if placed is None:
-        raise UnsupportedModelError(
-            f"The output of {path} in {type(call.model).__name__}, of shape {tuple(tokens.shape)}, has no patch grid, "
-            f"so frozen_gradient does not apply. {OTHER_METHODS}"
+        raise _refusal(
+            f"The output of {path} in {type(call.model).__name__}, of shape {tuple(tokens.shape)}, has no patch grid"
         )
     return placed
+
+
+def _refusal(fact: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{fact}, so frozen_gradient does not apply. {OTHER_METHODS}")
