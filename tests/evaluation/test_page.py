@@ -75,19 +75,21 @@ def test_names_do_no_harm_and_are_shown_as_they_are(open_page, saved):
 
 def test_every_number_of_the_tables_is_there(open_page, saved):
     actual, page = saved[0], open_page("light")
-    sections = page.locator("main section")
+    sections = page.locator("main section:not(#examples)")
     for number, group in enumerate(actual.groups[:-1]):  # rank correlation has other tables
         table = sections.nth(number).locator("table.numbers").first
         head = table.locator("thead th").all_inner_texts()
         metrics = [metric for metric in actual.metrics if metric.group == group]
-        assert head == ["method", *(f"{metric.title} {metric.arrow}" for metric in metrics)]
+        control = {"localisation": "roc_auc", "faithfulness": "deletion_auc"}.get(group)
+        last = [f"{METRICS[control].title}, blurred"] if control else []
+        assert head == ["method", *(f"{metric.title} {metric.arrow}" for metric in metrics), *last]
         for line, method in enumerate(actual.shown_methods):
             row = table.locator("tbody tr").nth(line)
             cells = row.locator("td .mean").all_inner_texts()
             means = [actual.row(metric.name, method).estimate.mean for metric in metrics]
-            controls = [actual.blurred(metric.name, method) for metric in metrics]
-            shown = [f"blurred {one.estimate.mean:.3f}" for one in controls if one and one.estimate.mean is not None]
-            assert [text for text in row.locator(".control").all_inner_texts() if "–" not in text] == shown
+            twin = actual.blurred(control, method) if control else None
+            shown = [f"{twin.estimate.mean:.3f}" if twin.estimate.mean is not None else "–"] if twin else []
+            assert row.locator(".control").all_inner_texts() == shown
             assert cells == ["–" if m is None else f"{round(m, 3) + 0.0:.3f}".replace("-", "−") for m in means], method
 
 
@@ -103,7 +105,9 @@ def test_the_page_counts_the_methods_that_were_requested_and_answers_its_title(o
     actual, page = saved[0], open_page("light")
     assert actual.main_methods == ["gae", METHOD] and "2 methods," in repr(actual)
     assert "2 methods and 2 baselines" in page.locator("header .summary").inner_text()
-    assert page.locator("header .verdict").inner_text().startswith("On your 3 images: too few images")
+    assert (
+        page.locator("header .verdict").inner_text().startswith("On your 3 images. Where the object is: too few images")
+    )
 
 
 def test_the_best_are_all_methods_whose_means_are_equal_and_never_a_baseline():
@@ -113,6 +117,16 @@ def test_the_best_are_all_methods_whose_means_are_equal_and_never_a_baseline():
     rows = tuple({"status": "measured", "groups": ["localisation"], "values": values} for values in measured)
     tables = Tables("data", "model", methods, (METRICS["roc_auc"],), rows)
     assert tables.best("roc_auc") == ["gradcam", "gae"]
+
+
+def test_the_page_shows_the_best_the_middle_and_the_worst_image(open_page, saved):
+    actual, page = saved[0], open_page("light")
+    auc = [entry["values"]["gae"]["roc_auc"] / 2 + 0.25 for entry in actual.images]  # a constant map has 0.5
+    names = [entry["input"] for _, entry in sorted(zip(auc, actual.images, strict=True), key=lambda pair: -pair[0])]
+    assert list(actual.extremes) == names and list(actual.extremes.values()) == pytest.approx(sorted(auc)[::-1])
+    text = page.locator("#examples .description").inner_text()
+    assert all(f"{name} ({value:.3f})" in text for name, value in actual.extremes.items())
+    assert (saved[1].parent / "figures" / "examples.png").exists()
 
 
 def test_under_each_method_stands_how_it_departs_from_its_publication(open_page, saved):
@@ -131,8 +145,8 @@ def test_charts_are_loaded_in_light_and_in_dark(open_page):
     for scheme in ("light", "dark"):
         page = open_page(scheme)
         charts = page.locator("figure img")
-        assert charts.count() == 4
-        assert all(charts.nth(k).evaluate("image => image.naturalWidth > 200 && image.complete") for k in range(4))
+        assert charts.count() == 5
+        assert all(charts.nth(k).evaluate("image => image.naturalWidth > 200 && image.complete") for k in range(5))
         inverted = charts.first.evaluate("image => getComputedStyle(image).filter !== 'none'")
         assert inverted == (scheme == "dark")
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -421,7 +421,8 @@ def test_a_saved_evaluation_holds_every_number(saved):
     assert record["metrics"]["roc_auc"]["limitations"]
     assert len(record["differences"]) == 6 * len(actual.metrics)
     assert {path.name for path in (place / "figures").iterdir()} == {
-        f"{name}.{kind}" for name in ("localisation", "faithfulness", "curves", "sanity") for kind in ("png", "svg")
+        "examples.png",
+        *(f"{name}.{kind}" for name in ("localisation", "faithfulness", "curves", "sanity") for kind in ("png", "svg")),
     }
 
 

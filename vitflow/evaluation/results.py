@@ -32,9 +32,11 @@ from vitflow.images.typesetting import (
     GREY,
     INK,
     MOST_WIDTH,
+    TITLE,
     Series,
     draw_lines,
     label_width,
+    measure,
     new_chart,
     settled,
     style_axes,
@@ -43,7 +45,7 @@ from vitflow.images.typesetting import (
 from vitflow.viewer.pages import Page, make_html
 
 # Lengths in inches; browsers may draw labels a little wider than matplotlib, so they need the padding.
-_ROW, _PANEL, _AROUND, _PAD = 0.19, 1.45, 0.55, 0.08
+_ROW, _PANEL, _AROUND, _PAD, _TITLE_PAD = 0.19, 1.45, 0.55, 0.08, 0.3
 # CSS pixels per inch of every figure, so that their text has the same size.
 _PIXELS = 108
 
@@ -158,6 +160,7 @@ class Evaluation(Tables):
         charts = draw_charts(self)
         figures = {f"{name}.{suffix}": chart for name, chart in charts.items() for suffix in ("png", "svg")}
         figures |= {f"grid-{index}.png": figure for index, figure in enumerate(self.grids, start=1)}
+        figures |= {} if self.examples is None else {"examples.png": self.examples}
         for name, figure in figures.items():
             save_figure(figure, folder / "figures" / name)
         page = make_html(
@@ -168,6 +171,7 @@ class Evaluation(Tables):
             groups={name: group for name, group in GROUPS.items() if name in self.groups},
             charts={name: _image(figure, "svg") for name, figure in charts.items()},
             grids=[_image(grid, "png") for grid in self.grids],
+            examples=None if self.examples is None else _image(self.examples, "png"),
             confidence=round(100 * CONFIDENCE),
             baselines=sum(map(self.is_baseline, self.methods)),
         )
@@ -204,7 +208,9 @@ def draw_bars(tables: Tables, names: Sequence[str]) -> Figure:
     metrics = [metric for metric in tables.metrics if metric.name in names or metric.group in names]
     methods = [name for name in tables.shown_methods if any(tables.is_measured(name, metric) for metric in metrics)]
     labels = [printable(name) for name in methods]
-    figure = new_chart((label_width(labels) + _PANEL * len(metrics), _AROUND + _ROW * len(labels)))
+    # A panel is as wide as the longest title, which the layout does not consider.
+    panel = max(_PANEL, *(_TITLE_PAD + measure(_titled(metric), TITLE) for metric in metrics))
+    figure = new_chart((label_width(labels) + panel * len(metrics), _AROUND + _ROW * len(labels)))
     if (layout := figure.get_layout_engine()) is not None:
         layout.set(w_pad=_PAD)  # type: ignore[call-arg]
     plots: Any = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
@@ -216,6 +222,10 @@ def draw_bars(tables: Tables, names: Sequence[str]) -> Figure:
         text.set_parse_math(False)
     first.set_ylim(len(labels) - 0.4, -0.6)
     return settled(figure)
+
+
+def _titled(metric: Metric) -> str:
+    return f"{metric.title} {metric.arrow}"
 
 
 def _draw_panel(axes: Axes, metric: Metric, rows: Sequence[TableRow]) -> None:
@@ -230,7 +240,7 @@ def _draw_panel(axes: Axes, metric: Metric, rows: Sequence[TableRow]) -> None:
     if chance is not None:
         axes.axvline(chance, color=GREY, linewidth=0.7, linestyle=(0, (3, 2)), zorder=4)
     axes.axvline(0, color=AXIS, linewidth=0.6, zorder=1)
-    style_axes(axes, f"{metric.title} {metric.arrow}")
+    style_axes(axes, _titled(metric))
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)

@@ -28,6 +28,8 @@ from vitflow.images.typesetting import decimal
 from vitflow.registry.choices import split_label
 from vitflow.registry.method_table import BASELINES, METHODS
 
+# Metrics whose blurred controls are displayed, if they are measured: blur improves one and worsens the other.
+_CONTROLLED = ("roc_auc", "deletion_auc")
 # Columns of an image in the tidy table.
 _IMAGE = tuple(kinds_in("results"))
 
@@ -77,6 +79,7 @@ class Tables:
         kind: the kind of the images.
         skipped: notes on groups, methods and files that were left out.
         grids: figures of some grids of four images with their maps, if grids were measured and saved.
+        examples: figure of the maps of the images of `extremes`, if the evaluation was saved.
     """
 
     data: str
@@ -88,6 +91,7 @@ class Tables:
     kind: str = "images"
     skipped: tuple[str, ...] = ()
     grids: tuple[Figure, ...] = ()
+    examples: Figure | None = None
 
     @cached_property
     def images(self) -> tuple[Mapping[str, Any], ...]:
@@ -250,6 +254,23 @@ class Tables:
         known = [(row.method, mean) for row in rows if row.method in main and (mean := row.estimate.mean) is not None]
         return sorted(known, key=lambda pair: pair[1], reverse=METRICS[metric].better == "higher")
 
+    @cached_property
+    def extremes(self) -> dict[str, float]:
+        """The images with the best, the median and the worst mean over the methods, and this mean of `lead`."""
+        if self.lead is None or not (columns := [self.methods.index(name) for name in self.main_methods]):
+            return {}
+        means = defined_means(self.values[self.lead.name][:, columns].T)
+        order = np.argsort(means)[: int(np.isfinite(means).sum())]  # NaN last
+        order = order[::-1] if self.lead.better == "higher" else order
+        chosen = {int(order[place]) for place in (0, len(order) // 2, -1)} if len(order) else ()
+        return {self.images[index]["input"]: float(means[index]) for index in order.tolist() if index in chosen}
+
+    @property
+    def lead(self) -> Metric | None:
+        """The metric that `extremes` are chosen by: ROC-AUC, else insertion − deletion, else the first one."""
+        leads = [metric for metric in self.metrics if metric.name in ("roc_auc", "gap")]
+        return next(iter([*leads, *self.metrics]), None)
+
     def best(self, metric: str) -> list[str]:
         """Return the method with the best mean, and those whose means are displayed as the same number."""
         ranking = self.ranking(metric)
@@ -269,18 +290,24 @@ class Tables:
         row = self.row(metric, blurred_label(method))
         return row if row is not None and row.measured else None
 
-    def overview(self, group: str) -> Table:
-        """Return means ± standard errors of a group: a row per method; columns per metric, also of its control."""
+    def control(self, group: str) -> Metric | None:
+        """Return the metric of a group whose blurred controls are displayed; None if none was measured."""
         metrics = [metric for metric in self.metrics if metric.group == group]
+        metrics = [*(metric for metric in metrics if metric.name in _CONTROLLED), *metrics]
+        measured = (m for m in metrics if any(self.blurred(m.name, method) for method in self.main_methods))
+        return next(measured, None)
+
+    def overview(self, group: str) -> Table:
+        """Return means ± standard errors of a group: a row per method, a column per metric and one of controls."""
         columns: dict[str, list[str]] = {"method": self.shown_methods}
-        for metric in metrics:
+        for metric in (metric for metric in self.metrics if metric.group == group):
             rows = [self._tables[metric.name][method] for method in self.shown_methods]
             columns[f"{metric.title} {metric.arrow}"] = [
                 str(row.estimate) if row.measured else "not measured" for row in rows
             ]
-            controls = [self.blurred(metric.name, method) for method in self.shown_methods]
-            if any(controls):
-                columns[f"{metric.title}, blurred"] = [decimal(row.estimate.mean) if row else "" for row in controls]
+        if (control := self.control(group)) is not None:
+            controls = [self.blurred(control.name, method) for method in self.shown_methods]
+            columns[f"{control.title}, blurred"] = [decimal(row.estimate.mean) if row else "" for row in controls]
         return Table(tuple(columns), list(zip(*columns.values(), strict=True)))
 
     def accumulated_mean_iou(self) -> dict[str, float | None]:

@@ -6,6 +6,7 @@ Grid pointing game: four images of different classes in one model input, with th
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -213,6 +214,18 @@ def _is_predicted(explainer: Explainer, image: Labelled, target: int) -> bool:
 def random_order(name: str, seed: int) -> bytes:
     """Return the sort key of a random order of images, stable when images are added to the data."""
     return hashlib.sha256(f"{seed} {name}".encode("utf-8", "surrogateescape")).digest()
+
+
+def draw_examples(samples: Sequence[Sample], explainer: Explainer, methods: Sequence[ChosenMethod]) -> Figure | None:
+    """Draw the maps of images for their targets: a row per image, a column per method; None if no image is readable."""
+    rows = []
+    for sample in samples:
+        with suppress(VitflowError, OSError):  # no longer readable
+            image = sample.read()
+            target = choose_target(image, explainer.num_classes, explainer.class_names).target
+            maps = explainer.explain_batch([image.image], methods=methods, targets=target, names=[sample.name])
+            rows.append(tuple(maps))
+    return Comparison(tuple(rows)).figure() if rows else None
 
 
 def draw_grids(

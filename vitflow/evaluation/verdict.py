@@ -1,6 +1,6 @@
 """Sentences about an evaluation: the verdict, and notes on what was measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,9 +12,9 @@ from vitflow.registry.method_table import get_method, is_slow
 
 # Questions of the verdict, and the metrics that answer them; the first measured metric counts.
 _QUESTIONS = {
-    "where the object is": ("roc_auc", "mean_iou", "average_precision", "energy", "pointing_game"),
-    "what the prediction depends on": ("gap", "deletion_auc", "insertion_auc"),
-    "one class against another": ("grid_auc", "separation", "grid_energy", "class_sensitivity"),
+    "Where the object is": ("roc_auc", "mean_iou", "average_precision", "energy", "pointing_game"),
+    "What the prediction depends on": ("gap", "deletion_auc", "insertion_auc"),
+    "One class against another": ("grid_auc", "separation", "grid_energy", "class_sensitivity"),
 }
 _BLUR_NOTE = (
     "Blurred controls are the same maps after a Gaussian blur of one patch. Blur improves localisation, because "
@@ -28,67 +28,36 @@ _REPLACED = {
 
 
 def verdict(evaluation: Tables) -> str:
-    """Return a sentence with the best method for each question, the best fast method, and ties.
+    """Return a sentence for each question: the best method, and those that cannot be distinguished from it.
 
-    Only measured metrics count; the sentence is empty if none of them answers a question. On fewer than ten images no
+    Only measured metrics count; the text is empty if none of them answers a question. On fewer than ten images no
     method is called better than another.
 
     >>> from vitflow.evaluation import evaluate
     >>> verdict(evaluate("demo:12", model="demo", methods=["gae", "attention"], metrics=["roc_auc"]))
-    'On your 12 images: GAE for where the object is.'
+    'On your 12 images. Where the object is: GAE.'
     """
-    winners: dict[str, list[str]] = {}  # questions by their best method
-    best_of_few: dict[str, list[str]] = {}
-    unclear, answered = list[str](), list[str]()  # questions; metrics measured on enough images
+    total, sentences = len(evaluation.images), list[str]()
     for question, names in _QUESTIONS.items():
         metric = next((name for name in names if name in evaluation.values), None)
         if metric is None or not (ranking := evaluation.ranking(metric)):
             continue
-        best = ranking[0][0]
-        if (count := evaluation.count(metric)) < MIN_CLEAR:
-            best_of_few.setdefault(best, []).append(f"{question} ({counted(count, 'image')})")
-            continue
-        answered.append(metric)
-        if evaluation.state(metric, best, "random") == "better":
-            winners.setdefault(best, []).append(question)
+        best, count = ranking[0][0], evaluation.count(metric)
+        if count < MIN_CLEAR:
+            result = f"too few images to distinguish maps; the best mean is that of {_title(best)}"
+        elif evaluation.state(metric, best, "random") != "better":
+            result = "no map is clearly better than a random one"
         else:
-            unclear.append(question)
-    parts, named = _best_of(winners), list(winners)
-    if named and not unclear and any(map(_is_slow, named)):
-        fast = next((name for name, _ in evaluation.ranking(answered[0]) if not _is_slow(name)), None)
-        if fast is not None and fast not in named:
-            parts.append(f"{_title(fast)} if speed matters")
-            named.append(fast)
-    if unclear:
-        parts.append(f"no map is clearly better than a random one for {_listed(unclear)}")
-    sentences = [", ".join(parts)] if parts else []
-    sentences += _ties(evaluation, named, answered)
-    if best_of_few:
-        sentences.append(f"too few images to be clear: the best means are those of {', '.join(_best_of(best_of_few))}")
-    return f"On your {counted(len(evaluation.images), 'image')}: {'; '.join(sentences)}." if sentences else ""
-
-
-def _best_of(questions: Mapping[str, Sequence[str]]) -> list[str]:
-    return [f"{_title(method)} for {_listed(names)}" for method, names in questions.items()]
-
-
-def _ties(evaluation: Tables, named: Sequence[str], metrics: Sequence[str]) -> list[str]:
-    """Return a sentence for each named method that does not differ clearly from others in any of the metrics."""
-    sentences = []
-    for index, method in enumerate(named):
-        ties = [
-            _title(other)
-            for other in evaluation.main_methods
-            if other not in named[: index + 1]
-            and not {"better", "worse"} & {evaluation.state(metric, method, other) for metric in metrics}
-        ]
-        if ties:
-            sentences.append(f"no clear difference between {_title(method)} and {_listed(ties)}")
-    return sentences
-
-
-def _is_slow(label: str) -> bool:
-    return is_slow(split_label(label)[0])
+            result = _title(best)
+            ties = [_title(other) for other, _ in ranking[1:] if evaluation.state(metric, best, other) == "unclear"]
+            if ties:
+                result += f" (cannot be distinguished from {_listed(ties)})"
+            fast = [method for method, _ in ranking if not is_slow(split_label(method)[0])]
+            if fast and best not in fast:
+                result += f", or {_title(fast[0])} if speed matters"
+        on = "" if count == total else f" (on {counted(count, 'image')})"
+        sentences.append(f"{question}{on}: {result}.")
+    return " ".join([f"On your {counted(total, 'image')}.", *sentences]) if sentences else ""
 
 
 def _title(label: str) -> str:
