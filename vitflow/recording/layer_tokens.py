@@ -72,17 +72,17 @@ def find_tokens(
 
     Raises UnsupportedModelError for global attention if the model's token layout is unknown.
     """
-    model, batch, size = call.model, len(call.pixels), call.size
+    model, batch = call.model, len(call.pixels)
     counts = {(len(layer.example), *layer.example.shape[-2:]) for layer in layers}
     count, queries, keys = next(iter(counts))
     if len(counts) == 1 and count == batch and queries == keys:
-        layout = layout or read_layout(model, size, keys)
+        layout = layout or read_layout(model, call.size, keys)
         everywhere = LayerTokens(layout, layout)
         for layer in layers:
             layer.located = everywhere
         return list(layers), None
     traced = _trace(call)
-    located = [replace(layer, located=_locate(model, layer, batch, size, layout, traced)) for layer in layers]
+    located = [replace(layer, located=_locate(call, layer, layout, traced)) for layer in layers]
     following = [*located[1:], None]
     within = [_is_within_patches(layer, then, batch) for layer, then in zip(located, following, strict=True)]
     # Layers of a stage are kept together: a window may have as many tokens as the next stage merges to a patch.
@@ -112,13 +112,10 @@ def _is_within_patches(layer: AttentionLayer, following: AttentionLayer | None, 
 
 
 def _locate(
-    model: nn.Module,
-    layer: AttentionLayer,
-    batch: int,
-    size: Size,
-    given: TokenLayout | None,
-    traced: Mapping[str, LayerTokens],
+    call: Call, layer: AttentionLayer, given: TokenLayout | None, traced: Mapping[str, LayerTokens]
 ) -> LayerTokens | None:
+    """Return the positions of the tokens of a layer, or None if they are unknown."""
+    batch = len(call.pixels)
     windows, (queries, keys) = len(layer.example) // batch, layer.example.shape[-2:]
     if len(layer.example) % batch:
         return None  # computed image by image
@@ -129,12 +126,12 @@ def _locate(
     if windows > 1:
         return tokens
     of_queries, of_keys = [
-        given if given is not None and given.num_tokens == count else layout_of_count(model, size, count)
+        given if given is not None and given.num_tokens == count else layout_of_count(call.model, call.size, count)
         for count in (queries, keys)
     ]
     if of_keys is None:
         return None
-    if is_class_attention(model.get_submodule(layer.name)):
+    if is_class_attention(call.model.get_submodule(layer.name)):
         first = torch.zeros(1, queries, dtype=torch.long)
         return LayerTokens(of_keys, of_keys, first, torch.arange(keys).unsqueeze(0))
     in_order = LayerTokens(of_queries, of_keys) if of_queries is not None else None

@@ -287,26 +287,20 @@ class Listening(Interception):
     def _take(self, layer: AttentionLayer, normal: bool = False) -> None:
         self.recorded_any = True
         self.recorded.append(layer.name)
-        if self.residual and self._is_whole(layer.example.shape) and self.watch.contains(layer.name):
+        count, *_, queries, keys = layer.example.shape
+        if self.residual and count == self.batch and queries == keys and self.watch.contains(layer.name):
             anew = self.watch.is_changed
             append_to_product(self._trace.layers, layer, self.residual, normal=normal, anew=anew)
         else:
             self._trace.layers.append(layer)
 
-    def _is_whole(self, shape: Sequence[int]) -> bool:
-        """Return True if a layer attends from all tokens of each image to all tokens."""
-        return shape[0] == self.batch and shape[-2] == shape[-1]
-
     def no_attention_error(self) -> NoAttentionError:
         """Return the error for a forward pass without recorded attention."""
         instead = " and ".join(sorted(self._other)) or "convolution or mixing of another kind"
-        if self.tokens is not None:
-            return NoAttentionError(
-                f"No attention between tokens was seen in a forward pass of {type(self.model).__name__}: it computes "
-                f"{instead}. Use a model with full attention."
-            )
+        remedy = "Use a model with full attention"
+        if self.tokens is None:
+            remedy += ", such as a timm vit_*, deit_* or dinov2 model; or use input_gradient, sampling or occlusion"
         return NoAttentionError(
             f"No attention between tokens was seen in a forward pass of {type(self.model).__name__}: it computes "
-            f"{instead}. Attention rollout and flow need a model with self-attention, such as a timm vit_*, deit_* or "
-            "dinov2 model; input_gradient, sampling and occlusion support this model."
+            f"{instead}. {remedy}."
         )

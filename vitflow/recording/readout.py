@@ -210,12 +210,12 @@ def channel_axis(shape: Sequence[int], layout: TokenLayout) -> int | None:
     return None
 
 
-def read_blocks(norms: Sequence[Tensor], layers: Sequence[int]) -> list[ReadBlock]:
+def read_blocks(norms: Sequence[Tensor], layers: Sequence[int], kind: torch.dtype) -> list[ReadBlock]:
     """Return the blocks that are read for any image, by the gradient norms [batch, tokens] at their tokens."""
     sums = [each.sum(dim=1) for each in norms]
     every = torch.stack(sums).sum(dim=0).clamp(min=_TINY)
     return [
-        ReadBlock(count, each / total.clamp(min=_TINY).unsqueeze(1), total / every)
+        ReadBlock(count, (each / total.clamp(min=_TINY).unsqueeze(1)).to(kind), (total / every).to(kind))
         for count, each, total in zip(layers, norms, sums, strict=True)
         if total.any() or each is norms[-1]
     ]

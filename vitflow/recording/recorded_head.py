@@ -1,7 +1,9 @@
 """The head of a recorded pass: from which tokens an output of each image is computed."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from vitflow.recording.readout import (
 
 _ZERO = "it is zero: the output is detached, constant, saturated, behind an inactive ReLU, or from integer weights"
 _NO_GRADIENT = "there is none: the model runs without gradients, or has integer weights"
+_REMEDY = "Pass readout= with weights for the tokens of the last block, or use sampling or occlusion."
 # Relative difference of the outputs of two equal passes, by bytes per element.
 _SAME_OUTPUT = {8: 1e-6, 4: 1e-3, 2: 5e-2}
 # Limit of the sum of absolute differences between a readout and a known pooling, by bytes per element.
@@ -90,6 +93,11 @@ class RecordedHead(RecordedLayers):
         return block_paths_of(self.model, self.names)
 
     @property
+    def head_graph(self) -> HeadGraph | None:
+        """Graph of the head in the recorded pass, if it shows the blocks."""
+        return None if self.watch is None else self.watch.graph(self.blocks)
+
+    @property
     def readout(self) -> Tensor:
         """Readout of the most probable class, [batch, tokens]; see `readout_of`."""
         return self.readout_of(None)
@@ -102,8 +110,6 @@ class RecordedHead(RecordedLayers):
     @property
     def pooling(self) -> str:
         """Source of the readout of the most probable class: "class token", …, or "gradient of the output"."""
-        if self.given_readout is not None:
-            return "given as argument"
         names = set(self.readouts_of(None).names)
         return names.pop() if len(names) == 1 and "" not in names else "gradient of the output"
 
@@ -149,8 +155,6 @@ class RecordedHead(RecordedLayers):
 
     def target_changes_readout(self, targets: Sequence[Tensor | None]) -> list[bool]:
         """Return for each image True if readouts depend on the target: not all are the same known pooling."""
-        if self.given_readout is not None:
-            return [False] * len(self.given_readout)
         by_target = [self.readouts_of(target).names for target in targets]
         named = ((set(names), names[0]) for names in zip(*by_target, strict=True))
         return [len(names) > 1 or first in ("", ATTENTION_POOLING) for names, first in named]
@@ -178,7 +182,9 @@ class RecordedHead(RecordedLayers):
         norms, rounding = [example.new_zeros(batch, top.num_tokens, dtype=torch.float64)], 0.0
         counts = [len(self.layers)]
         if graph is not None and outputs.requires_grad:
-            runs = [self._layer_number(count) for count in layer_counts(self.blocks, graph.blocks)]
+            ends = list(accumulate(max(1, layer.multiplied) for layer in self.layers))  # a layer may be a product
+            counted = layer_counts(self.blocks, graph.blocks)
+            runs = [min(bisect_left(ends, count) + 1, len(self.layers)) for count in counted]
             try:
                 result = measure(self._scores(outputs, targets), graph, [self.layers[n - 1].tokens for n in runs])
             except torch.OutOfMemoryError:
@@ -196,34 +202,26 @@ class RecordedHead(RecordedLayers):
             missing = ~torch.tensor(measured, device=device)
             norms = [torch.where(missing[:, None], 0.0, each) for each in norms]
             norms[-1][missing] = weights.to(norms[-1]).expand(batch, -1)[missing]
-        blocks = [
-            ReadBlock(each.layers, each.readout.to(kind), each.share.to(kind)) for each in read_blocks(norms, counts)
-        ]
+        blocks = read_blocks(norms, counts, kind)
         if len(blocks) > 1:
             return Readouts(blocks, [""] * batch, measured, pooled)
-        names = [pooling_name(row, top, rounding) for row in norms[-1] / norms[-1].sum(dim=1, keepdim=True)]
-        return Readouts(
-            blocks,
-            [
-                name if not known else ATTENTION_POOLING if pools else each
-                for each, known, pools in zip(names, measured, pooled.tolist(), strict=True)
-            ],
-            measured,
-            pooled,
-        )
+        rows = norms[-1] / norms[-1].sum(dim=1, keepdim=True)
+        names = [
+            name if not known else ATTENTION_POOLING if pools else pooling_name(row, top, rounding)
+            for row, known, pools in zip(rows, measured, pooled.tolist(), strict=True)
+        ]
+        return Readouts(blocks, names, measured, pooled)
 
     def _checked(self, result: Measured) -> list[Tensor]:
         if result.refusal:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} computes its output {result.refusal}, so a map from its attention is "
-                "incomplete. Pass readout= with weights for the tokens of its last block, or use sampling, "
-                "input_gradient or occlusion."
+                f"incomplete. {_REMEDY}"
             )
         norms = [each for each in result.norms if each is not None]
         if len(norms) < len(result.norms):
             raise UnsupportedModelError(
-                "The output is computed from tokens that do not fit the patch grid of their block. Pass readout=, or "
-                "use sampling or occlusion."
+                f"The output is computed from tokens that do not fit the patch grid of their block. {_REMEDY}"
             )
         return norms
 
@@ -242,8 +240,7 @@ class RecordedHead(RecordedLayers):
             return None, None, "the output of the model is no tensor [batch, outputs]"
         if call is None or call.pixels.is_meta:
             return None, None, "the model is on the meta device"
-        graph = None if self.watch is None else self.watch.graph(self.blocks)
-        if graph is not None:
+        if (graph := self.head_graph) is not None:
             return logits, graph, "" if logits.requires_grad else _NO_GRADIENT
         if self._repeated is None:
             self._repeated = self._repeat(call, logits)
@@ -279,19 +276,9 @@ class RecordedHead(RecordedLayers):
         if declared is None:
             raise UnsupportedModelError(
                 f"The readout of {type(self.model).__name__} requires the gradient of the output with respect to its "
-                f"tokens: {cause}. Pass readout= with a weight for each token of the top layer, or use sampling or "
-                "occlusion, which need no gradient."
+                f"tokens: {cause}. {_REMEDY}"
             )
         return declared.name, declared.weights
-
-    def _layer_number(self, count: int) -> int:
-        """Return the number of recorded layers that contain the first `count` layers, some of them as a product."""
-        covered = 0
-        for number, layer in enumerate(self.layers, start=1):
-            covered += max(1, layer.multiplied)
-            if covered >= count:
-                return number
-        return len(self.layers)
 
     def readout_words(self, targets: Tensor | None) -> list[str]:
         """Describe the readout of each image, for captions."""

@@ -25,14 +25,7 @@ from vitflow.models.parts import check_recordable, runs_compiled, unwrap, word_e
 from vitflow.recording.attention_kinds import may_attend, refusal_of_text
 from vitflow.recording.block_watch import BlockWatch, watch_of
 from vitflow.recording.experiment import Call
-from vitflow.recording.isolation import (
-    Hook,
-    autocast_state,
-    hooked,
-    model_lock,
-    refuse_checkpointing,
-    uncompiled,
-)
+from vitflow.recording.isolation import Hook, autocast_state, hooked, model_lock, refuse_checkpointing, uncompiled
 from vitflow.recording.layers import FusionKey
 from vitflow.recording.listening import Listening
 from vitflow.recording.places import locate
@@ -114,12 +107,11 @@ class record_attention:
         if residual and (gradients or keys or visible or len(kept) != 1):
             raise OptionError("residual > 0 requires one fusion, and neither gradients, keys nor visible.")
         self._gradients = gradients
-        values = values or bool(value_weighted) or any(weighting for _, weighting in kept)
         self._listening = Listening(
             self._model,
             kept,
             gradients=gradients,
-            values=values,
+            values=values or bool(value_weighted) or any(weighting for _, weighting in kept),
             keys=keys,
             visible=visible,
             residual=residual,
@@ -140,10 +132,9 @@ class record_attention:
                 raise VitflowError("This recording is open already: create another record_attention(model).")
             self.trace, self._ran, self._is_open = Trace(model=self._model), False, True
             self._listening.open(self.trace)
-            stack.callback(self._close)
             self._watched: dict[str, nn.Module] = {}
             self._hooks: list[Hook] = []  # of the watched modules
-            stack.callback(self._unhook)
+            stack.callback(self._close)
             if self._attention:
                 check_recordable(self._model)
             stack.enter_context(hooked(self._fixed_hooks()))
@@ -153,6 +144,7 @@ class record_attention:
         return self.trace
 
     def _close(self) -> None:
+        self._unhook()
         self._listening.end_all()
         self._listening.release()
         self._is_open = self._reads = False
@@ -265,11 +257,10 @@ class record_attention:
             return args, kwargs
         if 0 in given.shape:
             raise ShapeError(f"Expected at least one image, got an empty model input {tuple(given.shape)}.")
-        pixels, call = given, Call(self._model, args, kwargs, given, autocast_state(given.device))
+        pixels = given
         if self._gradients:  # a new tensor, so that the caller's tensor does not require gradients
-            pixels = pixels.clone() if pixels.is_inference() else pixels.detach()
-            pixels.requires_grad_()
-        trace.begin(pixels, self._outputs, call)
+            pixels = (given.clone() if given.is_inference() else given.detach()).requires_grad_()
+        trace.begin(pixels, self._outputs, Call(self._model, args, kwargs, given, autocast_state(given.device)))
         copied = self._watch.begin(pixels)
         return (
             tuple(copied if value is given else value for value in args),

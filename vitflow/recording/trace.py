@@ -208,7 +208,7 @@ class Trace(RecordedHead):
 
     def _unread_layers(self, scores: Tensor) -> set[str]:
         """Return the names of the layers above the highest block from which the scores are computed."""
-        graph = None if self.watch is None else self.watch.graph(self.blocks)
+        graph = self.head_graph
         if graph is None:
             return set()
         gradients = graph.differentiate(scores, torch.ones_like(scores), [block.tokens for block in graph.blocks])
