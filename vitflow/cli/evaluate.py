@@ -52,29 +52,29 @@ class _MethodOrAll(MethodWithOptions):
 )
 @shared.limit_option
 @shared.option(
-    "Measurement",
+    "Measurement details",
     "--replace replace_by",
     ("drop", "blank", "blur"),
     "How to remove patches: drop their tokens, fill with the image's mean colour, or blur.  "
     "[default: drop if the model supports it, else blank]",
 )
-@shared.option("Measurement", "--points", 2, "Points of the deletion and insertion curves.", default=11)
+@shared.option("Measurement details", "--points", 2, "Points of the deletion and insertion curves.", default=11)
 @shared.option(
-    "Measurement",
+    "Measurement details",
     "--blurred-control/--no-blurred-control",
     None,
     "Also measure a blurred copy of each map: the control for smoothness.",
     default=True,
 )
 @shared.option(
-    "Measurement",
+    "Measurement details",
     "--sanity-images",
     0,
     "Measure sanity and rank correlation (many forward passes) on N randomly chosen images.",
     default=24,
 )
 @shared.batch_size_option
-@shared.option("Measurement", "--seed", 0, "Seed of all random choices.", default=0)
+@shared.option("Measurement details", "--seed", 0, "Seed of all random choices.", default=0)
 @shared.resume_option
 @shared.option("", "--json as_json", bool, "Print everything as one JSON object instead of tables.")
 @shared.method_options

@@ -26,7 +26,7 @@ _METHOD_OPTIONS = "Options of methods (for those of a method and their defaults:
 #: Groups of options in the order of the help; "Options" is the group of those without another one.
 PANELS = (
     *("Model", "Text", "Images", "Target", "Method", "Measurement", "Options", "Drawing", "Server", "Cluster"),
-    *("Video", "Model details", _METHOD_OPTIONS),
+    *("Video", "Model details", "Measurement details", _METHOD_OPTIONS),
 )
 
 #: An existing file, an output file, and an existing and an output folder.
