@@ -13,7 +13,7 @@ from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.targets import Contrast, Target
 from vitflow.folder.columns import Grid, Row, grid_columns, kinds_in, pack_half, placement_of, unpack_half
 from vitflow.folder.decoders import Decoded, decode_bytes, decode_file, decoded, failed
-from vitflow.folder.work import Batches, auto_batch, check_target, compute_maps, make_job, parts
+from vitflow.folder.work import Batches, auto_batch, check_target, compute_maps, explainer_for, make_job, parts
 from vitflow.images.geometry import Placement
 from vitflow.images.reading import MAX_PIXELS
 from vitflow.registry.choices import MethodChoice
@@ -136,10 +136,7 @@ class BatchExplainer:
 
     def _loaded(self) -> Batches:
         if self._batches is None:
-            model: Any = self._model
-            if callable(model):
-                model = model()
-            explainer = model if isinstance(model, Explainer) else Explainer(model, **self._made_with)
+            explainer = explainer_for(self._model, **self._made_with)
             if not self._named and explainer.has_target(None):
                 raise OptionError("An explainer of other outputs than classes requires methods=, such as ['gae'].")
             check_target(self._job, explainer)

@@ -276,8 +276,8 @@ def clear_outputs(rows: Iterable[Row], listing: Listing, endings: Sequence[str],
     foreign = next((name for name in names if os.path.lexists(output / name)), None)
     if foreign is not None:
         raise OptionError(
-            f"{str(output)!r} already has a file {foreign!r} of no run: choose another folder, or --overwrite "
-            "(overwrite=True)."
+            f"{str(output)!r} already has a file {foreign!r}, which is not from a recorded run: choose another one, or "
+            "--overwrite (overwrite=True)."
         )
 
 

@@ -280,12 +280,10 @@ def run_fingerprint(
 def check_same_run(before: Mapping[str, Any], folder: object, fingerprint: Mapping[str, Any]) -> None:
     """Raise OptionError for a folder that contains a run with another fingerprint."""
     kinds = [_KINDS.get(str(record.get("kind")), "another run") for record in (before, fingerprint)]
-    different = fingerprint_difference(before, fingerprint)
-    what = (
-        f"{kinds[0]}, not {kinds[1]}" if kinds[0] != kinds[1] else f"a run with other options: {'; '.join(different)}"
-    )
-    if different:
-        raise OptionError(f"The folder {str(folder)!r} contains {what}. {_REMEDY}")
+    if kinds[0] != kinds[1]:
+        raise OptionError(f"The folder {str(folder)!r} contains {kinds[0]}, not {kinds[1]}. {_REMEDY}")
+    if different := "; ".join(fingerprint_difference(before, fingerprint)):
+        raise OptionError(f"The folder {str(folder)!r} contains a run with other options: {different}. {_REMEDY}")
 
 
 def fingerprint_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

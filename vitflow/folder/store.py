@@ -124,8 +124,8 @@ class Run(SavedRun):
             if not isinstance(error, sqlite3.OperationalError):
                 raise
             raise VitflowError(
-                f"Could not write rows to {str(self.path)!r} ({error}): the disk is full, the folder is read-only, or "
-                "another program is reading the file. Run the same command again to resume."
+                f"The rows of this run could not be written to {str(self.path)!r} ({error}): the disk is full, the "
+                "folder is read-only, or another program is reading the file. Run the same command again to resume."
             ) from error
         finally:
             if self._db.in_transaction:
@@ -270,6 +270,6 @@ def finishing(output: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise VitflowError(
-            f"The results are saved, but their tables could not be written to {str(output)!r}: "
+            f"The results are saved, but the tables and reports could not be written to {str(output)!r}: "
             f"{error.strerror or error}. Free some space and run the same command again."
         ) from error
