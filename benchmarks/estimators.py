@@ -47,7 +47,7 @@ from vitflow.explaining.applying import affinity_of, make_maps
 from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.explaining.sampling import geometric_mean, sample
 from vitflow.methods.refinement import Affinity, refine
-from vitflow.methods.sampling import NOISE, mean_differences, regress
+from vitflow.methods.sampling import mean_differences, regress
 from vitflow.registry.method_table import get_method, register_method
 
 SAMPLED = {"keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
@@ -63,20 +63,21 @@ SEATS = {"single": ("roc_auc", "pointing_game"), "deletion": ("deletion_auc",), 
 SEATS["objects"] = ("separation", "separation_wins")
 TODAY = 256
 
-#: Candidates of each method. `estimate`: "regression" or the mean difference; `mean`: the prior mean of the regression;
-#: `times`: the map that it is multiplied with, and `power`: its own exponent.
-REGRESSION = {"estimate": "regression"}
+#: Candidates of each method. `similar`: masks in which similar patches stay together; `noise`: of the regression, else
+#: estimated; `mean`: its prior mean; `times`: the map that it is multiplied with; `power`: its own exponent.
+REGRESSION: dict = {"estimate": "regression", "similar": True}
+EARLIER: dict = {"estimate": "regression", "noise": 12.0}
 CANDIDATES: dict[str, list[dict]] = {
-    "sampling": [REGRESSION, *(REGRESSION | {"mean": mean} for mean in ("gae", "frozen", "both"))],
+    "sampling": [REGRESSION, EARLIER, *(REGRESSION | {"mean": mean} for mean in ("gae", "frozen", "both"))],
     "consensus": [
-        REGRESSION | {"times": "gae", "power": 2},
+        *(each | {"times": "gae", "power": 2} for each in (REGRESSION, EARLIER, EARLIER | {"similar": True})),
         *(REGRESSION | {"mean": mean, "times": "gae", "power": 2} for mean in ("gae", "frozen", "both")),
         REGRESSION | {"mean": "both"},
         REGRESSION | {"mean": "gae", "times": "both", "power": 1},
         REGRESSION | {"mean": "both", "times": "both", "power": 1},
     ],
 }
-BASES = {"sampling": {}, "consensus": {"times": "gae", "power": 2}}
+BASES: dict[str, dict] = {"sampling": {}, "consensus": {"times": "gae", "power": 2}}
 
 
 # --- Candidates ------------------------------------------------------------------------------------------------------
@@ -85,17 +86,19 @@ BASES = {"sampling": {}, "consensus": {"times": "gae", "power": 2}}
 def candidate(trace: TargetedTrace, *, masks: int, entry: tuple, **_: object) -> Maps:
     """The maps of a candidate."""
     options = dict(entry)
-    kept, outputs, grid, _ = sample(trace, masks=masks, **SAMPLED)
-    affinity = affinity_of(trace, "both", grid)
+    sampled = sample(trace, masks=masks, affinity="both" if "similar" in options else None, **SAMPLED)
+    affinity = affinity_of(trace, "both", sampled.grid)
     known = {name: gradient_map(trace, name) for name in {options.get("mean"), options.get("times")} - {None}}
     grids = []
-    for image, (scores, target) in enumerate(zip(outputs, trace.class_indices.tolist(), strict=True)):
+    for image, target in enumerate(trace.class_indices.tolist()):
+        kept, scores = sampled.kept[image], sampled.scores[image][:, target]
         if "estimate" in options:
             mean = known[options["mean"]][image].flatten() if "mean" in options else None
-            weights = regress(kept, scores[:, target], affinity.matrix[image], options.get("noise", NOISE), mean).mean
+            factor = affinity.matrix[image]
+            weights = regress(kept, scores, factor, noise=options.get("noise"), prior_mean=mean).mean
         else:
-            weights = mean_differences(kept, scores[:, target])
-        grids.append(refine(weights.clamp_min(0.0).reshape(1, *grid), of_image(affinity, image), 1))
+            weights = mean_differences(kept, scores)
+        grids.append(refine(weights.clamp_min(0.0).reshape(1, *sampled.grid), of_image(affinity, image), 1))
     maps = torch.cat(grids)
     if "times" in options:
         maps = geometric_mean([known[options["times"]], maps], [1, options["power"]])

@@ -9,7 +9,7 @@ from vitflow.demo import draw_image
 from vitflow.errors import OptionError
 from vitflow.evaluation import coverage, evaluate, run_on_patches
 from vitflow.explaining.applying import affinity_of
-from vitflow.methods.sampling import NOISE, draw_masks
+from vitflow.methods.sampling import draw_masks, mean_differences, regress
 
 REGRESSION = {"estimator": "regression", "masks": 24}
 
@@ -20,38 +20,42 @@ def scores_of(demo: Explainer, pixels, kept, target: int) -> np.ndarray:
     return torch.cat(logits)[:, target].detach().double().numpy()
 
 
-def posterior(kept: np.ndarray, scores: np.ndarray, factor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each weight, by explicit inverses."""
-    count = len(kept)
-    centred, differences = kept - kept.mean(axis=0), scores - scores.mean()
-    prior = factor @ factor.T
-    prior = prior * count / np.trace(centred @ prior @ centred.T)
-    inverse = np.linalg.inv(centred @ prior @ centred.T + NOISE * np.eye(count))
-    mean = prior @ centred.T @ inverse @ differences
-    variance = (differences @ inverse @ differences / count) * (prior - prior @ centred.T @ inverse @ centred @ prior)
-    return mean, np.sqrt(np.diag(variance))
-
-
 def test_coverage_is_that_of_a_literal_computation(demo):
     image, target = draw_image(1).image, draw_image(1).labels[1]
     saliency = demo.explain(image, method="sampling", target=target, random_seed=5, **REGRESSION)
     trace = demo.record(image, keys=True)
     rows, cols = saliency.grid.shape
-    factor = affinity_of(trace, "both", (rows, cols)).matrix[0].double().numpy()
-    pixels, results = demo.pixels(image), []
-    for masks, seed in ((24, 5), (200, 6)):
-        kept = draw_masks(rows, cols, masks=masks, keep=0.3, cells=7, seed=seed)
-        scores = scores_of(demo, pixels, kept, target)
-        results.append(posterior(kept.numpy().astype(float), scores, factor))
-    (mean, std), (reference, _) = results
-    expected = np.mean([abs(a - b) <= 1.96 * deviation for a, b, deviation in zip(mean, reference, std, strict=True)])
-    assert 0.3 < expected < 1.0
-    assert coverage(demo, saliency, masks=200) == pytest.approx(expected, abs=0.5 / len(mean))
+    factor = affinity_of(trace, "both", (rows, cols)).matrix[0].double()
+    pixels = demo.pixels(image)
+    kept = draw_masks(rows, cols, masks=24, seed=5, affinity=factor)
+    scores = scores_of(demo, pixels, kept, target)
+    noise = regress(kept, torch.from_numpy(scores), factor).noise
+
+    centred, differences = kept.double().numpy() - kept.double().numpy().mean(axis=0), scores - scores.mean()
+    prior = factor.numpy() @ factor.numpy().T
+    prior = prior * 24 / np.trace(centred @ prior @ centred.T)
+    inverse = np.linalg.inv(centred @ prior @ centred.T + noise * np.eye(24))
+    mean = prior @ centred.T @ inverse @ differences
+    variance = differences @ inverse @ differences / 23
+    covariance = variance * (prior - prior @ centred.T @ inverse @ centred @ prior)
+    std = np.sqrt(np.diag(covariance))
     assert ((mean > 1.96 * std).reshape(rows, cols) == saliency.significant).all()
+
+    free = draw_masks(rows, cols, masks=200, seed=6)
+    reference = mean_differences(free, torch.from_numpy(scores_of(demo, pixels, free, target))).numpy()
+    within = []
+    for patch in range(rows * cols):  # the mean weight in masks with the patch minus that in masks without it
+        chosen = free[:, patch].numpy()
+        difference = free.double().numpy()[chosen].mean(axis=0) - free.double().numpy()[~chosen].mean(axis=0)
+        within.append(abs(difference @ mean - reference[patch]) <= 1.96 * np.sqrt(difference @ covariance @ difference))
+    assert 0.3 < np.mean(within) <= 1.0
+    assert coverage(demo, saliency, masks=200) == pytest.approx(np.mean(within), abs=0.5 / len(within))
 
 
 def test_coverage_requires_intervals(demo):
-    for saliency in demo.explain_batch([draw_image(3).image], methods=["gae", ("sampling", {"masks": 8})]):
+    for saliency in demo.explain_batch(
+        [draw_image(3).image], methods=["gae", ("sampling", {"masks": 8, "estimator": "difference"})]
+    ):
         with pytest.raises(OptionError, match="sampling or consensus with estimator=regression"):
             coverage(demo, saliency)
 
@@ -67,4 +71,4 @@ def test_evaluate_reports_coverage_for_methods_with_intervals_only(demo, monkeyp
     assert [row[1] for row in actual.overview("intervals").rows].count("not measured") == 3
     assert "Intervals of sampling" in actual.save(tmp_path / "out").read_text(encoding="utf-8")
     with pytest.raises(OptionError, match="Skipped intervals: only sampling and consensus"):
-        evaluate("demo:3", model=demo, methods=["gae", "sampling"], metrics=["coverage"])
+        evaluate("demo:3", model=demo, methods=["gae", ("sampling", {"estimator": "difference"})], metrics=["coverage"])

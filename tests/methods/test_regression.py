@@ -18,7 +18,7 @@ def example(rank: int = PATCHES) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def reference(kept: np.ndarray, scores: np.ndarray, factor: np.ndarray, noise: float) -> tuple[np.ndarray, np.ndarray]:
-    """w = F z, z ~ N(0, σ² c I): the posterior of z by completing the square, and σ² by maximising the likelihood."""
+    """w = F z, z ~ N(0, σ² c I): the posterior of z by completing the square, and σ² from the N − 1 contrasts."""
     masks = kept.astype(np.float64) - kept.mean(axis=0)
     centred = scores - scores.mean()
     kernel = masks @ factor @ factor.T @ masks.T
@@ -29,23 +29,15 @@ def reference(kept: np.ndarray, scores: np.ndarray, factor: np.ndarray, noise: f
     mean = factor @ covariance @ design.T @ centred / noise
 
     marginal = scale * kernel + noise * np.eye(len(kept))
-
-    def likelihood(variance: float) -> float:
-        sign, determinant = np.linalg.slogdet(variance * marginal)
-        return -0.5 * sign * determinant - 0.5 * centred @ np.linalg.inv(variance * marginal) @ centred
-
-    low, high = 1e-6, 1e3
-    for _ in range(200):  # the likelihood has one maximum: golden sections of the logarithm
-        first, second = low ** (2 / 3) * high ** (1 / 3), low ** (1 / 3) * high ** (2 / 3)
-        low, high = (first, high) if likelihood(first) < likelihood(second) else (low, second)
-    return mean, np.sqrt(low * np.diag(factor @ covariance @ factor.T))
+    variance = centred @ np.linalg.inv(marginal) @ centred / (len(kept) - 1)
+    return mean, np.sqrt(variance * np.diag(factor @ covariance @ factor.T))
 
 
 @pytest.mark.parametrize("rank", [3, PATCHES, 30])
 @pytest.mark.parametrize("noise", [0.5, 12.0])
 def test_the_posterior_equals_the_one_in_weight_space(rank, noise):
     kept, scores, factor = example(rank)
-    actual = regress(kept, scores, factor, noise)
+    actual = regress(kept, scores, factor, noise=noise)
     mean, std = reference(kept.numpy(), scores.numpy(), factor.numpy(), noise)
     np.testing.assert_allclose(actual.mean, mean, rtol=0, atol=1e-10 * np.abs(mean).max())
     np.testing.assert_allclose(actual.std, std, rtol=1e-6)
@@ -55,7 +47,7 @@ def test_the_posterior_equals_the_one_in_weight_space(rank, noise):
 def test_a_prior_mean_is_one_more_weight_with_a_flat_prior(rank):
     kept, scores, factor = example(rank)
     expected = torch.from_numpy(np.random.default_rng(5).random(PATCHES))
-    actual = regress(kept, torch.stack([scores, -2.0 * scores], dim=1), factor, 12.0, expected)
+    actual = regress(kept, scores, factor, noise=12.0, prior_mean=expected)
 
     masks, centred = kept.double().numpy() - kept.double().numpy().mean(axis=0), scores.numpy() - scores.numpy().mean()
     kernel = masks @ factor.numpy() @ factor.numpy().T @ masks.T
@@ -65,35 +57,51 @@ def test_a_prior_mean_is_one_more_weight_with_a_flat_prior(rank):
     covariance = np.linalg.inv(design.T @ design / 12.0 + np.diag([0.0] + [1 / scale] * rank))
     coefficients = covariance @ design.T @ centred / 12.0
     rest = centred - coefficients[0] * design[:, 0]
-    variance = rest @ np.linalg.inv(scale * kernel + 12.0 * np.eye(MASKS)) @ rest / MASKS
+    variance = rest @ np.linalg.inv(scale * kernel + 12.0 * np.eye(MASKS)) @ rest / (MASKS - 2)
     mean, std = basis @ coefficients, np.sqrt(variance * np.diag(basis @ covariance @ basis.T))
-    for index, times in enumerate((1.0, -2.0)):
-        np.testing.assert_allclose(actual.mean[:, index], times * mean, rtol=0, atol=1e-9 * np.abs(mean).max())
-        np.testing.assert_allclose(actual.std[:, index], abs(times) * std, rtol=1e-7)
-        t_value = coefficients[0] / np.sqrt(variance * covariance[0, 0])
-        np.testing.assert_allclose(actual.t_value[index], np.sign(times) * t_value, rtol=1e-7)
+    np.testing.assert_allclose(actual.mean, mean, rtol=0, atol=1e-9 * np.abs(mean).max())
+    np.testing.assert_allclose(actual.std, std, rtol=1e-7)
+    np.testing.assert_allclose(actual.t_value, coefficients[0] / np.sqrt(variance * covariance[0, 0]), rtol=1e-7)
 
 
 def test_scores_overrule_a_wrong_prior_mean_and_confirm_a_right_one():
     kept, _, _ = example()
-    expected = torch.arange(PATCHES, dtype=torch.float64)
+    expected, prior = torch.arange(PATCHES, dtype=torch.float64), torch.eye(PATCHES)
     noise = torch.from_numpy(np.random.default_rng(1).normal(size=MASKS))
     for sign in (1.0, -1.0):
         scores = sign * kept.double() @ expected + noise
-        assert sign * float(regress(kept, scores, torch.eye(PATCHES), 12.0, expected).t_value) > 3.0
-        assert regress(kept, scores, torch.eye(PATCHES), 12.0, 7.0 * expected).mean[-1] * sign > 0.0
-    unknown = regress(kept, noise, torch.eye(PATCHES), 12.0, torch.zeros(PATCHES))
+        assert sign * regress(kept, scores, prior, prior_mean=expected).t_value > 3.0
+        assert regress(kept, scores, prior, prior_mean=7.0 * expected).mean[-1] * sign > 0.0
+    unknown = regress(kept, noise, prior, prior_mean=torch.zeros(PATCHES))
     assert unknown.t_value is None
-    torch.testing.assert_close(unknown.mean, regress(kept, noise, torch.eye(PATCHES), 12.0).mean)
+    torch.testing.assert_close(unknown.mean, regress(kept, noise, prior).mean)
 
 
-def test_classes_are_independent_and_a_constant_changes_nothing():
+def test_the_noise_has_the_largest_likelihood_of_the_contrasts_of_the_scores():
+    kept, scores, factor = example(30)
+    scores = kept.double() @ torch.linspace(-1.0, 2.0, PATCHES).double() + 3.0 * scores
+    masks = kept.double().numpy() - kept.double().numpy().mean(axis=0)
+    kernel = masks @ factor.numpy() @ factor.numpy().T @ masks.T
+    contrasts = np.linalg.svd(np.ones((1, MASKS)))[2][1:]  # orthogonal to the mean
+    seen = contrasts @ scores.numpy()
+
+    def likelihood(noise: float) -> float:
+        marginal = contrasts @ (kernel * MASKS / np.trace(kernel) + noise * np.eye(MASKS)) @ contrasts.T
+        variance = seen @ np.linalg.solve(marginal, seen) / (MASKS - 1)  # the likeliest one
+        return float(-0.5 * (MASKS - 1) * np.log(variance) - 0.5 * np.linalg.slogdet(marginal)[1])
+
+    actual = regress(kept, scores, factor).noise
+    assert actual == pytest.approx(max(10 ** np.linspace(-1, 2, 31), key=likelihood)) and 0.1 < actual < 100.0
+    noisy = regress(kept, torch.from_numpy(np.random.default_rng(0).normal(size=MASKS)), factor)
+    assert noisy.noise > actual  # scores that do not depend on the patches
+
+
+def test_scales_and_constants_change_nothing():
     kept, scores, factor = example()
-    both = regress(kept, torch.stack([scores, 3.0 * scores + 7.0], dim=1), factor)
-    alone = regress(kept, scores, factor)
-    for index, times in enumerate((1.0, 3.0)):
-        torch.testing.assert_close(both.mean[:, index], times * alone.mean, rtol=0, atol=1e-10)
-        torch.testing.assert_close(both.std[:, index], times * alone.std, rtol=1e-8, atol=0)
+    alone, times = regress(kept, scores, factor), regress(kept, -3.0 * scores + 7.0, factor)
+    assert times.noise == alone.noise
+    torch.testing.assert_close(times.mean, -3.0 * alone.mean, rtol=0, atol=1e-10)
+    torch.testing.assert_close(times.std, 3.0 * alone.std, rtol=1e-8, atol=0)
     scaled = regress(kept, scores, 100.0 * factor)  # the scale of the prior is estimated
     torch.testing.assert_close(scaled.mean, alone.mean, rtol=0, atol=1e-10)
     torch.testing.assert_close(scaled.std, alone.std, rtol=1e-8, atol=0)
@@ -130,7 +138,7 @@ def test_wrong_arguments_are_named():
     kept, scores, factor = example()
     with pytest.raises(ShapeError, match=r"got torch.float64 \(40, 12\)"):
         regress(kept.double(), scores, factor)
-    with pytest.raises(ShapeError, match=r"factor \[12 patches, k\], got \(11, 12\)"):
+    with pytest.raises(ShapeError, match=r"factor .* and \(11, 12\)"):
         regress(kept, scores, factor[1:])
     with pytest.raises(ShapeError, match="at least two masks, got 1"):
         regress(kept[:1], scores[:1], factor)

@@ -1,6 +1,7 @@
 """Sampling against literal loops: over masks, over the model run by hand on kept tokens, over blanked images."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests import literal_vit, references
 from tests.recording.test_token_dropping import by_hand
 from vitflow import Contrast, Explainer, load_model
 from vitflow.demo import draw_image, sample_images
-from vitflow.errors import NoAttentionError, OptionError
+from vitflow.errors import NoAttentionError, OptionError, ShapeError
 from vitflow.explaining.saliency import contrasted
 from vitflow.methods.refinement import Affinity, co_attention, key_affinity, refine
 from vitflow.methods.sampling import draw_masks, mean_differences, regress, split_half_maps
@@ -100,7 +101,7 @@ def test_impossible_options_are_named(options, message):
 def test_the_map_equals_a_loop_over_masks_of_the_model_run_by_hand():
     model = literal_vit.timm_model("class token and registers")
     explainer = Explainer(model, data_config=DATA)
-    options = {"masks": 24, "keep": 0.4, "cells": 3, "random_seed": 5}
+    options = {"estimator": "difference", "masks": 24, "keep": 0.4, "cells": 3, "random_seed": 5}
     targets = np.array([3, 1])
     actual = explainer.explain_batch(IMAGES, methods=["sampling"], targets=targets, refine=0, **options)
     kept = draw_masks(4, 4, masks=24, keep=0.4, cells=3, seed=5)
@@ -130,7 +131,9 @@ def test_on_two_by_three_patches_every_mask_and_many_drawn_ones():
         mean_differences(every, torch.tensor(scores, dtype=torch.float64)), exact, rtol=0, atol=1e-12
     )
 
-    actual = explainer.explain(IMAGES[0], method="sampling", target=2, masks=4096, keep=0.5, refine=0).grid.ravel()
+    actual = explainer.explain(
+        IMAGES[0], method="sampling", estimator="difference", target=2, masks=4096, keep=0.5, refine=0
+    ).grid.ravel()
     drawn = draw_masks(2, 3, masks=4096, keep=0.5)
     often = [int((drawn == mask).all(dim=1).sum()) for mask in every]
     assert sum(often) == 4096 and min(often) > 50
@@ -181,7 +184,7 @@ def test_the_batch_size_changes_no_map_and_bounds_the_tokens_of_a_pass():
     grids = []
     for size in (1, 4, 100):
         counted.passes.clear()
-        options = {"masks": 20, "keep": 0.25, "occlusion_batch": size, "refine": 0}
+        options = {"estimator": "difference", "masks": 20, "keep": 0.25, "occlusion_batch": size, "refine": 0}
         grids.append(explainer.explain(IMAGES[0], method="sampling", target=1, **options).grid)
         assert max(counted.passes[1:]) <= max(size * 20, 17)  # 4 patches and the class token stand for 17 tokens
     np.testing.assert_allclose(grids[1], grids[0], rtol=0, atol=1e-6)
@@ -212,7 +215,8 @@ def test_the_regression_has_the_affinity_as_its_prior(affinity):
         explainer.model(pixels := explainer.pixels(image))
     keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
     layers = co_attention(trace.fused("mean"), 144).attention if affinity == "both" else ()
-    prior, kept = Affinity(layers, keys), draw_masks(12, 12, masks=40)
+    prior = Affinity(layers, keys)
+    kept = draw_masks(12, 12, masks=40, affinity=prior.matrix[0])
     with torch.no_grad():  # of a sigmoid, the log-odds are the logit
         scores = [by_hand(explainer.model, pixels, np.flatnonzero(mask).tolist(), 1)[0, 6] for mask in kept.numpy()]
     posterior = regress(kept, torch.stack(scores).double(), prior.matrix[0])
@@ -232,7 +236,9 @@ def test_the_regression_requires_an_affinity():
     explainer = Explainer(timm.create_model("test_resnet", num_classes=5).eval(), data_config=DATA)
     with pytest.raises(NoAttentionError, match="No attention between tokens"):
         explainer.explain(IMAGES[0], method="sampling", masks=8, estimator="regression")
-    assert explainer.explain(IMAGES[0], method="sampling", masks=4).options["refine"] == 0
+    options = explainer.explain(IMAGES[0], method="sampling", masks=4).options
+    assert options | {"refine": 0, "estimator": "difference", "masks": 4} == options
+    assert explainer.explain(IMAGES[0], method="sampling").options["masks"] == 256
     with pytest.raises(OptionError, match="Unknown estimator 'ridge'"):
         explainer.explain(IMAGES[0], method="sampling", masks=8, estimator="ridge")
 
@@ -242,7 +248,7 @@ def test_where_tokens_cannot_be_dropped_patches_are_blanked_and_the_map_says_so(
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=5, **({} if "resnet" in name else {"img_size": 64})).eval()
     explainer = Explainer(model, data_config={**DATA, "input_size": (3, 64, 64)})
-    saliency = explainer.explain(IMAGES[0], method="sampling", target=3, masks=12, refine=0)
+    saliency = explainer.explain(IMAGES[0], method="sampling", estimator="difference", target=3, masks=12, refine=0)
     assert saliency.facts["hidden"].startswith("patches blanked, because tokens cannot be dropped: ")
     rows, cols = saliency.grid.shape
     pixels, kept = explainer.pixels(IMAGES[0])[0], draw_masks(rows, cols, masks=12, keep=0.3)
@@ -266,6 +272,48 @@ def test_consensus_says_what_it_is_made_of():
     made = explainer.explain(IMAGES[0], method="consensus", masks=8)
     assert made.facts["made_of"] == "gae and sampling"
     assert made.facts["hidden"] == "tokens dropped" and "reliability" in made.facts
+
+
+def test_consensus_reports_how_clearly_the_scores_confirm_gae():
+    explainer, image = Explainer(load_model("demo")), sample_images()[0]
+    options = {"masks": 32, "target": 6}
+    made = explainer.explain(image, method="consensus", **options)
+    shared = {"head_fusion": "signed_mean", "value_weighted": "output", "refine": 1, "affinity": "both"}
+    gae = explainer.explain(image, method="gae", target=6, **shared).grid
+    with record_attention(explainer.model, fusions=[("mean", False)], keys=True) as trace, torch.no_grad():
+        explainer.model(pixels := explainer.pixels(image))
+    keys = key_affinity([layer.keys[:, -144:] for layer in trace.layers]).keys
+    prior = Affinity(co_attention(trace.fused("mean"), 144).attention, keys).matrix[0]
+    kept = draw_masks(12, 12, masks=32, affinity=prior)
+    with torch.no_grad():
+        scores = [by_hand(explainer.model, pixels, np.flatnonzero(mask).tolist(), 1)[0, 6] for mask in kept.numpy()]
+    expected = regress(kept, torch.stack(scores), prior, prior_mean=torch.from_numpy(gae).flatten()).t_value
+    assert made.facts["agreement"] == pytest.approx(float(expected), abs=0.011) and float(expected) > 1.0
+    doubtful = replace(made, facts=made.facts | {"agreement": -0.34})
+    assert any("do not agree (t = −0.3)" in note for note in doubtful._notes())
+    assert not any("do not agree" in note for note in made._notes())
+
+
+def test_masks_of_similar_patches_equal_a_literal_loop():
+    matrix = torch.from_numpy(np.random.default_rng(2).random((12, 5)))
+    actual = draw_masks(3, 4, masks=6, keep=0.4, cells=2, seed=9, affinity=matrix)
+    dice = np.random.default_rng(9)
+    units = torch.eye(4).double().reshape(4, 1, 2, 2)
+    basis = torch.nn.functional.interpolate(units, size=(3, 4), mode="bicubic", align_corners=False).reshape(4, 12)
+    for mask in actual:
+        spatial, similar = dice.standard_normal(4), dice.standard_normal(5)
+        field = [
+            0.5 * float(basis[:, patch].numpy() @ spatial) / float(basis[:, patch].norm())
+            + 0.75**0.5 * float(matrix[patch].numpy() @ similar) / float(matrix[patch].norm())
+            for patch in range(12)
+        ]
+        assert set(np.argsort(field)[-5:].tolist()) == set(mask.nonzero()[:, 0].tolist())
+    assert torch.equal(draw_masks(3, 4, masks=3, keep=0.4, cells=2, seed=9, affinity=matrix), actual[:3])
+    equal = draw_masks(3, 4, masks=200, keep=0.5, cells=2, affinity=torch.ones(12, 2))
+    together = (equal[:, :1] == equal).double().mean(dim=0)  # neighbours decide if all patches are equally similar
+    assert float(together[1]) > 0.7 > 0.5 > float(together[-1])
+    with pytest.raises(ShapeError, match="affinity"):
+        draw_masks(3, 4, masks=2, affinity=torch.ones(3, 3))
 
 
 def test_auto_stops_when_the_strongest_patches_are_settled():

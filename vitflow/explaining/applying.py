@@ -142,7 +142,7 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool],
     """Compute one method's map for each image; `seconds` is the time that the batch has taken before."""
     started = time.perf_counter()
     method, batch = chosen.method, len(trace.images)
-    trace.refinement_requested = "refine" in chosen.requested
+    trace.requested = frozenset(chosen.requested)
     maps, used = make_maps(method, chosen.options, trace)
     grids: NDArray[np.float32] = maps.grids.detach().float().cpu().numpy()
     if grids.ndim != 3 or len(grids) != batch:
@@ -217,7 +217,7 @@ def make_maps(method: Method, options: Mapping[str, Any], trace: TargetedTrace) 
     a fact reports it.
     """
     steps, affinity = options.get("refine", 0), options.get("affinity", "attention")
-    if steps and trace.refinement_requested and method.refine_stage == "inside":
+    if steps and "refine" in trace.requested and method.refine_stage == "inside":
         affinity_of(trace, affinity, (trace.layout.rows, trace.layout.cols))
     result = method.load()(trace, **method.function_options(options))
     maps = result if isinstance(result, Maps) else Maps(result)
@@ -226,21 +226,21 @@ def make_maps(method: Method, options: Mapping[str, Any], trace: TargetedTrace) 
     if steps and per_image and method.refine_stage in ("after", "after_clamping"):
         least = 0.0 if method.refine_stage == "after_clamping" else None
         maps = _refined(maps, trace, steps, affinity, least=least)
-    refined = [True] * batch if maps.refined is None else maps.refined
-    return maps, [dict(options) if each else {**options, "refine": 0} for each in refined]
+    effective = [{}] * batch if maps.effective is None else maps.effective
+    return maps, [{**options, **each} for each in effective]
 
 
 def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *, least: float | None) -> Maps:
     """Refine maps after clamping them at `least`, and add facts to maps that are not refined or nearly constant."""
-    requested, (rows, cols) = trace.refinement_requested, maps.grids.shape[1:]
-    facts = maps.facts or [{}] * len(maps.grids)
+    requested, (rows, cols) = "refine" in trace.requested, maps.grids.shape[1:]
+    facts, effective = (each or [{}] * len(maps.grids) for each in (maps.facts, maps.effective))
     try:
         affinity = affinity_of(trace, name, (rows, cols))
     except UnsupportedModelError as error:
         if requested:
             raise
         left_out = [fact | {"refinement": f"left out: {error}"} for fact in facts]
-        return replace(maps, facts=left_out, refined=[False] * len(facts))
+        return replace(maps, facts=left_out, effective=[each | {"refine": 0} for each in effective])
     uniform: list[bool] = affinity.nearly_uniform.tolist()
     if requested and any(uniform):
         warnings.warn(
@@ -253,7 +253,9 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
         grids = torch.where(torch.tensor(uniform).to(grids.device).view(-1, 1, 1), maps.grids.detach(), grids)
     note = {"refinement": _UNIFORM if requested else f"left out: {_UNIFORM}"}
     facts = [fact | note if is_uniform else fact for fact, is_uniform in zip(facts, uniform, strict=True)]
-    return replace(maps, grids=grids, facts=facts, refined=[requested or not each for each in uniform])
+    if not requested:
+        effective = [one | ({"refine": 0} if each else {}) for one, each in zip(effective, uniform, strict=True)]
+    return replace(maps, grids=grids, facts=facts, effective=effective)
 
 
 def affinity_of(trace: Trace, name: AffinityName, grid: tuple[int, int]) -> Affinity:

@@ -40,6 +40,7 @@ from vitflow.models.parts import refuse_deformable
 from vitflow.recording.isolation import evaluating, random_state, refuse_inference_tensors
 from vitflow.recording.trace import Trace
 from vitflow.registry.choices import Chosen, MethodChoice, choose_methods, has_targets, left_out, takes_method_options
+from vitflow.registry.method_table import WITHOUT_AFFINITY
 from vitflow.registry.option_types import MethodOptions
 
 # Arguments of explain_batch that explain does not have, and what its errors recommend.
@@ -393,7 +394,7 @@ class Explainer(ImageModel):
             return self._run_recorded(pixels, outputs, reads=reads, readout=readout, **options), chosen
         except NoAttentionError:
             plain = [
-                each.with_options(refine=0)
+                each.with_options(**{n: v for n, v in WITHOUT_AFFINITY.items() if n not in each.requested})
                 if each.method.needs <= {"predict", "repeat"} and "refine" not in each.requested
                 else each
                 for each in chosen

@@ -48,7 +48,7 @@ class TargetedTrace(Trace):
         raw_scores: logits of the reported outputs, [batch, classes].
         probabilities: reported scores, [batch, classes]; None if the model has no classes.
         seconds: duration of the pass.
-        refinement_requested: whether the refinement of the current method was requested, not a default.
+        requested: names of the current method's options that were given, not defaults.
         is_random: True if the pass used random numbers, as Monte-Carlo dropout does.
         cached_outputs: outputs of further forward passes by key, for further classes and methods.
     """
@@ -62,7 +62,7 @@ class TargetedTrace(Trace):
     raw_scores: Tensor | None = None
     probabilities: Tensor | None = None
     seconds: float = 0.0
-    refinement_requested: bool = False
+    requested: frozenset[str] = frozenset()
     is_random: bool = False
     cached_outputs: dict[Any, Any] = field(default_factory=dict)
 
@@ -121,14 +121,14 @@ class Maps:
         facts: facts per image for captions, such as the saturated share of a flow.
         pixels: maps at the size of the model input, [batch, height, width], which are drawn instead; or None.
         significant: mask of the patches whose value is above 0 at 95 %, bool [batch, rows, cols]; or None.
-        refined: False for each image whose map was not refined although that is the default; None: see the options.
+        effective: options of each image's map that differ from the given ones, because a default does not apply.
     """
 
     grids: Tensor
     facts: list[dict[str, Any]] = field(default_factory=list)
     pixels: Tensor | None = None
     significant: Tensor | None = None
-    refined: list[bool] | None = None
+    effective: list[dict[str, Any]] | None = None
 
 
 def readout_of(trace: TargetedTrace, patch: Patch | None) -> Tensor:

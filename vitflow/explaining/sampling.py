@@ -1,7 +1,8 @@
 """Sampling with random patches dropped, and its consensus with GAE."""
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
 from vitflow.progress import tracking
 from vitflow.recording.changed_tokens import droppable_tokens, run_on_patches
-from vitflow.registry.method_table import get_method
+from vitflow.registry.method_table import WITHOUT_AFFINITY, get_method
 from vitflow.registry.options import OPTIONS
 
 #: Maximum number of masks with masks="auto", and the number of masks after which it compares maps.
@@ -29,64 +30,86 @@ _BLANKED = "patches blanked, because tokens cannot be dropped:"
 _CONVERGED = 0.9
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Scores of masked images.
+
+    Attributes:
+        kept: kept patches of each mask, bool [masks, patches] for each image.
+        scores: log-odds, [masks, classes] for each image.
+        grid: rows and columns of the patches.
+        hidden: description of how patches were hidden.
+    """
+
+    kept: Sequence[Tensor]
+    scores: Sequence[Tensor]
+    grid: tuple[int, int]
+    hidden: str
+
+
+# Called after every 32 masks with the index of the image, its masks and their scores, until it returns True.
+Converged = Callable[[int, Tensor, Tensor], bool]
+
+
 def sampling(
     trace: TargetedTrace, *, masks: int | str, estimator: str, affinity: AffinityName, refine: int, **drawn: Any
 ) -> Maps:
     """Weight of each patch in the log-odds of the target, from random masks of all patches.
 
-    The difference of means is over masks with and without the patch. The regression has the affinity of refinement as
-    the factor of its prior covariance. With masks="auto" each image gets masks until its map has converged.
+    The regression draws masks in which similar patches stay together, and has the affinity of refinement as the factor
+    of its prior covariance. The difference of means is over masks with and without the patch; it replaces the
+    regression if there is no affinity, unless the regression was requested. With masks="auto" each image gets masks
+    until its map has converged.
     """
     check_known("estimator", estimator, OPTIONS["estimator"].choices)
-    targets = trace.class_indices.tolist()
-
-    @lru_cache
-    def affinities(grid: tuple[int, int]) -> Tensor | None:
-        """Return the affinity of the patches, [batch, patches, patches], if it is used."""
-        if estimator != "regression" and not refine:
-            return None
-        try:
-            return affinity_of(trace, affinity, grid).matrix
-        except UnsupportedModelError:
-            if estimator == "regression":
+    targets, grid = trace.class_indices.tolist(), _hiding(trace)[1]
+    prior, effective = None, dict[str, Any]()
+    try:
+        prior = affinity_of(trace, affinity, grid).matrix if estimator == "regression" or refine else None
+    except UnsupportedModelError:
+        if estimator == "regression":
+            if "estimator" in trace.requested:
                 raise
-            return None
+            effective = {name: value for name, value in WITHOUT_AFFINITY.items() if name not in trace.requested}
+            estimator, masks = "difference", effective.get("masks", masks)
+    regression = estimator == "regression"
 
-    def estimate(image: int, kept: Tensor, scores: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
+    def estimate(image: int, kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the weight of each patch, [patches], and its standard deviation, which the regression has."""
         scores = scores[:, targets[image]]
-        prior = affinities(grid) if estimator == "regression" else None
-        if prior is None:
+        if prior is None or not regression:
             return mean_differences(kept, scores), None
         posterior = regress(kept, scores, prior[image])
         return posterior.mean, posterior.std
 
     strongest: dict[int, list[set[int]]] = {}
 
-    def converged(image: int, kept: Tensor, scores: Tensor, grid: tuple[int, int]) -> bool:
+    def converged(image: int, kept: Tensor, scores: Tensor) -> bool:
         """Return True if the last two steps hardly changed the strongest tenth of the patches."""
-        values, spread = estimate(image, kept, scores, grid)[0].clamp_min(0.0), affinities(grid)
-        if spread is not None:
+        values = estimate(image, kept, scores)[0].clamp_min(0.0)
+        if prior is not None:
             for _ in range(refine):
-                values = spread[image] @ values.to(spread)
+                values = prior[image] @ values.to(prior)
         top = set(values.topk(max(1, round(0.1 * len(values)))).indices.tolist())
         tops = strongest.setdefault(image, [])
         tops.append(top)
         return len(tops) > 2 and all(len(top & before) >= _CONVERGED * len(top) for before, top in pairwise(tops[-3:]))
 
-    kept, outputs, grid, hidden = sample(trace, masks=masks, converged=converged if masks == "auto" else None, **drawn)
+    similar = affinity if regression else None
+    drawn |= {"masks": masks, "converged": converged if masks == "auto" else None}
+    sampled = sample(trace, affinity=similar, **drawn)
     grids, facts, significant = [], [], []
-    for image, scores in enumerate(outputs):
-        used = kept[: len(scores)]
-        weights, std = estimate(image, used, scores, grid)
+    for image, (kept, scores) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):
+        weights, std = estimate(image, kept, scores)
         grids.append(weights.reshape(grid))
         if std is not None:
             significant.append((weights > NORMAL_95 * std).reshape(grid))
-        reliability = spearman(*(half.numpy() for half in split_half_maps(used, scores[:, targets[image]])))
-        facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": hidden})
+        reliability = spearman(*(half.numpy() for half in split_half_maps(kept, scores[:, targets[image]])))
+        facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": sampled.hidden})
         if masks == "auto":
             facts[-1]["masks_used"] = len(scores)
-    return Maps(torch.stack(grids), facts, significant=torch.stack(significant) if significant else None)
+    outlined = torch.stack(significant) if significant else None
+    return Maps(torch.stack(grids), facts, significant=outlined, effective=[effective] * len(grids))
 
 
 def sample(
@@ -97,8 +120,9 @@ def sample(
     cells: int,
     random_seed: int,
     occlusion_batch: int,
-    converged: Callable[[int, Tensor, Tensor, tuple[int, int]], bool] | None = None,
-) -> tuple[Tensor, list[Tensor], tuple[int, int], str]:
+    affinity: AffinityName | None = None,
+    converged: Converged | None = None,
+) -> Sample:
     """Run the model on masked images.
 
     Args:
@@ -106,51 +130,49 @@ def sample(
         masks: number of masks, or "auto".
         keep, cells, random_seed: options of the masks.
         occlusion_batch: masks per forward pass; if tokens are dropped, scaled to the same total number of tokens.
-        converged: for masks="auto", called after every 32 masks with the index of the image, the masks, their outputs
-            and the grid, until it returns True.
-
-    Returns:
-        Kept patches of each mask, bool [masks, patches]; the log-odds [masks, classes] of each image, for its first
-        masks; rows and columns of the patches; a description of how patches were hidden.
+        affinity: the affinity of the patches that tend to stay together; None: only neighbours do.
+        converged: for masks="auto".
     """
     batch = whole_number("occlusion_batch", occlusion_batch, 1)
     layout, grid, hidden = _hiding(trace)
-    most: Any = MOST_MASKS if masks == "auto" else masks
-    kept = draw_masks(*grid, masks=most, keep=keep, cells=cells, seed=random_seed)
+    most = MOST_MASKS if masks == "auto" else whole_number("masks", masks, 2)
+    draw = partial(draw_masks, *grid, masks=most, keep=keep, cells=cells, seed=random_seed)
     failed = ("sampling fails", keep, cells)
     if failed in trace.cached_outputs:
         layout, hidden = None, trace.cached_outputs[failed]
-    if layout is not None:
-        batch = batch * layout.num_tokens // (layout.num_prefix_tokens + int(kept[0].sum()))
     images = trace.pixels.detach().split(1)
     # Fewer masks are the first of more masks: the outputs serve further classes, methods and numbers of masks.
     known: list[list[Tensor]] = trace.cached_outputs.setdefault(
-        ("sampling", keep, cells, random_seed), [[] for _ in images]
+        ("sampling", keep, cells, random_seed, affinity), [[] for _ in images]
     )
-    outputs = []
-    with tracking("sampling", len(images) * len(kept)) as progress:
+    similar = [None] * len(images) if affinity is None else affinity_of(trace, affinity, grid).matrix
+    kept, outputs = [], []
+    with tracking("sampling", len(images) * most) as progress:
         for number, (image, rows) in enumerate(zip(images, known, strict=True)):  # a row for each mask
-            count = 0
-            while count < len(kept):
-                start, count = count, len(kept) if converged is None else count + MASKS_PER_STEP
+            drawn, count = draw(affinity=similar[number]), 0
+            size = int(drawn[0].sum())
+            while count < most:
+                start, count = count, most if converged is None else count + MASKS_PER_STEP
                 progress(max(min(len(rows), count) - start, 0))
                 while len(rows) < count:
-                    part = kept[len(rows) : min(len(rows) + batch, count)]
+                    scale = 1 if layout is None else layout.num_tokens / (layout.num_prefix_tokens + size)
+                    part = drawn[len(rows) : min(len(rows) + int(batch * scale), count)]
                     try:
                         rows.extend(_log_odds(trace, image, part, layout, grid))
                     except (RuntimeError, ValueError, AssertionError) as error:
                         if layout is None or any(known) or isinstance(error, torch.OutOfMemoryError):
                             raise
-                        reason = f"It fails on {int(part[0].sum())} of its patches ({str(error).splitlines()[0]})."
+                        reason = f"It fails on {size} of its patches ({str(error).splitlines()[0]})."
                         layout, hidden = None, f"{_BLANKED} {reason}"  # a model may reshape its tokens
                         trace.cached_outputs[failed] = hidden
                         continue
                     progress(len(part))
-                if converged is not None and converged(number, kept[:count], torch.stack(rows[:count]), grid):
+                if converged is not None and converged(number, drawn[:count], torch.stack(rows[:count])):
                     break
-            progress(len(kept) - count)
+            progress(most - count)
+            kept.append(drawn[:count])
             outputs.append(torch.stack(rows[:count]))
-    return kept, outputs, grid, hidden
+    return Sample(kept, outputs, grid, hidden)
 
 
 def _hiding(trace: TargetedTrace) -> tuple[TokenLayout | None, tuple[int, int], str]:
@@ -189,16 +211,36 @@ FLOOR = 1e-6
 
 
 def consensus(trace: TargetedTrace, **options: Any) -> Maps:
-    """Weighted geometric mean of GAE and sampling for the target, each refined and divided by its sum."""
-    grids: list[Tensor] = []
+    """Weighted geometric mean of GAE and sampling for the target, each refined and divided by its sum.
+
+    With the regression, the fact `agreement` is the t-value of GAE as the prior mean of the weights.
+    """
+    parts: list[Maps] = []
     facts: list[dict[str, Any]] = [{"made_of": " and ".join(PARTS)} for _ in trace.class_indices]
     for name in PARTS:
         method = get_method(name)
         accepted = {name: value for name, value in options.items() if method.accepts(name)}
-        maps, _ = make_maps(method, method.complete(accepted), trace)
-        grids.append(maps.grids)
-        facts = [known | further for known, further in zip(facts, maps.facts or [{}] * len(facts), strict=True)]
-    return Maps(geometric_mean(grids, list(PARTS.values())), facts, significant=maps.significant, refined=maps.refined)
+        parts.append(make_maps(method, method.complete(accepted), trace)[0])
+        facts = [known | further for known, further in zip(facts, parts[-1].facts or [{}] * len(facts), strict=True)]
+    gae, sampled = parts
+    if sampled.significant is not None:
+        masks = min(fact.get("masks_used", options["masks"]) for fact in facts)
+        for fact, t_value in zip(facts, _agreements(trace, gae.grids, **options | {"masks": masks}), strict=True):
+            fact["agreement"] = t_value
+    maps = geometric_mean([each.grids for each in parts], list(PARTS.values()))
+    return Maps(maps, facts, significant=sampled.significant, effective=sampled.effective)
+
+
+def _agreements(trace: TargetedTrace, maps: Tensor, *, affinity: AffinityName, **options: Any) -> list[float | None]:
+    """Return for each image the t-value of a map as the prior mean of the regression; None if it is 0 everywhere."""
+    names = ("masks", "keep", "cells", "random_seed", "occlusion_batch")
+    sampled, t_values = sample(trace, affinity=affinity, **{name: options[name] for name in names}), []
+    prior = affinity_of(trace, affinity, sampled.grid).matrix
+    for index, (kept, scores) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):
+        target = int(trace.class_indices[index])
+        t_value = regress(kept, scores[:, target], prior[index], prior_mean=maps[index].flatten()).t_value
+        t_values.append(None if t_value is None else round(t_value, 2))
+    return t_values
 
 
 def geometric_mean(grids: list[Tensor], weights: list[int]) -> Tensor:

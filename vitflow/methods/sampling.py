@@ -8,20 +8,33 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, whole_number
 
-#: Variance of the noise of a score, relative to the mean prior variance of the scores.
-NOISE = 12.0
+#: Variances of the noise of a score that are tried, relative to the mean prior variance of the scores.
+NOISES = torch.logspace(-1.0, 2.0, 31, dtype=torch.float64)
 #: Standard deviations of a normal distribution on each side of its mean that contain 95 %.
 NORMAL_95 = 1.96
+#: Share of the variance of masks' fields that similar patches have in common.
+SIMILARITY = 0.75
 # Breaks ties between values of the field, which are about 1.
 _NOISE = 1e-3
 
 
-def draw_masks(rows: int, cols: int, *, masks: int, keep: float = 0.3, cells: int = 7, seed: int = 0) -> Tensor:
+def draw_masks(
+    rows: int,
+    cols: int,
+    *,
+    masks: int,
+    keep: float = 0.3,
+    cells: int = 7,
+    seed: int = 0,
+    affinity: Tensor | None = None,
+) -> Tensor:
     """Random masks, each of which keeps the same number of patches, in coherent regions.
 
     A mask is a field of `cells × cells` normal numbers (at most the number of patches per side), upsampled to the grid
-    by bicubic interpolation; its k = round(keep · patches) highest patches stay. The masks depend on the grid and the
-    options only; fewer masks are the first of more masks.
+    by bicubic interpolation; its k = round(keep · patches) highest patches stay. With an affinity A, the field is
+    √(1 − α) g + √α A z, where g is the upsampled field, z are normal numbers, α = 0.75, and each patch of g and of A z
+    has variance 1: then similar patches tend to stay together, so that whole objects are kept or dropped. The masks
+    depend on the arguments only; fewer masks are the first of more masks.
 
     Args:
         rows: patches from top to bottom.
@@ -30,12 +43,14 @@ def draw_masks(rows: int, cols: int, *, masks: int, keep: float = 0.3, cells: in
         keep: share of the patches that stays: at least one patch, and not all.
         cells: numbers per side of the field, at least 2; more cells give smaller regions.
         seed: seed of the random numbers.
+        affinity: A, similarity of the patches, [patches, k]; only the direction of each row matters.
 
     Returns:
         Mask of the patches that stay, bool [masks, patches], in raster order.
 
     Raises:
         OptionError: an option is out of range.
+        ShapeError: the affinity does not have a row for each patch.
 
     Source: Petsiuk, Das & Saenko, "RISE", BMVC 2018, §3.2, with the same number of patches in every mask.
 
@@ -49,14 +64,28 @@ def draw_masks(rows: int, cols: int, *, masks: int, keep: float = 0.3, cells: in
             f"Expected keep as a share of the {rows} × {cols} patches that leaves one of them at least and not all, "
             f"got {keep!r}."
         )
+    if affinity is not None and (affinity.ndim != 2 or len(affinity) != patches):
+        raise ShapeError(f"Expected an affinity [{patches} patches, k], got {tuple(affinity.shape)}.")
     random = np.random.default_rng(seed)
     height, width = min(cells, rows), min(cells, cols)
-    drawn = random.standard_normal((masks, height * width + patches))  # mask by mask
-    fields = torch.from_numpy(drawn[:, : height * width]).reshape(masks, 1, height, width)
-    enlarged = torch.nn.functional.interpolate(fields, size=(rows, cols), mode="bicubic", align_corners=False)
-    values = enlarged.flatten(1) + _NOISE * torch.from_numpy(drawn[:, height * width :])
+    sizes = [height * width, patches if affinity is None else affinity.shape[1]]
+    drawn = torch.from_numpy(random.standard_normal((masks, sum(sizes))))  # mask by mask
+    field, further = drawn.split(sizes, dim=1)
+    values = _enlarge(field.reshape(masks, height, width), rows, cols)
+    if affinity is None:
+        values = values + _NOISE * further
+    else:
+        std = _enlarge(torch.eye(height * width).double().reshape(-1, height, width), rows, cols).norm(dim=0)
+        directions = torch.nn.functional.normalize(affinity.detach().cpu().double(), dim=1)
+        values = (1.0 - SIMILARITY) ** 0.5 * values / std + SIMILARITY**0.5 * further @ directions.T
     highest = values.topk(round(keep * patches), dim=1).indices
     return torch.zeros(masks, patches, dtype=torch.bool).scatter_(1, highest, True)
+
+
+def _enlarge(fields: Tensor, rows: int, cols: int) -> Tensor:
+    """Upsample fields [n, height, width] to the patches, [n, patches]."""
+    larger = torch.nn.functional.interpolate(fields[:, None], size=(rows, cols), mode="bicubic", align_corners=False)
+    return larger.flatten(1)
 
 
 def _centred(kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,19 +152,27 @@ class Posterior:
     """Posterior of the weights of patches.
 
     Attributes:
-        mean: [patches] or [patches, classes], float64, in the unit of the scores.
-        std: standard deviation of each weight, of the same shape.
-        t_value: coefficient of the prior mean divided by its standard error, a number or [classes]: how clearly the
-            scores agree with the prior mean (negative: they contradict it). None without a prior mean.
+        mean: [patches], or [n] of linear functions of the weights; float64, in the unit of the scores.
+        std: standard deviations, of the same shape.
+        noise: λ, the variance of the noise of a score relative to the mean prior variance of the scores.
+        t_value: coefficient of the prior mean divided by its standard error: how clearly the scores agree with the
+            prior mean (negative: they contradict it). None without a prior mean.
     """
 
     mean: Tensor
     std: Tensor
-    t_value: Tensor | None = None
+    noise: float
+    t_value: float | None = None
 
 
 def regress(
-    kept: Tensor, scores: Tensor, factor: Tensor, noise: float = NOISE, prior_mean: Tensor | None = None
+    kept: Tensor,
+    scores: Tensor,
+    factor: Tensor,
+    *,
+    noise: float | None = None,
+    prior_mean: Tensor | None = None,
+    of: Tensor | None = None,
 ) -> Posterior:
     """Linear regression of scores on masks, with a Gaussian prior whose covariance is F Fᵀ up to its scale.
 
@@ -143,60 +180,70 @@ def regress(
     kernel K = c X F Fᵀ Xᵀ has trace N. With V = K + λ I, u = X r and G = c F Fᵀ Xᵀ V⁻¹, the coefficient of the prior
     mean is estimated by generalised least squares, κ = uᵀ V⁻¹ s / uᵀ V⁻¹ u, and may have any sign. The weights have
     mean κ r + G (s − s̄ − κ u) and covariance σ² (c F Fᵀ − c G X F Fᵀ + d dᵀ / uᵀ V⁻¹ u) with d = r − G u, where
-    σ² = (s − s̄ − κ u)ᵀ V⁻¹ (s − s̄ − κ u) / N maximises the likelihood. Correlated weights share evidence from the
+    σ² = (s − s̄ − κ u)ᵀ V⁻¹ (s − s̄ − κ u) / n with n = N − 1, or N − 2 with a prior mean. Unless given, λ is the one of
+    0.1 … 100 with the largest restricted likelihood without the prior mean. Correlated weights share evidence from the
     masks.
 
     Args:
         kept: m, kept patches of each mask, bool [masks, patches].
-        scores: s, the score of each mask, [masks] or [masks, classes].
+        scores: s, the score of each mask, [masks].
         factor: F, [patches, k]; zeros exclude a patch.
-        noise: λ.
+        noise: λ; None to estimate it.
         prior_mean: r, a map that the weights are expected to be proportional to, [patches]; None for r = 0.
+        of: linear functions of the weights, [n, patches], whose posterior is returned instead.
 
     Raises:
         OptionError: noise is not a positive number.
         ShapeError: wrong shapes, or fewer than two masks.
 
-    Source: Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006, §2.1 and §2.7; regression of scores
-    on masks as in Lundberg & Lee, NeurIPS 2017.
+    Source: Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006, §2.1, §2.7 and §5.4; regression of
+    scores on masks as in Lundberg & Lee, NeurIPS 2017.
 
     >>> kept = torch.tensor([[True, False], [False, True], [True, False]])
     >>> regress(kept, torch.tensor([3.0, 1.0, 5.0]), torch.eye(2), noise=1.0).mean
     tensor([ 1.1250, -1.1250], dtype=torch.float64)
     """
     masks, centred = _centred(kept, scores)
-    if factor.ndim != 2 or len(factor) != kept.shape[1]:
-        raise ShapeError(f"Expected a factor [{kept.shape[1]} patches, k], got {tuple(factor.shape)}.")
-    if not 0.0 < noise < float("inf"):
+    count, patches = kept.shape
+    if centred.ndim != 1 or factor.ndim != 2 or len(factor) != patches:
+        raise ShapeError(
+            f"Expected scores [masks] and a factor [{patches} patches, k], got {tuple(scores.shape)} and "
+            f"{tuple(factor.shape)}."
+        )
+    if noise is not None and not 0.0 < noise < float("inf"):
         raise OptionError(f"Expected a positive noise, got {noise!r}.")
-    if prior_mean is not None and prior_mean.shape != kept.shape[1:]:
-        raise ShapeError(f"Expected a prior mean [{kept.shape[1]} patches], got {tuple(prior_mean.shape)}.")
-    centred = centred.reshape(len(kept), -1)
-    factor = factor.detach().cpu().double()
+    if prior_mean is not None and prior_mean.shape != (patches,):
+        raise ShapeError(f"Expected a prior mean [{patches} patches], got {tuple(prior_mean.shape)}.")
+    factor, tiny = factor.detach().cpu().double(), torch.finfo(torch.float64).tiny
     seen = masks @ factor  # [masks, k]
-    tiny = torch.finfo(torch.float64).tiny
-    scale = len(kept) / seen.square().sum().clamp_min(tiny)
-    kernel = scale * seen @ seen.mT + noise * torch.eye(len(kept), dtype=torch.float64)
-    root = torch.linalg.cholesky(kernel)
-    half_solved = torch.linalg.solve_triangular(root, seen @ factor.mT, upper=False)  # [masks, patches]
-    variance = (scale * factor.square().sum(dim=1) - scale**2 * half_solved.square().sum(dim=0)).clamp_min(0.0)
-    coefficient = precision = None
-    mean = torch.zeros(kept.shape[1], centred.shape[1], dtype=torch.float64)
-    if prior_mean is not None and (known := prior_mean.detach().cpu().double()).any():
-        expected = masks @ known  # [masks]
-        solved_expected = torch.cholesky_solve(expected[:, None], root)[:, 0]
-        precision = (expected @ solved_expected).clamp_min(tiny)
-        coefficient = solved_expected @ centred / precision  # [classes]
-        mean = known[:, None] * coefficient
-        centred = centred - expected[:, None] * coefficient
-        unexplained = known - scale * factor @ (seen.mT @ solved_expected)
-        variance = variance + unexplained.square() / precision
-    solved = torch.cholesky_solve(centred, root)  # [masks, classes]
-    mean = mean + scale * factor @ (seen.mT @ solved)
-    sigma = (centred * solved).sum(dim=0) / len(kept)  # [classes]
-    std = (variance[:, None] * sigma).sqrt()
-    shape = (kept.shape[1], *scores.shape[1:])
-    t_value = None
-    if coefficient is not None and precision is not None:
-        t_value = (coefficient * (precision / sigma.clamp_min(tiny)).sqrt()).reshape(scores.shape[1:])
-    return Posterior(mean.reshape(shape), std.reshape(shape), t_value)
+    scale = count / seen.square().sum().clamp_min(tiny)
+    # In the basis of the kernel, the scores are independent with variances σ² (values + λ).
+    values, basis = torch.linalg.eigh(scale * seen @ seen.mT)
+    values, rotated = values.clamp_min(0.0), basis.mT @ centred
+    noise = _likeliest_noise(values, rotated) if noise is None else noise
+    inverse = 1.0 / (values + noise)
+    results = factor if of is None else of.double() @ factor
+    covariance = scale * basis.mT @ seen @ results.mT  # of scores and results, [masks, n]
+    variance = scale * results.square().sum(dim=1) - inverse @ covariance.square()
+    mean, coefficient, precision = torch.zeros_like(variance), None, torch.tensor(0.0).double()
+    if prior_mean is not None and prior_mean.any():
+        known = prior_mean.detach().cpu().double()
+        expected = basis.mT @ (masks @ known)
+        precision = (expected.square() @ inverse).clamp_min(tiny)
+        coefficient = (expected * inverse) @ rotated / precision
+        known = known if of is None else of.double() @ known
+        mean, rotated = coefficient * known, rotated - coefficient * expected
+        variance = variance + (known - (inverse * expected) @ covariance).square() / precision
+    sigma = (rotated.square() @ inverse) / max(count - (1 if coefficient is None else 2), 1)
+    std = (variance.clamp_min(0.0) * sigma).sqrt()
+    t_value = None if coefficient is None else float(coefficient * (precision / sigma.clamp_min(tiny)).sqrt())
+    return Posterior(mean + (inverse * rotated) @ covariance, std, noise, t_value)
+
+
+def _likeliest_noise(values: Tensor, rotated: Tensor) -> float:
+    """Return the λ of `NOISES` with the largest restricted likelihood of scores in the basis of the kernel."""
+    sums = values + NOISES[:, None]  # [λ, masks]
+    residual = (rotated.square() / sums).sum(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+    # The direction of the mean, whose value is 0, does not count.
+    likelihood = -(len(values) - 1) * residual.log() - sums.log().sum(dim=1) + NOISES.log()
+    return float(NOISES[likelihood.argmax()])

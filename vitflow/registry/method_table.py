@@ -182,7 +182,9 @@ _PRODUCT = {"discard_ratio": 0.9, "residual": 0.5}
 # Options of the papers.
 _PLAIN = {"head_fusion": "mean", "value_weighted": False}
 # Options of sampling.
-_MASKS = {"masks": 256, "estimator": "difference", "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
+_MASKS = {"masks": 96, "estimator": "regression", "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
+#: Defaults of these options for models without an affinity of patches.
+WITHOUT_AFFINITY = {"refine": 0, "estimator": "difference", "masks": 256}
 
 #: The function of rollout, which needs only the product of the layers.
 ROLLOUT = "vitflow.explaining.maps:rollout"

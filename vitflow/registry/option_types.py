@@ -22,7 +22,7 @@ class LayerMapOptions(TypedDict, total=False):
     pooled: Literal["mean", "class_token"] | None
     peer_options: Mapping[str, Any] | None
     masks: int | Literal["auto"] | None
-    estimator: Literal["difference", "regression"] | None
+    estimator: Literal["regression", "difference"] | None
     keep: float | None
     cells: int | None
     random_seed: int | None

@@ -89,7 +89,7 @@ class Option:
         """
         if self.kind is bool and isinstance(value, str):
             return self.read(value)
-        if self.kind == "choice" and value is not None:  # None: the default depends on the model
+        if self.kind == "choice":
             check_known(self.name.replace("_", " "), value, self.choices)
         return whole_number(self.name, value, *self.limits) if self.kind is int and self.limits else value
 
@@ -211,13 +211,15 @@ OPTIONS: dict[str, Option] = {
             "converged, at most 256.",
             ("auto",),
             metavar="N≥2",
+            droppable=True,
         ),
         Option(
             "estimator",
             "choice",
-            "How sampling estimates a patch's weight: difference of means, as RISE; or regression with the affinity of "
-            "patches as prior, which requires fewer masks.",
-            ("difference", "regression"),
+            "How sampling estimates a patch's weight: regression with the affinity of patches as prior, from masks in "
+            "which similar patches stay together; or difference of means, as RISE, which requires more masks.",
+            ("regression", "difference"),
+            droppable=True,
             phrase={"difference": "difference of means", "regression": "by regression"}.__getitem__,
         ),
         Option("keep", float, "Share of the patches that each mask keeps.", metavar="0<K<1"),

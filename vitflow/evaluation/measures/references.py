@@ -16,7 +16,7 @@ from vitflow.images.reading import ImageSource
 from vitflow.methods.flow.attention_flow import attention_flow
 from vitflow.methods.fusion import raw_attention
 from vitflow.methods.rollout import attention_rollout
-from vitflow.methods.sampling import NORMAL_95, Posterior, regress
+from vitflow.methods.sampling import NORMAL_95, mean_differences, regress
 from vitflow.methods.similarity import spearman
 from vitflow.recording.isolation import evaluating
 from vitflow.registry.choices import choose_methods
@@ -25,7 +25,7 @@ LAYER_METHODS = ("attention", "rollout", "flow")
 REFERENCES = ("occlusion", "input_gradient")
 
 #: Number of masks of the reference of `coverage`.
-MASKS = 1024
+MASKS = 2048
 
 
 def rank_correlation(explainer: Explainer, image: ImageSource, *, target: Target = None) -> NDArray[np.float64]:
@@ -73,10 +73,12 @@ def _rounded(grid: Tensor) -> NDArray[np.float64]:
 
 
 def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) -> float:
-    """Return the share of patches whose 95 % interval contains the mean from many masks of another seed.
+    """Return the share of patches whose 95 % interval contains the difference of means of many other masks.
 
-    The intervals are those of the weights of the patches before refinement, from the masks of the map. Correct
-    intervals have a coverage of about 0.95.
+    The regression's weights imply a difference of means for each patch: D⁻¹ Xᵀ X w, where X are the centred masks of
+    the reference and D is the sum of their squares for each patch. The intervals are those of these differences, before
+    refinement, from the masks of the map. The reference has no prior, and masks that do not depend on the image.
+    Correct intervals have a coverage of about 0.95.
 
     Args:
         explainer: the explainer that made the map.
@@ -88,7 +90,7 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
 
     >>> from vitflow.demo import sample_images
     >>> explainer = Explainer("demo")
-    >>> saliency = explainer.explain(sample_images()[0], method="sampling", estimator="regression", masks=32)
+    >>> saliency = explainer.explain(sample_images()[0], method="sampling", masks=32)
     >>> coverage(explainer, saliency, masks=64) > 0.5
     True
     """
@@ -99,15 +101,17 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
             "whose values have no intervals."
         )
     drawn = {name: method.options[name] for name in ("keep", "cells", "occlusion_batch")}
-    seed, target = method.options["random_seed"], saliency.target
-
-    def posterior(count: int, seed: int) -> Posterior:
-        kept, [scores], grid, _ = sample(trace, masks=count, random_seed=seed, **drawn)
-        return regress(kept, scores[:, target], affinity_of(trace, method.options["affinity"], grid).matrix[0])
-
+    seed, target, affinity = method.options["random_seed"], saliency.target, method.options["affinity"]
+    count = saliency.facts.get("masks_used", method.options["masks"])
     recorded = explainer.record(shared_input([saliency]), **recording_options([method], explainer.model))
     trace = explainer.targeted(recorded, torch.tensor([target]))
     with torch.no_grad(), evaluating(explainer.model):
-        few = posterior(saliency.facts.get("masks_used", method.options["masks"]), seed)
-        many = posterior(masks, seed + 1)
-    return float(((few.mean - many.mean).abs() <= NORMAL_95 * few.std).double().mean())
+        few = sample(trace, masks=count, random_seed=seed, affinity=affinity, **drawn)
+        many = sample(trace, masks=masks, random_seed=seed + 1, **drawn)
+    [kept], [scores] = many.kept, many.scores
+    centred = kept.double() - kept.double().mean(dim=0)
+    implied = centred.mT @ centred / centred.square().sum(dim=0).clamp_min(1e-12)[:, None]
+    prior = affinity_of(trace, affinity, few.grid).matrix[0]
+    posterior = regress(few.kept[0], few.scores[0][:, target], prior, of=implied)
+    reference = mean_differences(kept, scores[:, target])
+    return float(((posterior.mean - reference).abs() <= NORMAL_95 * posterior.std).double().mean())
