@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vitflow.errors import ShapeError
+from vitflow.errors import OptionError, ShapeError
 from vitflow.methods.fusion import (
     HeadFusion,
     SignedFusion,
@@ -39,6 +39,7 @@ def attention_rollout(
     """Attention rollout: the product Â_L Â_{L−1} ⋯ Â_s of the layers' attention, each with its residual connection.
 
     With a `readout` q only the row qᵀ Â_L ⋯ Â_s is computed, from the top, in O(L · N²); without one, all rows.
+    `torch.export` traces it, unless values are discarded, masked or without residual; the program checks no values.
 
     Args:
         attentions: layers of [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], first layer first; or one
@@ -73,6 +74,8 @@ def attention_rollout(
     """
     check_fraction("discard_ratio", discard_ratio)
     check_fraction("residual", residual)
+    if torch.compiler.is_exporting() and (discard_ratio or not residual):
+        raise OptionError("torch.export requires discard_ratio=0 and a residual above 0.")
     layers = check_attentions(attentions)
     first = check_layer("start_layer", start_layer, len(layers))
     check_prefix(num_prefix_tokens, layers[0].shape[-1])
