@@ -113,3 +113,9 @@ def test_the_words_of_a_video_have_a_row_and_its_frames_a_column(tmp_path, monke
     assert all(np.shape(word["map"])[0] == 2 and len(word["frame_shares"]) == 2 for word in record["words"])
     with Image.open(record["output"]) as strip:
         assert strip.height > strip.width  # an image and four words in two frames
+
+
+@pytest.mark.parametrize("arguments", [(), ("--model", "demo")])
+def test_without_a_model_the_bundled_one_is_offered(arguments):
+    done = CliRunner().invoke(cli, ["caption", "photo.jpg", *arguments])
+    assert done.exit_code == 2 and "--model demo-caption" in done.stderr

@@ -153,7 +153,8 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
     [
         ([], "got neither"),
         (["a", "--generate", 3], "--generate requires --prompt"),
-        (["--prompt", "a", "--target", "a"], "--target cannot be used with --prompt"),
+        (["--prompt", "a", "--target", "a"], "--target cannot be used with --prompt, .*: omit it"),
+        (["--prompt", "a", "--view", "graph"], "vitflow read TEXT draws graphs"),
         (["a", "--png", "a.bmp"], "Expected an output that ends in .png, .pdf, .svg, got 'a.bmp'"),
         (["a", "--method", "attention", "--residual", 0.1], "Unknown attention option 'residual'"),
         (["a", "--hide-stop-words", "none.txt"], "Expected --hide-stop-words english, or a file"),
@@ -162,17 +163,25 @@ def test_a_user_sees_what_each_written_word_rests_on(decoder, tmp_path):
 def test_what_does_not_go_together_is_said_before_anything_is_loaded(arguments, message):
     done = read(*arguments, "--model", "no/such")
     assert done.exit_code == 2
-    assert message in done.stderr
+    assert re.search(message, done.stderr)
+
+
+def test_each_way_to_read_names_the_other_one(encoder):
+    done = read("--prompt", "the key", "--model", encoder)
+    assert done.exit_code == 2 and "vitflow read TEXT" in done.stderr
+    for arguments, model in ((["a"], "bert"), (["--prompt", "a"], "gpt2")):
+        done = read(*arguments)
+        assert done.exit_code == 2 and re.search(f"Expected --model, .*{model}", done.stderr)
 
 
 def test_models_for_images_are_refused_with_a_remedy(tmp_path):
     ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(
         tmp_path
     )
-    for name in (tmp_path, "vit_tiny_patch16_224", "demo"):
-        done = read("a", "--model", name)
+    for name in (tmp_path, "vit_tiny_patch16_224", "demo", "demo-caption"):
+        done, command = read("a", "--model", name), "caption" if name == "demo-caption" else "explain"
         assert done.exit_code == 2
-        assert f"got the image model {name}. Use vitflow explain IMAGE --model {name}." in done.stderr
+        assert f"got the image model {name}. Use vitflow {command} IMAGE --model {name}." in done.stderr
 
 
 def with_code(folder, place):

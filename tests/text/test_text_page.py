@@ -115,6 +115,7 @@ def test_a_reader_clicks_through_a_written_text(generation, opened):
     assert "query token left out" in summary and re.search(r"entropy \d\.\d\d of \d\.\d\d bits", summary)
     assert page.get_attribute(f".token >> nth={m + 2}", "title").endswith(f"{100 * generation.self_share[3, -1]:.1f} %")
     # Its prompt, layer by layer: layers go up, the sum of earlier words stands apart.
+    assert page.inner_text("#sheet-title") == f"Attribution of “{texts[m + 3]}” to the prompt by layer, in %"
     cells = "all => all.map(line => [...line.cells].map(one => one.textContent))"
     lines = page.locator("#sheet tr").evaluate_all(cells)
     assert lines[0] == ["", *texts[:m], "earlier generated words"]
@@ -125,7 +126,7 @@ def test_a_reader_clicks_through_a_written_text(generation, opened):
         np.testing.assert_allclose(shown, [*(100 * entry[:m]), 100 * entry[m:].sum()], rtol=0, atol=0.6)
     page.click(".token >> nth=2")
     assert page.inner_text("h1") == "Attribution to “key”"
-    assert page.inner_text("#sheet-title").startswith("Attribution to it")
+    assert page.inner_text("#sheet-title").startswith("Attribution to “key” by layer")
     assert page.is_disabled("#reverse")
     # The writing position of a word is left out there, and said so.
     page.click(f".token >> nth={m - 1}")

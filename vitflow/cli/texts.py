@@ -18,7 +18,7 @@ from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, text_method
 @click.argument("text", required=False)
 @shared.option("Text", "--prompt", None, "Generate text from this prompt, and explain each generated token.")
 @shared.option("Text", "--generate", 1, "Number of tokens to generate.  [default: 20]")
-@shared.option("Model", "--model", "ID|PATH", "transformers id, or a folder with model and tokenizer.", required=True)
+@shared.option("Model", "--model", "ID|PATH", "transformers id, or a folder with model and tokenizer.  [required]")
 @shared.language_model_options
 @shared.option(
     "Text",
@@ -91,13 +91,18 @@ def _check(text: str | None, given: Mapping[str, Any]) -> None:
     """Raise OptionError for options that cannot be combined."""
     if (text is None) == (given["prompt"] is None):
         got = "neither" if text is None else "both"
-        raise OptionError(f"Expected either TEXT or --prompt, got {got}.")
-    writes = text is None
-    for name in ("target",) if writes else ("generate",):
-        if given[name] is not None:
-            raise OptionError(f"--{name} {'cannot be used with' if writes else 'requires'} --prompt.")
-    if writes and given["view"] == "graph":
-        raise OptionError("--view graph cannot be used with --prompt.")
+        raise OptionError(f"Expected either TEXT, to read it, or --prompt, to continue it, got {got}.")
+    if text is not None and given["generate"] is not None:
+        raise OptionError("--generate requires --prompt: vitflow read --prompt TEXT.")
+    if text is None and given["target"] is not None:
+        raise OptionError("--target cannot be used with --prompt, which explains each generated token: omit it.")
+    if text is None and given["view"] == "graph":
+        raise OptionError("--view graph cannot be used with --prompt: vitflow read TEXT draws graphs.")
+    if given["model"] is None:
+        raise OptionError(
+            "Expected --model, the transformers id or folder of a language model such as "
+            f"{'openai-community/gpt2' if text is None else 'google-bert/bert-base-uncased'}, got none."
+        )
     if given["png"] is not None:
         check_suffix(given["png"], FIGURE_FORMATS)
 
@@ -151,8 +156,8 @@ def _compute(text: str | None, given: Mapping[str, Any], options: dict[str, Any]
     "Model",
     "--model",
     "ID|demo-caption|PATH",
-    "transformers id or folder of a vision–language model, or demo-caption (bundled; knows drawn shapes only).",
-    required=True,
+    "transformers id or folder of a vision–language model, or demo-caption (bundled; knows drawn shapes only).  "
+    "[required]",
 )
 @shared.language_model_options
 @shared.text_method_option(
@@ -182,6 +187,12 @@ def caption(image: Path, **given: Any) -> None:
     """
     options = shared.method_values(given)
     text_method(given["method"], options)  # before torch is loaded
+    if given["model"] in (None, "demo", "demo-text"):
+        raise OptionError(
+            "Expected --model, the transformers id or folder of a vision–language model such as "
+            f"llava-hf/llava-1.5-7b-hf, got {given['model'] or 'none'}. To try the command: --model demo-caption "
+            "(bundled; knows drawn shapes only)."
+        )
     output = output_file([image], given["output"], "caption", FIGURE_FORMATS)
     check_images([image], filter(None, [given["html"]]))
     is_video = image.suffix.lower() in VIDEO_FORMATS

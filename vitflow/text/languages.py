@@ -23,6 +23,8 @@ from vitflow.recording.isolation import device_of
 _MODES = ("greedy_search", "sample")
 # Tokenizer files in a model's folder.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model")
+# Remedy for models that do not generate text.
+_READ = "Explain how it reads a text: vitflow read TEXT, in Python vitflow.text.explain_text."
 # Auto classes of the parts saved with a model.
 _PARTS = {"tokenizer": "AutoTokenizer", "processor": "AutoProcessor", "image processor": "AutoImageProcessor"}
 
@@ -80,11 +82,15 @@ def refuse_images(name: str) -> None:
     config: dict[str, Any] = {}
     with suppress(OSError, ValueError, TypeError, RecursionError):
         config = dict(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
-    of_timm = name == "demo" or name.startswith(("local-dir:", "hf-hub:")) or "architecture" in config
+    of_timm = (
+        name in ("demo", "demo-text", "demo-caption")
+        or name.startswith(("local-dir:", "hf-hub:"))
+        or "architecture" in config
+    )
     if of_timm or {"patch_size", "image_size"} <= config.keys() or timm.is_model(name):
         raise ModelError(
             f"Expected a language model of transformers, got the image model {printable(name)}. "
-            f"Use vitflow explain IMAGE --model {printable(name)}."
+            f"Use vitflow {'caption' if name == 'demo-caption' else 'explain'} IMAGE --model {printable(name)}."
         )
 
 
@@ -127,7 +133,8 @@ def reading(model: nn.Module, ids: Tensor | None = None) -> Iterator[None]:
         known = getattr(word_embedding(model), "num_embeddings", None)
         if isinstance(error, ValueError) and has_encoder(model) and "inputs_embeds" in str(error):
             raise UnsupportedModelError(
-                f"{kind} has an encoder and a decoder. Pass its encoder, model.get_encoder(), in Python."
+                f"{kind} has an encoder and a decoder. Generate text with it (explain_generation, or vitflow read "
+                "--prompt TEXT), or pass its encoder, model.get_encoder(), in Python."
             ) from error
         if ids is not None and known is not None and int(ids.max()) >= known:
             raise OptionError(
@@ -162,8 +169,7 @@ def refuse_not_causal(model: nn.Module) -> None:
 def not_causal(model: nn.Module) -> UnsupportedModelError:
     """Return the error for a model that is not causal."""
     return UnsupportedModelError(
-        f"Generation requires a causal model; in {type(model).__name__}, later tokens change earlier ones. Use "
-        "vitflow.text.explain_text to explain how it reads a text."
+        f"Generation requires a causal model; in {type(model).__name__}, later tokens change earlier ones. {_READ}"
     )
 
 
@@ -172,7 +178,7 @@ def refuse_generation(model: nn.Module, given: Mapping[str, Any]) -> None:
     if not (hasattr(model, "can_generate") and model.can_generate()):  # type: ignore[operator]
         raise UnsupportedModelError(
             f"Expected a generative model of transformers, such as from AutoModelForCausalLM, got "
-            f"{type(model).__name__} without generate. Use vitflow.text.explain_text."
+            f"{type(model).__name__} without generate. {_READ}"
         )
     for name, reason in (("guidance_scale", "omit it"), ("num_return_sequences", "call it once for each sequence")):
         if (value := generation_setting(model, given, name)) not in (None, 1):

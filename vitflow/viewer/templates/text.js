@@ -136,9 +136,12 @@ function leftOut(values) {
   return parts.length ? `Not shown: ${parts.join(", ")}.` : "";
 }
 
+function heading() {
+  return reversed() ? `Attribution to ${quoted(labelOf(state.on))}` : `Attribution of ${quoted(rows[state.word].name)}`;
+}
+
 function drawSummary(items) {
-  const name = reversed() ? labelOf(state.on) : rows[state.word].name;
-  $("title").textContent = `Attribution ${reversed() ? "to" : "of"} ${quoted(name)}`;
+  $("title").textContent = heading();
   document.title = `${$("title").textContent} · vitflow`;
   const parts = [layerLabel()];
   if (reversed()) {
@@ -209,7 +212,7 @@ function drawSheet() {
     const values = sums.length ? tokens.map((token, position) => shareOf(state.word, position, [layer])) : [];
     line.append(...sums.map(([, counts]) => element("td", whole(sumOf(values, counts)), { className: "sum" })));
   }
-  $("sheet-title").textContent = `Attribution ${reversed() ? "to it" : data.written === null ? "of it" : "to the prompt"} by layer, in %`;
+  $("sheet-title").textContent = `${heading()}${reversed() || data.written === null ? "" : " to the prompt"} by layer, in %`;
   $("sheet").replaceChildren(table);
 }
 
