@@ -8,9 +8,11 @@ import io
 import pkgutil
 import re
 import shlex
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -162,8 +164,54 @@ def known_methods() -> Iterator[None]:
         del table[name]
 
 
+@pytest.fixture
+def logged(monkeypatch) -> dict[tuple[str, int], object]:
+    """Values that TensorBoard gets, by name and epoch, from modules that stand for the loggers."""
+    values: dict[tuple[str, int], object] = {}
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            self.add_scalar = self.add_image
+
+        def add_image(self, name: str, value: object, epoch: int, dataformats: str = "HWC") -> None:
+            assert dataformats == "HWC" and (name, epoch) not in values
+            values[name, epoch] = value
+
+    wandb = SimpleNamespace(Image=lambda image, caption: (image, caption), log=lambda entries: None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
+    monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(Callback=object))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return values
+
+
+@pytest.mark.usefixtures("hub", "desk")
+def test_maps_are_logged_without_a_trace_in_the_training(logged):
+    (_, loop), (_, callback), _ = blocks(ROOT / "docs" / "how-to" / "training.md", "python")
+    names, silent = {}, {}
+    for code, space in ((loop.replace("    log_maps(writer,", "    (writer,"), silent), (loop, names)):
+        torch.manual_seed(0)
+        exec(code, space)
+        space["random"] = torch.rand(3)
+    assert torch.equal(names["random"], silent["random"]) and names["model"].training
+    for name, weight in names["model"].state_dict().items():
+        assert torch.equal(weight, silent["model"].state_dict()[name]), name
+    assert len(logged) == 8 and not np.array_equal(logged["maps/cat.jpg", 0], logged["maps/cat.jpg", 1])
+    expected = vitflow.explain("cat.jpg", model=names["model"], method="gae", target=0)
+    np.testing.assert_array_equal(logged["maps/cat.jpg", 1], expected.overlay())
+    assert logged["probabilities/cat.jpg", 1] == expected.score.probability
+    exec(callback, names)
+    trainer = SimpleNamespace(
+        is_global_zero=True,
+        sanity_checking=False,
+        current_epoch=7,
+        logger=SimpleNamespace(experiment=names["writer"]),
+    )
+    names["LogMaps"]().on_validation_epoch_end(trainer, SimpleNamespace(model=names["model"]))
+    np.testing.assert_array_equal(logged["maps/cat.jpg", 7], logged["maps/cat.jpg", 1])
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=place)
-@pytest.mark.usefixtures("hub", "known_methods")
+@pytest.mark.usefixtures("hub", "known_methods", "logged")
 def test_the_python_of_a_page_runs(page, desk):
     weights = timm.create_model("vit_small_patch16_224", num_classes=3).state_dict()
     torch.save(weights, desk / "mine.pth")
