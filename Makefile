@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all test-processors test-lowest check dist docs install clean
+.PHONY: demo test test-all coverage test-processors test-lowest check dist docs install clean
 
 demo: install
 	$(BIN)/vitflow demo -o demo-output
@@ -17,6 +17,11 @@ test: install check
 # Also what is marked as slow: every family of timm, hundreds of mutated files, the notebooks, and flow at full depth.
 test-all: PYTEST_ARGS += -m ""
 test-all: test
+
+# Which lines and branches the tests run: a table, and coverage.xml.
+coverage: install
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
+	  --cov --cov-report=term:skip-covered --cov-report=xml $(PYTEST_ARGS)
 
 # The tests as other processors, without wide vectors or with other sums of products, would round in them. A processor
 # that cannot do what a setting asks for does what it can.
@@ -48,12 +53,12 @@ check: install
 PYTHONS ?= $(PYTHON)
 
 dist: install
-	$(BIN)/python -m pip install --quiet --editable ".[dist]"
+	$(BIN)/python -m pip install --quiet --editable . --group dist
 	$(BIN)/python -m tools.package $(foreach python,$(PYTHONS),--python $(python))
 
 # The site of the documentation, without network: docs/_build/html/index.html. A warning is an error.
 docs: install
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/python -m pip install --quiet --editable . --group docs
 	$(BIN)/python -m sphinx -q -b html -W --keep-going -d docs/_build/doctrees docs docs/_build/html
 
 install: $(STAMP)
@@ -63,8 +68,8 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "vitflow needs Python 3.11 or newer; choose one with make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --editable . --group test
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-lowest demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache docs/_build
+	rm -rf $(VENV) .venv-lowest demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache docs/_build .coverage coverage.xml

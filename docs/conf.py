@@ -17,6 +17,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
+html_extra_path = ["llms.txt"]  # the map of the documentation, as assistants read it
 html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = html_show_sphinx = False
 

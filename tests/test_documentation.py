@@ -288,6 +288,13 @@ def test_every_page_has_its_place_in_the_contents_of_the_site():
     )
 
 
+def test_the_map_of_the_documentation_names_every_page_of_how_to_and_none_that_is_not_there():
+    named = re.findall(r"\(([\w/-]+)\.html\)", (DOCS / "llms.txt").read_text(encoding="utf-8"))
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in [*SITE, *DOCS.rglob("*.ipynb")]}
+    assert set(named) <= pages and len(named) == len(set(named))
+    assert {page for page in pages if page.startswith("how-to/")} <= set(named)
+
+
 ROOMS = ["vitflow", *(f"vitflow.{room}" for room in ("text", "folder", "methods", "evaluation", "demo"))]
 
 

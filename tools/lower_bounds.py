@@ -3,7 +3,7 @@
     python -m tools.lower_bounds [--keep] [--set oldest|middle] [pytest's arguments]
 
 Two sets, one after the other: exactly the lower bounds that pyproject.toml gives for users, and one from between them
-and today. Each gets an environment of its own in .venv-lowest (about 7 GB), with the tools of the test extra beside it,
+and today. Each gets an environment of its own in .venv-lowest (about 7 GB), with the tools of the test group beside it,
 which is removed after the run unless it is to be kept.
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-lowest"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, TEST = SETTINGS["project"], SETTINGS["dependency-groups"]["test"]
 EXTRAS = PROJECT["optional-dependencies"]
-# Extras that no user installs: their tools may be new. Gradio cannot stand beside the oldest transformers.
-TOOLS = ("test", "bench", "dist", "docs", "app")
-USERS = [*PROJECT["dependencies"], *(line for name in EXTRAS if name not in TOOLS for line in EXTRAS[name])]
+# Gradio cannot stand beside the oldest transformers.
+USERS = [*PROJECT["dependencies"], *(line for name in EXTRAS if name != "app" for line in EXTRAS[name])]
 SETS = {
     "oldest": sorted({line.replace(">=", "==") for line in USERS}),
     "middle": [
@@ -63,7 +63,7 @@ def passes(name: str, arguments: list[str]) -> bool:
     python = FOLDER / name / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", FOLDER / name], check=True)
-    wanted = [*SETS[name], *(line for line in EXTRAS["test"] if line not in EXTRAS["app"])]
+    wanted = [*SETS[name], *(line for line in TEST if line not in EXTRAS["app"])]
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--editable", ROOT, *wanted], check=True)
     print(f"{name}:", *SETS[name], flush=True)
     left_out = [word for file in LONG for word in ("--ignore", f"tests/{file}")]
