@@ -240,7 +240,7 @@ def main() -> None:
     attention_flow(drawn(24, 1, 1))  # compiles, or loads what an earlier run compiled
     print(f"{torch.get_num_threads()} threads; {given.rounds} rounds, the fastest; times of others × number of sinks")
     if not has_igraph:
-        print('igraph is not installed: pip install --group bench')
+        print("igraph is not installed: pip install --group bench")
     head = ("graph", "size", "saturated", "all sinks", "forward", "ratio", "cuts, %", "networkx", "scipy", "igraph")
     print("{:32}{:>11}{:>11}{:>12}{:>11}{:>8}{:>34}{:>22}{:>20}{:>20}".format(*head))
     models: dict[str, tuple[torch.nn.Module, Tensor]] = {}

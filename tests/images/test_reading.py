@@ -427,11 +427,14 @@ def test_what_is_no_image(tmp_path):
             read_image(source)
 
 
-def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "words"), [(PermissionError(13, "Permission denied"), "Permission denied"), (EOFError(), ": EOFError")]
+)
+def test_a_file_that_may_not_be_read_or_whose_decoder_says_nothing(error, words, tmp_path, monkeypatch):
     path = tmp_path / "cat.png"
     path.write_bytes(encode(RGB))
-    monkeypatch.setattr(Image, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
-    with pytest.raises(ImageError, match=r"cat\.png.*Permission denied"):
+    monkeypatch.setattr(Image, "open", Mock(side_effect=error))
+    with pytest.raises(ImageError, match=rf"cat\.png.*{words}"):
         read_image(path)
 
 

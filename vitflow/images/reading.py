@@ -90,7 +90,7 @@ def read_with_notes(
     if isinstance(source, np.ndarray):
         return conversion.from_array(source)
     if not isinstance(source, str | os.PathLike | bytes | Image.Image):
-        hint = " For an open file, pass file.read()." if hasattr(source, "read") else ""
+        hint = " For an open file, pass file.read()." if hasattr(source, "read") else ""  # type: ignore[unreachable]
         if hasattr(source, "permute"):
             hint = " Pass a tensor [3, height, width] as tensor.permute(1, 2, 0).numpy(), with values from 0 to 1."
         raise ImageError(
@@ -195,7 +195,7 @@ def _decoding(source: Any, max_pixels: int, kind: str = "", content: bytes | Non
             f"Expected {name} to be an image ({known}), got {_kind_of(source if content is None else content)}"
         ) from error
     except Exception as error:  # a malformed file makes decoders raise nearly anything
-        reason = error or type(error).__name__
+        reason = str(error) or type(error).__name__
         raise ImageError(
             f"Could not read {name}: {reason}. It is truncated or corrupt: download or export it again."
         ) from error

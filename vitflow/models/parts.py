@@ -30,7 +30,8 @@ _caches: WeakKeyDictionary[nn.Module, tuple[list[Any], dict[Any, Any]]] = WeakKe
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside wrappers of torch.compile, parallel training, and averaged weights."""
     if not isinstance(model, nn.Module):
-        inner = [name for name in ("model", "module", "ema") if isinstance(getattr(model, name, None), nn.Module)]
+        names = ("model", "module", "ema")  # type: ignore[unreachable]
+        inner = [name for name in names if isinstance(getattr(model, name, None), nn.Module)]
         remedy = f" Pass its .{inner[0]}." if inner else ""
         raise UnsupportedModelError(f"Expected a model as a torch.nn.Module, got {model!r:.80}.{remedy}")
     while True:
