@@ -114,7 +114,7 @@ class Clip:
 
         images, first = self.overlays(**options), self.frames[0]
         lines = [line for line in captions.class_lines(self.score) if line]
-        title = f"{first.definition.title}: {', '.join(lines)}" if lines else first.definition.title
+        title = ": ".join(filter(None, (captions.method_title(first.definition, first.options), ", ".join(lines))))
         title += "" if self.joint else f" in frame {self.best + 1}"
         shown = {number: images[number] for number in self.key_frames}
         return written(draw_clip(shown, self.shares, title=title, notes=list(self.notes()), span=self.span), path)
@@ -188,7 +188,8 @@ class Clip:
         return bundle(repr(self), self.figure())
 
     def __repr__(self) -> str:
-        return f"Clip({self.source}, {len(self.frames)} frames, {self.frames[0].method}, {self.score.name})"
+        method = captions.method_label(self.frames[0].method, self.frames[0].options)
+        return f"Clip({self.source}, {len(self.frames)} frames, {method}, {self.score.name})"
 
 
 def frame_shares(logits: NDArray[np.floating[Any]]) -> NDArray[np.float64]:

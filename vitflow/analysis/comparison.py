@@ -14,7 +14,7 @@ from torch import nn
 
 from vitflow.analysis.strips import Strip, columns_of, draw_comparison
 from vitflow.errors import OptionError, printable
-from vitflow.explaining.captions import changed_options
+from vitflow.explaining.captions import method_label
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import ImageInput, at_least_one, name_of
 from vitflow.explaining.saliency import Saliency
@@ -209,10 +209,8 @@ class Comparison(FigureResult):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Label of each column: the method, with options that differ from its defaults."""
-        firsts = [(maps[0].method, maps[0].options) for maps in columns_of(self.images[0])]
-        changed = [changed_options(method, options) for method, options in firsts]
-        return tuple(f"{name} ({text})" if text else name for (name, _), text in zip(firsts, changed, strict=True))
+        """Label of each column: the method, as published or by vitflow's defaults, with options that differ."""
+        return tuple(method_label(maps[0].method, maps[0].options) for maps in columns_of(self.images[0]))
 
     def agreement(self, top: float = 0.1) -> Agreement:
         """Measure the agreement of each pair of methods: Spearman correlation and overlap of the highest patches.

@@ -15,7 +15,7 @@ from torch import nn
 
 from vitflow.analysis.strips import SHARES, Strip, in_rows
 from vitflow.errors import OptionError
-from vitflow.explaining.captions import class_lines, departures, method_in_words, model_in_words
+from vitflow.explaining import captions
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.features import layer_features
 from vitflow.explaining.inputs import ImageInput, PlacedImage, at_least_one, name_of
@@ -57,8 +57,8 @@ class LayerMaps(FigureResult):
 
     def __repr__(self) -> str:
         whole = self.accumulated[-1]
-        counts = f"{len(self.single)} layers, {len(self.heads)} heads"
-        return f"LayerMaps({image_name(whole.source)!r}, {whole.method}, {counts})"
+        method, counts = captions.method_label(whole.method, whole.options), (len(self.single), len(self.heads))
+        return f"LayerMaps({image_name(whole.source)!r}, {method}, {counts[0]} layers, {counts[1]} heads)"
 
     @property
     def saliencies(self) -> tuple[Saliency, ...]:
@@ -91,7 +91,7 @@ class LayerMaps(FigureResult):
         strip = Strip(pen)
         cells = [[(column, strip.cell(each)) for column, each in section] for section in self._sections()]
         photograph = pen.photograph(whole.image, whole.placement)
-        named = Cell(photograph, tuple(class_lines(whole.score)), (image_name(whole.source),))
+        named = Cell(photograph, tuple(captions.class_lines(whole.score)), (image_name(whole.source),))
         cells[0].insert(0, (Column("Image"), named))
         bands: list[Band] = [
             ([column for column, _ in row], [[[cell] for _, cell in row]])
@@ -100,17 +100,18 @@ class LayerMaps(FigureResult):
         ]
         note = (
             f"Each map has separate colour limits. Printed below each map: {SHARES}. {pen.note}\n"
-            f"{method_in_words(whole.definition, whole.options)}. "
-            f"Model: {model_in_words(whole.model, whole.model_note)}."
+            f"{captions.method_in_words(whole.definition, whole.options)}. "
+            f"Model: {captions.model_in_words(whole.model, whole.model_note)}."
         )
         return written(strip.figure(bands, note), path)
 
     def _sections(self) -> Iterator[list[tuple[Column, Saliency]]]:
         """Yield the columns of each section with their maps; the first section is the map of all layers."""
-        title, count = self.accumulated[0].definition.title, len(self.single)
-        yield [(Column(title, "all layers together"), self.accumulated[-1])]
+        whole, count = self.accumulated[-1], len(self.single)
+        title = captions.method_title(whole.definition, whole.options)
+        yield [(Column(title, "all layers together"), whole)]
         # The choice of the layer is not a departure from the publication.
-        changed = departures(get_method("attention"), {**self.single[0].options, "layer": -1, "head": None})
+        changed = captions.departures(get_method("attention"), {**self.single[0].options, "layer": -1, "head": None})
         changed = f", {changed}" if changed else ""
         group = f"raw attention of each layer{changed}"
         yield [(Column(f"Layer {layer}", group=group), each) for layer, each in enumerate(self.single, start=1)]
@@ -243,7 +244,7 @@ class Features(FigureResult):
         note = (
             f"First three principal components of the {'foreground ' if self.foreground else ''}patch features"
             f"{together} as red, green and blue: {', '.join(f'{each:.0%}' for each in self.shares)} of the variance.\n"
-            f"Model: {model_in_words(self.model, self.model_note)}, layer {self.layer}."
+            f"Model: {captions.model_in_words(self.model, self.model_note)}, layer {self.layer}."
         )
         return written(draw_bands(bands, note=note, dpi=pen.dpi), path)
 

@@ -192,4 +192,5 @@ def _head(saliency: Saliency) -> Column:
     group = "class-specific" if saliency.class_specific else "not class-specific"
     if saliency.method in BASELINES:
         group = "baselines, not class-specific"
-    return Column(saliency.definition.title, captions.departures(saliency.definition, saliency.options), group)
+    described = saliency.definition, saliency.options
+    return Column(captions.method_title(*described), captions.departures(*described), group)

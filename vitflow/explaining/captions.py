@@ -66,13 +66,56 @@ def departures(method: Method, options: Mapping[str, Any]) -> str:
     >>> departures(rollout, rollout.complete({"preset": "paper"}))
     ''
     """
-    usual = method.defaults if method.published is None else method.published
+    return _changes(options, method.defaults if method.published is None else method.published)
+
+
+def _changes(options: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """Describe options that differ from the usual ones."""
     differing = {name: value for name, value in options.items() if value != usual.get(name)}
     if options.get("refine") == 0:
         differing.pop("affinity", None)  # without effect
     elif "refine" in differing:
         differing["affinity"] = options["affinity"]
     return in_words(differing)
+
+
+def variant(method: Method, options: Mapping[str, Any]) -> str:
+    """Return "paper" or "vitflow defaults" if options are those; empty for others, and if both are the same.
+
+    The query, a patch or box, is part of neither.
+
+    >>> rollout = get_method("rollout")
+    >>> variant(rollout, rollout.complete({})), variant(rollout, rollout.complete({"preset": "paper", "patch": (3, 4)}))
+    ('vitflow defaults', 'paper')
+    >>> variant(rollout, rollout.complete({"discard_ratio": 0.5})), variant(get_method("random"), {})
+    ('', '')
+    """
+    if method.published in (None, method.defaults):
+        return ""
+    ignored = {"patch", "box", *(["affinity"] if options.get("refine") == 0 else [])}
+    for name, usual in (("paper", method.published), ("vitflow defaults", method.defaults)):
+        if all(options.get(option) == value for option, value in (usual or {}).items() if option not in ignored):
+            return name
+    return ""
+
+
+def method_title(method: Method, options: Mapping[str, Any]) -> str:
+    """Return a method's title with its `variant` in brackets."""
+    return f"{method.title} ({text})" if (text := variant(method, options)) else method.title
+
+
+def method_label(name: str, options: Mapping[str, Any]) -> str:
+    """Return a method's name with its `variant`, and with options that differ from its defaults, in brackets.
+
+    >>> rollout = get_method("rollout")
+    >>> [method_label("rollout", rollout.complete(options)) for options in ({"patch": (3, 4)}, {"discard_ratio": 0.5})]
+    ['rollout (vitflow defaults, patch (3, 4))', 'rollout (50% discarded)']
+    """
+    method = get_method(name)
+    which = variant(method, options)
+    changed = departures(method, options) if which == "paper" else _changes(options, method.defaults)
+    text = ", ".join(filter(None, (which, changed)))
+    return f"{name} ({text})" if text else name
 
 
 def departures_from_paper(method: Method, options: Mapping[str, Any]) -> str | None:
@@ -87,8 +130,9 @@ def method_record(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def method_in_words(method: Method, options: Mapping[str, Any]) -> str:
-    """Return a method's title, with departures from its publication in brackets."""
-    return f"{method.title} ({text})" if (text := departures(method, options)) else method.title
+    """Return a method's title, with its `variant` and departures from its publication in brackets."""
+    text = ": ".join(filter(None, (variant(method, options), departures(method, options))))
+    return f"{method.title} ({text})" if text else method.title
 
 
 def model_in_words(model: str, note: str = "") -> str:
@@ -98,16 +142,6 @@ def model_in_words(model: str, note: str = "") -> str:
     'vitflow_demo (knows eight drawn shapes only)'
     """
     return f"{model} ({note})" if note else model
-
-
-def changed_options(name: str, options: Mapping[str, Any]) -> str:
-    """Describe options that differ from the defaults, such as "90% discarded", or name the equivalent preset."""
-    method = get_method(name)
-    differing = {name: value for name, value in options.items() if value != method.defaults.get(name)}
-    for preset, values in method.presets.items():
-        if differing and {**method.defaults, **values} == options:
-            return "as in the paper" if preset == "paper" else f"preset {preset}"
-    return in_words(differing)
 
 
 def in_words(options: Mapping[str, Any]) -> str:

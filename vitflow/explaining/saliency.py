@@ -95,7 +95,8 @@ class Saliency:
         height, width = self.image.shape[:2]
         target = f", class={self.label!r}" if self.label else ""
         patches = f"{rows} × {cols} patches on {width} × {height} pixels"
-        return f"Saliency({image_name(self.source)!r}, {self.method}, {patches}{target})"
+        method = captions.method_label(self.method, self.options)
+        return f"Saliency({image_name(self.source)!r}, {method}, {patches}{target})"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """Return the figure for notebooks."""
@@ -212,7 +213,8 @@ class Saliency:
         pen = Pen(width, **drawing)
         limits = pen.limits(self.drawn)
         drawn = pen.overlay(self.drawn, self.placement, self.image, limits, self.marked)
-        heads = [Column(self.definition.title, captions.departures(self.definition, self.options))]
+        title = captions.method_title(self.definition, self.options)
+        heads = [Column(title, captions.departures(self.definition, self.options))]
         cells = [[Cell(drawn, tuple(captions.class_lines(self.score)))]]
         if self.reference is not None:
             heads.insert(0, Column("Compared with"))
