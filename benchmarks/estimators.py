@@ -30,6 +30,7 @@ import math
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,7 @@ from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.explaining.sampling import geometric_mean, sample
 from vitflow.methods.refinement import Affinity, refine
 from vitflow.methods.sampling import mean_differences, regress
+from vitflow.models.calls import logits_of
 from vitflow.registry.method_table import get_method, register_method
 
 SAMPLED = {"keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
@@ -178,11 +180,11 @@ class Drawn(Dataset):
         return torch.from_numpy(drawn.image).permute(2, 0, 1).float() / 127.5 - 1, shares
 
 
-def train(file: Path, minutes: float) -> None:
-    """Train the third model with one thread and one process that draws."""
+def train(build: Callable[[], nn.Module], file: Path, minutes: float) -> None:
+    """Train a model on drawn images with one thread and one process that draws."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = third_model().train()
+    model = build().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, betas=(0.9, 0.98))
     started = time.monotonic()
     for number, (pixels, shares) in enumerate(DataLoader(Drawn(), batch_size=32, num_workers=1, prefetch_factor=8)):
@@ -191,7 +193,7 @@ def train(file: Path, minutes: float) -> None:
             break
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * min(1.0, (number + 1) / 200) * (0.01 + 0.495 * (1 + math.cos(math.pi * progress)))
-        loss = -(shares * model(pixels).logits.log_softmax(-1)).sum(-1).mean()
+        loss = -(shares * logits_of(model(pixels)).log_softmax(-1)).sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -315,6 +317,7 @@ def measured(run: str, given: argparse.Namespace, methods: list[str]) -> Evaluat
 
 if __name__ == "__main__":
     if "--train" in sys.argv:
-        train(Path(sys.argv[sys.argv.index("--train") + 1]), float(sys.argv[sys.argv.index("--minutes") + 1]))
+        file, minutes = (sys.argv[sys.argv.index(name) + 1] for name in ("--train", "--minutes"))
+        train(third_model, Path(file), float(minutes))
     else:
         main()
