@@ -89,7 +89,7 @@ class Option:
         """
         if self.kind is bool and isinstance(value, str):
             return self.read(value)
-        if self.kind == "choice":
+        if self.kind == "choice" and value is not None:  # None: the default depends on the model
             check_known(self.name.replace("_", " "), value, self.choices)
         return whole_number(self.name, value, *self.limits) if self.kind is int and self.limits else value
 
