@@ -132,7 +132,7 @@ def test_prompts_and_boxes_are_questions_of_the_models_that_take_them(ask, sigli
     [
         (("demo", "gae", "orange dics"), "Did you mean 'orange disc'?"),
         (("demo", "gae", "", "a dog"), "text encoder"),
-        (("demo", "gae", "", "", "1,2,3"), "Box: expected left"),
+        (("demo", "gae", "", "", "1,2,3"), "expected LEFT,TOP"),
         (("demo", "gae", "", "", "1,2,30,40"), "Expected the output of a detector"),
         ((UNKNOWN, "gae"), "error: Choose Model: demo"),
     ],

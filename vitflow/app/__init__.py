@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vitflow.errors import OptionError
+from vitflow.errors import OptionError, load_extra
 
 
 def serve(
@@ -48,13 +48,10 @@ def serve(
     if not time_limit > 0:
         raise OptionError(f"Expected a time limit above 0 seconds, got {time_limit}.")
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # read when Gradio is loaded
-    try:
-        from vitflow.app.models import Models
-        from vitflow.app.page import launch
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("gradio"):
-            raise
-        raise OptionError("The app requires Gradio, which is not installed: pip install 'vitflow[app]'.") from error
+    load_extra("gradio", "The app", "app")
+    from vitflow.app.models import Models
+    from vitflow.app.page import launch
+
     loading = {name: value for name, value in loading.items() if value is not None}
     offered = Models(models, language_models, time_limit, loading)
     return launch(offered, samples, prompts, host=host, port=port, allowed_hosts=allowed_hosts)

@@ -1,6 +1,5 @@
 """The tabs: the map of an image with two baselines, and the attribution of words of a text or a caption."""
 
-import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -17,6 +16,7 @@ from vitflow.explaining.targets import is_several
 from vitflow.images.figures import Column, draw_bands
 from vitflow.images.pen import Pen
 from vitflow.registry.method_table import BASELINES, get_method, list_methods
+from vitflow.registry.options import OPTIONS
 from vitflow.text.generating import explain_generation
 from vitflow.text.languages import default_prompt
 from vitflow.text.method_table import IMAGE_DEFAULT, PLAIN, TEXT_METHODS
@@ -56,9 +56,10 @@ class _ImageAnswers:
             raise OptionError(f"Expected at most {_MOST_PROMPTS} prompts, got {len(lines)}.")
         if is_several(target):
             raise OptionError(f"Expected one class, got {target!r}: vitflow explain draws several.")
+        region = OPTIONS["box"].read(box) if box.strip() else None
         if more and not get_method(method).accepts("patch"):
             method = _OF_PATCHES
-        explainer, made = self._models.explainer(model, lines, _numbers(box))
+        explainer, made = self._models.explainer(model, lines, region)
         choices = [(method, more), *((name, {}) for name in BASELINES if name != method)]
         saliency, *baselines = explainer.explain_batch([path], methods=choices, targets=[target or None])
         strip = Strip(Pen(1.3))
@@ -71,32 +72,15 @@ class _ImageAnswers:
         click = box_of_map, *saliency.patch_grid
         call = python_call("explainer.explain", path.name, method=method, target=target or None, **more)
         code = f"import vitflow\n\nexplainer = {made}\nsaliency = {call}\nsaliency.figure({f'{name}.png'!r})"
-        says = (
-            "<br>".join(escape(printable(line)) for line in class_lines(saliency.score)) or "The model has no classes."
-        )
+        shown = [escape(printable(line)) for line in class_lines(saliency.score)] or ["The model has no classes."]
         classes = gr.update(choices=["", *(explainer.class_names or [])])
         notes = [saliency.facts["note"]] if "note" in saliency.facts else []
-        return figure_file, click, files, code, f"<b>{says}</b>", baseline_image, method, classes, notes
+        return figure_file, click, files, code, f"<b>{'<br>'.join(shown)}</b>", baseline_image, method, classes, notes
 
     def _model(self, name: str) -> tuple[Any, ...]:
         """Show the fields that a model takes, empty the others, and forget the classes of the last model."""
         shown = [gr.update(visible=takes, **({} if takes else {"value": ""})) for takes in self._models.takes(name)]
         return *shown, gr.update(choices=[""], value=""), []
-
-
-def _numbers(text: str) -> tuple[float, ...] | None:
-    """Return the numbers of a box; None for an empty text."""
-    if not text.strip():
-        return None
-    try:
-        numbers = tuple(map(float, text.split(",")))
-    except ValueError:
-        numbers = ()
-    if len(numbers) != 4 or not all(map(math.isfinite, numbers)):
-        raise OptionError(
-            f"Box: expected left, top, right and bottom in pixels, such as 40,20,300,260, got {text!r:.80}."
-        )
-    return numbers
 
 
 def images_tab(models: Models, samples: Sequence[str | Path], prompts: Sequence[str], loaded: Any) -> None:
