@@ -138,7 +138,8 @@ _PAPER = "Abnar & Zuidema, ACL 2020"
 
 def is_slow(name: str) -> bool:
     """Return True if a method is slow enough for a progress bar."""
-    return name == "flow" or "predict" in get_method(name).needs
+    needs = get_method(name).needs
+    return name == "flow" or ("predict" in needs and "repeat" not in needs)
 
 
 def register_method(
