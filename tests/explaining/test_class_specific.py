@@ -59,7 +59,7 @@ def test_the_most_probable_classes_each_have_their_map():
             alone = kept.explain(image, method=saliency.method, target=saliency.target)
             assert_close(saliency.grid, alone.grid)
             assert saliency.probability == pytest.approx(alone.probability)
-    with pytest.raises(OptionError, match="gives 3 maps: use explain_batch"):
+    with pytest.raises(OptionError, match="gives 3 maps.*explain_batch"):
         kept.explain(IMAGES[0], method="gae", target="top3")
     assert kept.explain(IMAGES[0], method="gae", target="top1").target == actual[0].target
 
@@ -123,14 +123,14 @@ def test_a_head_replaced_later_has_other_classes():
     model = literal_vit.timm_model().float()
     kept = Explainer(model, data_config=DATA, class_names=list("abcde"))
     model.reset_classifier(3)
-    with pytest.raises(ModelError, match="Expected 5 logits from .*, one for each class, got 3"):
+    with pytest.raises(ModelError, match="Expected 5 logits from .*, got 3"):
         kept.explain(IMAGES[0])
 
 
 @pytest.mark.parametrize("method", SPECIFIC)
 def test_a_model_without_classes_has_no_class_specific_maps(method):
     model = literal_vit.timm_model(num_classes=0).float()
-    with pytest.raises(OptionError, match=r"require classes.*such as rollout"):
+    with pytest.raises(OptionError, match=r"require classes.*use rollout"):
         Explainer(model, data_config=DATA).explain(IMAGES[0], method=method)
 
 

@@ -760,7 +760,7 @@ def test_a_patch_that_an_image_does_not_have_is_that_image_s_row(tmp_path):
     assert [(row["input"], row["error"]) for row in summary.failures()] == [
         (name, "OutsideGridError") for name in ("0.jpg", "1.jpg")
     ]
-    assert summary.explained == 1 and "give a row from 0" in next(summary.failures())["message"]
+    assert summary.explained == 1 and "outside the grid" in next(summary.failures())["message"]
     with pytest.raises(OptionError, match="outside the grid"):  # of every image where all have one grid
         run(source, tmp_path / "other", patch=(0, 6))
 

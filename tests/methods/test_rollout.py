@@ -179,8 +179,8 @@ def test_raw_attention_is_the_readout_row_of_one_layer():
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
-        (torch.rand(2, 1, 3, 4), "square|shape"),
-        ([torch.rand(1, 1, 3, 3), torch.rand(1, 1, 4, 4)], "same batch and number of tokens"),
+        (torch.rand(2, 1, 3, 4), "heads, tokens, tokens"),
+        ([torch.rand(1, 1, 3, 3), torch.rand(1, 1, 4, 4)], "same batch and tokens"),
         (torch.full((1, 1, 3, 3), float("nan")), "finite"),
         (-torch.ones(1, 1, 3, 3), "at least 0"),
     ],

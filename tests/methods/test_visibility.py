@@ -167,7 +167,7 @@ def test_wrong_masks_are_refused_with_what_was_expected():
     layers = attention(causal())
     with pytest.raises(OptionError, match="Unknown causal 'relative'.*receptive_field"):
         attention_rollout(layers, causal="relative")
-    with pytest.raises(ShapeError, match=r"attention_mask of shape \[1, 9\].*got \(1, 4\)"):
+    with pytest.raises(ShapeError, match=r"attention_mask \[1, 9\].*got \(1, 4\)"):
         attention_rollout(layers, attention_mask=torch.ones(1, 4))
     with pytest.raises(ShapeError, match=r"visible as 4 layers"):
         attention_flow(layers, causal="raw", visible=[causal()] * 3)

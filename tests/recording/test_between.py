@@ -113,7 +113,7 @@ def test_columns_of_tokens_that_are_replaced_or_zeroed_are_0(function, count, bl
         expected = literal(model, trace, trace.backward(targets).attentions).float()
         actual = torch.stack([torch.from_numpy(each.grid) for each in maps[1::2]])
         assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
-    with pytest.raises(UnsupportedModelError, match="replaces or zeroes tokens"):
+    with pytest.raises(UnsupportedModelError, match="replaces or zeroes some"):
         explainer.explain(images()[0], method="flow")
 
 

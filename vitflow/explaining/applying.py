@@ -94,16 +94,10 @@ def probabilities_of(logits: Tensor, info: ModelInfo) -> Tensor | None:
     if info.outputs.count == 0 or logits.ndim != 2:
         return None
     if not torch.isfinite(logits).all():
-        raise ModelError(
-            f"{info.id} returned NaN or infinite logits for this image: check its weights and precision "
-            f"({logits.dtype})."
-        )
+        raise ModelError(f"{info.id} returned NaN or infinite {logits.dtype} logits: check its weights and precision.")
     outputs, count = info.outputs, logits.shape[1]
     if outputs.function is None and outputs.count not in (None, count):
-        raise ModelError(
-            f"Expected {outputs.count} logits from {info.id}, one for each class, got {count}: create the Explainer "
-            "after the head has been replaced."
-        )
+        raise ModelError(f"Expected {outputs.count} logits from {info.id}, got {count}: create a new Explainer.")
     sums_to_1 = bool(logits.min() >= 0 and (logits.double().sum(dim=1) - 1).abs().max() < 1e-3)
     if outputs.function is None and outputs.activation == "softmax" and sums_to_1:
         raise ModelError(

@@ -98,10 +98,7 @@ def cam_layers(trace: Trace, targets: Tensor, layer: int) -> tuple[list[str], Te
     first, *others = branch_norms(trace.model, layer)
     paths = [path for path in (first, *others) if path in trace.features]
     if first not in paths:
-        raise UnsupportedModelError(
-            f"{model} does not run {first}, so Grad-CAM has no features: use another layer, input_gradient or "
-            "occlusion."
-        )
+        raise UnsupportedModelError(f"{model} does not run {first}: use another layer, input_gradient or occlusion.")
     for path in paths:
         count, images = len(trace.features[path]), len(targets)
         if count != images:
@@ -165,9 +162,8 @@ def legrad(trace: TargetedTrace, *, start_layer: int, pooled: str) -> Maps:
     blocks = [next((path for path in paths if f"{layer.name}.".startswith(f"{path}.")), None) for layer in trace.layers]
     if trace.staged or blocks != paths:
         raise UnsupportedModelError(
-            "LeGrad requires a single stack of blocks with the same tokens, and "
-            f"{type(trace.model).__name__} has windows, stages, or attention outside of its blocks. Use gae "
-            "or gradient_rollout."
+            "LeGrad requires a single stack of blocks with the same tokens, and no other attention, unlike "
+            f"{type(trace.model).__name__}. Use gae or gradient_rollout."
         )
     trace.readout_of(trace.targets)  # refuses a head that reads several blocks
     first = check_layer("start_layer", start_layer, len(paths))
@@ -260,7 +256,5 @@ def check_box(box: Box) -> tuple[float, float, float, float]:
     except (TypeError, ValueError) as error:
         raise OptionError(f"Expected box=(left, top, right, bottom) in pixels of the image, got {box!r}.") from error
     if not (left < right < float("inf") and top < bottom < float("inf")):
-        raise OptionError(
-            f"Expected box=(left, top, right, bottom) with left < right and top < bottom, got {tuple(box)!r}."
-        )
+        raise OptionError(f"Expected a box with left < right and top < bottom, got {tuple(box)!r}.")
     return left, top, right, bottom

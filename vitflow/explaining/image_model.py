@@ -246,9 +246,9 @@ class ImageModel:
     def placed(self, source: ImageInput, name: str, original: ImageSource | None = None) -> PlacedImage:
         """Read an image and compute its placement; `original` is the image of a model input."""
         if isinstance(self.model, StackedFrames) and not isinstance(source, PlacedImage):
+            frames = self.model.shape.frames
             raise OptionError(
-                f"{self.model_id} reads clips of {self.model.shape.frames} frames, got an image: use "
-                "vitflow.explain_clip, or vitflow explain with a video file."
+                f"{self.model_id} reads clips of {frames} frames, got an image: use vitflow.explain_clip."
             )
         return self.inputs.placed(source, name, original)
 
@@ -360,9 +360,7 @@ def _stacked(model: nn.Module, data_config: Any) -> tuple[StackedFrames, dict[st
     config = stacked.data_config() | dict(data_config or {})
     channels, height, width = config["input_size"]
     if (height, width) != stacked.shape.size:
-        raise OptionError(
-            f"Expected input_size=(3, {stacked.shape.size[0]}, {stacked.shape.size[1]}), the size of a "
-            f"frame, got {tuple(config['input_size'])}."
-        )
+        expected, given = (3, *stacked.shape.size), tuple(config["input_size"])
+        raise OptionError(f"Expected input_size={expected}, the size of a frame, got {given}.")
     config["input_size"] = (channels, stacked.shape.frames * height, width)
     return stacked, config, stacked.layout

@@ -123,10 +123,8 @@ class ModelInputs:
             )
         tall, wide = self.spec.patch_size or (1, 1)
         if size != self.spec.size and (size[0] % tall or size[1] % wide):
-            raise ShapeError(
-                f"Expected a tensor whose height and width are multiples of the patches of {self._model_id}, {tall} × "
-                f"{wide} pixels, got {size[0]} × {size[1]}."
-            )
+            expected = f"multiples of the patches of {self._model_id}, {tall} × {wide} pixels"
+            raise ShapeError(f"Expected height and width as {expected}, got {size[0]} × {size[1]}.")
         pixels = pixels.detach()
         values = pixels.float().cpu()
         if not self.in_colour:
@@ -157,9 +155,8 @@ class ModelInputs:
             )
         if self.in_colour and not _agree(values, torch.from_numpy(self.preprocessing.prepare(image, placement))):
             raise ShapeError(
-                f"{name}: the tensor differs from its original, preprocessed with fit={fit!r} and "
-                f"crop_pct={self.spec.crop_pct:g}: it is another image, was augmented, or was cropped differently, so "
-                "the map would be drawn on the wrong places. Pass the matching original=, or leave it out."
+                f"{name}: the tensor differs from its original with fit={fit!r} and crop_pct={self.spec.crop_pct:g}: "
+                "it is another image, augmented, or cropped differently. Pass the matching original=, or leave it out."
             )
         return PlacedImage(name, image, placement, pixels)
 

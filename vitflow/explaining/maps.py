@@ -77,8 +77,7 @@ class TargetedTrace(Trace):
         """Target class of each image, [batch]; OptionError if there is none."""
         if self.targets is None:
             raise OptionError(
-                "Class-specific methods require classes, and this model has none. Use a method that is not "
-                "class-specific, such as rollout, or pass outputs= to explain other values."
+                "Class-specific methods require classes, and this model has none: use rollout, or outputs=."
             )
         return self.targets
 
@@ -96,6 +95,11 @@ class TargetedTrace(Trace):
     def perturbed_outputs(self) -> Outputs:
         """Outputs that are computed for changed images."""
         return self.outputs.perturbed_outputs or self.outputs
+
+    def cells(self, patch_size: int | None = None) -> dict[str, Any]:
+        """Return rows, cols and extent of the patches, or of cells of `patch_size` pixels."""
+        rows, cols = self.grid(patch_size)
+        return {"rows": rows, "cols": cols, "extent": self.extent_of((rows, cols))}
 
     def backward(self, targets: Tensor | None = None) -> Backward:
         """Backward pass, by default for the targets; see `Trace.backward`."""
@@ -246,16 +250,12 @@ def flow(
     Through many layers nearly every flow is saturated, and the map does not depend on the layers above the first.
     Therefore flow is computed through the upper layers, and attention rollout propagates it to the patches.
     """
+    model, others = type(trace.model).__name__, "Use rollout, attention, gradient_rollout or gae."
+    flow_requires = "Attention flow requires the same tokens in every layer"
     if trace.staged:
-        raise UnsupportedModelError(
-            f"Attention flow requires the same tokens in every layer, and {type(trace.model).__name__} has windows or "
-            "stages. Use rollout, attention or gradient_rollout."
-        )
+        raise UnsupportedModelError(f"{flow_requires}, and {model} has windows or stages. {others}")
     if trace.replaces_tokens:
-        raise UnsupportedModelError(
-            f"{type(trace.model).__name__} replaces or zeroes tokens between its blocks, which attention flow does not "
-            "support. Use rollout, attention, gradient_rollout or gae."
-        )
+        raise UnsupportedModelError(f"{flow_requires}, and {model} replaces or zeroes some between blocks. {others}")
     matrices = trace.fused(head_fusion, value_weighted=value_weighted)
     layers = default_window(layers, len(matrices))
     readout, layout = readout_of(trace, patch), trace.layout
@@ -328,18 +328,15 @@ def gae(trace: TargetedTrace, **options: Any) -> Maps:
 
 def input_gradient(trace: TargetedTrace, *, patch_size: int | None) -> Maps:
     """Absolute gradients of the target with respect to the pixels, summed per patch."""
-    rows, cols = trace.grid(patch_size)
     pixels = trace.backward().pixels
     assert pixels is not None
-    return Maps(gradients.input_gradient(pixels, rows=rows, cols=cols, extent=trace.extent_of((rows, cols))))
+    return Maps(gradients.input_gradient(pixels, **trace.cells(patch_size)))
 
 
 def occlusion(trace: TargetedTrace, *, patch_size: int | None, occlusion_batch: int, score: str) -> Maps:
     """Drop in the target's log-odds or probability without each patch."""
-    rows, cols = trace.grid(patch_size)
-    predict = trace.log_odds if score == "log-odds" else trace.predict
-    options: dict[str, Any] = {"rows": rows, "cols": cols, "extent": trace.extent_of((rows, cols))}
-    with tracking("occlusion", len(trace.pixels) * rows * cols) as progress:
+    options, predict = trace.cells(patch_size), trace.log_odds if score == "log-odds" else trace.predict
+    with tracking("occlusion", len(trace.pixels) * options["rows"] * options["cols"]) as progress:
         options |= {"batch_size": occlusion_batch, "progress": progress}
         return Maps(cells.occlusion(predict, trace.pixels, trace.class_indices, **options))
 

@@ -25,7 +25,7 @@ from vitflow.images.geometry import Extent
 from vitflow.methods.cells import cell_owners, sum_cells
 from vitflow.models.anatomy import forward_options
 from vitflow.models.outputs import Outputs
-from vitflow.recording.isolation import evaluating
+from vitflow.recording.experiment import undisturbed
 from vitflow.registry.method_table import Method
 
 # Classes of captum that require another class or text; base classes, and classes that require several inputs.
@@ -133,21 +133,18 @@ class _ExternalMethod:
 
     def captum(self, trace: TargetedTrace, *, peer_options: Mapping[str, Any], layer: int | None = None) -> Maps:
         """Attributions summed over channels and, if they are of pixels, over the pixels of each patch."""
-        rows, cols = trace.grid()
-        extent = trace.extent_of((rows, cols))
+        grid = trace.cells()
+        path, *others = [""] if layer is None else measured_layers(trace, layer)
+        if others:
+            name = type(trace.model).__name__
+            raise UnsupportedModelError(f"{self.name} reads one layer, and {name} has several branches: use gradcam.")
         with self._running(trace) as (model, pixels):
             attribute = inspect.signature(self.kind.attribute).parameters
             options = {key: _with_tuples(value) for key, value in peer_options.items()}
             made = {key: options.pop(key) for key in list(options) if self.takes(key) and key not in attribute}
-            if layer is not None:
-                path, *others = measured_layers(trace, layer)
-                if others:
-                    raise UnsupportedModelError(
-                        f"{self.name} reads one layer, and {type(trace.model).__name__} has several branches. Use "
-                        "gradcam, or a method without layer."
-                    )
+            if path:
                 made["layer"] = trace.model.get_submodule(path)
-            for key, value in _features(attribute, pixels, rows, cols, extent).items():
+            for key, value in _features(attribute, pixels, **grid).items():
                 options.setdefault(key, value)
             method = self.kind(model, **made)
             result = method.attribute(
@@ -159,7 +156,7 @@ class _ExternalMethod:
         result = result.detach()
         if result.shape[1:] == pixels.shape[1:]:
             whole = "feature_mask" in attribute or "sliding_window_shapes" in attribute  # each pixel has all of it
-            return _of_pixels(result.mean(dim=1) if whole else result.sum(dim=1), rows, cols, extent, mean=whole)
+            return _of_pixels(result.mean(dim=1) if whole else result.sum(dim=1), mean=whole, **grid)
         return Maps(self._of_tokens(trace, result))
 
     def _of_tokens(self, trace: TargetedTrace, result: Tensor) -> Tensor:
@@ -172,8 +169,8 @@ class _ExternalMethod:
             layout = None
         if layout is None or result.ndim != 3 or result.shape[1] != layout.num_tokens:
             raise UnsupportedModelError(
-                f"{self.name} returned attributions of shape {tuple(result.shape)}, which are neither of pixels nor of "
-                f"the tokens of {type(trace.model).__name__}. Use another class, or another layer."
+                f"{self.name} returned attributions {tuple(result.shape)}, neither of pixels nor of the tokens of "
+                f"{type(trace.model).__name__}. Use another class, or another layer."
             )
         grids: Tensor = layout.to_grid(result.sum(dim=2))
         return grids
@@ -182,8 +179,6 @@ class _ExternalMethod:
         """Class activation maps, scaled to 0…1 as the package does, with their mean in each patch."""
         from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 
-        rows, cols = trace.grid()
-        extent = trace.extent_of((rows, cols))
         target_layers = [trace.model.get_submodule(path) for path in measured_layers(trace, layer)]
 
         def on_grid(tokens: Tensor) -> Tensor:
@@ -205,23 +200,21 @@ class _ExternalMethod:
         maps = torch.from_numpy(result)
         if maps.shape != (len(pixels), *pixels.shape[-2:]):
             raise UnsupportedModelError(f"{self.name} returned maps of shape {tuple(maps.shape)}.")
-        return _of_pixels(maps, rows, cols, extent, mean=True)
+        return _of_pixels(maps, mean=True, **trace.cells())
 
     @contextmanager
     def _running(self, trace: TargetedTrace) -> Iterator[tuple[nn.Module, Tensor]]:
         """Yield the model and its input, quote a package's errors, and restore gradients, modes and random states."""
         parameters = list(trace.model.parameters())
-        device = trace.pixels.device
         numbers = np.random.get_state()  # noqa: NPY002 (packages use the global generator)
         gradients = [(parameter, parameter.grad, parameter.requires_grad) for parameter in parameters]
         try:
             with (
                 torch.inference_mode(False),
+                undisturbed(trace.model, trace.pixels.device),
                 torch.enable_grad(),
-                evaluating(trace.model),
                 warnings.catch_warnings(),
                 redirect_stdout(sys.stderr),
-                torch.random.fork_rng([device] if device.type == "cuda" else []),
             ):
                 torch.manual_seed(0)
                 np.random.seed(0)  # noqa: NPY002

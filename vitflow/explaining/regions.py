@@ -125,8 +125,7 @@ def masks(region: Any = None) -> Masks:
         return Masks(check_box(region))
     if array.shape != (2,) or not np.isfinite(array.astype(float)).all():
         raise OptionError(
-            f"Expected region as a mask [height, width], a box (left, top, right, bottom) or a point (x, y), got "
-            f"{region!r:.60}."
+            f"Expected a mask [height, width], a box (left, top, right, bottom) or a point (x, y), got {region!r:.60}."
         )
     return Masks((float(array[0]), float(array[1])))
 
@@ -263,9 +262,7 @@ class Segments(_Bound):
             index = int(predicted.flatten().mode().values) if index is None else index
             weights, words = (predicted == index).double(), "where the model predicts the class"
             if not weights.any():
-                raise OutsideImageError(
-                    "The model predicts this class nowhere in the image. Pass a region, or another class."
-                )
+                raise OutsideImageError("The model predicts this class nowhere: pass a region, or another class.")
             y, x = (np.arange(side) + 0.5 for side in placement.image_size)
             inputs: list[Any] = list(placement.to_input(y.astype(np.float64), x.astype(np.float64)))
             cells = [
@@ -304,8 +301,7 @@ def _matching(
         overlaps = iou(places, _input_shares(box, placement))
         if not overlaps.any():
             raise OutsideImageError(
-                f"None of the {len(scores)} detections overlaps the box {box}. Give another "
-                "box, or the target 'top5' without a box to see the most probable detections."
+                f"None of the {len(scores)} detections overlaps the box {box}: omit it, to see those of target='top5'."
             )
     best, classes = (ranked * overlaps.unsqueeze(1)).max(dim=1)
     selected: list[Selected] = []

@@ -198,10 +198,8 @@ def _given_targets(targets: Any, probabilities: Tensor) -> Tensor:
         targets = torch.from_numpy(targets.astype(np.int64))
     whole = isinstance(targets, Tensor) and not (targets.dtype.is_floating_point or targets.dtype == torch.bool)
     if not whole or targets.shape != (batch,):
-        raise OptionError(
-            f"Expected an array of {batch} class indices, one for each image, got shape {tuple(targets.shape)} of "
-            f"{targets.dtype}."
-        )
+        given = f"{targets.dtype} {tuple(targets.shape)}"
+        raise OptionError(f"Expected an array of {batch} class indices, one for each image, got {given}.")
     indices: Tensor = targets.to(probabilities.device, torch.int64)
     if ((indices < 0) | (indices >= count)).any():
         raise OptionError(f"Expected class indices from 0 to {count - 1}, got {indices.tolist()}.")
@@ -225,8 +223,7 @@ def class_index(target: Any, num_classes: int, class_names: Sequence[str] | None
         return index
     if class_names is None:
         raise OptionError(
-            f"This model has no class names, got {text!r}: give the index of the class, or pass class_names= to "
-            "Explainer (--class-names)."
+            f"This model has no class names, got {text!r}: give an index, or pass class_names= (--class-names)."
         )
     query, synonyms = _plain(text), _synonyms(tuple(class_names))
     matches = matches or [i for i, names in enumerate(synonyms) if query == names[0]]
@@ -322,7 +319,4 @@ def contrasts_among(targets: Any) -> list[Contrast]:
 def check_class_specific(chosen: Chosen) -> None:
     """Raise OptionError for methods that are not class-specific."""
     if other := [each.name for each in chosen if not each.method.class_specific]:
-        raise OptionError(
-            "Contrasts require class-specific methods, such as gae, gradient_rollout, consensus or gradcam; got "
-            f"{', '.join(other)}."
-        )
+        raise OptionError(f"Contrasts require class-specific methods, such as gae; got {', '.join(other)}.")

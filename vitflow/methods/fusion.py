@@ -180,20 +180,15 @@ def check_attentions(attentions: Sequence[Tensor] | Tensor, first: int = 1) -> l
     for number, layer in enumerate(layers, start=first):
         shape = tuple(layer.shape)
         if layer.ndim not in (3, 4) or shape[-1] != shape[-2]:
-            raise ShapeError(
-                f"Expected attention of shape [batch, heads, tokens, tokens] or fused [batch, tokens, tokens], "
-                f"got {shape} in layer {number}."
-            )
+            expected = "[batch, heads, tokens, tokens] or fused [batch, tokens, tokens]"
+            raise ShapeError(f"Expected attention {expected}, got {shape} in layer {number}.")
         if (shape[0], shape[-1]) != (layers[0].shape[0], layers[0].shape[-1]):
             raise ShapeError(
-                f"Expected the same batch and number of tokens in every layer, got {tuple(layers[0].shape)} in layer "
-                f"{first} and {shape} in layer {number}. Hierarchical models change their tokens "
-                "between stages: use vitflow.Explainer, which supports them."
+                f"Expected the same batch and tokens in every layer, got {tuple(layers[0].shape)} in layer {first} and "
+                f"{shape} in layer {number}. For models with stages use vitflow.Explainer."
             )
         if layer.numel() == 0:
-            raise ShapeError(
-                f"Expected attention of at least one image, head and token, got {shape} in layer {number}."
-            )
+            raise ShapeError(f"Expected at least one image, head and token, got {shape} in layer {number}.")
         if torch.compiler.is_exporting():  # torch.export has no values to check
             continue
         # One pass: a NaN or an infinity makes either extreme not finite.
@@ -245,9 +240,7 @@ def check_layer(name: str, layer: int, count: int) -> int:
 def one_head(attention: Tensor, head: int) -> Tensor:
     """One head of [batch, heads, tokens, tokens], [batch, tokens, tokens]; OptionError if there is no such head."""
     if attention.ndim == 3:
-        raise OptionError(
-            "Expected attention with all heads for a single head, got fused attention. Record without head_fusion."
-        )
+        raise OptionError("A single head requires attention of all heads, got fused attention: omit head_fusion.")
     return attention[:, whole_number("head", head, 0, attention.shape[1] - 1)]
 
 
@@ -256,8 +249,7 @@ def check_readout(readout: Tensor, batch: int, num_tokens: int) -> Tensor:
     numbers = isinstance(readout, Tensor) and not readout.is_complex()
     if not numbers or not (torch.compiler.is_exporting() or torch.isfinite(readout).all()):
         raise ShapeError(
-            f"Expected a readout of finite real numbers as a torch tensor, got {kind_of(readout)}. Convert it with "
-            "torch.as_tensor(…)."
+            f"Expected a readout of finite real numbers, got {kind_of(readout)}. Convert it with torch.as_tensor(…)."
         )
     if (
         readout.shape[-1:] != (num_tokens,)

@@ -162,8 +162,7 @@ def co_attention(layers: Sequence[Tensor], num_patches: int | None = None) -> Af
     balanced = tuple(layer for layer in matrices if layer is not None)
     if not balanced:
         raise ShapeError(
-            f"Expected attention among patches in at least one layer, got {len(layers)} layers in which some patch "
-            "attends to no other, or is attended to by none."
+            f"Expected at least one layer, got {len(layers)} layers in which some patch attends to none or gets none."
         )
     return Affinity(attention=balanced)
 

@@ -76,8 +76,7 @@ def principal_components(features: Tensor, count: int = 3) -> Components:
     """
     if features.ndim != 2 or len(features) <= count or features.shape[1] < count:
         raise ShapeError(
-            f"Expected features [samples, width] with more than {count} samples and at least {count} channels, got "
-            f"{tuple(features.shape)}."
+            f"Expected more than {count} samples and at least {count} channels, got {tuple(features.shape)}."
         )
     rows = features.detach().double()
     mean = rows.mean(dim=0)
@@ -164,8 +163,7 @@ def is_constant(values: Values) -> bool:
 def _check(first: Values, second: Values) -> None:
     if first.shape != second.shape or first.size < 2:
         raise ShapeError(
-            f"Expected two maps of one shape with at least 2 values, got {first.shape} and {second.shape}: resample "
-            "one to the grid of the other."
+            f"Expected two maps of one shape with at least 2 values, got {first.shape} and {second.shape}."
         )
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
         raise ShapeError("Expected finite values, got NaN or infinite ones: leave out these patches in both maps.")

@@ -36,11 +36,7 @@ class TokenLayout:
         for name in ("num_prefix_tokens", "rows", "cols", "num_suffix_tokens"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
         if min(self.num_prefix_tokens, self.num_suffix_tokens) < 0 or self.rows < 1 or self.cols < 1:
-            raise ShapeError(
-                "Expected num_prefix_tokens >= 0, num_suffix_tokens >= 0 and a grid of at least 1 × 1 patches, got "
-                f"{self.num_prefix_tokens} prefix tokens, {self.num_suffix_tokens} suffix tokens and a grid of "
-                f"{self.rows} × {self.cols}."
-            )
+            raise ShapeError(f"Expected no negative number of tokens, and at least 1 × 1 patches, got {self}.")
 
     @property
     def num_patches(self) -> int:
@@ -66,8 +62,7 @@ class TokenLayout:
         row, col = whole_number("the patch's row", row), whole_number("the patch's column", col)
         if not (0 <= row < self.rows and 0 <= col < self.cols):
             raise OutsideGridError(
-                f"Patch ({row}, {col}) is outside the grid of {self.rows} × {self.cols} patches: "
-                f"give a row from 0 to {self.rows - 1} and a column from 0 to {self.cols - 1}."
+                f"Patch ({row}, {col}) is outside the grid of {self.rows} × {self.cols} patches, counted from 0."
             )
         return self.num_prefix_tokens + row * self.cols + col
 
@@ -127,18 +122,13 @@ def visible_keys(
     else:
         given = [visible] * len(layers) if isinstance(visible, Tensor) else list(visible)
         if len(given) != len(layers) or any(one.shape[-2:] != (queries, keys) for one in given):
-            raise ShapeError(
-                f"Expected visible as {len(layers)} layers of [batch, {queries}, {keys}], or one of them for all, got "
-                f"{[tuple(one.shape) for one in given]}."
-            )
+            expected, shapes = f"[batch, {queries}, {keys}]", [tuple(one.shape) for one in given]
+            raise ShapeError(f"Expected visible as {len(layers)} layers of {expected} or one for all, got {shapes}.")
         masks = [one.bool().to(layers[0].device).expand(batch, queries, keys) for one in given]
     if attention_mask is None:
         return masks
     if attention_mask.shape != (batch, keys):
-        raise ShapeError(
-            f"Expected an attention_mask of shape [{batch}, {keys}], 1 for tokens and 0 for padding, got "
-            f"{tuple(attention_mask.shape)}."
-        )
+        raise ShapeError(f"Expected an attention_mask [{batch}, {keys}], got {tuple(attention_mask.shape)}.")
     tokens = attention_mask.bool().to(layers[0].device)
     among = tokens.unsqueeze(1) & tokens[:, -queries:].unsqueeze(2)
     return [one & among for one in masks]

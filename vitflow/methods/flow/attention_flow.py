@@ -184,13 +184,9 @@ def _sources(source: Any, batch: int, tokens: int) -> list[int | Floats]:
         raise OptionError(f"Expected a source token, or capacities, got {kind_of(source)}.")
     vector = given.double()
     if vector.shape not in ((tokens,), (batch, tokens)):
-        raise ShapeError(
-            f"Expected a source token, or capacities of shape [{tokens}] or [{batch}, {tokens}], got shape "
-            f"{tuple(vector.shape)}."
-        )
+        expected = f"a source token, or capacities [{tokens}] or [{batch}, {tokens}]"
+        raise ShapeError(f"Expected {expected}, got {list(vector.shape)}.")
     if not (vector.min() >= 0.0 and torch.isfinite(vector.sum())):  # also true of NaN
-        raise ShapeError(
-            "Expected source capacities of at least 0 with a finite sum, got values from "
-            f"{vector.min():g} to {vector.max():g}."
-        )
+        values = f"{vector.min():g} to {vector.max():g}"
+        raise ShapeError(f"Expected source capacities of at least 0 with a finite sum, got {values}.")
     return list(vector.expand(batch, tokens).numpy())
