@@ -99,7 +99,12 @@ class _State:
             self._text(f"number {self._known[id(value)]}")
         elif isinstance(value, nn.Module | FunctionType | type):
             self._known[id(value)] = len(self._known)
-            self._code_or_module(value)
+            if isinstance(value, nn.Module):
+                self._module(value)
+            elif isinstance(value, FunctionType):
+                self._function(value)
+            else:
+                self._class(value)
         elif id(value) not in self._open:
             self._open.add(id(value))
             self._each(_parts(value))
@@ -126,14 +131,6 @@ class _State:
         plain = plain.dequantize() if plain.is_quantized or type(value).__module__.startswith("torchao") else plain
         plain = (plain if plain.layout == torch.strided else plain.to_dense()).cpu().resolve_conj().resolve_neg()
         return self.digest.update(memoryview(plain.contiguous().reshape(-1).view(torch.uint8).numpy()))
-
-    def _code_or_module(self, value: nn.Module | FunctionType | type) -> None:
-        if isinstance(value, nn.Module):
-            self._module(value)
-        elif isinstance(value, FunctionType):
-            self._function(value)
-        else:
-            self._class(value)
 
     def _module(self, model: nn.Module) -> None:
         for path, module in module_paths(model):

@@ -63,12 +63,6 @@ def model_note(model: nn.Module) -> str:
 
     This is the attribute `note` of the model or one of its modules, or `note` in timm's `pretrained_cfg` or the config
     of transformers. Models like DETR without a note have one on their tokens.
-
-    >>> import timm
-    >>> model = timm.create_model("vit_tiny_patch16_224", num_classes=5)
-    >>> model.pretrained_cfg["note"] = "trained on one hospital's images"
-    >>> model_note(model)
-    "trained on one hospital's images"
     """
     for module in model.modules():
         timm_config: Any = getattr(module, "pretrained_cfg", None) or {}

@@ -90,7 +90,11 @@ def is_prompted_detector(model: nn.Module) -> bool:
 def pair_of(model: nn.Module, processor: Any = None) -> ImageTextModel:
     """Return the parts of a CLIP, SigLIP or SigLIP 2 model of transformers, or of a model of open_clip."""
     if not is_pair(model):
-        raise UnsupportedModelError(_no_text_side(model))
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no text encoder, which prompts require: load a CLIPModel, SiglipModel or "
+            "Siglip2Model with its processor, or a model of open_clip; on the command line --model "
+            "openai/clip-vit-base-patch16, for example, or --model demo-text."
+        )
     owner: Any = model
     bias = getattr(owner, "logit_bias", None)
     numbers: dict[str, Any] = {
@@ -110,17 +114,6 @@ def pair_of(model: nn.Module, processor: Any = None) -> ImageTextModel:
     tower.note = model_note(model)
     embed, data_config = text_encoder(owner, processor), library_data_config(model, processor)
     return ImageTextModel(tower, embed, **numbers, data_config=data_config, name=model_id(model))
-
-
-def _no_text_side(model: nn.Module) -> str:
-    name = type(model).__name__
-    whole = {"CLIPVision": "CLIPModel", "SiglipVision": "SiglipModel", "Siglip2Vision": "Siglip2Model"}
-    theirs = next((kind for start, kind in whole.items() if name.startswith(start)), None)
-    load = f"transformers.{theirs}.from_pretrained(…)" if theirs else "a CLIPModel, SiglipModel or Siglip2Model"
-    return (
-        f"{name} has no text encoder, which prompts require: load {load} with its processor, or a model of "
-        "open_clip; on the command line --model openai/clip-vit-base-patch16, for example, or --model demo-text."
-    )
 
 
 def refuse_without_prompts(model: nn.Module) -> None:

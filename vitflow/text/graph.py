@@ -38,13 +38,9 @@ _GAP, _STEP = 0.35, 0.32
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One graph of a `GraphView`.
+    """One graph of a `GraphView`, with a line below it.
 
-    Attributes:
-        title: title, such as "attention rollout".
-        matrices: edge weights [layers, tokens, tokens], from token i after layer l to token j after layer l − 1.
-        paths: highlighted edges, of the same shape.
-        note: line below the graph.
+    Edge weights and highlighted edges are [layers, tokens, tokens], from token i after layer l to j after layer l − 1.
     """
 
     title: str
@@ -56,13 +52,7 @@ class Panel:
 def attention_graphs(
     matrices: NDArray[np.float32], selected: Sequence[int], *, residual: float, causal: Causal | None
 ) -> list[Panel]:
-    """Return raw attention, rollout and flow of each layer as graphs, with the paths of the selected tokens.
-
-    Args:
-        matrices: fused attention [layers, tokens, tokens].
-        selected: positions of the selected tokens.
-        residual, causal: as for `attention_rollout`.
-    """
+    """Return raw attention [layers, tokens, tokens], rollout and flow as graphs, with the paths of selected tokens."""
     options: dict[str, Any] = {"residual": residual, "causal": causal, "num_prefix_tokens": 0}
     layers = [torch.from_numpy(layer).unsqueeze(0) for layer in matrices]
     rolled = [attention_rollout(layers[:count], **options)[0].numpy() for count in range(1, len(layers) + 1)]
@@ -136,7 +126,8 @@ class GraphView(View):
     def figure(self) -> Figure:
         """Return the graphs as a figure."""
         labels = labels_of(self.words)
-        names = [_shortened(labels[position].text) for position in self._columns]
+        texts = [labels[position].text for position in self._columns]
+        names = [text if len(text) <= 14 else f"{text[:13]}…" for text in texts]
         layers = max(len(panel.matrices) for panel in self.panels)
         # Layers run from left to right, so that tokens can be labelled horizontally.
         panel_width, row = max(layers * max(min(_STEP, 7.0 / layers), 0.2), 1.4), min(0.2, 7.5 / len(names))
@@ -172,11 +163,6 @@ class GraphView(View):
         axes.tick_params(length=0, pad=2)
         every = range(0, layers + 1, round(0.14 * layers / panel_width + 0.49) or 1)
         axes.set_xticks(every, [str(layer) if layer else "in" for layer in every], **plain(SMALL) | {"color": GREY})
-
-
-def _shortened(name: str, length: int = 14) -> str:
-    """Return a name of at most `length` characters, truncated with an ellipsis."""
-    return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 def _draw_edges(axes: Axes, matrices: NDArray[np.float64], color: tuple[float, ...], opacity: float) -> None:

@@ -84,11 +84,7 @@ def list_methods(*, text: bool = False) -> list[Method]:
 
 
 def text_method(name: str, options: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
-    """Return a method for texts by name, and all its options with defaults.
-
-    Raises:
-        OptionError: unknown method or option.
-    """
+    """Return a method for texts by name, and all its options with defaults."""
     check_known("method for texts", name, TEXT_METHODS)
     return TEXT_METHODS[name], TEXT_METHODS[name].complete(options)
 

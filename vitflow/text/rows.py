@@ -141,13 +141,8 @@ def explain_rows(
 ) -> TextResult:
     """Compute the rows of a method for selected tokens of one text in one forward pass.
 
-    Args:
-        model: encoder or decoder of transformers.
-        inputs: arguments of the model, including input_ids [1, tokens].
-        readout: query weights [rows, tokens].
-        method, options: a method for texts and its options.
-        targets: see `TextTrace`.
-        within: path of the language model in a vision-language model; by default the whole model.
+    `inputs` are the arguments of an encoder or decoder, `readout` and `targets` those of `TextTrace`; `within` is the
+    path of the language model in a vision-language model, by default the whole model.
     """
     refuse_other_layers(model, method.name)
     arguments: dict[str, Any] = dict(inputs)
@@ -225,12 +220,7 @@ def explain_encoder_decoder(
 ) -> TextResult:
     """Compute the rows of a method for generated tokens over the source and the tokens before them.
 
-    Args:
-        model: encoder-decoder model.
-        arguments: arguments of `generate`.
-        ids: all tokens of the decoder.
-        start: position of the first generated token.
-        method, options: a method for texts and its options.
+    `arguments` are those of `generate`, `ids` all tokens of the decoder, of which the first is generated at `start`.
     """
     inputs = {name: arguments[name] for name in ("input_ids", "pixel_values", "attention_mask") if name in arguments}
     return _run(model, method, options, partial(_record_pair, model, inputs, ids, start))
