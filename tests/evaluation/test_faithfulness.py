@@ -427,7 +427,7 @@ def test_faults_are_named():
     other = changed(maps[0], image=IMAGE[::-1])
     faults = [
         ("Unknown replacement 'dropp'. Did you mean 'drop'", maps, {"replace": "dropp"}),
-        ("at least 2 points", maps, {"points": 1}),
+        ("points of at least 2", maps, {"points": 1}),
         ("batch_size of at least 1", maps, {"batch_size": 0}),
         ("at least one map, got none", [], {}),
         ("Expected maps of one image", [*maps, other], {}),

@@ -69,7 +69,7 @@ def test_the_values_are_those_of_the_parts(demo):
                 assert actual.values[name][number, place] == pytest.approx(getattr(truth, name), abs=1e-5)
             for name in ("deletion_auc", "insertion_auc", "gap", "positive_perturbation", "negative_perturbation"):
                 assert actual.values[name][number, place] == pytest.approx(getattr(curve, name), abs=1e-4)
-            assert actual.row("roc_auc", one.method).estimate.mean == pytest.approx(
+            assert actual.table("roc_auc")[place].estimate.mean == pytest.approx(
                 actual.values["roc_auc"][:, place].mean()
             )
             assert actual.series["deletion"][number, place] == pytest.approx(curve.deletion, abs=1e-4)
@@ -147,7 +147,7 @@ def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity():
     assert np.isnan(actual.values["shift_stability"][0, place])
     assert not np.isnan(actual.values["roc_auc"][0, place])
     [note] = [note for note in actual.notes if "without sanity checks" in note]
-    assert "run the model many times: legrad, occlusion, sampling, consensus; select a method" in note
+    assert "run the model again: legrad, frozen_gradient, occlusion, sampling, consensus; select a method" in note
     assert "occlusion" not in evaluate("demo:1", model=tiny, metrics=["roc_auc"]).methods
 
 

@@ -31,8 +31,8 @@ class _MethodOrAll(MethodWithOptions):
     "--method methods",
     _MethodOrAll(),
     "Method to measure, optionally with options: rollout:preset=paper; repeatable. all: every method that the "
-    "model supports. Baselines are always included.  [default: all but similarity and the slow methods: occlusion, "
-    "sampling, consensus, LeGrad]",
+    "model supports. Baselines are always included.  [default: all but similarity and methods that run the "
+    "model again: frozen_gradient, occlusion, sampling, consensus, legrad]",
     multiple=True,
     metavar="NAME[:OPTION=VALUE,…]|all",
 )

@@ -193,7 +193,7 @@ _MEASURES: dict[str, Callable[[Case, Values], dict[str, Any] | None]] = {
 
 
 def _rounded(value: Any) -> Any:
-    """Return JSON data with numbers rounded to seven digits, the precision of float32; None for undefined numbers."""
+    """Return JSON data with numbers rounded to the precision of float32; None for undefined numbers."""
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

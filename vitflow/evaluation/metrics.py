@@ -95,7 +95,7 @@ GROUPS = {
     ),
     "intervals": Group(
         "Intervals of sampling",
-        "Do the intervals contain the values from many more masks?",
+        "Do the intervals contain what many more masks give without a prior?",
         needs=("classes", "intervals"),
         costly=True,
     ),
@@ -250,7 +250,7 @@ _METRICS = (
     _intervals(
         "coverage",
         "coverage",
-        "Share of patches whose 95 % interval contains the mean from 1,024 masks of another seed.",
+        "Share of patches whose 95 % interval contains the difference of means of 2,048 masks of another seed.",
         "Correct intervals have a coverage of 0.95, and wide ones more; it does not show that a map is right.",
     ),
 )

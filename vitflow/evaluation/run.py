@@ -83,8 +83,8 @@ def evaluate(
         data: demo images ("demo:500"), annotations, or a folder or list of images; see `open_dataset`.
         model: a model id (see `load_model`), a module, an Explainer, or a function that returns one.
         methods: names, or (name, options) pairs; "all" for every method that the model supports; by default all of
-            these except similarity and methods that run the model many times: occlusion, sampling, consensus and LeGrad
-            (with "all" these have no sanity checks). The baselines `random` and `centre` are added.
+            these except similarity and methods that run the model again: frozen gradient, occlusion, sampling,
+            consensus and LeGrad (with "all" without sanity checks). The baselines `random` and `centre` are added.
         metrics: names or groups ("localisation", "faithfulness", "sanity", "grid", "intervals", "correlation"), or
             "all"; by default the first three groups.
         output: folder for the rows, tables, figures and the HTML report.
@@ -133,7 +133,7 @@ def evaluate(
         points=points,
         seed=seed,
         sanity_images=sanity_images,
-        # With "all", methods that run the model many times would dominate the time of the sanity checks.
+        # With "all", methods that run the model again would dominate the time of the sanity checks.
         unchecked=tuple(each.label for each in chosen if methods == "all" and "predict" in each.method.needs),
         blurred_control=blurred_control and bool({"localisation", "faithfulness"} & set(groups)),
     )

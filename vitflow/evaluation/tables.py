@@ -197,22 +197,17 @@ class Tables:
     def table(self, metric: str) -> list[TableRow]:
         """Return the table of a metric: a row per method, in the requested order; OptionError if not measured."""
         check_known("metric of this evaluation", metric, self.values)
-        return list(self._tables[metric].values())
-
-    def row(self, metric: str, method: str) -> TableRow | None:
-        """Return the row of a method in the table of a measured metric; None for an unknown method."""
-        return self._tables[metric].get(method)
+        return list(self._tables[metric])
 
     @cached_property
-    def _tables(self) -> dict[str, dict[str, TableRow]]:
-        tables: dict[str, dict[str, TableRow]] = {}
+    def _tables(self) -> dict[str, list[TableRow]]:
+        tables: dict[str, list[TableRow]] = {metric.name: [] for metric in self.metrics}
         for metric in self.metrics:
-            rows = tables[metric.name] = {}
             estimates = estimate_means(self.measured_values(metric), limits=metric.limits, share=metric.share)
             for method, estimate in zip(self.methods, estimates, strict=True):
                 measured = self.is_measured(method, metric)
                 shown = estimate if measured else replace(estimate, undefined=0)
-                rows[method] = TableRow(method, self.is_baseline(method), measured, shown)
+                tables[metric.name].append(TableRow(method, self.is_baseline(method), measured, shown))
         return tables
 
     def differences(self, metric: str) -> list[Difference]:
@@ -222,6 +217,7 @@ class Tables:
 
     def difference(self, metric: str, first: str, second: str) -> Difference | None:
         """Return first minus second; None for a method and itself, or another method's blurred control."""
+        check_known("metric of this evaluation", metric, self.values)
         pair, reverse = (self._differences[metric].get(pair) for pair in ((first, second), (second, first)))
         return pair if reverse is None else reverse.reversed()
 
@@ -287,8 +283,8 @@ class Tables:
 
     def blurred(self, metric: str, method: str) -> TableRow | None:
         """Return the row of a method's blurred control; None if it was not measured."""
-        row = self.row(metric, blurred_label(method))
-        return row if row is not None and row.measured else None
+        twin = blurred_label(method)
+        return next((row for row in self.table(metric) if row.method == twin and row.measured), None)
 
     def control(self, group: str) -> Metric | None:
         """Return the metric of a group whose blurred controls are displayed; None if none was measured."""
@@ -301,7 +297,7 @@ class Tables:
         """Return means ± standard errors of a group: a row per method, a column per metric and one of controls."""
         columns: dict[str, list[str]] = {"method": self.shown_methods}
         for metric in (metric for metric in self.metrics if metric.group == group):
-            rows = [self._tables[metric.name][method] for method in self.shown_methods]
+            rows = [row for row in self.table(metric.name) if row.method in self.shown_methods]
             columns[f"{metric.title} {metric.arrow}"] = [
                 str(row.estimate) if row.measured else "not measured" for row in rows
             ]

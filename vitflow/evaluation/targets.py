@@ -56,17 +56,9 @@ class TargetRegion:
 def choose_target(image: Labelled, num_classes: int, class_names: Sequence[str] | None) -> TargetRegion:
     """Choose the target class and its region.
 
-    1. The label of the image, if the model has this class.
-    2. Otherwise the class of its objects that covers the most pixels, among those that the model has.
-    3. Otherwise the predicted class.
-
-    The region is the union of all objects of the target class, or of all objects if none has this class. Each image has
-    one target, so that images are independent in the statistics.
-
-    Args:
-        image: the image and its annotations.
-        num_classes: number of classes of the model; 0 without a classifier.
-        class_names: names of the classes, if known. Models of ImageNet-1k know WordNet ids such as n01440764.
+    The target is the image's label if the model has this class, else the class of its objects that covers the most
+    pixels, else the predicted class. The region is the union of the target's objects, or of all objects if none has
+    this class. Each image has one target, so that images are independent in the statistics.
     """
     target = _index(image.label, num_classes, class_names)
     if image.regions is None:
@@ -183,7 +175,11 @@ def make_grids(samples: Sequence[Sample], explainer: Explainer, seed: int) -> di
             truth = choose_target(image, explainer.num_classes, explainer.class_names)
         except (VitflowError, OSError):
             continue  # reported in the row of the image
-        if truth.target is not None and _is_predicted(explainer, image, truth.target):
+        if truth.target is None:
+            continue
+        with torch.no_grad():
+            scores = explainer.outputs.scores(explainer.logits(explainer.pixels(image.image)))[0]
+        if int(scores.argmax()) == truth.target and float(scores[truth.target]) > _MIN_PROBABILITY:
             candidates.append((sample, truth.target, frozenset(truth.objects) | {truth.target}))
     grids: dict[str, ImageGrid] = {}
     while members := _first_grid(candidates):
@@ -203,12 +199,6 @@ def _first_grid(candidates: Sequence[tuple[Sample, int, frozenset[int]]]) -> lis
                 if len(chosen) == CELLS:
                     return chosen
     return []
-
-
-def _is_predicted(explainer: Explainer, image: Labelled, target: int) -> bool:
-    with torch.no_grad():
-        probabilities = explainer.outputs.scores(explainer.logits(explainer.pixels(image.image)))[0]
-    return int(probabilities.argmax()) == target and float(probabilities[target]) > _MIN_PROBABILITY
 
 
 def random_order(name: str, seed: int) -> bytes:

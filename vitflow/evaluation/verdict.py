@@ -105,7 +105,7 @@ def notes_on(tables: Tables) -> list[str]:
         notes.append(f"The sanity checks used {counted(checked, 'image')}.")
         if settings["unchecked"]:
             notes[-1] += (
-                f" Methods without sanity checks, because they run the model many times: "
+                f" Methods without sanity checks, because they run the model again: "
                 f"{', '.join(settings['unchecked'])}; select a method with --method to check it."
             )
     return notes

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from scipy.integrate import trapezoid
 from torch import Tensor
 
-from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, VitflowError, check_known
+from vitflow.errors import (
+    ModelError,
+    OptionError,
+    ShapeError,
+    UnsupportedModelError,
+    VitflowError,
+    check_known,
+    whole_number,
+)
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
 from vitflow.explaining.saliency import Saliency
@@ -159,8 +167,8 @@ def faithfulness_curves(
     >>> gae.fractions.shape, gae.gap > random.gap
     ((11,), True)
     """
-    if points < 2 or batch_size < 1:
-        raise OptionError(f"Expected at least 2 points and a batch_size of at least 1, got {points} and {batch_size}.")
+    whole_number("points", points, 2)
+    whole_number("batch_size", batch_size, 1)
     check_known("replacement", replace, REPLACEMENTS)
     placed = shared_input(maps)
     size = placed.placement.input_size
@@ -229,18 +237,18 @@ def patch_order(grid: NDArray[np.floating[Any]]) -> Indices:
 
 def shared_input(maps: Sequence[Saliency]) -> PlacedImage:
     """Return the input that all maps explain, the tensor or the placed image; OptionError for several or none."""
+
+    def same(one: Any, other: Any) -> bool:
+        return one is other or (type(one) is type(other) and one.shape == other.shape and bool((one == other).all()))
+
     if not maps:
         raise OptionError("Expected at least one map, got none.")
     first, placement = maps[0], replace(maps[0].placement, extent=None)  # grids may cover different pixels
     for saliency in maps:
-        same = _same(saliency.image, first.image) and _same(saliency.model_input, first.model_input)
-        if not same or replace(saliency.placement, extent=None) != placement:
+        of_first = same(saliency.image, first.image) and same(saliency.model_input, first.model_input)
+        if not of_first or replace(saliency.placement, extent=None) != placement:
             raise OptionError("Expected maps of one image or model input, got maps of several. Call once for each.")
     return PlacedImage(first.source, first.image, placement, first.model_input)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and one.shape == other.shape and bool((one == other).all()))
 
 
 def _check_scores(explainer: Explainer, maps: Sequence[Saliency], logits: Tensor) -> None:
@@ -287,13 +295,12 @@ def check_can_drop(explainer: Explainer, input_size: tuple[int, int]) -> TokenLa
 
 
 def _pools_patches(explainer: Explainer, placed: PlacedImage, target: int | None) -> bool:
-    """Return True if the output for this image has no value without patches, by its readout.
+    """Return True if the output for this image has no value without patches, by its readout, or if that is unknown.
 
-    An average over all tokens has one if there are prefix tokens. An unknown readout counts as one of patches.
+    An average over all tokens has a value if there are prefix tokens.
     """
     try:
-        targets = None if target is None else torch.tensor([target])
-        trace = explainer.targeted(explainer.record(placed), targets)
+        trace = explainer.targeted(explainer.record(placed), None if target is None else torch.tensor([target]))
         readout, layout = trace.readout[0].double().cpu(), trace.top
     except VitflowError:
         return True
