@@ -48,7 +48,7 @@ from vitflow.explaining.applying import affinity_of, make_maps
 from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.explaining.sampling import geometric_mean, sample
 from vitflow.methods.refinement import Affinity, refine
-from vitflow.methods.sampling import mean_differences, regress
+from vitflow.methods.sampling import SMOOTHING, mean_differences, regress
 from vitflow.models.calls import logits_of
 from vitflow.registry.method_table import get_method, register_method
 
@@ -58,6 +58,7 @@ NEEDS = {"heads", "gradients", "predict"}
 _SINGLE = ("roc_auc", "pointing_game", "deletion_auc")
 MEASURES = {
     "photographs": (*_SINGLE, "grid_auc", "grid_wins"),
+    "grids": ("grid_auc", "grid_wins"),
     "demo": (*_SINGLE, "separation", "separation_wins"),
     "third": (*_SINGLE, "separation", "separation_wins"),
 }
@@ -65,14 +66,15 @@ SEATS = {"single": ("roc_auc", "pointing_game"), "deletion": ("deletion_auc",), 
 SEATS["objects"] = ("separation", "separation_wins")
 TODAY = 256
 
-#: Candidates of each method. `similar`: masks in which similar patches stay together; `noise`: of the regression, else
-#: estimated; `mean`: its prior mean; `times`: the map that it is multiplied with; `power`: its own exponent.
-REGRESSION: dict = {"estimate": "regression", "similar": True}
-EARLIER: dict = {"estimate": "regression", "noise": 12.0}
+#: Candidates of each method. `similar`: masks in which similar patches stay together; `noise`: of the regression (0:
+#: estimated); `mean`: its prior mean; `times`: the map that it is multiplied with; `power`: its own exponent.
+EARLIER: dict = {"estimate": "regression"}
+REGRESSION: dict = EARLIER | {"similar": True}
 CANDIDATES: dict[str, list[dict]] = {
     "sampling": [REGRESSION, EARLIER, *(REGRESSION | {"mean": mean} for mean in ("gae", "frozen", "both"))],
     "consensus": [
-        *(each | {"times": "gae", "power": 2} for each in (REGRESSION, EARLIER, EARLIER | {"similar": True})),
+        *(each | {"times": "gae", "power": 2} for each in (REGRESSION, EARLIER)),
+        *(REGRESSION | {"noise": noise, "times": "gae", "power": 2} for noise in (12.0, 3.0, 0.0)),
         *(REGRESSION | {"mean": mean, "times": "gae", "power": 2} for mean in ("gae", "frozen", "both")),
         REGRESSION | {"mean": "both"},
         REGRESSION | {"mean": "gae", "times": "both", "power": 1},
@@ -97,7 +99,8 @@ def candidate(trace: TargetedTrace, *, masks: int, entry: tuple, **_: object) ->
         if "estimate" in options:
             mean = known[options["mean"]][image].flatten() if "mean" in options else None
             factor = affinity.matrix[image]
-            weights = regress(kept, scores, factor, noise=options.get("noise"), prior_mean=mean).mean
+            noise = options.get("noise", SMOOTHING) or None
+            weights = regress(kept, scores, factor, noise=noise, prior_mean=mean).mean
         else:
             weights = mean_differences(kept, scores)
         grids.append(refine(weights.clamp_min(0.0).reshape(1, *sampled.grid), of_image(affinity, image), 1))
@@ -271,7 +274,8 @@ def main() -> None:
     parser = data_parser(__doc__.splitlines()[0])
     parser.add_argument("--of", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
     parser.add_argument("--third", type=Path, help="weights of the third model")
-    parser.add_argument("--runs", nargs="+", choices=list(MEASURES), default=list(MEASURES))
+    parser.add_argument("--grids", help="further photographs with classes, for the run of this name")
+    parser.add_argument("--runs", nargs="+", choices=list(MEASURES), default=["photographs", "demo", "third"])
     parser.add_argument("--entries", type=int, nargs="+", help="measure only these candidates, by their index")
     parser.add_argument("--masks", type=int, nargs="+", default=[96, 48])
     given = parser.parse_args()
@@ -294,8 +298,8 @@ def main() -> None:
 
 def measured(run: str, given: argparse.Namespace, methods: list[str]) -> Evaluation:
     """Evaluate all candidates on one model."""
-    separating = ["grid"] if run == "photographs" else ["separation", "separation_wins"]
-    if run == "photographs":
+    separating = ["separation", "separation_wins"] if run in ("demo", "third") else ["grid"]
+    if run in ("photographs", "grids"):
         model: object = vitflow.load_model(CHECKPOINT, checkpoint=given.checkpoint)
     elif run == "third":
         data_config = {"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0}
@@ -304,10 +308,10 @@ def measured(run: str, given: argparse.Namespace, methods: list[str]) -> Evaluat
     else:
         model = "demo"
     return evaluate(
-        given.boxes if run == "photographs" else given.drawn,
+        {"photographs": given.boxes, "grids": given.grids}.get(run, given.drawn),
         model=model,
         methods=methods,
-        metrics=[*_SINGLE, *separating],
+        metrics=separating if run == "grids" else [*_SINGLE, *separating],
         points=6,
         blurred_control=False,
         output=given.output / run,

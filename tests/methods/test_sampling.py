@@ -220,7 +220,7 @@ def test_the_regression_has_the_affinity_as_its_prior(affinity):
     with torch.no_grad():  # of a sigmoid, the log-odds are the logit
         scores = [by_hand(explainer.model, pixels, np.flatnonzero(mask).tolist(), 1)[0, 6] for mask in kept.numpy()]
     posterior = regress(kept, torch.stack(scores).double(), prior.matrix[0])
-    expected = posterior.mean.reshape(12, 12)
+    expected = regress(kept, torch.stack(scores).double(), prior.matrix[0], noise=6.0).mean.reshape(12, 12)
     np.testing.assert_allclose(unrefined.grid, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     refined = explainer.explain(image, method="sampling", refine=1, **options)
     spread = refine(expected.clamp_min(0)[None], prior, 1)[0]

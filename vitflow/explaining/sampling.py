@@ -14,7 +14,7 @@ from vitflow.explaining.applying import affinity_of, make_maps
 from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.methods.cells import cell_owners
 from vitflow.methods.refinement import AffinityName
-from vitflow.methods.sampling import NORMAL_95, draw_masks, mean_differences, regress, split_half_maps
+from vitflow.methods.sampling import NORMAL_95, SMOOTHING, draw_masks, mean_differences, regress, split_half_maps
 from vitflow.methods.similarity import spearman
 from vitflow.methods.tokens import TokenLayout
 from vitflow.models.outputs import log_odds
@@ -57,7 +57,8 @@ def sampling(
     """Weight of each patch in the log-odds of the target, from random masks of all patches.
 
     The regression draws masks in which similar patches stay together, and has the affinity of refinement as the factor
-    of its prior covariance. The difference of means is over masks with and without the patch; it replaces the
+    of its prior covariance. The map has a fixed noise, which shrinks the weights; the significant patches an estimated
+    one. The difference of means is over masks with and without the patch; it replaces the
     regression if there is no affinity, unless the regression was requested. With masks="auto" each image gets masks
     until its map has converged.
     """
@@ -74,19 +75,17 @@ def sampling(
             estimator, masks = "difference", effective.get("masks", masks)
     regression = estimator == "regression"
 
-    def estimate(image: int, kept: Tensor, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the weight of each patch, [patches], and its standard deviation, which the regression has."""
-        scores = scores[:, targets[image]]
+    def estimate(image: int, kept: Tensor, scores: Tensor) -> Tensor:
+        """Return the weight of each patch, [patches]."""
         if prior is None or not regression:
-            return mean_differences(kept, scores), None
-        posterior = regress(kept, scores, prior[image])
-        return posterior.mean, posterior.std
+            return mean_differences(kept, scores[:, targets[image]])
+        return regress(kept, scores[:, targets[image]], prior[image], noise=SMOOTHING).mean
 
     strongest: dict[int, list[set[int]]] = {}
 
     def converged(image: int, kept: Tensor, scores: Tensor) -> bool:
         """Return True if the last two steps hardly changed the strongest tenth of the patches."""
-        values = estimate(image, kept, scores)[0].clamp_min(0.0)
+        values = estimate(image, kept, scores).clamp_min(0.0)
         if prior is not None:
             for _ in range(refine):
                 values = prior[image] @ values.to(prior)
@@ -100,11 +99,12 @@ def sampling(
     sampled = sample(trace, affinity=similar, **drawn)
     grids, facts, significant = [], [], []
     for image, (kept, scores) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):
-        weights, std = estimate(image, kept, scores)
-        grids.append(weights.reshape(grid))
-        if std is not None:
-            significant.append((weights > NORMAL_95 * std).reshape(grid))
-        reliability = spearman(*(half.numpy() for half in split_half_maps(kept, scores[:, targets[image]])))
+        grids.append(estimate(image, kept, scores).reshape(grid))
+        scores = scores[:, targets[image]]
+        if regression and prior is not None:
+            posterior = regress(kept, scores, prior[image])
+            significant.append((posterior.mean > NORMAL_95 * posterior.std).reshape(grid))
+        reliability = spearman(*(half.numpy() for half in split_half_maps(kept, scores)))
         facts.append({"reliability": None if reliability is None else round(reliability, 3), "hidden": sampled.hidden})
         if masks == "auto":
             facts[-1]["masks_used"] = len(scores)

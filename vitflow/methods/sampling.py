@@ -8,6 +8,8 @@ from torch import Tensor
 
 from vitflow.errors import OptionError, ShapeError, whole_number
 
+#: Noise λ of maps: larger than the estimated noise, since smoother maps localise better.
+SMOOTHING = 6.0
 #: Variances of the noise of a score that are tried, relative to the mean prior variance of the scores.
 NOISES = torch.logspace(-1.0, 2.0, 31, dtype=torch.float64)
 #: Standard deviations of a normal distribution on each side of its mean that contain 95 %.
