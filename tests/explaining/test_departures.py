@@ -8,12 +8,12 @@ from vitflow.analysis.strips import Strip, draw_comparison
 from vitflow.demo import sample_images
 from vitflow.explaining.captions import departures, departures_from_paper, method_in_words, method_label
 from vitflow.images.pen import Pen
-from vitflow.registry.method_table import BUILT_IN, Method, get_method
+from vitflow.registry.method_table import Method, get_method, list_methods
 
 IMAGE = sample_images()[0]
 
 
-@pytest.mark.parametrize("method", [one for one in BUILT_IN if one.paper], ids=lambda one: one.name)
+@pytest.mark.parametrize("method", [one for one in list_methods() if one.paper], ids=lambda one: one.name)
 def test_what_is_as_published_departs_by_nothing_and_every_other_option_does(method):
     published = method.complete({"preset": "paper"}) if method.presets else method.published
     assert departures(method, published) == "" == departures_from_paper(method, published)
@@ -49,7 +49,7 @@ def test_a_method_of_no_publication_departs_from_none():
     assert departures(mine, {**mine.defaults, "own": {"a": 1}}) == "own {'a': 1}"
 
 
-PUBLISHED = [one for one in BUILT_IN if one.published not in (None, one.defaults)]
+PUBLISHED = [one for one in list_methods() if one.published not in (None, one.defaults)]
 
 
 @pytest.mark.parametrize("method", PUBLISHED, ids=lambda one: one.name)

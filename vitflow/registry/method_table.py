@@ -37,13 +37,10 @@ class Method:
         presets: named sets of options for `preset`; "paper" is the published definition.
         implies: option values that select a preset, {(option, value): preset}.
         refine_stage: when the map is refined: "after": by the common step after the function; "after_clamping": the
-            same, with negative values clamped to 0; "inside": by the function itself; "none": no refinement options
-            (`refine`, `affinity`). Functions of "after_clamping" and "inside" receive the refinement options.
+            same, with negative values clamped to 0; "inside": by the function itself; "none": no refinement. Functions
+            of "after_clamping" and "inside" receive the refinement options (`refine`, `affinity`).
         question: the question that its map answers.
         title: name in figures and pages; by default `name`.
-
-    Raises:
-        OptionError: `needs` contains an unknown name.
     """
 
     name: str
@@ -131,7 +128,6 @@ DEFAULT_METHODS = ("attention", "rollout", "flow", "gradient_rollout", "gae", "g
 
 #: Prefixes of methods that are classes of other packages, such as "captum:IntegratedGradients".
 PEERS = ("captum:", "cam:")
-_EXTERNAL_METHOD = "vitflow.explaining.peers:external_method"
 
 _PAPER = "Abnar & Zuidema, ACL 2020"
 
@@ -165,7 +161,7 @@ def register_method(
 def get_method(name: str) -> Method:
     """Return the method of that name, or of a class of another package; OptionError lists the known ones."""
     if name not in METHODS and name.startswith(PEERS):
-        method: Method = _loaded(_EXTERNAL_METHOD)(name)
+        method: Method = _loaded("vitflow.explaining.peers:external_method")(name)
         return method
     check_known("method", name, METHODS)
     return METHODS[name]
@@ -180,9 +176,7 @@ def list_methods() -> list[Method]:
 _WEIGHTED = {"value_weighted": "output", "patch": None, "refine": 1}
 _BY_CLASS = {**_WEIGHTED, "affinity": "both"}
 _PRODUCT = {"discard_ratio": 0.9, "residual": 0.5}
-# Options of the papers.
 _PLAIN = {"head_fusion": "mean", "value_weighted": False}
-# Options of sampling.
 _MASKS = {"masks": 96, "estimator": "regression", "keep": 0.3, "cells": 7, "random_seed": 0, "occlusion_batch": 32}
 #: Defaults of these options for models without an affinity of patches.
 WITHOUT_AFFINITY = {"refine": 0, "estimator": "difference", "masks": 256}
@@ -207,14 +201,7 @@ register_method(
     title="Raw attention",
     summary="Raw attention of one layer, fused or of one head.",
     question="What do the readout tokens attend to in one layer?",
-    defaults={
-        "head_fusion": "mean",
-        "layer": -1,
-        "head": None,
-        "discard_ratio": 0.0,
-        "value_weighted": False,
-        "patch": None,
-    },
+    defaults={"layer": -1, "head": None, **_PLAIN, "discard_ratio": 0.0, "patch": None},
     needs={"attention"},
     paper=f"{_PAPER}, the baseline",
     presets={"paper": {}},
@@ -363,6 +350,3 @@ register_method(
     defaults={"sigma": 0.25},
     refine_stage="none",
 )
-
-#: Built-in methods.
-BUILT_IN = tuple(METHODS.values())

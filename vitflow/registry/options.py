@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 from vitflow.errors import OptionError, check_known, whole_number
@@ -107,6 +108,8 @@ def _layers_in_words(value: Any) -> str:
         return "all layers"
     return f"last {value} layers" if str(value).isdecimal() else f"layers {value}"
 
+
+_drawn = partial(Option, scope="drawing")
 
 OPTIONS: dict[str, Option] = {
     option.name: option
@@ -268,60 +271,31 @@ OPTIONS: dict[str, Option] = {
             default="attention",
         ),
         Option("preset", "choice", "The published definition, if the defaults differ from it.", ("paper",)),
-        Option(
+        _drawn(
             "cmap",
             str,
             "Colour map of matplotlib.",
             metavar="NAME",
-            scope="drawing",
             default_help="plasma; red and blue if the map has both signs",
         ),
-        Option(
-            "alpha",
-            float,
-            "Opacity of the colours.",
-            limits=(0, 1),
-            metavar="0…1",
-            scope="drawing",
-            default_help="0.75",
-        ),
-        Option(
+        _drawn("alpha", float, "Opacity of the colours.", limits=(0, 1), metavar="0…1", default_help="0.75"),
+        _drawn(
             "vmin",
             float,
             "Value of the first colour.",
             metavar="X",
-            scope="drawing",
             default_help="2nd percentile; -vmax for both signs",
         ),
-        Option(
-            "vmax",
-            float,
-            "Value of the last colour.",
-            metavar="X",
-            scope="drawing",
-            default_help="98th percentile of absolute values",
+        _drawn(
+            "vmax", float, "Value of the last colour.", metavar="X", default_help="98th percentile of absolute values"
         ),
-        Option(
-            "interpolation",
-            "choice",
-            "How patches are upsampled to pixels.",
-            INTERPOLATIONS,
-            scope="drawing",
-            default_help="smooth",
+        _drawn(
+            "interpolation", "choice", "How patches are upsampled to pixels.", INTERPOLATIONS, default_help="smooth"
         ),
-        Option(
-            "background",
-            "choice",
-            "Image under the colours; none: transparent.",
-            BACKGROUNDS,
-            scope="drawing",
-            default_help="grey",
-        ),
-        Option(
-            "unseen", "choice", "Border of the part that the model saw.", UNSEEN, scope="drawing", default_help="line"
-        ),
-        Option("crop_to_seen", bool, "Draw only the part of the image that the model saw.", scope="drawing"),
-        Option("contours", bool, "Draw contours that contain 10, 25 and 50 % of the map.", scope="drawing"),
+        _drawn("background", "choice", "Image under the colours; none: transparent.", BACKGROUNDS, default_help="grey"),
+        _drawn("unseen", "choice", "Border of the part that the model saw.", UNSEEN, default_help="line"),
+        _drawn("crop_to_seen", bool, "Draw only the part of the image that the model saw."),
+        _drawn("contours", bool, "Draw contours that contain 10, 25 and 50 % of the map."),
     )
 }
 
