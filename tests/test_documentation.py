@@ -210,9 +210,27 @@ def test_maps_are_logged_without_a_trace_in_the_training(logged):
     np.testing.assert_array_equal(logged["maps/cat.jpg", 7], logged["maps/cat.jpg", 1])
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=place)
+def test_a_map_has_the_georeference_of_its_scene(desk):
+    rasterio = pytest.importorskip("rasterio", reason="rasterio is not in the test extra")
+    scene = {"crs": "EPSG:32632", "transform": rasterio.Affine(10.0, 0.0, 6e5, 0.0, -10.0, 5.3e6)}
+    form = {"driver": "GTiff", "height": 48, "width": 64, "count": 3, "dtype": "uint8"}
+    with rasterio.open(desk / "field.tif", "w", **form, **scene) as file:
+        file.write(np.random.default_rng(0).integers(0, 256, (3, 48, 64), dtype=np.uint8))
+    names: dict[str, object] = {}
+    [(_, block)] = blocks(ROOT / "docs" / "how-to" / "geotiff.md", "python")
+    exec(block, names)
+    with rasterio.open(desk / "field-gae.tif") as file:
+        assert file.crs.to_epsg() == 32632 and file.transform == scene["transform"] and np.isnan(file.nodata)
+        np.testing.assert_array_equal(file.read(1), names["saliency"].heatmap)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python") and page.stem != "geotiff"], ids=place
+)
 @pytest.mark.usefixtures("hub", "known_methods", "logged")
 def test_the_python_of_a_page_runs(page, desk):
+    if page.stem == "fiftyone":
+        pytest.importorskip("fiftyone", reason="fiftyone, which starts a database, is not in the test extra")
     weights = timm.create_model("vit_small_patch16_224", num_classes=3).state_dict()
     torch.save(weights, desk / "mine.pth")
     names: dict[str, object] = {}

@@ -73,7 +73,7 @@ def page(opened):
     """The page as it begins; it fails the test where it asks the network, logs an error or opens a dialog."""
     page, trouble = opened
     page.set_viewport_size({"width": 1400, "height": 900})
-    page.evaluate("async () => { document.activeElement.blur(); await begin({}); }")
+    page.evaluate("async () => { document.activeElement.blur(); await begin({ map: 'rollout' }); }")
     yield page
     assert trouble == []
 
@@ -278,7 +278,16 @@ def test_a_click_asks_a_patch_and_the_pointer_reads_values(page, data):
     assert page.locator("#panel-b .seen").is_visible() and page.locator("#panel-a .seen").is_hidden()
 
 
-def test_a_map_that_cannot_be_requested_says_so_over_the_image(page):
+def test_the_page_begins_with_a_map_that_reacts_to_the_patch_and_covers_no_photograph(page):
+    page.evaluate("async () => { invited = true; await begin({}); }")
+    assert page.get_by_role("tab", name="Similar patches").get_attribute("aria-selected") == "true"
+    stage, message = (page.locator(f"#panel-a {part}").bounding_box() for part in (".stage", ".message"))
+    assert message["y"] >= stage["y"] + stage["height"]
+    before, after = (map_of(page, map="similarity", patch=patch)[0] for patch in ("1,1", "6,6"))
+    assert before.argmax() == 1 * before.shape[1] + 1 and after.argmax() == 6 * after.shape[1] + 6
+
+
+def test_a_map_that_cannot_be_requested_says_so_below_the_image(page):
     reported = page.locator("#panel-a .message")
     page.mouse.click(*point_of(page, "a", 4, 9))
     assert reported.is_hidden() and page.locator("#keys").text_content().startswith("Click a patch")
@@ -373,7 +382,7 @@ def test_the_address_holds_what_is_seen(page):
 
 @pytest.mark.parametrize("drawing", [{"alpha": 0.3, "background": "dim"}, {"contours": True}])
 def test_the_png_is_the_overlay_of_vitflow(page, place, explainer, drawing):
-    requested = {"discard_ratio": 0.0, **drawing}
+    requested = {"map": "rollout", "discard_ratio": 0.0, **drawing}
     if "alpha" in requested:
         requested["opacity"] = requested.pop("alpha")
     page.evaluate("(asked) => begin(asked)", requested)

@@ -6,6 +6,8 @@ const ready = [...new Set(images.flatMap(({ maps }) => maps.map(({ method }) => 
 const computes = images.some(({ attention }) => Object.keys(attention).length), hasFeatures = images.some(({ features }) => features);
 const fusedSets = computes ? images.map(({ attention }) => Object.keys(attention)).find((names) => names.length) : [];
 const modes = [...(computes ? ["rollout", "attention"] : []), ...(hasFeatures ? ["similarity"] : []), ...ready.filter((name) => !(name === "similarity" ? hasFeatures : computes && LIVE.includes(name)))];
+// The map to begin with: one that differs clearly from patch to patch, as rollout often does not.
+const first = hasFeatures ? "similarity" : modes[0];
 const titleOf = (mode) => methods[mode].title;
 
 // What a map begins with: the method's own options, as far as the page holds what they need.
@@ -20,7 +22,7 @@ function initialOf(map) {
   return fusedSets.length && !fusedSets.includes(setName(found)) ? { ...found, ...setOf(fusedSets[0]) } : found;
 }
 
-const state = initialOf(modes[0]);
+const state = initialOf(first);
 const sides = ["a", "b"], panels = {};
 let drawn = 0; // which drawing is the latest
 let invited = !location.hash; // until the reader asks something, the photograph says what a click does
@@ -170,7 +172,7 @@ async function similar(side) {
 async function update() {
   const number = ++drawn, shown = sides.filter((side) => imageOf(side));
   if (!shown.includes(state.query)) state.query = "a";
-  const usual = { ...initialOf(state.map), map: modes[0] };
+  const usual = { ...initialOf(state.map), map: first };
   writeAddress(Object.fromEntries(Object.entries(state).filter(([name, value]) => value !== usual[name])));
   showControls();
   makeBackground(state.background);
@@ -209,7 +211,7 @@ function showPanel(side, why) {
   }
   panel.departs.textContent = map ? departuresOf(side) : "";
   panel.message.hidden = !(invited && isLive() && side === "a");
-  if (!panel.message.hidden) panel.message.textContent = "Click a patch to see its attention.";
+  if (!panel.message.hidden) panel.message.textContent = state.map === "similarity" ? "Click a patch to see which others are similar." : "Click a patch to see its attention.";
   panel.frame.classList.toggle("silent", !isLive());
   panel.frame.setAttribute("aria-label", `${image.name}: ${panel.from.textContent}`);
   for (const part of [panel.heat, panel.lines, panel.scale, panel.scale.nextElementSibling]) part.hidden = !map;
@@ -379,7 +381,7 @@ function take(values) {
 
 // Begin anew, with some values.
 function begin(values) {
-  Object.assign(state, initialOf(modes.includes(values.map) ? values.map : modes[0]));
+  Object.assign(state, initialOf(modes.includes(values.map) ? values.map : first));
   take(values);
   return update();
 }
@@ -430,7 +432,7 @@ function move(down, right) {
   ask(side, patch ? [inside(patch[0] + down, grid[0]), inside(patch[1] + right, grid[1])] : grid.map((count) => Math.floor(count / 2)));
 }
 
-// Show over the image why nothing can be selected.
+// Say below the image why nothing can be selected.
 function say(side) {
   const { message } = panels[side];
   message.textContent = refusal(imageOf(side)) ?? silence();
