@@ -147,7 +147,7 @@ def test_all_methods_are_all_and_slow_ones_are_not_checked_for_sanity():
     assert np.isnan(actual.values["shift_stability"][0, place])
     assert not np.isnan(actual.values["roc_auc"][0, place])
     [note] = [note for note in actual.notes if "without sanity checks" in note]
-    assert "run the model again: legrad, frozen_gradient, occlusion, sampling, consensus; select a method" in note
+    assert "run the model again: legrad, occlusion, sampling, consensus; select a method" in note
     assert "occlusion" not in evaluate("demo:1", model=tiny, metrics=["roc_auc"]).methods
 
 

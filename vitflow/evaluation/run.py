@@ -173,7 +173,7 @@ def evaluate(
 def choose(methods: str | Sequence[MethodChoice] | None, options: Mapping[str, Any]) -> list[ChosenMethod]:
     """Return the methods to measure, then the baselines, labelled with the options given with their names."""
     if methods is None:
-        choices: list[MethodChoice] = [m.name for m in list_methods() if not m.needs & {"predict", "tokens"}]
+        choices: list[MethodChoice] = [m.name for m in list_methods() if not m.needs & {"predict", "repeat", "tokens"}]
     elif methods == "all":
         choices = [method.name for method in list_methods()]
     else:

@@ -271,7 +271,7 @@ register_method(
     summary="Frozen gradient: tokens times their gradient, with attention, deviations of norms and gates constant.",
     question="What does each patch add to the log-odds of this class?",
     defaults={"refine": 1, "affinity": "both"},
-    needs={"predict", "repeat"},
+    needs={"repeat"},
     class_specific=True,
     paper="after Ali et al., ICML 2022, and Mehri et al., CVPR 2025",
 )
