@@ -277,6 +277,19 @@ def test_a_nonlinear_projection_switches_the_weighting_off_until_it_is_removed(w
     assert explainer.explain(pixels(), method="gae", target=1).options["value_weighted"] == "output"
 
 
+@pytest.mark.parametrize("method", ["rollout", "gae"])
+@pytest.mark.parametrize("scale", [torch.Tensor.mul, torch.Tensor.mul_])
+def test_a_hook_that_changes_the_output_of_attention_switches_the_weighting_off(scale, method):
+    model = model_of()
+    explainer, attention = Explainer(model, data_config=DATA), model.blocks[2].attn
+    attention.register_forward_hook(lambda *_: None)
+    assert explainer.explain(pixels(), method=method, target=1).options["value_weighted"] == "output"
+    with attention.register_forward_hook(lambda module, args, output: scale(output, scales(0))):
+        with pytest.warns(VitflowWarning, match=r"blocks\.2\.attn.*switched off"):
+            assert explainer.explain(pixels(), method=method, target=1).options["value_weighted"] is False
+    assert explainer.explain(pixels(), method=method, target=1).options["value_weighted"] == "output"
+
+
 class Ignored(nn.modules.linear.NonDynamicallyQuantizableLinear):
     def forward(self, x: Tensor) -> Tensor:
         raise AssertionError("nn.MultiheadAttention uses the weight itself")

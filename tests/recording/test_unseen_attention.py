@@ -444,11 +444,11 @@ def test_the_probe_runs_once_and_again_when_a_module_was_replaced():
         with record_attention(model, **options) as trace:
             model(pixels)
         assert trace.refusal is None
-    assert counting.runs == [3, 2, 1, 3, 3, 3]
+    assert counting.runs == [3, 3, 1, 3, 3, 3]
     assert len(counting.kept) == 3  # of the recorded pass, not of the probe
     model.blocks[1].attn = Custom(model.blocks[1].attn, by_hand)
     assert "blocks.1.attn" in run(model, pixels).refusal
-    assert counting.runs[6:] == [3, 2, 2, 1]  # found in a few tokens, confirmed in all; and the place of its tokens
+    assert counting.runs[6:] == [3, 3, 3, 1]  # found in a few tokens, confirmed in all; and the place of its tokens
     model.blocks[1].attn.how = in_keywords  # no module was replaced, but more is seen
     assert run(model, pixels).refusal is None
 
@@ -533,6 +533,17 @@ def test_tokens_in_another_order_are_no_unseen_attention():
     model = build()
     model.norm_pre = nn.Sequential(Turned())
     assert "tokens are in another order" in run(model, torch.randn(1, 3, 32, 32)).refusal
+
+
+@pytest.mark.parametrize("token", [0, 1, 2, 3, -1])
+@pytest.mark.parametrize("part", ["norm1", "attn"])
+def test_a_token_that_is_replaced_for_attention_alone_is_refused(token, part):
+    def replace(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+        return args[0].index_fill(1, torch.tensor(token % args[0].shape[1]), 0.5)
+
+    model = build(reg_tokens=3)
+    model.blocks[1].get_submodule(part).register_forward_pre_hook(replace)
+    assert "Attention (blocks.1.attn) in VisionTransformer replaces" in run(model, torch.randn(1, 3, 32, 32)).refusal
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -211,6 +211,8 @@ class Listening(Interception):
         Return a replacement for its output with the recorded attention in its graph; None to keep the output.
         """
         replacement, projection = self._join_chunks(name, output), self._projections.get(name)
+        if projection is not None:
+            projection.check_returned(output)
         if name in self._open and projection is not None and projection.outside and self.path:
             self._waiting.setdefault(self.path[-1][0], []).append(name)
         else:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vitflow.errors import ValueNormsError
 from vitflow.methods.gradients import Values, at_least_float32
 from vitflow.models.anatomy import output_projection, projection_weight
+from vitflow.models.calls import tokens_of
 from vitflow.models.parts import model_cache
 from vitflow.recording.experiment import undisturbed
 from vitflow.recording.isolation import Hook, autocast_state, device_of, foreign_hooks, hooked, unrecorded
@@ -55,8 +56,8 @@ class Projection:
 
     def __init__(self, module: nn.Module, name: str, around: nn.Module | None) -> None:
         self._error = ValueNormsError(
-            f"Value weighting requires one linear output projection, which {type(module).__name__} ({name}) does not "
-            "have."
+            f"Value weighting requires one linear output projection as the output of each attention module, which "
+            f"{type(module).__name__} ({name}) does not have."
         )
         projection = output_projection(module, around)
         if projection is None:
@@ -68,6 +69,9 @@ class Projection:
         self._is_linear = True
         self._hooks = [Hook(projection, self._enter, before=True, first=True)]
         self._hooks.append(Hook(projection, self._leave, before=False))
+        self._returned: Tensor | None = None
+        if any(not isinstance(hook, Hook) for hook in module._forward_hooks.values()):
+            self._hooks.append(Hook(module, self._keep_returned, before=False, first=True))
 
     @property
     def is_product(self) -> bool:
@@ -79,6 +83,16 @@ class Projection:
             and type(attributes["_parameters"].get("weight")) is nn.Parameter
             and not foreign_hooks(self._module)
         )
+
+    def _keep_returned(self, args: Any, output: Any) -> None:
+        tokens = tokens_of(output)
+        self._returned = None if tokens is None else tokens.detach().clone()
+
+    def check_returned(self, output: Any) -> None:
+        """Notice hooks of the attention module that have changed its output after the projection."""
+        tokens = tokens_of(output)
+        if self._returned is not None and (tokens is None or not torch.equal(self._returned, tokens)):
+            self._is_linear = False
 
     def check_product(self) -> None:
         """Raise ValueNormsError if the outputs differ from the weight that `values` returned before."""

@@ -2,8 +2,8 @@
 
 A layer with unrecorded attention would be missing in the product of layers, and the map would be silently wrong.
 Therefore the model runs once on noise, with all recorded attention replaced by the identity, and with half the input
-tokens of each block changed. If other output tokens change, the block has further token mixing. Only a convolution,
-pooling or linear attention inside the block explains that.
+tokens of each block changed, in another image the other half. If other output tokens change, the block has further
+token mixing. Only a convolution, pooling or linear attention inside the block explains that.
 """
 
 import math
@@ -41,6 +41,8 @@ _KNOWN = (
 )
 # Reductions that mix tokens if they are over token axes.
 _SUMMARIES = ("mean", "norm", "std", "std_mean", "var", "var_mean", "linalg_vector_norm")
+# The number of images: a noise image, and the same with one half, and with the other half of its tokens changed.
+_IMAGES = 3
 # Limits for the change of unchanged tokens relative to changed ones: at most by rounding, at least by mixing.
 _ROUNDING, _MIXING = 1e-4, 1e-3
 _HALF_ROUNDING, _HALF_MIXING = 1e-2, 3e-2
@@ -75,7 +77,7 @@ def _find(
 
     Also return the paths of the blocks whose tokens are computed from themselves and attention.
     """
-    model, noise = call.model, call.noise(1).expand(2, -1, -1, -1)
+    model, noise = call.model, call.noise(1).expand(_IMAGES, -1, -1, -1)
     layouts = [layout for layer in layers for layout in (layer.tokens.keys, layer.tokens.queries)]
     # The order of these tokens is known, and may be another than that of the block.
     traced = {layer.name for layer in layers if layer.tokens.key_index is not None}
@@ -112,7 +114,8 @@ class _Call:
         tokens: the number of its input tokens, if only the changed ones differ; otherwise 0.
         begins: True if the tokens were changed at its input, as none were before, or those had been merged or mixed.
         explained: True if it contains known token mixing.
-        changed: mask of the changed tokens at the input of a block; None for other modules, which may reorder tokens.
+        changed: masks of the changed tokens at the input of a block, [2, tokens]; None for other modules, which may
+            reorder tokens.
     """
 
     path: str
@@ -123,7 +126,7 @@ class _Call:
 
 
 class _Probe(Interception):
-    """Runs two images through a model; the second becomes the first with some tokens changed."""
+    """Runs images through a model; the second and the third become the first with one half of the tokens changed."""
 
     def __init__(
         self,
@@ -169,8 +172,7 @@ class _Probe(Interception):
         if self._changed and _share(tokens) <= _limits(tokens)[0]:
             call.tokens = tokens.shape[1]
             if path in self._blocks:
-                apart = _difference(tokens)
-                call.changed = apart > apart.max() * _limits(tokens)[1] ** 2
+                call.changed = _moved(_differences(tokens), tokens)
             return None
         around = self._calls[:-1]
         if self._changed and any(each.tokens == tokens.shape[1] and not each.explained for each in around):
@@ -184,7 +186,7 @@ class _Probe(Interception):
             other = self._change(given, tokens)
 
         def replaced(value: Any) -> Any:  # other inputs are those of the first image
-            if value is given or not isinstance(value, Tensor) or value.ndim < 2 or len(value) != 2:
+            if value is given or not isinstance(value, Tensor) or value.ndim < 2 or len(value) != _IMAGES:
                 return other if value is given else value
             return value[:1].expand(value.shape).clone()
 
@@ -219,8 +221,8 @@ class _Probe(Interception):
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _tokens(self, given: Any) -> Tensor | None:
-        """Return the tokens of both images as [2, tokens, channels]; None for other or ambiguous values."""
-        if not isinstance(given, Tensor) or not given.is_floating_point() or len(given.shape) < 3 or len(given) != 2:
+        """Return the tokens of all images as [images, tokens, channels]; None for other or ambiguous values."""
+        if not isinstance(given, Tensor) or not given.is_floating_point() or given.ndim < 3 or len(given) != _IMAGES:
             return None
         if given.ndim == 3:
             count, width = given.shape[1:]
@@ -238,24 +240,25 @@ class _Probe(Interception):
         return count in self._counts or layout_of_count(self._model, self._size, count) is not None
 
     def _which(self, tokens: Tensor) -> Tensor:
-        """Return the mask of changed tokens: a random half, also of the first few."""
+        """Return the masks of changed tokens, [2, tokens]: a random half, also of the first few, and the other half."""
         count, random = tokens.shape[1], torch.Generator().manual_seed(0)
         few = min(FEW_TOKENS, count)
         chosen = [
             torch.randperm(n, generator=random, device="cpu") < changed
             for n, changed in ((few, few // 2), (count - few, count // 2 - few // 2))
         ]
-        return torch.cat(chosen).to(tokens.device)
+        half = torch.cat(chosen).to(tokens.device)
+        return torch.stack([half, ~half])
 
     def _change(self, given: Tensor, tokens: Tensor) -> Tensor:
-        """Return a tensor whose second image is the first with the changed tokens shifted by the same vector."""
+        """Return a tensor whose further images are the first with the changed tokens shifted by the same vector."""
         first = tokens[:1]
         step = torch.randn(tokens.shape[2], generator=torch.Generator().manual_seed(0), device="cpu").to(first)
         size = first.float().square().mean().sqrt().to(first)
-        second = torch.where(self._which(tokens)[:, None], first + 2 * size * step, first)
-        both = torch.cat([first, second])
+        others = torch.where(self._which(tokens)[..., None], first + 2 * size * step, first)
+        every = torch.cat([first, others])
         channels_first = given.ndim == 4 and grid_axis(given.shape, self._size) == 2
-        return (both.mT if channels_first else both).reshape(given.shape)
+        return (every.mT if channels_first else every).reshape(given.shape)
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -286,19 +289,23 @@ class _Probe(Interception):
         return value.expand(shape).clone(memory_format=torch.contiguous_format)
 
     def _check_order(self, value: Tensor, block: _Call) -> None:
-        """Set the fault if the values of an attention module have the tokens of its block in another order."""
+        """Set the fault if an attention module has other tokens than its block, or in another order."""
         name, changed = self.path[-1][0], block.changed
-        if name not in self._in_order or changed is None or value.shape[-2] != len(changed) or value.ndim < 3:
+        if name not in self._in_order or changed is None or value.shape[-2] != changed.shape[1] or value.ndim < 3:
             return
         with torch._C.DisableTorchFunction():
-            first, second = value.flatten(0, -3).movedim(-2, 0).tensor_split(2, dim=1)
-            apart = (first - second).float().square().flatten(1).mean(dim=1) if first.shape == second.shape else None
-            if apart is None or not torch.isfinite(apart).all():
+            folded = value.flatten(0, -3).movedim(-2, 0)  # [tokens, images · heads, channels]
+            if folded.shape[1] % _IMAGES:
                 return
-            moved = apart > apart.max() * _limits(value)[1] ** 2
-            by_image = value.ndim == 4 and len(value) == 2  # otherwise heads may come before images
-            if (by_image or moved.sum() == changed.sum()) and not torch.equal(moved, changed):
-                self.fault = name, "reorders its tokens"
+            images = folded.unflatten(1, (_IMAGES, -1)).movedim(1, 0).flatten(2)
+            apart = _differences(images)
+            moved = _moved(apart, images)
+            by_image = value.ndim == 4 and len(value) == _IMAGES  # otherwise heads may come before images
+            if not torch.isfinite(apart).all() or moved.equal(changed):
+                return
+            if by_image or moved.sum(dim=1).equal(changed.sum(dim=1)):
+                replaced = not (moved & ~changed).any()
+                self.fault = name, "replaces some of its tokens" if replaced else "reorders its tokens"
 
 
 def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -318,10 +325,16 @@ def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool(over == {1} if source.ndim == 3 else source.ndim == 4 and len(over - {0}) > 1)
 
 
-def _difference(tokens: Tensor) -> Tensor:
-    """Return the mean squared difference of each token between the images, [tokens]."""
+def _differences(tokens: Tensor) -> Tensor:
+    """Return the mean squared difference of each token of the further images from the first, [2, tokens]."""
     with torch._C.DisableTorchFunction():  # not part of the model
-        return (tokens[1] - tokens[0]).float().square().mean(dim=-1)
+        return (tokens[1:] - tokens[:1]).float().square().mean(dim=-1)
+
+
+def _moved(apart: Tensor, tokens: Tensor) -> Tensor:
+    """Return which differences [2, tokens] are those of changed tokens."""
+    with torch._C.DisableTorchFunction():
+        return apart > apart.amax(dim=1, keepdim=True) * _limits(tokens)[1] ** 2
 
 
 def _share(tokens: Tensor, changed: Tensor | None = None) -> float:
@@ -330,14 +343,14 @@ def _share(tokens: Tensor, changed: Tensor | None = None) -> float:
     The smallest differences count as those of unchanged tokens if it is unknown which these are.
     """
     with torch._C.DisableTorchFunction():
-        apart = _difference(tokens)
-        if changed is None:
-            apart = apart.sort().values
-            others, moved = apart.tensor_split([len(apart) - len(apart) // 2])
-        else:
-            others, moved = apart[~changed], apart[changed]
-        share = float((others.mean() / moved.mean()).sqrt())
-    return share if math.isfinite(share) else 0.0
+        shares = []
+        for index, apart in enumerate(_differences(tokens)):
+            if changed is None:
+                others, moved = apart.sort().values.tensor_split([len(apart) // 2])
+            else:
+                others, moved = apart[~changed[index]], apart[changed[index]]
+            shares.append(float((others.mean() / moved.mean()).sqrt()))
+    return max((share for share in shares if math.isfinite(share)), default=0.0)
 
 
 def _fault(tokens: Tensor, changed: Tensor | None) -> str | None:
@@ -349,8 +362,10 @@ def _fault(tokens: Tensor, changed: Tensor | None) -> str | None:
         return None
     if _share(tokens, changed) > limit:
         return "reorders its tokens"
-    apart = _difference(tokens)[changed]
-    return "zeroes or replaces some of its tokens" if (apart <= limit**4 * apart.mean()).any() else None
+    with torch._C.DisableTorchFunction():
+        kept = [each[mask] for each, mask in zip(_differences(tokens), changed, strict=True)]
+        lost = any((each <= limit**4 * each.mean()).any() for each in kept if len(each))
+    return "zeroes or replaces some of its tokens" if lost else None
 
 
 def _limits(tokens: Tensor) -> tuple[float, float]:
