@@ -91,10 +91,11 @@ def blank_inputs(
         raise ShapeError(
             f"Expected images [observations, channels, height, width] of the same observations, got {shapes}."
         )
-    mean = {
-        name: image.double().mean(dim=(-2, -1), keepdim=True).to(image.dtype).expand_as(image)
-        for name, image in images.items()
-    }
+    mean = {}
+    for name, image in images.items():
+        colour = image.to(torch.promote_types(image.dtype, torch.float32)).mean(dim=(-2, -1), keepdim=True)
+        colour = colour if image.is_floating_point() else colour.round()
+        mean[name] = colour.to(image.dtype).expand_as(image)
     count, devices = next(iter(shapes.values()))[0], {image.device for image in images.values() if image.is_cuda}
 
     def run(given: Mapping[str, Tensor]) -> NDArray[np.float64]:
@@ -106,7 +107,7 @@ def blank_inputs(
                 f"Expected a finite score of each of {count} observations, got a tensor {list(scores.shape)}: select "
                 "one number per observation, such as outputs[:, 0]."
             )
-        return scores.reshape(count).double().cpu().numpy()
+        return scores.reshape(count).cpu().double().numpy()
 
     changed: dict[str, Mapping[str, Tensor]] = {name: {name: mean[name]} for name in images}
     if len(images) > 1:
