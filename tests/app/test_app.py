@@ -173,13 +173,13 @@ def test_words_are_read_written_and_said_of_an_image(ask, question):
 def tabs(tmp_path_factory):
     """Return the actions of the buttons of both tabs."""
     pytest.importorskip("gradio", reason="Gradio is not installed (extra app)")
-    from vitflow.app import images, words
     from vitflow.app.models import Models
+    from vitflow.app.tabs import _ImageAnswers, _WordAnswers
 
     models = Models(["demo"], ["demo-caption"], 30.0, {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADIO_TEMP_DIR", str(tmp_path_factory.mktemp("clicks")))
-        yield SimpleNamespace(images=images._Answers(models), words=words._Answers(models))
+        yield SimpleNamespace(images=_ImageAnswers(models), words=_WordAnswers(models))
 
 
 def test_a_click_on_each_patch_of_the_figure_is_that_patch(tabs, tmp_path, monkeypatch):
@@ -242,8 +242,8 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tabs, tmp
     import torch
     from safetensors.torch import save_file
 
-    from vitflow.app import images
     from vitflow.app.models import Models
+    from vitflow.app.tabs import _ImageAnswers
 
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -252,7 +252,7 @@ def test_the_first_model_has_the_weights_and_the_names_that_were_given(tabs, tmp
     shutil.copy(SAMPLE, tmp_path)
     given = {"checkpoint": "own.safetensors", "class_names": Path("names.txt")}
     models = Models(["test_vit", "demo"], [], 30.0, given)
-    _, _, files, code, _, _, _, classes, _ = images._Answers(models).explain(
+    _, _, files, code, _, _, _, classes, _ = _ImageAnswers(models).explain(
         SAMPLE.name, "test_vit", "gae", "birch", "", ""
     )
     names: dict = {}
