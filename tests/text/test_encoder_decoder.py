@@ -13,8 +13,8 @@ from tests import references
 from tests.text.test_generation import joined
 from tests.text.test_image_tokens import box_of
 from tests.text.test_reading import wordpiece_tokenizer
-from vitflow.errors import ModelError, OptionError
-from vitflow.text import Generation, explain_generation
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.text import Generation, ImageTokens, explain_generation
 
 transformers = pytest.importorskip("transformers")
 
@@ -307,6 +307,21 @@ def test_each_patch_of_the_encoder_lies_where_its_token_sees(crop):
         lit[y - 1 : y + 2, x - 1 : x + 2] = 255
         moved = (tokens(lit) - tokens(dark)).abs().sum(dim=-1)
         assert int(moved.argmax()) == part.positions[number]
+
+
+def test_a_layout_places_the_patches_of_an_unknown_encoder_and_must_fit(monkeypatch):
+    expected = adjacent()
+
+    def unknown(*_: object) -> None:
+        raise UnsupportedModelError("unknown")
+
+    monkeypatch.setattr("vitflow.text.prompts.read_layout", unknown)
+    actual = adjacent(layout=ImageTokens(range(1, 17), 4, 4))
+    assert actual.prompt_tokens == expected.prompt_tokens
+    np.testing.assert_array_equal(actual.image(2).grid, expected.image(2).grid)
+    for positions in (range(2, 18), range(-1, 15)):  # the first token of the decoder, and the last of the source
+        with pytest.raises(OptionError, match="in a prompt of 17 tokens, got 1 with positions up to"):
+            adjacent(layout=ImageTokens(positions, 4, 4))
 
 
 def test_a_beginning_in_words_and_images_of_any_size():

@@ -188,7 +188,8 @@ def _encoder_decoder(request: _Request) -> Generation:
         inputs, _, images = with_images(model, inputs, request.image, request.processor, request.layout)
     text = _generated(replace(request, inputs=inputs))
     result = explain_encoder_decoder(model, text.arguments, text.ids, text.start, request.method, request.options)
-    source = source_words(model, text.arguments, text.tokenizer)
+    count = result.rows.shape[-1] - (len(text.ids) - 1)
+    source = source_words(model, text.arguments, text.tokenizer, () if images is None else images.parts, count)
     return _generation(request, text, result, source=source, images=images)
 
 

@@ -215,7 +215,7 @@ def with_images(
         parts = image_tokens(config, processor, inputs, [pixels.shape[:2] for pixels in images])
     else:
         parts = (layout,) if isinstance(layout, ImageTokens) else tuple(layout)
-        _check_parts(parts, len(images), inputs["input_ids"])
+        _check_parts(parts, len(images), inputs["input_ids"].shape[1])
     return inputs, processor, PromptImages(tuple(images), names, parts)
 
 
@@ -251,16 +251,22 @@ def with_source(model: Any, image: Any, processor: Any, layout: Layout) -> tuple
     return inputs, PromptImages(tuple(images), names, parts)
 
 
-def source_words(model: Any, arguments: Mapping[str, Any], tokenizer: Any) -> Words:
-    """Return the tokens of the source; patches are named by row and column, counted from 1."""
+def source_words(
+    model: Any, arguments: Mapping[str, Any], tokenizer: Any, parts: Sequence[ImageTokens], count: int
+) -> Words:
+    """Return the `count` tokens of the source; patches are named by row and column, counted from 1."""
     if "input_ids" in arguments:
         return words_of(tokenizer, arguments["input_ids"][0].tolist())
-    height, width = arguments["pixel_values"].shape[-2:]
-    layout = read_layout(model.get_encoder(), (height, width), None)
-    prefix = layout.num_prefix_tokens
-    patches = [f" {row},{col}" for row in range(1, layout.rows + 1) for col in range(1, layout.cols + 1)]
-    special = (True,) * prefix + (False,) * len(patches)
-    return Words((*["[image]"] * prefix, *patches), tuple(range(len(special))), special)
+    if not parts:  # pixel_values without an image
+        grid = read_layout(model.get_encoder(), arguments["pixel_values"].shape[-2:], None)
+        first = grid.num_prefix_tokens
+        parts = [ImageTokens(range(first, first + grid.num_patches), grid.rows, grid.cols)]
+    _check_parts(parts, 1, count)
+    names = ["[image]"] * count
+    for part in parts:
+        for position, (row, col) in zip(part.positions, np.ndindex(part.rows, part.cols), strict=True):
+            names[position] = f" {row + 1},{col + 1}"
+    return Words(tuple(names), tuple(range(count)), tuple(name == "[image]" for name in names))
 
 
 def _read(image: Any) -> tuple[list[NDArray[np.uint8]], tuple[str, ...]]:
@@ -292,13 +298,13 @@ def _with_token(prompt: str, processor: Any, kind: str, count: int) -> str:
     return " ".join([*[token] * count, prompt])
 
 
-def _check_parts(parts: Sequence[ImageTokens], images: int, ids: Tensor) -> None:
-    """Raise OptionError unless all parts given by `layout` are within the prompt and its images."""
-    last = max((position for part in parts for position in part.positions), default=-1)
-    if not parts or last >= ids.shape[1] or any(not 0 <= part.image < images for part in parts):
+def _check_parts(parts: Sequence[ImageTokens], images: int, tokens: int) -> None:
+    """Raise OptionError unless all parts given by `layout` are within the prompt, or the source, and its images."""
+    places = [position for part in parts for position in part.positions]
+    if not places or min(places) < 0 or max(places) >= tokens or any(not 0 <= part.image < images for part in parts):
         raise OptionError(
-            f"Expected ImageTokens of {images} image{'s'[: images > 1]} in a prompt of {ids.shape[1]} tokens, "
-            f"got {len(parts)} with positions up to {last}."
+            f"Expected ImageTokens of {images} image{'s'[: images > 1]} in a prompt of {tokens} tokens, "
+            f"got {len(parts)} with positions up to {max(places, default=-1)}."
         )
 
 
