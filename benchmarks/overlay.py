@@ -43,7 +43,7 @@ import vitflow
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import find_images
 from vitflow.images.overlay import blend, has_two_sides, is_soft, scale_range
-from vitflow.images.upsampling import upsample
+from vitflow.images.preprocessing import upsample
 
 METHODS = ("rollout", "attention", "gae", ("occlusion", {"preset": "paper"}))
 PAIRED = 300

@@ -24,7 +24,7 @@ import vitflow
 from benchmarks.overlay import SIGHT, to_lab
 from vitflow.files import find_images
 from vitflow.images import overlay
-from vitflow.images.upsampling import upsample
+from vitflow.images.preprocessing import upsample
 
 #: Colour map, opacity of the highest value, and what the background keeps: of its brightness, and of its colour.
 WAYS = {

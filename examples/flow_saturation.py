@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 
 import vitflow
 from vitflow.demo import draw_images
+from vitflow.images.preprocessing import upsample
 from vitflow.images.reading import read_image
-from vitflow.images.upsampling import upsample
 
 POINTS = 56
 

@@ -19,9 +19,8 @@ from tests.references import patch_box, seen_mask
 from vitflow.errors import OptionError, ShapeError
 from vitflow.images import FITS, INTERPOLATIONS, preprocessing
 from vitflow.images.geometry import CROP_MODES, FILTERS, Placement, place
-from vitflow.images.preprocessing import InputSpec, Preprocessing
+from vitflow.images.preprocessing import InputSpec, Preprocessing, upsample
 from vitflow.images.reading import read_image
-from vitflow.images.upsampling import upsample
 
 HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

@@ -12,7 +12,7 @@ from vitflow.errors import OptionError, ShapeError
 from vitflow.images import INTERPOLATIONS, overlay
 from vitflow.images.geometry import Placement, place
 from vitflow.images.overlay import blend, has_two_sides, mass_level, scale_range
-from vitflow.images.upsampling import upsample
+from vitflow.images.preprocessing import upsample
 
 
 def random_grid(rows: int, cols: int, seed: int = 0) -> np.ndarray:

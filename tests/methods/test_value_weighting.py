@@ -16,7 +16,7 @@ from tests import literal_vit, references
 from vitflow import Explainer, Trace, record_attention
 from vitflow.errors import OptionError, ShapeError, UnsupportedModelError, ValueNormsError, VitflowWarning
 from vitflow.explaining import maps
-from vitflow.images.upsampling import upsample
+from vitflow.images.preprocessing import upsample
 from vitflow.methods.fusion import fuse_heads, normalize_rows
 from vitflow.methods.gradients import Values, check_value_weighting, fuse_weighted, join_values
 from vitflow.registry.method_table import get_method

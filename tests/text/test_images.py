@@ -19,7 +19,7 @@ from tests.text.test_image_tokens import box_of
 from vitflow import record_attention
 from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError
 from vitflow.images.geometry import Placement
-from vitflow.images.upsampling import merge_maps, upsample
+from vitflow.images.preprocessing import merge_maps, upsample
 from vitflow.models.parts import decoder_path
 from vitflow.registry.method_table import get_method
 from vitflow.text import Generation, ImageTokens, Words, explain_generation

@@ -18,7 +18,7 @@ from vitflow.folder.draw import read_grids, report_run
 from vitflow.folder.saved import FILE
 from vitflow.images.geometry import Placement, place
 from vitflow.images.overlay import blend, scale_range
-from vitflow.images.upsampling import upsample
+from vitflow.images.preprocessing import upsample
 
 HOSTILE = "<img src=x onerror=alert(1)>.jpg"
 CLASSES = ["cat", "dog", "</script><script>alert(2)</script>", "'\"&amp;", "bird"]

@@ -287,7 +287,6 @@ def _explain_joint(
     *,
     controls: bool,
 ) -> Clip:
-    """Explain a clip with a video model."""
     if stacked.divided and chosen.method.needs & {"attention", "heads", "features", "tokens"}:
         raise UnsupportedModelError(
             f"{explainer.model_id} attends over time and space in separate layers, so there is no attention matrix "

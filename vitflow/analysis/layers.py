@@ -25,8 +25,8 @@ from vitflow.images import overlay
 from vitflow.images.figures import Band, Cell, Column, FigureResult, draw_bands, written
 from vitflow.images.geometry import Placement
 from vitflow.images.pen import Pen, takes_drawing_options
+from vitflow.images.preprocessing import upsample
 from vitflow.images.reading import image_name
-from vitflow.images.upsampling import upsample
 from vitflow.methods.fusion import check_layer
 from vitflow.methods.similarity import Components, principal_components
 from vitflow.models.blocks import block_norms, block_paths, layer_output

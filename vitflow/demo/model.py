@@ -15,19 +15,7 @@ _EXPECTED_KEYS = ("architecture", "class_names", "mean", "std", "input_size", "i
 
 
 def demo_metadata(weights: Path | None = None) -> dict[str, str]:
-    """Read the header of the weights file: class names, preprocessing, training command, accuracy.
-
-    All values are strings; `class_names`, `mean`, `std`, `input_size` and `architecture` are JSON.
-
-    Args:
-        weights: another file that examples/train_demo_model.py wrote; by default the bundled one.
-
-    Raises:
-        ModelError: the file is missing, or is not one of the training script's.
-
-    >>> json.loads(demo_metadata()["class_names"])[:2]
-    ['red heart', 'orange disc']
-    """
+    """Read the header of the weights file; `class_names`, `mean`, `std`, `input_size` and `architecture` are JSON."""
     path = _existing(weights)
     with safe_open(path, framework="pt") as file:
         metadata: dict[str, str] = file.metadata() or {}

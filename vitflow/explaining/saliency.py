@@ -18,8 +18,8 @@ from vitflow.explaining.targets import Score
 from vitflow.files import write_atomically
 from vitflow.images.geometry import Placement, Span
 from vitflow.images.pen import Mark, Pen, takes_drawing_options
+from vitflow.images.preprocessing import upsample
 from vitflow.images.reading import image_name, write_image
-from vitflow.images.upsampling import upsample
 from vitflow.registry.method_table import Method, get_method
 
 if TYPE_CHECKING:  # matplotlib is loaded only to draw a figure

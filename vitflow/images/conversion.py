@@ -27,12 +27,6 @@ def pages_of(image: Image.Image) -> int:
     return pages
 
 
-def page(image: Image.Image, index: int) -> Image.Image:
-    """Return a copy of a page, counted from 0."""
-    image.seek(index)
-    return image.copy()
-
-
 def eight_bits(values: NDArray[Any], mode: str, file_format: str | None, notes: list[str]) -> NDArray[np.uint8]:
     """Return 8-bit values of channels of 16 or 32 bits, by the mode and format of Pillow; add a note on their range."""
     if mode == "L":
@@ -131,6 +125,6 @@ def grey_to_rgb(grey: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def over_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Lay RGBA pixels over white."""
+    """Blend RGBA pixels with white."""
     alpha = rgba[:, :, 3:].astype(np.uint16)
     return ((rgba[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)

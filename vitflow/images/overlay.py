@@ -72,7 +72,6 @@ def scale_range(
 
 
 def _default_range(finite: NDArray[np.floating[Any]], robust: bool) -> tuple[float, float]:
-    """Return the default limits of a map."""
     if not finite.size:
         return 0.0, 0.0
     low, high = float(finite.min()), float(finite.max())
@@ -215,7 +214,6 @@ def color_table(cmap: str | None, two_sides: bool) -> tuple[NDArray[np.uint8], N
 
 
 def _lookup_table(cmap: str) -> NDArray[np.uint8]:
-    """Return the colours of a matplotlib colour map: uint8 RGB [steps, 3]."""
     if cmap == SEQUENTIAL:
         # From OpenCV, as matplotlib is slow to import.
         steps = np.arange(256, dtype=np.uint8)[:, None]

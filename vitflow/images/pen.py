@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitflow.errors import OptionError, check_known
 from vitflow.images import BACKGROUNDS, DPI, UNSEEN, Interpolation, Unseen, overlay
 from vitflow.images.geometry import Placement
-from vitflow.images.upsampling import upsample
+from vitflow.images.preprocessing import upsample
 
 #: A box (left, top, right, bottom) in pixels of an image, or a mask of a region, bool [height, width].
 Mark = tuple[float, float, float, float] | NDArray[np.bool_]

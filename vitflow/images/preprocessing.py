@@ -1,15 +1,18 @@
-"""Preprocessing: the input that a model requires, and its computation from an image."""
+"""Preprocessing: the model input of an image, and its inverse: maps upsampled to the pixels of the image."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import OptionError, ShapeError, check_known
-from vitflow.images import Fit, geometry
-from vitflow.images.geometry import FILTERS, CropMode, Placement, Size
+from vitflow.images import INTERPOLATIONS, Fit, Interpolation, geometry
+from vitflow.images.geometry import FILTERS, CropMode, Placement, Size, overlaps, strips
 
 # Above this number of pixels, only the part that the model sees is resized: a 1 × 10,000 image whose short side is
 # resized to 256 has a long side of 2,560,000.
@@ -122,3 +125,138 @@ class Preprocessing:
         scaled -= np.asarray(spec.mean, dtype=np.float32)[:, None, None]
         scaled /= np.asarray(spec.std, dtype=np.float32)[:, None, None]
         return scaled[: spec.channels]
+
+
+def upsample(
+    grid: NDArray[np.floating[Any]], placement: Placement, *, interpolation: Interpolation = "linear"
+) -> NDArray[np.float32]:
+    """Upsample a map from patches to the pixels of the original image that the model saw.
+
+    Pixel centres are aligned; beyond the outermost patch centres the values are constant.
+
+    Args:
+        grid: one value per patch, [rows, cols].
+        placement: position of the model input on the image.
+        interpolation: "linear"; "smooth", a quadratic B-spline with lower peaks; or "nearest", which gives each pixel
+            the value of the patch that contains its centre. All stay within the values of the grid.
+
+    Returns:
+        float32 [height, width] of the original image, NaN where the model saw nothing.
+
+    >>> upsample(np.array([[0.0, 1.0]]), Placement((1, 8), (1, 8), (0, 1), (1, 6)), interpolation="nearest")
+    array([[nan,  0.,  0.,  0.,  1.,  1.,  1., nan]], dtype=float32)
+    """
+    check_known("interpolation", interpolation, INTERPOLATIONS)
+    grid = np.ascontiguousarray(grid, dtype=np.float32)
+    if grid.ndim != 2 or grid.size == 0 or not np.isfinite(grid).all():
+        raise ShapeError(
+            f"Expected a grid [rows, cols] of finite values, got shape {grid.shape}"
+            + (" with NaN or infinite values." if grid.ndim == 2 and grid.size else ".")
+        )
+    heatmap = np.full(placement.image_size, np.nan, dtype=np.float32)
+    left, top, right, bottom = placement.seen_box
+    if left == right or top == bottom:
+        return heatmap
+    if interpolation == "nearest":
+        rows = _patch_of_pixels(0, top, bottom, grid.shape[0], placement)
+        cols = _patch_of_pixels(1, left, right, grid.shape[1], placement)
+        heatmap[top:bottom, left:right] = grid[np.ix_(rows, cols)]
+    elif interpolation == "smooth":
+        centres = np.arange(top, bottom, dtype=np.float64) + 0.5, np.arange(left, right, dtype=np.float64) + 0.5
+        (y, x), (first, other) = placement.to_input(centres[0], centres[1]), placement.cells(grid.shape)
+        wide = np.ascontiguousarray(_splined(grid.T, (x - other[0]) / other[1]).T)
+        seen = heatmap[top:bottom, left:right]
+        low, high = grid.min(), grid.max()  # rounding would leave some values beyond them
+        for strip in strips(*seen.shape):
+            np.clip(_splined(wide, (y[strip] - first[0]) / first[1]), low, high, out=seen[strip])
+    else:
+        cells = placement.cells(grid.shape)
+        height, width = (max(1, round(length)) for _, length in cells)
+        heatmap[top:bottom, left:right] = cv2.warpAffine(
+            cv2.resize(grid, (width, height), interpolation=cv2.INTER_LINEAR),
+            _pixel_to_cells(placement, left, top, cells, (height, width)),
+            (right - left, bottom - top),
+            flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
+            borderMode=cv2.BORDER_REPLICATE,
+        )
+    return heatmap
+
+
+def merge_maps(
+    grids: Sequence[NDArray[np.floating[Any]]], placements: Sequence[Placement]
+) -> tuple[NDArray[np.float32], Placement]:
+    """Combine maps of parts of an image, which may overlap, into one map of the whole image.
+
+    The weight of each patch is distributed evenly over its area; cells of the new map are about as large as the
+    smallest patch. The sum is preserved, except for what is outside the image.
+
+    >>> left, right = (Placement((2, 4), (2, 4), (0, x), (2, 2)) for x in (0, 2))
+    >>> merge_maps([np.array([[1.0]]), np.array([[2.0]])], [left, right])[0]
+    array([[1., 2.]], dtype=float32)
+    """
+    size = placements[0].image_size
+    edges = [
+        [_edges(placement, axis, grid.shape[axis]) for placement, grid in zip(placements, grids, strict=True)]
+        for axis in (0, 1)
+    ]
+    counts = [
+        max(1, min(round(side / min(float(pair[1] - pair[0]) for pair in of_axis)), side))
+        for side, of_axis in zip(size, edges, strict=True)
+    ]
+    painted = np.zeros(counts)
+    for grid, *pair in zip(grids, *edges, strict=True):
+        rows, cols = (_shares(of_axis, side, count) for of_axis, side, count in zip(pair, size, counts, strict=True))
+        painted += rows @ grid @ cols.T
+    return painted.astype(np.float32), Placement(size, size, (0, 0), size)
+
+
+def _edges(placement: Placement, axis: int, count: int) -> NDArray[np.float64]:
+    """Return the boundaries of a grid's patches along an axis of the image, [count + 1]."""
+    start, length = placement.cells((count, count))[axis]
+    along = start + np.arange(count + 1, dtype=np.float64) * (length / count)
+    return placement.to_image(along, along)[axis]
+
+
+def _shares(edges: NDArray[np.float64], side: int, count: int) -> NDArray[np.float64]:
+    """Return the share of each patch along an axis in each of `count` cells of the image, [cells, patches]."""
+    return overlaps(edges, np.arange(count + 1) * (side / count)) / np.diff(edges)
+
+
+def _splined(lines: NDArray[np.float32], places: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Interpolate [patches, …] at positions from 0 to 1 along the first axis by a quadratic B-spline."""
+    at = places * len(lines) - 0.5
+    nearest = np.rint(at).astype(np.int64)
+    distance = at - nearest
+    weights = np.stack([(0.5 - distance) ** 2 / 2, 0.75 - distance**2, (0.5 + distance) ** 2 / 2]).astype(np.float32)
+    next_to = lines[np.clip(nearest + np.array([[-1], [0], [1]]), 0, len(lines) - 1)]
+    # No product of matrices: the threads of BLAS would spin afterwards.
+    blended: NDArray[np.float32] = np.einsum("kp,kp...->p...", weights, next_to)
+    return blended
+
+
+def _pixel_to_cells(
+    placement: Placement, left: int, top: int, cells: Sequence[tuple[float, float]], size: tuple[int, int]
+) -> NDArray[np.float64]:
+    """Return the 2 × 3 matrix from pixel indices, from (left, top) on, to those of cells resized to (height, width)."""
+    # OpenCV counts from pixel centres: index k stands for the coordinate k + 1/2.
+    (y0, x0), (y1, x1) = (
+        [
+            (place - start) * (pixels / length)
+            for place, (start, length), pixels in zip(placement.to_input(top + k, left + k), cells, size, strict=True)
+        ]
+        for k in (0.5, 1.5)
+    )
+    return np.array([[x1 - x0, 0.0, x0 - 0.5], [0.0, y1 - y0, y0 - 0.5]])
+
+
+def _patch_of_pixels(axis: int, first: int, last: int, count: int, placement: Placement) -> NDArray[np.int64]:
+    """Return the row (axis 0) or column (axis 1) of the patch that contains the centre of each pixel."""
+    size, resized = placement.image_size[axis], placement.resized_size[axis]
+    # In whole numbers, as Placement.seen_box does: (k + 1/2) · resized / size − offset, in units of patches.
+    centres = (2 * np.arange(first, last, dtype=np.int64) + 1) * resized - 2 * size * placement.offset[axis]
+    if placement.extent is None:
+        return centres * count // (2 * size * placement.input_size[axis])
+    start, length = (Fraction(each).limit_denominator(1000) for each in placement.cells((count, count))[axis])
+    numerator = (centres * start.denominator - 2 * size * start.numerator) * count * length.denominator
+    patches = numerator // (2 * size * length.numerator * start.denominator)
+    return patches.clip(0, count - 1)

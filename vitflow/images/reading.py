@@ -10,12 +10,13 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageSequence, TiffImagePlugin, UnidentifiedImageError
 
 from vitflow.errors import FrameError, ImageError, OptionError, ShapeError, VitflowError, VitflowWarning
 from vitflow.files import is_file, is_folder, is_there, write_atomically
@@ -272,7 +273,7 @@ def _from_pillow(image: Image.Image, max_pixels: int) -> tuple[NDArray[np.uint8]
     pages, notes = conversion.pages_of(image), []
     if pages in (3, 4) and image.mode.startswith(("L", "I", "F")):
         notes = [f"pages 1, 2 and 3 of {pages} are read as the bands red, green and blue"]
-        bands = [np.asarray(conversion.page(image, index)) for index in range(3)]
+        bands = [np.array(one) for one in islice(ImageSequence.Iterator(image), 3)]
         return eight_bits(np.stack(bands, axis=2), image.mode, file_format, notes), notes
     if pages > 1:
         notes = [f"page 1 of {pages} is read; the others are left out"]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from vitflow.analysis.clips import FRAMES, ClipSource, frames_of
 from vitflow.errors import OptionError, UnsupportedModelError, printable, unknown_name
 from vitflow.images.geometry import Placement
+from vitflow.images.preprocessing import merge_maps
 from vitflow.images.reading import image_name, read_image
-from vitflow.images.upsampling import merge_maps
 from vitflow.images.videos import seconds_of
 from vitflow.methods.rollout import attention_rollout
 from vitflow.models.anatomy import read_layout
