@@ -7,7 +7,7 @@ token mixing. Only a convolution, pooling or linear attention inside the block e
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from vitflow.models.anatomy import layout_of_count
 from vitflow.models.calls import tensors_in
 from vitflow.models.parts import module_paths
 from vitflow.recording.attending import Attention
-from vitflow.recording.attention_kinds import may_attend, other_attention
+from vitflow.recording.attention_kinds import may_attend, mixes_tokens, other_attention
 from vitflow.recording.block_watch import block_paths_of
 from vitflow.recording.experiment import FEW_TOKENS, Call, few_token_hooks
 from vitflow.recording.interception import Interception
@@ -31,16 +31,6 @@ from vitflow.recording.isolation import Hook, hooked
 from vitflow.recording.layer_tokens import grid_axis
 from vitflow.recording.layers import AttentionLayer
 
-# Functions that mix neighbouring tokens, or all tokens.
-_KNOWN = (
-    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    *("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "max_pool2d_with_indices"),
-    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_max_pool1d", "adaptive_max_pool2d"),
-    *("interpolate", "unfold", "fold", "group_norm", "instance_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"),
-    *("fft_fft", "fft_fft2", "fft_rfft", "fft_rfft2", "fft_irfft2", "fft_fftn"),
-)
-# Reductions that mix tokens if they are over token axes.
-_SUMMARIES = ("mean", "norm", "std", "std_mean", "var", "var_mean", "linalg_vector_norm")
 # The number of images: a noise image, and the same with one half, and with the other half of its tokens changed.
 _IMAGES = 3
 # Limits for the change of unchanged tokens relative to changed ones: at most by rounding, at least by mixing.
@@ -263,8 +253,7 @@ class _Probe(Interception):
     # -- functions ----------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in (*_KNOWN, *_SUMMARIES) and _mixes(name, args, kwargs or {}):
+        if mixes_tokens(getattr(func, "__name__", ""), args, kwargs or {}):
             self.explain()
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -306,23 +295,6 @@ class _Probe(Interception):
             if by_image or moved.sum(dim=1).equal(changed.sum(dim=1)):
                 replaced = not (moved & ~changed).any()
                 self.fault = name, "replaces some of its tokens" if replaced else "reorders its tokens"
-
-
-def _mixes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a call mixes tokens, such as a convolution with a kernel or a mean over all tokens."""
-    if name.startswith("conv"):
-        weight = args[1] if len(args) > 1 else kwargs["weight"]
-        return bool(weight.shape[2:].numel() > 1)
-    if name in _KNOWN:
-        return True
-    source = args[0] if args else kwargs["input"]
-    place = 2 if name in ("norm", "linalg_vector_norm") else 1
-    dims = args[place] if len(args) > place else kwargs.get("dim")
-    if dims is None:
-        return bool(source.ndim > 2)
-    dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    over = {dim % source.ndim for dim in dims}
-    return bool(over == {1} if source.ndim == 3 else source.ndim == 4 and len(over - {0}) > 1)
 
 
 def _differences(tokens: Tensor) -> Tensor:
