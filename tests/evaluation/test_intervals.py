@@ -41,7 +41,7 @@ def test_coverage_is_that_of_a_literal_computation(demo):
     std = np.sqrt(np.diag(covariance))
     assert ((mean > 1.96 * std).reshape(rows, cols) == saliency.significant).all()
 
-    free = draw_masks(rows, cols, masks=200, seed=6)
+    free = draw_masks(rows, cols, masks=200, seed=6, affinity=factor)
     reference = mean_differences(free, torch.from_numpy(scores_of(demo, pixels, free, target))).numpy()
     within = []
     for patch in range(rows * cols):  # the mean weight in masks with the patch minus that in masks without it

@@ -77,8 +77,8 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
 
     The regression's weights imply a difference of means for each patch: D⁻¹ Xᵀ X w, where X are the centred masks of
     the reference and D is the sum of their squares for each patch. The intervals are those of these differences, before
-    refinement, from the masks of the map. The reference has no prior, and masks that do not depend on the image.
-    Correct intervals have a coverage of about 0.95.
+    refinement, from the masks of the map. The reference has no prior, and masks of the same distribution. Correct
+    intervals have a coverage of about 0.95.
 
     Args:
         explainer: the explainer that made the map.
@@ -107,7 +107,7 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
     trace = explainer.targeted(recorded, torch.tensor([target]))
     with torch.no_grad(), evaluating(explainer.model):
         few = sample(trace, masks=count, random_seed=seed, affinity=affinity, **drawn)
-        many = sample(trace, masks=masks, random_seed=seed + 1, **drawn)
+        many = sample(trace, masks=masks, random_seed=seed + 1, affinity=affinity, **drawn)
     [kept], [scores] = many.kept, many.scores
     centred = kept.double() - kept.double().mean(dim=0)
     implied = centred.mT @ centred / centred.square().sum(dim=0).clamp_min(1e-12)[:, None]
