@@ -13,7 +13,7 @@ from pathlib import Path
 import vitflow
 from vitflow.evaluation import Evaluation, evaluate
 from vitflow.evaluation.metrics import blurred_label, is_blurred
-from vitflow.evaluation.report import draw_bars
+from vitflow.evaluation.results import draw_bars
 from vitflow.evaluation.tables import Table
 from vitflow.images.figures import save_figure
 

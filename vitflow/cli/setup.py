@@ -21,8 +21,6 @@ from vitflow.registry.method_table import Method
 from vitflow.registry.options import OPTIONS, default_in_words
 from vitflow.text.method_table import list_methods
 
-# Extras for developing vitflow.
-_OURS = {"test", "bench", "dist", "docs"}
 # Timeout of the hub, in seconds.
 _PATIENCE = 2.0
 _SECONDS = click.FloatRange(min=0, min_open=True)
@@ -154,8 +152,7 @@ def _required() -> dict[str, list[str]]:
     packages: dict[str, list[str]] = {"": []}
     for line in requires("vitflow") or []:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
-        if extra is None or extra[1] not in _OURS:
-            packages.setdefault(extra[1] if extra else "", []).append(re.split(r"[^\w.-]", line)[0])
+        packages.setdefault(extra[1] if extra else "", []).append(re.split(r"[^\w.-]", line)[0])
     return packages
 
 

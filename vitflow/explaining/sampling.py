@@ -57,10 +57,10 @@ def sampling(
     """Weight of each patch in the log-odds of the target, from random masks of all patches.
 
     The regression draws masks in which similar patches stay together, and has the affinity of refinement as the factor
-    of its prior covariance. The map has a fixed noise, which shrinks the weights; the significant patches an estimated
-    one. The difference of means is over masks with and without the patch; it replaces the
-    regression if there is no affinity, unless the regression was requested. With masks="auto" each image gets masks
-    until its map has converged.
+    of its prior covariance. The noise of the map is fixed, which shrinks the weights; that of the significant patches
+    is estimated. The difference of means is over masks with and without the patch; it replaces the regression if there
+    is no affinity, unless the regression was requested. With masks="auto" each image gets masks until its map has
+    converged.
     """
     check_known("estimator", estimator, OPTIONS["estimator"].choices)
     targets, grid = trace.class_indices.tolist(), _hiding(trace)[1]
