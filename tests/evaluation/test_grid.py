@@ -109,7 +109,7 @@ def test_an_evaluation_distinguishes_classes_and_goes_on_where_it_was(demo, tmp_
     page = (tmp_path / "out" / "report.html").read_text()
     drawn = sorted(path.name for path in (tmp_path / "out" / "figures").glob("grid-*.png"))
     assert drawn == [f"grid-{number}.png" for number in range(1, min(len(grids), 3) + 1)]
-    assert page.count("data:image/png;base64,") == len(drawn)
+    assert page.count("data:image/png;base64,") == len(drawn) + 1  # and the maps of three images
     assert (answer := verdict(actual)) and f'<p class="verdict">{answer}</p>' in page
 
     with closing(sqlite3.connect(tmp_path / "out" / "run.sqlite")) as db:

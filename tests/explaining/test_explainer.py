@@ -377,7 +377,7 @@ def test_nan_logits_are_an_error_and_no_map():
     model = custom_model()
     with torch.no_grad():
         model.head.bias.fill_(float("nan"))
-    with pytest.raises(ModelError, match="NaN or infinite logits"):
+    with pytest.raises(ModelError, match="NaN or infinite"):
         Explainer(model, data_config=DATA).explain(photo(40, 40))
 
 

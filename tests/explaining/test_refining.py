@@ -143,8 +143,8 @@ def test_a_method_of_the_user_is_refined_and_signs_are_kept(demo, table):
 def test_what_moves_along_attention_is_refined_once_by_default_and_raw_attention_is_not():
     """As the rules in benchmarks/defaults.py and separation.py found it for these; for no other was asked."""
     steps = {name: method_table.get_method(name).complete({}).get("refine", 0) for name in ALL}
-    attentive = {"rollout", "flow", "gradient_rollout", "gae", "sampling", "consensus"}
-    assert steps == {name: int(name in attentive) for name in steps}
+    refined = {"rollout", "flow", "gradient_rollout", "gae", "frozen_gradient", "sampling", "consensus"}
+    assert steps == {name: int(name in refined) for name in steps}
 
 
 def test_the_papers_definition_is_not_refined(demo, table):
