@@ -134,6 +134,14 @@ def test_patches_with_equal_prior_share_their_weight():
     assert regress(kept, scores, outside).mean[3] == regress(kept, scores, outside).std[3] == 0.0
 
 
+def test_equal_patches_have_no_weight():
+    kept, scores, _ = example()
+    posterior = regress(kept, scores, torch.rand(1, 5).expand(PATCHES, 5), prior_mean=torch.ones(PATCHES))
+    assert posterior.t_value is None and posterior.mean.abs().max() == 0.0
+    alone = regress(kept, scores, torch.rand(1, 5).expand(PATCHES, 5))
+    assert alone.mean.abs().max() == 0.0 and alone.std.abs().max() == 0.0
+
+
 def test_wrong_arguments_are_named():
     kept, scores, factor = example()
     with pytest.raises(ShapeError, match=r"got torch.float64 \(40, 12\)"):

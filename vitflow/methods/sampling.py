@@ -16,6 +16,8 @@ NOISES = torch.logspace(-1.0, 2.0, 31, dtype=torch.float64)
 NORMAL_95 = 1.96
 #: Share of the variance of masks' fields that similar patches have in common.
 SIMILARITY = 0.75
+# Products of masks are rounding errors below this share of the product of squares.
+_ROUNDING = 1e-18
 # Breaks ties between values of the field, which are about 1.
 _NOISE = 1e-3
 
@@ -158,7 +160,7 @@ class Posterior:
         std: standard deviations, of the same shape.
         noise: λ, the variance of the noise of a score relative to the mean prior variance of the scores.
         t_value: coefficient of the prior mean divided by its standard error: how clearly the scores agree with the
-            prior mean (negative: they contradict it). None without a prior mean.
+            prior mean (negative: they contradict it). None without a prior mean, or if it is the same for all masks.
     """
 
     mean: Tensor
@@ -207,18 +209,12 @@ def regress(
     """
     masks, centred = _centred(kept, scores)
     count, patches = kept.shape
-    if centred.ndim != 1 or factor.ndim != 2 or len(factor) != patches:
-        raise ShapeError(
-            f"Expected scores [masks] and a factor [{patches} patches, k], got {tuple(scores.shape)} and "
-            f"{tuple(factor.shape)}."
-        )
-    if noise is not None and not 0.0 < noise < float("inf"):
-        raise OptionError(f"Expected a positive noise, got {noise!r}.")
-    if prior_mean is not None and prior_mean.shape != (patches,):
-        raise ShapeError(f"Expected a prior mean [{patches} patches], got {tuple(prior_mean.shape)}.")
+    _check_prior(patches, scores, factor, noise, prior_mean)
     factor, tiny = factor.detach().cpu().double(), torch.finfo(torch.float64).tiny
     seen = masks @ factor  # [masks, k]
-    scale = count / seen.square().sum().clamp_min(tiny)
+    spread = float(seen.square().sum())
+    # Masks that keep equally many of equal patches say nothing: what differs is rounding.
+    scale = count / spread if spread > _ROUNDING * float(masks.square().sum() * factor.square().sum()) else 0.0
     # In the basis of the kernel, the scores are independent with variances σ² (values + λ).
     values, basis = torch.linalg.eigh(scale * seen @ seen.mT)
     values, rotated = values.clamp_min(0.0), basis.mT @ centred
@@ -228,9 +224,9 @@ def regress(
     covariance = scale * basis.mT @ seen @ results.mT  # of scores and results, [masks, n]
     variance = scale * results.square().sum(dim=1) - inverse @ covariance.square()
     mean, coefficient, precision = torch.zeros_like(variance), None, torch.tensor(0.0).double()
-    if prior_mean is not None and prior_mean.any():
-        known = prior_mean.detach().cpu().double()
-        expected = basis.mT @ (masks @ known)
+    known = torch.zeros(patches).double() if prior_mean is None else prior_mean.detach().cpu().double()
+    expected = basis.mT @ (masks @ known)
+    if float(expected.square().sum()) > _ROUNDING * float(masks.square().sum() * known.square().sum()):
         precision = (expected.square() @ inverse).clamp_min(tiny)
         coefficient = (expected * inverse) @ rotated / precision
         known = known if of is None else of.double() @ known
@@ -240,6 +236,19 @@ def regress(
     std = (variance.clamp_min(0.0) * sigma).sqrt()
     t_value = None if coefficient is None else float(coefficient * (precision / sigma.clamp_min(tiny)).sqrt())
     return Posterior(mean + (inverse * rotated) @ covariance, std, noise, t_value)
+
+
+def _check_prior(patches: int, scores: Tensor, factor: Tensor, noise: float | None, prior_mean: Tensor | None) -> None:
+    """Raise an error for scores of several classes, and a factor, noise or prior mean that does not fit the patches."""
+    if scores.ndim != 1 or factor.ndim != 2 or len(factor) != patches:
+        raise ShapeError(
+            f"Expected scores [masks] and a factor [{patches} patches, k], got {tuple(scores.shape)} and "
+            f"{tuple(factor.shape)}."
+        )
+    if noise is not None and not 0.0 < noise < float("inf"):
+        raise OptionError(f"Expected a positive noise, got {noise!r}.")
+    if prior_mean is not None and prior_mean.shape != (patches,):
+        raise ShapeError(f"Expected a prior mean [{patches} patches], got {tuple(prior_mean.shape)}.")
 
 
 def _likeliest_noise(values: Tensor, rotated: Tensor) -> float:
