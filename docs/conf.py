@@ -42,7 +42,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!vitflow\.[\w.]+$).*"),
     (
         r"py:class",
-        r"vitflow\..*\.(_?[A-Z]\w*Options|Balanced|Call|HeadInputs|Readouts|ReadBlock|Coordinate|Head|ModuleAttention|Panel)",
+        r"vitflow\..*\.(_?[A-Z]\w*Options|Balanced|Call|HeadGraph|Readouts|ReadBlock|Coordinate|Head|ModuleAttention|Panel)",
     ),
     (r"py:class", r"vitflow\..*\.(Boxes|Masks|PlacedImage|Prompts|ShownImage|SimilarityTo|Table|TextRow|Values)"),
     (r"py:class", r"vitflow\..*\._Token"),
