@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitflow.errors import UnsupportedModelError, check_known, whole_number
+from vitflow.errors import UnsupportedModelError, whole_number
 from vitflow.explaining.applying import affinity_of, make_maps
 from vitflow.explaining.maps import Maps, TargetedTrace
 from vitflow.methods.cells import cell_owners
@@ -21,7 +21,6 @@ from vitflow.models.outputs import log_odds
 from vitflow.progress import tracking
 from vitflow.recording.changed_tokens import droppable_tokens, run_on_patches
 from vitflow.registry.method_table import WITHOUT_AFFINITY, get_method
-from vitflow.registry.options import OPTIONS
 
 #: Maximum number of masks with masks="auto", and the number of masks after which it compares maps.
 MOST_MASKS, MASKS_PER_STEP = 256, 32
@@ -62,7 +61,6 @@ def sampling(
     is no affinity, unless the regression was requested. With masks="auto" each image gets masks until its map has
     converged.
     """
-    check_known("estimator", estimator, OPTIONS["estimator"].choices)
     targets, grid = trace.class_indices.tolist(), _hiding(trace)[1]
     prior, effective = None, dict[str, Any]()
     try:
@@ -81,22 +79,9 @@ def sampling(
             return mean_differences(kept, scores[:, targets[image]])
         return regress(kept, scores[:, targets[image]], prior[image], noise=SMOOTHING).mean
 
-    strongest: dict[int, list[set[int]]] = {}
-
-    def converged(image: int, kept: Tensor, scores: Tensor) -> bool:
-        """Return True if the last two steps hardly changed the strongest tenth of the patches."""
-        values = estimate(image, kept, scores).clamp_min(0.0)
-        if prior is not None:
-            for _ in range(refine):
-                values = prior[image] @ values.to(prior)
-        top = set(values.topk(max(1, round(0.1 * len(values)))).indices.tolist())
-        tops = strongest.setdefault(image, [])
-        tops.append(top)
-        return len(tops) > 2 and all(len(top & before) >= _CONVERGED * len(top) for before, top in pairwise(tops[-3:]))
-
+    converged = _convergence(estimate, prior, refine) if masks == "auto" else None
     similar = affinity if regression else None
-    drawn |= {"masks": masks, "converged": converged if masks == "auto" else None}
-    sampled = sample(trace, affinity=similar, **drawn)
+    sampled = sample(trace, masks=masks, affinity=similar, converged=converged, **drawn)
     grids, facts, significant = [], [], []
     for image, (kept, scores) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):
         grids.append(estimate(image, kept, scores).reshape(grid))
@@ -110,6 +95,23 @@ def sampling(
             facts[-1]["masks_used"] = len(scores)
     outlined = torch.stack(significant) if significant else None
     return Maps(torch.stack(grids), facts, significant=outlined, effective=[effective] * len(grids))
+
+
+def _convergence(estimate: Callable[[int, Tensor, Tensor], Tensor], prior: Tensor | None, refine: int) -> Converged:
+    """Make the test of convergence: the last two steps hardly changed the strongest tenth of an image's patches."""
+    strongest: dict[int, list[set[int]]] = {}
+
+    def converged(image: int, kept: Tensor, scores: Tensor) -> bool:
+        values = estimate(image, kept, scores).clamp_min(0.0)
+        if prior is not None:
+            for _ in range(refine):
+                values = prior[image] @ values.to(prior)
+        top = set(values.topk(max(1, round(0.1 * len(values)))).indices.tolist())
+        tops = strongest.setdefault(image, [])
+        tops.append(top)
+        return len(tops) > 2 and all(len(top & before) >= _CONVERGED * len(top) for before, top in pairwise(tops[-3:]))
+
+    return converged
 
 
 def sample(
@@ -145,12 +147,14 @@ def sample(
     known: list[list[Tensor]] = trace.cached_outputs.setdefault(
         ("sampling", keep, cells, random_seed, affinity), [[] for _ in images]
     )
-    similar = [None] * len(images) if affinity is None else affinity_of(trace, affinity, grid).matrix
+    if affinity is None:  # the same masks for all images
+        masks_of = [draw()] * len(images)
+    else:
+        masks_of = [draw(affinity=matrix) for matrix in affinity_of(trace, affinity, grid).matrix]
     kept, outputs = [], []
     with tracking("sampling", len(images) * most) as progress:
-        for number, (image, rows) in enumerate(zip(images, known, strict=True)):  # a row for each mask
-            drawn, count = draw(affinity=similar[number]), 0
-            size = int(drawn[0].sum())
+        for number, (image, drawn, rows) in enumerate(zip(images, masks_of, known, strict=True)):  # a row for each mask
+            count, size = 0, int(drawn[0].sum())
             while count < most:
                 start, count = count, most if converged is None else count + MASKS_PER_STEP
                 progress(max(min(len(rows), count) - start, 0))

@@ -50,10 +50,8 @@ class InputScores:
         }
 
     def __str__(self) -> str:
-        width, lines = (
-            max(map(len, self.blank)),
-            [f"mean score {self.score.mean():.4g} ({len(self.score)} observations)"],
-        )
+        width = max(map(len, self.blank))
+        lines = [f"mean score {self.score.mean():.4g} ({len(self.score)} observations)"]
         for name, drop in self.drops.items():
             mean, low, high = drop.estimate.mean, drop.estimate.low, drop.estimate.high
             interval = "" if low is None else f" ({low:.4g} to {high:.4g})"

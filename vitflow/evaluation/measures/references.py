@@ -109,8 +109,7 @@ def coverage(explainer: Explainer, saliency: Saliency, *, masks: int = MASKS) ->
         few = sample(trace, masks=count, random_seed=seed, affinity=affinity, **drawn)
         many = sample(trace, masks=masks, random_seed=seed + 1, affinity=affinity, **drawn)
     [kept], [scores] = many.kept, many.scores
-    centred = kept.double() - kept.double().mean(dim=0)
-    implied = centred.mT @ centred / centred.square().sum(dim=0).clamp_min(1e-12)[:, None]
+    implied = mean_differences(kept, kept)  # of each patch's presence: D⁻¹ Xᵀ X
     prior = affinity_of(trace, affinity, few.grid).matrix[0]
     posterior = regress(few.kept[0], few.scores[0][:, target], prior, of=implied)
     reference = mean_differences(kept, scores[:, target])
