@@ -379,7 +379,7 @@ def test_photographs_with_the_trained_vit_tiny(shared_data, tmp_path):
     assert np.abs(rho[order["random"], others]).max() < 0.15, "a random map agrees with nothing"
     assert rho[order["gae"], order["gradient_rollout"]] > 0.4, "kindred methods agree"
     assert all(abs(actual.overlap[order["random"]][other] - 0.1) < 0.08 for other in others)
-    assert actual.between_classes.keys() == {"gradient_rollout", "gae", "gradcam"}
+    assert {label.split(" ")[0] for label in actual.between_classes} == {"gradient_rollout", "gae", "gradcam"}
     assert compared.save(tmp_path / "strip.png").stat().st_size > 1e6
 
 
