@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ForwardRef, Literal, get_args, get_origin
 
 from vitflow.registry.options import OPTIONS, Option, options_of
 from vitflow.text.method_table import TEXT_METHODS
@@ -23,7 +23,10 @@ Generated from the option table by `python -m tools.option_types --write`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from torch import Generator
 '''
 
 
@@ -62,7 +65,11 @@ def _source(annotation: Any) -> str:
         return "None"
     if isinstance(annotation, UnionType) or "Union" in str(get_origin(annotation)):
         parts = sorted(get_args(annotation), key=lambda part: part is type(None))  # None last
+        if any(isinstance(part, ForwardRef) for part in parts):
+            return f'"{" | ".join(map(_source, parts))}"'
         return " | ".join(map(_source, parts))
+    if isinstance(annotation, ForwardRef):
+        return annotation.__forward_arg__
     if get_origin(annotation) is Literal:
         return f"Literal[{', '.join(map(repr, get_args(annotation)))}]"
     if get_args(annotation):  # tuple[int, int], Sequence[int]

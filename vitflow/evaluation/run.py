@@ -10,9 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 
-from vitflow.errors import OptionError, VitflowError, VitflowWarning, check_known, stops_all, whole_number
+from vitflow.errors import (
+    OptionError,
+    VitflowError,
+    VitflowWarning,
+    check_known,
+    checked_seed,
+    stops_all,
+    whole_number,
+)
 from vitflow.evaluation.datasets import open_dataset
 from vitflow.evaluation.measures.faithfulness import REPLACEMENTS, can_drop_tokens
 from vitflow.evaluation.measuring import Case, Protocol, measure, with_maps
@@ -69,7 +78,7 @@ def evaluate(
     blurred_control: bool = True,
     sanity_images: int = SANITY_IMAGES,
     batch_size: int | None = None,
-    seed: int = 0,
+    seed: int | torch.Generator = 0,
     overwrite: bool = False,
     progress: Callable[[RunProgress], None] | None = None,
     **options: Unpack[MethodOptions],
@@ -97,7 +106,7 @@ def evaluate(
         sanity_images: number of randomly drawn images for sanity, intervals and rank correlation, which take many
             forward passes.
         batch_size: images per forward pass; by default 8 on a CPU and 64 on a GPU, halved when memory runs out.
-        seed: seed of the random weights and the draw of images.
+        seed: seed of the random weights and the draw of images, or a generator that it is drawn from.
         overwrite: discard the rows of an earlier run in the output folder.
         progress: called after each progress of the run.
         options: options for every method that accepts them.
@@ -131,14 +140,14 @@ def evaluate(
         groups=tuple(groups),
         replace=replace_by or ("drop" if "faithfulness" in groups and can_drop_tokens(explainer) else "blank"),
         points=points,
-        seed=seed,
+        seed=checked_seed(seed, "seed"),
         sanity_images=sanity_images,
         # With "all", methods that run the model again would dominate the time of the sanity checks.
         unchecked=tuple(each.label for each in chosen if methods == "all" and "predict" in each.method.needs),
         blurred_control=blurred_control and bool({"localisation", "faithfulness"} & set(groups)),
     )
     settings = _settings(dataset, explainer, protocol)
-    grids = make_grids(dataset.samples, explainer, seed) if "grid" in groups else {}
+    grids = make_grids(dataset.samples, explainer, protocol.seed) if "grid" in groups else {}
     run = _Run(dataset, explainer, protocol, _groups_of(dataset, protocol), grids, batch_size, progress)
     rows = list(run.rows(dataset.samples)) if output is None else run.kept_rows(Path(output), settings, overwrite)
     measured = [row for row in rows if row["status"] == "measured"]

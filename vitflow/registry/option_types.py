@@ -4,7 +4,10 @@ Generated from the option table by `python -m tools.option_types --write`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from torch import Generator
 
 
 class LayerMapOptions(TypedDict, total=False):
@@ -25,7 +28,7 @@ class LayerMapOptions(TypedDict, total=False):
     estimator: Literal["regression", "difference"] | None
     keep: float | None
     cells: int | None
-    random_seed: int | None
+    random_seed: "int | Generator | None"
     sigma: float | None
     layers: int | str | Sequence[int] | None
     below: Literal["rollout", "none"] | None

@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
-from vitflow.errors import OptionError, check_known, whole_number
+from vitflow.errors import OptionError, check_known, checked_seed, whole_number
 from vitflow.images import BACKGROUNDS, INTERPOLATIONS, UNSEEN
+
+if TYPE_CHECKING:
+    from torch import Generator
 
 #: method: options of single methods; refinement: of the step shared by all methods except baselines; text: only of
 #: methods for texts; drawing: of overlays and figures.
@@ -92,6 +95,8 @@ class Option:
             return self.read(value)
         if self.kind == "choice" and value is not None:  # None: the default depends on the model
             check_known(self.name.replace("_", " "), value, self.choices)
+        if self.name == "random_seed":
+            return checked_seed(value)
         return whole_number(self.name, value, *self.limits) if self.kind is int and self.limits else value
 
     @property
@@ -99,6 +104,8 @@ class Option:
         """Type of a value; None stands for the method's default."""
         if self.kind == "choice":
             return Literal[self.choices] | None
+        if self.name == "random_seed":
+            return Union[int, "Generator", None]
         switch = ("on", "off") if self.kind is bool else ()
         return (self.kind | Literal[(*switch, *self.choices)] if self.choices else self.kind) | None
 
@@ -227,7 +234,12 @@ OPTIONS: dict[str, Option] = {
         ),
         Option("keep", float, "Share of the patches that each mask keeps.", metavar="0<K<1"),
         Option("cells", int, "Cells per side of a random mask; more cells give smaller regions.", metavar="N≥2"),
-        Option("random_seed", int, "Seed of the random map, or of the masks.", metavar="N≥0"),
+        Option(
+            "random_seed",
+            int,
+            "Seed of the random map, or of the masks; in Python also a torch.Generator, which it is drawn from.",
+            metavar="N≥0",
+        ),
         Option("sigma", float, "Width of the centre prior, as a share of the image's side.", metavar="S>0"),
         Option(
             "layers",

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitflow.errors import OptionError, VitflowWarning, check_known
+from vitflow.errors import OptionError, VitflowWarning, check_known, checked_seed
 from vitflow.evaluation.measures.faithfulness import shared_input
 from vitflow.explaining.explainer import Explainer
 from vitflow.explaining.inputs import PlacedImage
@@ -33,7 +33,11 @@ Stage = tuple[str, list[nn.Module]]
 
 
 def cascading_randomisation(
-    explainer: Explainer, maps: Sequence[Saliency], *, stages: Sequence[str] | None = None, seed: int = 0
+    explainer: Explainer,
+    maps: Sequence[Saliency],
+    *,
+    stages: Sequence[str] | None = None,
+    seed: int | torch.Generator = 0,
 ) -> list[tuple[str, list[float | None]]]:
     """Correlate each map with the map by the same method of the same model with randomised weights.
 
@@ -51,7 +55,7 @@ def cascading_randomisation(
         explainer: the explainer that made the maps.
         maps: maps of one image for one target, by any methods.
         stages: names from `stage_names`; by default five, evenly spaced from the head to the whole model.
-        seed: seed of the weights, which do not depend on the chosen stages.
+        seed: seed of the weights, which do not depend on the chosen stages; or a generator that it is drawn from.
 
     Returns:
         For each stage, from the top of the network, its name and ρ for each map, in order; None if a map is constant.
@@ -103,11 +107,13 @@ def stage_names(model: nn.Module) -> list[str]:
     return [name for name, _ in _stages(model)]
 
 
-def randomised_copies(explainer: Explainer, stages: Sequence[str], *, seed: int = 0) -> Iterator[tuple[str, Explainer]]:
+def randomised_copies(
+    explainer: Explainer, stages: Sequence[str], *, seed: int | torch.Generator = 0
+) -> Iterator[tuple[str, Explainer]]:
     """Yield the explainer with a model randomised down to each stage in turn, in one copy that all stages share."""
     with torch.inference_mode(False):
         randomised = explainer.with_model(copy.deepcopy(explainer.model))
-    all_stages = _stages(randomised.model)
+    all_stages, seed = _stages(randomised.model), checked_seed(seed, "seed")
     last = max((index for index, (name, _) in enumerate(all_stages) if name in stages), default=-1)
     for index, (name, modules) in enumerate(all_stages[: last + 1]):
         with _seeded(seed + 1_000_003 * index, explainer.device), torch.inference_mode(False), torch.no_grad():
