@@ -419,3 +419,10 @@ def test_weights_are_called_by_what_they_were_loaded_as_until_they_change(model,
     with pytest.warns(VitflowWarning, match="has 3 classes"):
         save_file(build(ID, num_classes=3).state_dict(), tmp_path / "three.safetensors")
         assert model_id(vitflow.load_model(name, checkpoint=tmp_path / "three.safetensors")) == ID
+
+
+def test_initial_values_that_weights_replace_are_not_drawn():
+    before = torch.get_rng_state()
+    with hub.SkippedInitialisers():
+        built = torch.nn.Linear(8, 8)
+    assert torch.get_rng_state().equal(before) and built.weight.requires_grad

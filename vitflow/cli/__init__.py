@@ -26,16 +26,20 @@ class _Reporting(click.RichGroup):
             return super().invoke(ctx)
 
 
-@click.group(cls=_Reporting, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.rich_config(
-    {
-        "theme": "default-slim",
-        "max_width": 110,
-        "text_markup": None,
-        "padding_helptext_first_line": (0, 0, 1, 0),
-        "default_string": r"\[default: {}]",
-        "options_table_help_sections": ["help", "required", "default"],
-    }
+@click.group(
+    cls=_Reporting,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+        "rich_help_config": {  # the decorator `rich_config` would import rich, which only help and errors need
+            "theme": "default-slim",
+            "max_width": 110,
+            "text_markup": None,
+            "padding_helptext_first_line": (0, 0, 1, 0),
+            "default_string": r"\[default: {}]",
+            "options_table_help_sections": ["help", "required", "default"],
+        },
+    },
 )
 @click.command_panel("Images")
 @click.command_panel("Texts")

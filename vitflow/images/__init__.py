@@ -21,9 +21,10 @@ BACKGROUNDS: tuple[Background, ...] = get_args(Background)
 Unseen = Literal["line", "off"]
 UNSEEN: tuple[Unseen, ...] = get_args(Unseen)
 
-#: Arguments of Pillow's `save` by file suffix.
+#: Arguments of Pillow's `save` by file suffix. PNG of level 6, the default, takes up to 3 times as long; its files of
+#: photographs with overlays are at most 3 % smaller.
 WRITE_OPTIONS: dict[str, dict[str, Any]] = {
-    ".png": {"format": "PNG"},
+    ".png": {"format": "PNG", "compress_level": 4},
     ".jpg": {"format": "JPEG", "quality": 95, "subsampling": 0},
     ".jpeg": {"format": "JPEG", "quality": 95, "subsampling": 0},
     ".webp": {"format": "WEBP", "quality": 95},

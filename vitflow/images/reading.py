@@ -208,6 +208,8 @@ def _open(source: str | os.PathLike[str] | bytes) -> Image.Image:
     with _opening:
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:
+            with suppress(UnidentifiedImageError):  # loading the readers of all formats takes longer than most images
+                return Image.open(file, formats=("JPEG", "PNG"))
             return Image.open(file, formats=_known_formats())
         finally:
             Image.MAX_IMAGE_PIXELS = limit

@@ -8,7 +8,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
 from pathlib import Path
@@ -37,12 +37,13 @@ _RESPONDED: ContextVar[bool] = ContextVar("responded", default=False)
 
 
 def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
-    """Call `timm.create_model`, with errors that name the remedy."""
+    """Call `timm.create_model`, with errors that name the remedy; parameters have no values unless `pretrained`."""
     local, online = name.startswith("local-dir:"), name.startswith(("hf-hub:", "hf_hub:"))
     if not local and not online and not timm.is_model(name):
         raise ModelError(f"Unknown model {name!r}.{_similar(name)}")
     try:
-        with quiet_hub(requested=online or (pretrained and not local)):
+        initial = nullcontext() if pretrained else SkippedInitialisers()
+        with quiet_hub(requested=online or (pretrained and not local)), initial:
             return timm.create_model(name, pretrained=pretrained, **options)
     except Exception as error:  # options and configurations that timm does not expect raise almost any exception
         if "pretrained tag" in str(error):
@@ -78,23 +79,27 @@ def _similar(name: str) -> str:
     return f" Did you mean {' or '.join(close)}?" if close else " The names are those of timm.list_models()."
 
 
-# In-place initialisers, which are skipped on the meta device because each takes milliseconds there.
+# Functions that fill a tensor with initial values; on the meta device, each takes milliseconds.
 _INITIALISERS = frozenset({Tensor.uniform_, Tensor.normal_, Tensor.erfinv_, Tensor.clamp_, Tensor.zero_, Tensor.fill_})
+_INITIALISERS |= {nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_}
 
 
-class _MetaMode(TorchFunctionMode):
-    """Skip initialisers."""
+class SkippedInitialisers(TorchFunctionMode):
+    """Build models without the initial values of their parameters, which a file of weights replaces."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _INITIALISERS and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _INITIALISERS:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta or isinstance(tensor, nn.Parameter):
+                return tensor
+        return func(*args, **kwargs)
 
 
 @contextmanager
 def without_values() -> Iterator[None]:
     """Build models on the meta device: with shapes, without memory."""
-    with torch.device("meta"), _MetaMode():
+    with torch.device("meta"), SkippedInitialisers():
         yield
 
 

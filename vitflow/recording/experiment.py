@@ -161,8 +161,6 @@ def _kept(value: Any) -> Any:
 
 def _restore(value: Any, before: Any) -> None:
     """Undo the changes of a tensor or container since `_kept`."""
-    if before is None:
-        return
     if isinstance(value, Tensor):
         if not torch.equal(value, before):
             value.resize_(before.shape).copy_(before)
@@ -173,7 +171,8 @@ def _restore(value: Any, before: Any) -> None:
             value.update(before)
         return
     for each, state in before.values() if isinstance(value, dict) else before:
-        _restore(each, state)
+        if state is not None:
+            _restore(each, state)
     if isinstance(value, dict):
         hooks = {name: each for name, each in value.items() if _HOOKS in str(name)}
         items = {name: each for name, (each, _) in before.items()}
