@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitflow import record_attention
+from vitflow.errors import UnsupportedModelError
 from vitflow.models.parts import model_cache, module_paths
 from vitflow.recording import recorder
 from vitflow.recording.attention_kinds import may_attend
@@ -157,6 +158,57 @@ def test_the_cache_is_emptied_when_modules_change():
         change()
         assert model_cache(model) == {}
         model_cache(model)["key"] = "value"
+
+
+def flipped(tokens):
+    return torch.cat([tokens[:, :1], tokens[:, 1:].flip(1)], dim=1)
+
+
+def flip_in_a_class(model):
+    kind = type(model.blocks[1].attn)
+    forward, kind.forward = kind.forward, lambda self, tokens, **more: forward(self, flipped(tokens), **more)
+    return kind, forward
+
+
+FLIPS = {
+    "hook": lambda model: model.blocks[1].attn.register_forward_pre_hook(lambda _, args: (flipped(args[0]),)),
+    "global hook": lambda model: nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: (flipped(args[0]),) if module is model.blocks[1].attn else None
+    ),
+    "method": lambda model: setattr(
+        model.blocks[1], "attend", lambda tokens: model.blocks[1].attn(flipped(model.blocks[1].norm1(tokens)))
+    ),
+    "setting": lambda model: model.blocks[1].order.reverse(),
+    "class": flip_in_a_class,
+}
+
+
+class Block(nn.Module):
+    """Attention with a residual, over tokens in an order that is a setting."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.norm1, self.attn, self.order = block.norm1, block.attn, [0, 1, 2, 3]
+        self.attend = lambda tokens: self.attn(self.norm1(tokens)[:, [0, *(1 + place for place in self.order)]])
+
+    def forward(self, tokens, **_):
+        return tokens + self.attend(tokens)
+
+
+@pytest.mark.parametrize("flip", FLIPS.values(), ids=FLIPS.keys())
+def test_attention_whose_tokens_are_reordered_after_a_first_pass_is_refused(flip, monkeypatch):
+    model = model_of()
+    kind = type(model.blocks[1].attn)
+    monkeypatch.setattr(kind, "forward", kind.forward)  # restored afterwards
+    model.blocks[1] = Block(model.blocks[1])
+    assert recorded(model)[0].readout.shape == (2, 5)
+    handle = flip(model)
+    try:
+        with pytest.raises(UnsupportedModelError, match="reorders"):
+            recorded(model)[0].readout_of(None)
+    finally:
+        if isinstance(handle, torch.utils.hooks.RemovableHandle):
+            handle.remove()
 
 
 def merged(model):

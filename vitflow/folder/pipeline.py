@@ -23,8 +23,8 @@ from vitflow.folder.draw import draw_files
 from vitflow.folder.plan import Input
 from vitflow.folder.store import Run
 from vitflow.folder.work import WAITING_BYTES, Batches, Job, SaliencyMaps, Tally, compute_maps, in_order, parts
+from vitflow.models.parts import foreign_hooks, modules_of
 from vitflow.progress import watched
-from vitflow.recording.isolation import foreign_hooks
 from vitflow.registry.method_table import is_slow
 
 R = TypeVar("R")
@@ -191,7 +191,7 @@ def _copies(explainer: Explainer, count: int) -> list[Explainer]:
     weights = list(explainer.model.parameters())
     if (
         any(type(weight) is not nn.Parameter for weight in weights)
-        or foreign_hooks(explainer.model)
+        or foreign_hooks(modules_of(explainer.model))
         or any(type(module).__module__.partition(".")[0] not in _LIBRARIES for module in explainer.model.modules())
         or any(
             callable(getattr(type(module), name, None)) for module in explainer.model.modules() for name in vars(module)

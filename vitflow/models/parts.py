@@ -19,8 +19,9 @@ CLASSIFIERS = ("classifier", "cls_classifier")
 _RECORDABLE = ("sdpa", "eager")
 # Wrappers of timm with averaged weights.
 _AVERAGED = ("ModelEmaV2", "ModelEmaV3")
-# Types of settings whose values are compared.
+# Types of settings whose values are compared, and the attributes of a module that are no settings.
 _PLAIN = (bool, int, float, str, NoneType)
+_NOT_SETTINGS = frozenset(vars(nn.Module()))
 # The number of entries of a weight that are compared, at least; and the size up to which other tensors are compared.
 _ENTRIES, _SMALL = 8, 1024
 # Modules are kept by weak references, so that the cache does not keep a model alive.
@@ -97,7 +98,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def model_cache(model: nn.Module) -> dict[Any, Any]:
-    """Return the cache of a model; a new one if a weight, module or setting was changed, wrapped or removed.
+    """Return the cache of a model; a new one if a weight, module, method, hook or setting was changed or removed.
 
     This takes about a millisecond; `Call.cache` is the cache during one forward pass.
     """
@@ -120,15 +121,62 @@ def output_cache(model: nn.Module, outputs: Callable[..., Any]) -> dict[Any, Any
     return values
 
 
+def foreign_hooks(modules: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Return torch's ids of the hooks of these modules that are not vitflow's, and of global module hooks."""
+    every = torch.nn.modules.module
+    tables = [every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks]
+    tables.append(every._global_backward_pre_hooks)
+    for module in modules:
+        tables += [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+    isolation = "vitflow.recording.isolation"
+    return tuple(key for table in tables for key, hook in table.items() if type(hook).__module__ != isolation)
+
+
 def _marks(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return marks that change if a module is replaced, compiled, added or removed, or gets a method or setting."""
+    """Return marks that change if a module is replaced, compiled, added or removed, or gets a method, hook or setting.
+
+    The methods are those of instances and of classes.
+    """
     names = [tuple(module._modules) for module in modules]
-    forwards = [("forward" in vars(module), _is_compiled(module)) for module in modules]
-    settings = [
-        [(name, value) for name, value in vars(module).items() if type(value) in _PLAIN and name != "training"]
-        for module in modules
+    compiled = [_is_compiled(module) for module in modules]
+    settings = [_settings(module) for module in modules]
+    kinds = {base for kind in set(map(type, modules)) for base in kind.__mro__}
+    methods = [
+        (name, ref(value))
+        for kind in kinds
+        if not kind.__module__.startswith("torch.") and kind is not object
+        for name, value in vars(kind).items()
+        if type(value) is FunctionType
     ]
-    return [*map(ref, modules), *map(type, modules), *names, *forwards, *settings]
+    return [*map(ref, modules), *map(type, modules), *names, *compiled, *settings, *methods, foreign_hooks(modules)]
+
+
+def _settings(module: nn.Module) -> list[Any]:
+    """Return the attributes of a module that are plain values, containers of these, or functions."""
+    settings = []
+    for name, value in vars(module).items():
+        if name not in _NOT_SETTINGS:
+            callable_ = callable(value) and not isinstance(value, nn.Module)
+            copied = _reference(value) if callable_ else _plain(value)
+            settings += [] if copied is None else [(name, copied)]
+    return settings
+
+
+def _reference(value: Any) -> Any:
+    try:
+        return ref(value)
+    except TypeError:
+        return id(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy of a plain value, or of a container of such values; None for others."""
+    if type(value) in _PLAIN:
+        return type(value), value
+    if type(value) in (list, tuple, set, dict):
+        parts = [_plain(each) for each in (value.items() if isinstance(value, dict) else value)]
+        return None if None in parts else (type(value), parts)
+    return None
 
 
 def _weight_marks(modules: Sequence[nn.Module]) -> list[Any]:

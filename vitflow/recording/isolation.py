@@ -188,16 +188,6 @@ class _Inert:
         """Do nothing."""
 
 
-def foreign_hooks(model: nn.Module) -> tuple[int, ...]:
-    """Return torch's ids of the hooks of a model that are not vitflow's, and of global module hooks."""
-    every = torch.nn.modules.module
-    tables = [every._global_forward_hooks, every._global_forward_pre_hooks, every._global_backward_hooks]
-    tables.append(every._global_backward_pre_hooks)
-    for module in modules_of(model):
-        tables += [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
-    return tuple(key for table in tables for key, hook in table.items() if not isinstance(hook, Hook | _Inert))
-
-
 _eager = ExitStack()
 _eager_users: list[object] = []
 

@@ -17,9 +17,9 @@ from vitflow.errors import ValueNormsError
 from vitflow.methods.gradients import Values, at_least_float32
 from vitflow.models.anatomy import output_projection, projection_weight
 from vitflow.models.calls import tokens_of
-from vitflow.models.parts import model_cache
+from vitflow.models.parts import foreign_hooks, model_cache, modules_of
 from vitflow.recording.experiment import undisturbed
-from vitflow.recording.isolation import Hook, autocast_state, device_of, foreign_hooks, hooked, unrecorded
+from vitflow.recording.isolation import Hook, autocast_state, device_of, hooked, unrecorded
 
 # Rounding of outputs, relative to these: in float32, with TF32 (10 bits, on a GPU), in multiples of a type's precision.
 _ROUNDING, _TF32, _OF_TYPE = 1e-5, 2.0**-8, 4
@@ -44,7 +44,7 @@ def check_weighting(model: nn.Module) -> None:
 
 
 def _refusal_key(model: nn.Module) -> Any:
-    return ValueNormsError, foreign_hooks(model), autocast_state(device_of(model))
+    return ValueNormsError, autocast_state(device_of(model))
 
 
 class Projection:
@@ -81,7 +81,7 @@ class Projection:
             forward in _PRODUCTS
             and "forward" not in attributes
             and type(attributes["_parameters"].get("weight")) is nn.Parameter
-            and not foreign_hooks(self._module)
+            and not foreign_hooks(modules_of(self._module))
         )
 
     def _keep_returned(self, args: Any, output: Any) -> None:
