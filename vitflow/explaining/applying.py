@@ -145,6 +145,7 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool],
         raise ShapeError(f"Method {method.name} gave a map with NaN or infinite values.")
     seconds = (seconds + time.perf_counter() - started) / batch
     outputs, saliencies = trace.model_info.outputs, []
+    pixels, significant = (None if each is None else each.cpu().numpy() for each in (maps.pixels, maps.significant))
     readouts = trace.readout_words(trace.targets) if starts_at_readout(chosen) else []
     extent = trace.extent_of((grids.shape[1], grids.shape[2]))
     for index, image in enumerate(trace.images):
@@ -176,8 +177,8 @@ def _apply(chosen: ChosenMethod, trace: TargetedTrace, specific: Sequence[bool],
             | (maps.facts[index] if maps.facts else {})
             | _score_facts(score, method, trace, outputs, index),
             seconds=seconds,
-            pixels=None if maps.pixels is None else maps.pixels[index].cpu().numpy(),
-            significant=None if maps.significant is None else maps.significant[index].cpu().numpy(),
+            pixels=None if pixels is None else pixels[index],
+            significant=None if significant is None else significant[index],
             model_input=image.pixels,
             reference=outputs.images[score.index] if outputs.images and score.index is not None else None,
         )
@@ -235,16 +236,18 @@ def _refined(maps: Maps, trace: TargetedTrace, steps: int, name: AffinityName, *
             raise
         left_out = [fact | {"refinement": f"left out: {error}"} for fact in facts]
         return replace(maps, facts=left_out, effective=[each | {"refine": 0} for each in effective])
-    uniform: list[bool] = affinity.nearly_uniform.tolist()
+    nearly_uniform = affinity.nearly_uniform
+    uniform: list[bool] = nearly_uniform.tolist()
     if requested and any(uniform):
         warnings.warn(
             f"T{_UNIFORM[1:]}, so that a refined map is nearly constant: use refine=0.",
             VitflowWarning,
             stacklevel=2,
         )
-    grids = refine(maps.grids if least is None else maps.grids.clamp_min(least), affinity, steps)
+    given = maps.grids.detach().to(nearly_uniform.device)  # some methods compute their maps on the CPU
+    grids = refine(given if least is None else given.clamp_min(least), affinity, steps)
     if not requested:
-        grids = torch.where(torch.tensor(uniform).to(grids.device).view(-1, 1, 1), maps.grids.detach(), grids)
+        grids = torch.where(nearly_uniform.view(-1, 1, 1), given, grids)
     note = {"refinement": _UNIFORM if requested else f"left out: {_UNIFORM}"}
     facts = [fact | note if is_uniform else fact for fact, is_uniform in zip(facts, uniform, strict=True)]
     if not requested:

@@ -369,6 +369,7 @@ class Explainer(ImageModel):
             trace, chosen = self._record_for(self._tensor(images), chosen, outputs, readout)
             reported = trace.logits if outputs is self.outputs else None
             logits = self.outputs.required_scores(trace.output, self.model_id) if reported is None else reported
+            logits = logits.detach().cpu()
             probabilities = probabilities_of(logits, self.model_info)
             seconds = time.perf_counter() - started
             indices = resolve_targets(targets, probabilities, self.model_info.outputs.names)
@@ -377,7 +378,7 @@ class Explainer(ImageModel):
                 None,
                 outputs,
                 images=images,
-                raw_scores=logits.detach(),
+                raw_scores=logits,
                 probabilities=probabilities,
                 seconds=seconds,
                 is_random=not torch.equal(state, random_state(self.device)),

@@ -88,14 +88,21 @@ class ModelInputs:
         return PlacedImage(name, image, placement)
 
     def tensor(self, images: Sequence[PlacedImage], device: torch.device, dtype: torch.dtype | None) -> Tensor:
-        """Return the model inputs of images of one input size, [batch, channels, height, width]."""
+        """Return the model inputs of images of one input size, [batch, channels, height, width].
+
+        Those on the CPU are copied to the device together; a GPU may still be busy with an earlier batch.
+        """
         inputs = [
             torch.from_numpy(self.preprocessing.prepare(each.image, each.placement))
             if each.pixels is None
             else each.pixels
             for each in images
         ]
-        return torch.stack([pixels.to(device, dtype) for pixels in inputs])
+        here = torch.device("cpu") if all(pixels.is_cpu for pixels in inputs) else device
+        batch = torch.stack([pixels.to(here, dtype) for pixels in inputs])
+        if device.type == "cuda" and batch.is_cpu:
+            batch = batch.pin_memory()
+        return batch.to(device, non_blocking=True)
 
     def grey(self) -> NDArray[np.uint8] | Tensor:
         """Return a uniform image of the model's input size for trial runs: grey, or the mean of each channel."""

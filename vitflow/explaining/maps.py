@@ -45,7 +45,7 @@ class TargetedTrace(Trace):
         targets: target class of each image, [batch]; None if the model has no classes.
         outputs: the outputs that maps explain; may differ from the reported ones.
         images: the images of the pass.
-        raw_scores: logits of the reported outputs, [batch, classes].
+        raw_scores: logits of the reported outputs, [batch, classes], on the CPU.
         probabilities: reported scores, [batch, classes]; None if the model has no classes.
         seconds: duration of the pass.
         requested: names of the current method's options that were given, not defaults.
@@ -273,7 +273,7 @@ def flow(
     if below == "rollout" and first > 1:
         shares = flows.normalized.to(matrices[0].dtype)
         tokens = rollouts.attention_rollout(matrices[: first - 1], readout=shares, **options)
-    shares_saturated = [float(share) for share in flows.saturated_share]
+    shares_saturated: list[float] = flows.saturated_share.tolist()
     if max(shares_saturated) > MOSTLY_SATURATED:
         warnings.warn(
             f"{max(shares_saturated):.0%} of the flows through layers {first} to {last} are saturated: they equal the "

@@ -64,7 +64,7 @@ def sampling(
     targets, grid = trace.class_indices.tolist(), _hiding(trace)[1]
     prior, effective = None, dict[str, Any]()
     try:
-        prior = affinity_of(trace, affinity, grid).matrix if estimator == "regression" or refine else None
+        prior = affinity_of(trace, affinity, grid).matrix.cpu() if estimator == "regression" or refine else None
     except UnsupportedModelError:
         if estimator == "regression":
             if "estimator" in trace.requested:
@@ -150,7 +150,7 @@ def sample(
     if affinity is None:  # the same masks for all images
         masks_of = [draw()] * len(images)
     else:
-        masks_of = [draw(affinity=matrix) for matrix in affinity_of(trace, affinity, grid).matrix]
+        masks_of = [draw(affinity=matrix) for matrix in affinity_of(trace, affinity, grid).matrix.cpu()]
     kept, outputs = [], []
     with tracking("sampling", len(images) * most) as progress:
         for number, (image, drawn, rows) in enumerate(zip(images, masks_of, known, strict=True)):  # a row for each mask
@@ -239,7 +239,7 @@ def _agreements(trace: TargetedTrace, maps: Tensor, *, affinity: AffinityName, *
     """Return for each image the t-value of a map as the prior mean of the regression; None if it is 0 everywhere."""
     names = ("masks", "keep", "cells", "random_seed", "occlusion_batch")
     sampled, t_values = sample(trace, affinity=affinity, **{name: options[name] for name in names}), []
-    prior = affinity_of(trace, affinity, sampled.grid).matrix
+    prior, maps = affinity_of(trace, affinity, sampled.grid).matrix.cpu(), maps.cpu()
     for index, (kept, scores) in enumerate(zip(sampled.kept, sampled.scores, strict=True)):
         target = int(trace.class_indices[index])
         t_value = regress(kept, scores[:, target], prior[index], prior_mean=maps[index].flatten()).t_value
@@ -250,14 +250,15 @@ def _agreements(trace: TargetedTrace, maps: Tensor, *, affinity: AffinityName, *
 def geometric_mean(grids: list[Tensor], weights: list[int]) -> Tensor:
     """Return the weighted geometric mean of non-negative maps [batch, rows, cols], each divided by its sum.
 
-    Shares are at least a millionth of those of a constant map, so that a 0 in a single map is not decisive.
+    Shares are at least a millionth of those of a constant map, so that a 0 in a single map is not decisive. They are
+    computed in float64 on the CPU.
 
     >>> geometric_mean([torch.tensor([[[3.0, 1.0]]]), torch.tensor([[[1.0, 3.0]]])], [1, 1])
     tensor([[[0.4330, 0.4330]]], dtype=torch.float64)
     """
     logs = []
     for grid, weight in zip(grids, weights, strict=True):
-        shares = grid.detach().double().clamp_min(0.0)
+        shares = grid.detach().cpu().double().clamp_min(0.0)
         shares = shares / shares.sum(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
         logs.append(weight / sum(weights) * shares.clamp_min(FLOOR / grid[0].numel()).log())
     return torch.stack(logs).sum(dim=0).exp()

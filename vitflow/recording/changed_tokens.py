@@ -73,7 +73,7 @@ def run_on_patches(
             "Expected pixels [1, channels, height, width] and integer kept [choices, patches], got "
             f"{tuple(pixels.shape)} and {kept.dtype} {tuple(kept.shape)}."
         )
-    return _run(model, pixels, kept.to(pixels.device), layout, outputs)[0]
+    return _run(model, pixels, kept, layout, outputs)[0]
 
 
 def droppable_tokens(
@@ -98,6 +98,7 @@ def _run(
 ) -> tuple[Tensor, TokenLayout]:
     """Return logits [choices, classes] and the token layout at the first block; None keeps every token."""
     size, blocks, runs = (pixels.shape[-2], pixels.shape[-1]), _blocks(model), 0
+    chosen = None if kept is None else kept.to(pixels.device)
 
     def enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal layout, runs
@@ -107,9 +108,12 @@ def _run(
             if not isinstance(tokens, Tensor) or tokens.ndim != 3 or len(tokens) != 1:
                 raise UnsupportedModelError("The input of the first block is not one sequence of tokens.")
             layout = layout or read_layout(model, size, tokens.shape[1])
-            args = (tokens if kept is None else _choose(tokens, kept, layout), *args[1:])
-        if kept is not None and layout is not None and kwargs.get("rope") is not None:
-            kwargs = kwargs | {"rope": _rotations(kwargs["rope"], kept, layout)}
+            if kept is not None and kept.numel() and not 0 <= kept.min() <= kept.max() < layout.num_patches:
+                count = layout.num_patches
+                raise OptionError(f"Expected patch indices from 0 to {count - 1}, got {kept.tolist()}.")
+            args = (tokens if chosen is None else _choose(tokens, chosen, layout), *args[1:])
+        if chosen is not None and layout is not None and kwargs.get("rope") is not None:
+            kwargs = kwargs | {"rope": _rotations(kwargs["rope"], chosen, layout)}
         return args, kwargs
 
     with hooked(Hook(block, partial(enter, index), before=True) for index, block in enumerate(blocks)):
@@ -126,8 +130,6 @@ def _choose(tokens: Tensor, kept: Tensor, layout: TokenLayout) -> Tensor:
     prefix, count = layout.num_prefix_tokens, layout.num_patches
     if tokens.shape[1] != prefix + count:
         raise UnsupportedModelError(f"Expected {prefix + count} tokens at the first block, got {tokens.shape[1]}.")
-    if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= count):
-        raise OptionError(f"Expected patch indices from 0 to {count - 1}, got {kept.tolist()}.")
     before = torch.arange(prefix, device=tokens.device).expand(len(kept), -1)
     return tokens[0][torch.cat([before, prefix + kept.long()], dim=1)]
 

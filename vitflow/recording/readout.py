@@ -5,7 +5,7 @@ reads nothing else, otherwise those after the last block, or after each of sever
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -223,7 +223,7 @@ def read_blocks(norms: Sequence[Tensor], layers: Sequence[int], kind: torch.dtyp
 
 def describe_readouts(blocks: Sequence[ReadBlock], layouts: Sequence[TokenLayout], layers: int) -> list[str]:
     """Describe the readout of each image in words: that of its strongest block, and the shares of all blocks."""
-    words = []
+    words, blocks = [], [replace(each, readout=each.readout.cpu(), share=each.share.cpu()) for each in blocks]
     for index in range(len(blocks[0].readout)):
         strongest, layout = max(zip(blocks, layouts, strict=True), key=lambda pair: float(pair[0].share[index]))
         text = f"{readout_words(strongest.readout[index], layout)}, from the gradient of the output"

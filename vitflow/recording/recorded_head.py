@@ -205,7 +205,7 @@ class RecordedHead(RecordedLayers):
         blocks = read_blocks(norms, counts, kind)
         if len(blocks) > 1:
             return Readouts(blocks, [""] * batch, measured, pooled)
-        rows = norms[-1] / norms[-1].sum(dim=1, keepdim=True)
+        rows = (norms[-1] / norms[-1].sum(dim=1, keepdim=True)).cpu()
         names = [
             name if not known else ATTENTION_POOLING if pools else pooling_name(row, top, rounding)
             for row, known, pools in zip(rows, measured, pooled.tolist(), strict=True)
@@ -283,10 +283,11 @@ class RecordedHead(RecordedLayers):
     def readout_words(self, targets: Tensor | None) -> list[str]:
         """Describe the readout of each image, for captions."""
         if self.given_readout is not None:
-            return [f"{readout_words(row, self.top)}, given as argument" for row in self.given_readout]
+            return [f"{readout_words(row, self.top)}, given as argument" for row in self.given_readout.cpu()]
         readouts = self.readouts_of(targets)
         layouts = [self.layers[block.layers - 1].tokens.queries for block in readouts.blocks]
-        described = describe_readouts(readouts.blocks, layouts, len(self.layers))
+        known = all(readouts.names)
+        described = readouts.names if known else describe_readouts(readouts.blocks, layouts, len(self.layers))
         return [
             f"{name}, declared, not verified" if not measured else name or words
             for name, words, measured in zip(readouts.names, described, readouts.measured, strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitflow.errors import OptionError, ShapeError, whole_number
 from vitflow.methods.flow.layers import LayerRange, check_window, layer_capacities
 from vitflow.methods.flow.solver import Progress, max_flow
-from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, kind_of
+from vitflow.methods.fusion import HeadFusion, check_fraction, check_head_fusion, fuse_heads, kind_of
 from vitflow.methods.tokens import Causal, relative_to, self_token, uniform_attention, visible_keys
 
 Floats = NDArray[np.float64]
@@ -133,6 +133,9 @@ def attention_flow(
     last = first + len(chosen) - 1
     per_layer = visible if visible is None or isinstance(visible, Tensor) else list(visible)[first - 1 : last]
     seen = visible_keys(chosen, causal, attention_mask, per_layer)
+    device = chosen[0].device if chosen[0].device.type != "mps" else torch.device("cpu")  # MPS has no float64
+    chosen = [(fuse_heads(layer, head_fusion) if layer.ndim == 4 else layer).detach().cpu() for layer in chosen]
+    seen = None if seen is None else [mask.cpu() for mask in seen]
 
     def flows(matrices: Sequence[Tensor], discard_ratio: float) -> list[Tensor]:
         """Return the flows, their trivial cuts, and the layer of each minimum cut, 0 for the first."""
@@ -149,7 +152,6 @@ def attention_flow(
             )
             flow = max_flow(capacities, source, targets, progress=progress)
             solved.append((flow.values, flow.bounds, flow.crossing.argmax(axis=1)))
-        device = chosen[0].device if chosen[0].device.type != "mps" else torch.device("cpu")  # MPS has no float64
         return [torch.from_numpy(np.stack(parts)).to(device) for parts in zip(*solved, strict=True)]
 
     values, cuts, where = flows(chosen, discard_ratio)
