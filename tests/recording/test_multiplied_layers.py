@@ -157,17 +157,15 @@ def peak(work):
     return most
 
 
-def test_a_forward_pass_with_rollout_keeps_a_third_of_a_matrix_a_layer():
+def test_a_forward_pass_with_rollout_keeps_a_third_of_a_matrix_a_layer_and_no_tokens():
     model, pixels = tiny(8, 128), torch.randn(4, 3, 128, 128)
-    explainer = Explainer(model)
+    explainer, options = Explainer(model), recording_options(choose_methods(["rollout"], {"preset": "paper"}), model)
 
-    def explained(preset):
-        with record_attention(model, **recording_options(choose_methods(["rollout"], preset), model)) as trace:
-            explainer.forward(pixels)
-        return trace
+    def record():
+        return explainer._run_recorded(pixels, explainer.outputs, reads=True, **options)
 
-    with torch.inference_mode():
-        explained({"preset": "paper"})  # the model is observed once
-        plain, paper = peak(lambda: model(pixels)), peak(lambda: explained({"preset": "paper"}))
+    with torch.no_grad():
+        record()  # the model is observed once
+        plain, paper = peak(lambda: model(pixels)), peak(record)
     matrix = 4 * 65 * 65 * 4
     assert paper < plain + pixels.nbytes + 4.5 * matrix  # a copy of the input; 8 matrices without products

@@ -33,16 +33,18 @@ class HeadInput:
 
     Attributes:
         kind: "block", "container" (of the last block), "norm" or "pooling"; "block" also for what may be a container.
-        tokens: its tokens, or the output of a pooling head; a leaf if the graph is cut here.
-        passed_on: what later modules get: the tokens, or a clone of the leaf, which they may change in place.
-        source: the tokens in the graph of the module, if the graph is cut here.
-        entered: its input tokens, if it is a block.
+        tokens: its tokens, or the output of a pooling head; if the graph is cut here, a leaf of zeros without memory.
+        passed_on: what later modules get: the tokens, or their sum with the leaf, freed after the next block.
+        cut: True if the graph is cut here.
+        source: the tokens in the graph of the module, if the graph is cut here and the module ran with gradients.
+        entered: its input tokens, if it is a block; the leaf of the block before it, if it got what that passed on.
     """
 
     path: str
     kind: str
     tokens: Tensor
     passed_on: Tensor
+    cut: bool = False
     source: Tensor | None = None
     entered: Tensor | None = None
 
@@ -87,8 +89,8 @@ class HeadGraph:
 
     def _follows(self, block: HeadInput, before: HeadInput, *, alone: bool = False) -> bool:
         tokens = block.entered
-        if tokens is None or tokens is before.passed_on or not tokens.requires_grad:
-            return tokens is before.passed_on
+        if tokens is None or tokens is before.tokens or not tokens.requires_grad:
+            return tokens is before.tokens
         sources = [each.tokens for each in self.blocks[: self.blocks.index(block)]] if alone else [before.tokens]
         gradients = self.differentiate(tokens, torch.ones_like(tokens), sources)
         reached = [source for source, gradient in zip(sources, gradients, strict=True) if is_nonzero(gradient)]
@@ -206,7 +208,7 @@ class BlockWatch:
         if not given or any(_is_same(value, tokens, version) for value in given):
             return
         if _version(tokens) != version or not torch.equal(given[0], tokens):  # changed in place, or other values
-            leaves = [each.tokens for each in self.seen if each.source is not None]
+            leaves = [each.tokens for each in self.seen if each.cut]
             copy = given[0].clone() if leaves else given[0]  # the block may change it in place
             self.changed[len(self.calls) - 1] = Boundary(below, self.calls[-1], copy, leaves)
 
@@ -217,9 +219,13 @@ class BlockWatch:
         tokens = output if kind == "pooling" and isinstance(output, Tensor) else tokens_of(output)
         passed_on = tokens
         if tokens is not None and cut and not tokens.is_inference():
-            leaf = tokens.detach().requires_grad_()
-            passed_on = leaf.clone()
-            self.seen.append(HeadInput(path, kind, leaf, passed_on, tokens, entered))
+            leaf = tokens.new_zeros(()).expand(tokens.shape).requires_grad_()
+            passed_on = tokens.detach() + leaf  # a tensor that later modules may change in place
+            before = next((each for each in reversed(self.seen) if each.cut), None)
+            if before is not None:  # its values are freed
+                entered, before.passed_on = before.tokens if entered is before.passed_on else entered, before.tokens
+            source = tokens if tokens.requires_grad else None
+            self.seen.append(HeadInput(path, kind, leaf, passed_on, True, source, entered))
         elif tokens is not None and tokens.requires_grad:
             self.seen.append(HeadInput(path, kind, tokens, tokens, entered=entered))
         if path in self.blocks:
@@ -341,6 +347,6 @@ def chained_gradients(
     add(roots, weights, len(cuts))
     for index, cut in reversed(list(enumerate(cuts))):
         total = totals[count + index]
-        if total is not None and cut.source is not None and cut.source.requires_grad:
+        if total is not None and cut.source is not None:
             add([cut.source], [total], index)
     return totals[:count]

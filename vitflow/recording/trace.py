@@ -134,7 +134,7 @@ class Trace(RecordedHead):
     def _cuts(self) -> list[HeadInput]:
         """Outputs of blocks where the graph of the pass is cut."""
         seen = [] if self.watch is None else self.watch.seen
-        return [each for each in seen if each.source is not None]
+        return [each for each in seen if each.cut]
 
     def share_passing(self, paths: Sequence[str], targets: Tensor) -> Tensor:
         """Return the share of the gradient of each image's target that passes some blocks on its way to the pixels.
