@@ -290,6 +290,37 @@ def test_a_hook_that_changes_the_output_of_attention_switches_the_weighting_off(
     assert explainer.explain(pixels(), method=method, target=1).options["value_weighted"] == "output"
 
 
+def scaled(attention: nn.Module, kind: str) -> None:
+    """Change what an attention module computes after its projection, or (in another order) nothing."""
+    forward, factors = attention.forward, scales(0)
+
+    class Other(type(attention)):
+        def forward(self, *args: Tensor, **more: object) -> Tensor:
+            return super().forward(*args, **more) @ (torch.eye(WIDTH) + torch.eye(WIDTH).roll(1, 0))
+
+    if kind == "subclass":
+        attention.__class__ = Other
+    else:
+        attention.forward = {
+            "method": lambda *args, **more: forward(*args, **more) * factors,
+            "method of several calls": lambda *args, **more: forward(*args, **more) + forward(*args, **more),
+            "same": lambda *args, **more: forward(*args, **more).mT.contiguous().mT,
+        }[kind]
+
+
+@pytest.mark.parametrize("method", ["rollout", "gae"])
+@pytest.mark.parametrize("kind", ["subclass", "method", "method of several calls", "same"])
+def test_a_method_that_changes_the_output_of_the_projection_switches_the_weighting_off(kind, method):
+    model = model_of()
+    scaled(model.blocks[2].attn, kind)
+    explainer = Explainer(model, data_config=DATA)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saliency = explainer.explain(pixels(), method=method, target=1)
+    assert saliency.options["value_weighted"] == ("output" if kind == "same" else False)
+    assert any("switched off" in str(each.message) for each in caught) == (kind != "same")
+
+
 class Ignored(nn.modules.linear.NonDynamicallyQuantizableLinear):
     def forward(self, x: Tensor) -> Tensor:
         raise AssertionError("nn.MultiheadAttention uses the weight itself")

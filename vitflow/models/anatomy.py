@@ -222,6 +222,13 @@ def output_projection(attention_module: nn.Module, parent: nn.Module | None = No
     return dense if projection is None and isinstance(dense, nn.Module) else projection
 
 
+def has_other_forward(module: nn.Module) -> bool:
+    """Return True if a module, or its subclass of a library's class, has another forward method than that class."""
+    of_library = any(kind.__module__.startswith(_LIBRARIES) for kind in type(module).__mro__)
+    replaced = of_library and not type(module).forward.__module__.startswith(_LIBRARIES)
+    return replaced or "forward" in vars(module)
+
+
 def projection_weight(projection: nn.Module) -> Tensor | None:
     """Return the weight [out, in] of a linear layer, also as a 1 × 1 convolution or Conv1D; None for other modules."""
     weight = getattr(projection, "weight", None)

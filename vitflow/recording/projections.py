@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitflow.errors import ValueNormsError
 from vitflow.methods.gradients import Values, at_least_float32
-from vitflow.models.anatomy import output_projection, projection_weight
+from vitflow.models.anatomy import has_other_forward, output_projection, projection_weight
 from vitflow.models.calls import tokens_of
 from vitflow.models.parts import foreign_hooks, model_cache, modules_of
 from vitflow.recording.experiment import undisturbed
@@ -70,6 +70,8 @@ class Projection:
         self._hooks = [Hook(projection, self._enter, before=True, first=True)]
         self._hooks.append(Hook(projection, self._leave, before=False))
         self._returned: Tensor | None = None
+        self._reads_returned = has_other_forward(module) and not self.outside
+        self._projected: list[Tensor] = []
         if any(not isinstance(hook, Hook) for hook in module._forward_hooks.values()):
             self._hooks.append(Hook(module, self._keep_returned, before=False, first=True))
 
@@ -89,10 +91,14 @@ class Projection:
         self._returned = None if tokens is None else tokens.detach().clone()
 
     def check_returned(self, output: Any) -> None:
-        """Notice hooks of the attention module that have changed its output after the projection."""
+        """Notice hooks and methods of the attention module that have changed its output after the projection."""
         tokens = tokens_of(output)
         if self._returned is not None and (tokens is None or not torch.equal(self._returned, tokens)):
             self._is_linear = False
+        if self._reads_returned and not self._module.training:  # tokens may have another order
+            both = (each for each in (tokens, *self._projected) if each is not None)
+            entries = [each.detach().flatten().sort().values.cpu() for each in both]
+            self._is_linear &= len(entries) == 2 and torch.equal(*entries)
 
     def check_product(self) -> None:
         """Raise ValueNormsError if the outputs differ from the weight that `values` returned before."""
@@ -132,6 +138,7 @@ class Projection:
 
     def _leave(self, args: Any, output: Any) -> None:
         given, self._input = self._input, None
+        self._projected += [output] if self._reads_returned and isinstance(output, Tensor) else []
         if given is None or given.ndim < 2 or not isinstance(output, Tensor):
             self._is_linear = False
         else:
