@@ -382,7 +382,7 @@ def test_nan_logits_are_an_error_and_no_map():
 
 
 def test_wrong_set_ups_are_named():
-    for options in ({"fit": "stretch"}, {"device": "cuda:99"}, {"activation": "tanh"}):
+    for options in ({"fit": "stretch"}, {"device": "cuda:99"}, {"device": "mps"}, {"activation": "tanh"}):
         with pytest.raises(OptionError, match=next(iter(options))):
             Explainer(custom_model(), data_config=DATA, **options)
     for options in ({"method": "rolout"}, {"head_fusoin": "max"}, {"method": "gae", "preset": "papers"}):

@@ -129,7 +129,7 @@ model_options = together(
     ),
     option("Model", "--checkpoint", FILE, "Weights for the model: safetensors or a torch file."),
     option("Model", "--class-names", FILE, "File with class names: one per line, or JSON."),
-    option("Model", "--device", "cpu|cuda|mps|…", "Device to run on.  [default: a GPU if available]"),
+    option("Model", "--device", "cpu|cuda|cuda:1|…", "Device to run on.  [default: a GPU if available]"),
     option("Model", "--fit", FITS, "How to fit images to it; native keeps aspect ratio and size.", default="crop"),
     option("Model details", "--num-classes", 1, "Number of classes to build the model with."),
     option("Model details", "--global-pool", "NAME", "Pooling of the checkpoint, such as avg or token, as in timm."),

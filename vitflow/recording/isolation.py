@@ -21,6 +21,11 @@ _CHECKPOINTING = (
     ("gradient_checkpointing", "gradient_checkpointing_disable()"),
     ("gradient_checkpointing", "activation_checkpointing_disable()"),
 )
+# Devices on which nothing can be explained.
+_UNUSABLE = {
+    "meta": "it computes shapes, but no values.",
+    "mps": "it has no float64, in which readouts and affinities are computed. Use the CPU.",
+}
 _guard = threading.Lock()
 _locks: WeakKeyDictionary[nn.Module, AbstractContextManager[Any]] = WeakKeyDictionary()
 
@@ -62,10 +67,8 @@ def autocast_kind(device: torch.device) -> str:
 
 
 def default_device() -> str:
-    """Return the available accelerator, or the CPU."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    """Return "cuda" if there is a GPU that computes float64, or "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_in_words(device: str) -> str:
@@ -88,14 +91,14 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
     if dtype is not None:
         with model_lock(model):
             model.to(dtype)
-    if device is None:
-        return device_of(model)
+    stays, device = device is None, device_of(model) if device is None else device
     try:
         device = torch.device(device)
-        if device.type == "meta":
-            raise TypeError("it computes shapes, but no values.")
-        with model_lock(model):
-            model.to(device)
+        if device.type in _UNUSABLE:
+            raise TypeError(_UNUSABLE[device.type])
+        if not stays:
+            with model_lock(model):
+                model.to(device)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         raise OptionError(f"The device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device
