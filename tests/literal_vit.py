@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
+import timm
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -32,6 +33,8 @@ READOUTS = {
     "average beside a class token": ({"global_pool": "avg"}, 1),
     "attention pooling": ({"class_token": False, "global_pool": "map"}, 0),
 }
+if hasattr(timm.layers, "AttentionPoolPrr"):  # later than the oldest timm
+    READOUTS["refining pooling"] = ({"class_token": False, "global_pool": "prr"}, 0)
 
 
 def timm_model(readout: str = "class token", seed: int = 0, **options) -> nn.Module:
@@ -55,7 +58,7 @@ class Pass:
     attention: list[list[Tensor]] = field(default_factory=list)  # [layers][heads] of [tokens, tokens]
     norm1: list[Tensor] = field(default_factory=list)  # [layers] of [tokens, channels]
     values: list[list[Tensor]] = field(default_factory=list)  # [layers][heads] of [tokens, width]
-    pooling: list[Tensor] = field(default_factory=list)  # [heads] of the pooling query's attention, [1, tokens]
+    pooling: list[Tensor] = field(default_factory=list)  # [heads] of the pooling queries' attention, [queries, tokens]
 
 
 def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool = False, frozen: bool = False) -> Pass:
@@ -129,6 +132,12 @@ def run(model: nn.Module, pixels: Tensor, depth: int = TINY["depth"], mean: bool
         pooled = pooled + linear("attn_pool.mlp.fc2", hidden)
         actual.logits = linear("head", pooled[0])
         actual.pooling = rows
+    elif model.global_pool == "prr":
+        parts = x.split(x.shape[-1] // HEADS, dim=-1)
+        rows = [constant((part @ part.T / part.shape[-1] ** 0.5).softmax(-1)) for part in parts]
+        refined = torch.cat([row @ part for row, part in zip(rows, parts, strict=True)], dim=-1)
+        actual.logits = linear("head", refined.mean(0))
+        actual.pooling = rows
     elif model.global_pool == "avg":
         pooled = x[len(x) - len(tokens) :].mean(0)
         actual.logits = linear("head", norm("fc_norm", pooled) if "fc_norm.weight" in weights else pooled)
@@ -149,7 +158,7 @@ class Explained:
     values: list[Array]
     projections: list[Array]  # W_O, [out, heads * width]
     readout: Array
-    pooling: Array | None  # (A ⊙ ∇A)⁺ of the pooling query, [heads, tokens]
+    pooling: Array | None  # (A ⊙ ∇A)⁺ of the pooling queries, [heads, queries, tokens]
     prefix: int
 
     @cache  # noqa: B019 - a test's worth of images
@@ -167,7 +176,7 @@ def differentiate(model: nn.Module, pixels: Tensor, target: int, readout: str) -
     gradients = torch.autograd.grad(seen.logits[target], sources)
     of_heads, of_norms = gradients[: len(heads)], gradients[len(heads) : len(heads) + len(seen.norm1)]
     of_pooling = [
-        np.maximum((row.detach() * gradient).numpy()[0], 0.0)
+        np.maximum((row.detach() * gradient).numpy(), 0.0)
         for row, gradient in zip(seen.pooling, gradients[-2 - len(seen.pooling) : -2], strict=True)
     ]
 
@@ -243,7 +252,7 @@ def _readout_for_the_class(actual: Explained, fusion: str) -> Array:
     """Return the attention of the pooling query for the class, if there is one; its sum is 1."""
     if actual.pooling is None:
         return actual.readout
-    fused = {"mean": np.mean, "max": np.max}[fusion](actual.pooling, axis=0)
+    fused = {"mean": np.mean, "max": np.max}[fusion](actual.pooling, axis=0).mean(axis=0)
     return fused / fused.sum()
 
 

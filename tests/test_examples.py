@@ -55,9 +55,9 @@ def test_the_images_of_the_documentation_are_small():
 
 def test_the_list_of_models_says_what_applies(script, tmp_path):
     listing = script("list_models")
-    names = ("test_vit", "resnet18", "swin_tiny_patch4_window7_224")
+    names = ("test_vit", "resnet18", "swin_tiny_patch4_window7_224", "twins_svt_base")
     support = [listing.support_of(name)[:2] for name in names]
-    assert support == [("yes", "yes"), ("no", "no"), ("by stages", "no")]
+    assert support == [("yes", "yes"), ("no", "no"), ("by stages", "no"), ("by stages", "no")]
     assert "cross-covariance" in listing.support_of("xcit_nano_12_p16_224").reason
     listing.main(["deit_tiny_distilled*", "-o", str(tmp_path / "list.md")])
     row = "| `deit` | yes | yes |  | `deit_tiny_distilled_patch16_224` |"

@@ -207,7 +207,8 @@ class BlockWatch:
         given = _like(arguments, tokens)
         if not given or any(_is_same(value, tokens, version) for value in given):
             return
-        if _version(tokens) != version or not torch.equal(given[0], tokens):  # changed in place, or other values
+        differs = not tokens.is_meta and not torch.equal(given[0], tokens)
+        if differs or _version(tokens) != version:  # other values, or changed in place
             leaves = [each.tokens for each in self.seen if each.cut]
             copy = given[0].clone() if leaves else given[0]  # the block may change it in place
             self.changed[len(self.calls) - 1] = Boundary(below, self.calls[-1], copy, leaves)
