@@ -133,7 +133,7 @@ def test_prompts_and_boxes_are_questions_of_the_models_that_take_them(ask, sigli
         (("demo", "gae", "orange dics"), "Did you mean 'orange disc'?"),
         (("demo", "gae", "", "a dog"), "text encoder"),
         (("demo", "gae", "", "", "1,2,3"), "expected LEFT,TOP"),
-        (("demo", "gae", "", "", "1,2,30,40"), "Expected the output of a detector"),
+        (("demo", "gae", "", "", "1,2,30,40"), "require a segmentation model or a detector"),
         ((UNKNOWN, "gae"), "error: Choose Model: demo"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_image_is_reported_as_the_command_line_reports_it(ask,
 
 QUESTIONS = {
     "What is in an image": (SAMPLE, "", ["yellow", "star"], "gae"),
-    "What a word rests on": (None, "a red heart left of a yellow star", ["red", "star"], "rollout"),
+    "What a word is attributed to": (None, "a red heart left of a yellow star", ["red", "star"], "rollout"),
     "What is written next": (None, "here is", ["here", "is"], "rollout"),
 }
 
@@ -220,7 +220,7 @@ def test_a_click_on_a_word_is_that_word(tabs):
         assert [text for text, _ in again[0]] == [text for text, _ in words]
         return again
 
-    read = tabs.words.words("What a word rests on", "demo-caption", None, "a red heart", "rollout", 8)
+    read = tabs.words.words("What a word is attributed to", "demo-caption", None, "a red heart", "rollout", 8)
     words, *_, code, _ = clicked(read, 2)
     assert [number for number, (_, shade) in enumerate(words) if shade == "selected"] == [2] and "token=2" in code
     seen = tabs.words.words("What is in an image", "demo-caption", str(SAMPLE), "", "rollout", 30)
@@ -336,7 +336,7 @@ def test_words_in_a_browser(visit):
     before = tab.locator("img[src*='words.png']").get_attribute("src")
     word.click()
     tab.locator(f"img[src*='words.png']:not([src='{before}'])").wait_for()
-    tab.get_by_label("What a word rests on").click()
+    tab.get_by_label("What a word is attributed to").click()
     tab.get_by_label("Text").locator("visible=true").first.fill("a red heart left of a star")
     tab.locator("button:visible", has_text="Explain").click()
     tab.get_by_role("button", name="left", exact=True).click()

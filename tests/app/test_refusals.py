@@ -55,7 +55,7 @@ def image_fields(image: object, **given: object) -> list:
 
 def worded(**given: object) -> list:
     """The fields of the tab for words."""
-    usual = {"question": "What a word rests on", "model": "demo-caption", "image": None, "text": "a red heart"}
+    usual = {"question": "What a word is attributed to", "model": "demo-caption", "image": None, "text": "a red heart"}
     return list((usual | {"method": "", "count": 8} | given).values())
 
 

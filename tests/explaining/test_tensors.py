@@ -161,7 +161,7 @@ def test_a_model_of_other_channels_explains_tensors():
         (torch.zeros(1, 2, 3, 32, 32), "explain_batch"),
         (torch.zeros(3, 32, 32, dtype=torch.uint8), "got torch.uint8.*as a path"),
         (torch.zeros(32, 32, 3, dtype=torch.uint8), "as a path"),
-        (torch.full((3, 32, 32), torch.nan), "NaN"),
+        (torch.full((3, 32, 32), torch.nan), "for image 1: it has NaN"),
         (torch.full((3, 32, 32), torch.inf), "infinite"),
     ],
 )

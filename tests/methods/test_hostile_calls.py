@@ -6,7 +6,7 @@ import torch
 
 from tests.recording.test_recorder import tiny
 from vitflow import Explainer, attention_flow, attention_rollout, record_attention
-from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, VitflowError
+from vitflow.errors import ModelError, OptionError, ShapeError, UnsupportedModelError, VitflowError, VitflowWarning
 from vitflow.methods import TokenLayout, attention_graph
 
 ONE = torch.full((1, 2, 5, 5), 0.2)
@@ -147,3 +147,9 @@ def test_a_model_without_weights_is_refused_before_it_runs():
         Explainer(tiny().to("meta"), data_config=DATA)
     with pytest.raises(OptionError, match=r"The device 'meta' cannot be used: it computes shapes"):
         Explainer(tiny(), data_config=DATA, device="meta")
+    with pytest.raises(OptionError, match="Unknown device 'gpu': expected cpu, cuda"):
+        Explainer(tiny(), data_config=DATA, device="gpu")
+    with pytest.raises(OptionError, match="entry of data_config 'crop'.*'crop_pct'"):
+        Explainer(tiny(), data_config=DATA | {"crop": 0.9})
+    with pytest.warns(VitflowWarning, match="divide mean and std"):
+        Explainer(tiny(), data_config=DATA | {"mean": (127.5, 127.5, 127.5)})

@@ -82,6 +82,8 @@ def test_a_checkpoint_of_other_patches_is_refused_with_the_model_that_it_may_be_
     torch.save(timm.create_model("vit_tiny_patch16_224", num_classes=3).state_dict(), tmp_path / "w.pth")
     with pytest.raises(ModelError, match="patches of 16 × 16 pixels, not 32 × 32; it may be vit_tiny_patch16_224"):
         vitflow.load_model("vit_small_patch32_224", checkpoint=tmp_path / "w.pth")
+    with pytest.raises(ModelError, match="does not name its architecture.*--model vit_tiny_patch16_224 --checkpoint"):
+        vitflow.load_model(tmp_path / "w.pth")
     resampled = vitflow.load_model("vit_tiny_patch16_224", checkpoint=tmp_path / "w.pth", patch_size=32, num_classes=3)
     assert resampled.patch_embed.patch_size == (32, 32)
 
@@ -291,6 +293,9 @@ def test_unknown_names_are_reported_with_what_was_meant():
             vitflow.load_model(name)
     with pytest.raises(ModelError, match="Unknown model"):
         vitflow.load_model("\udcff" * 300)
+    for missing in ("mine.pt", "./mine", "runs/mine.safetensors"):
+        with pytest.raises(ModelError, match=f"'{missing}', but there is no such file"):
+            vitflow.load_model(missing)
     with pytest.raises(ModelError, match="cannot be built with these options"):
         vitflow.load_model(ID, checkpoint=None, no_such_option=1)
 
@@ -363,6 +368,9 @@ def test_wrappers_keep_the_names_of_a_model_and_its_classes(model, wrap):
     assert (explainer.model_id, explainer.class_names[281]) == (ID, "tabby")
     with pytest.raises(UnsupportedModelError, match=r"Pass its \.ema"):
         vitflow.Explainer(ModelEma(model))
+    for given, remedy in ((model.state_dict(), "Load a state dict"), (type(model), r"instance: VisionTransformer\(")):
+        with pytest.raises(UnsupportedModelError, match=remedy):
+            vitflow.Explainer(given)
 
 
 class Wrapped(nn.Module):

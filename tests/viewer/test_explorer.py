@@ -21,7 +21,7 @@ from vitflow import Explainer, attention_rollout, explore
 from vitflow.cli import cli
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError
-from vitflow.explaining.captions import departures
+from vitflow.explaining.captions import departures, variant
 from vitflow.images.overlay import scale_range
 from vitflow.methods.fusion import raw_attention
 from vitflow.methods.refinement import Affinity, balance, refine
@@ -166,19 +166,20 @@ def matrix_of(triangle: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def departure(image: dict, requested: dict) -> str:
-    """Return the caption of a map's departures in Python; layers and patch have a separate line."""
+    """Return the caption of a map's departures in Python, or "paper"; layers and patch have a separate line."""
     method = get_method(requested["map"])
     if requested["map"] not in ("rollout", "attention"):
         [options, *_] = [entry["options"] for entry in image["maps"] if entry["method"] == requested["map"]]
         options = {**options, **({"refine": requested["refine"]} if method.refine_stage != "inside" else {})}
-        return departures(
-            method, options | ({"affinity": requested["affinity"]} if method.refine_stage != "inside" else {})
-        )
+        options |= {"affinity": requested["affinity"]} if method.refine_stage != "inside" else {}
+        return departures(method, options) or variant(method, options)
     named = ("discard_ratio", "residual", "refine", "affinity")
     given = {name: requested[name] for name in named if method.accepts(name)}
     if requested["map"] == "rollout" or not requested["head"]:
         given |= {"head_fusion": requested["head_fusion"], "value_weighted": requested["value_weighted"] and "output"}
-    return departures(method, {**method.published, **given})
+    options = {**method.published, **given}
+    layers = {"start_layer": requested["start"], "end_layer": requested["end"] % 6 or -1}
+    return departures(method, options) or variant(method, options | (layers if requested["map"] == "rollout" else {}))
 
 
 def random_state(generator: np.random.Generator, layers: int, heads: int, number: int) -> dict:

@@ -30,6 +30,8 @@ from vitflow.progress import Update, shown_by
 from vitflow.recording.isolation import default_device
 from vitflow.text.languages import load_language_model, load_processor
 
+# Bundled models.
+_BUNDLED = ("demo", "demo-caption", "demo-text")
 _TURN = threading.Lock()  # one pass is recorded at a time, and warnings are caught globally
 # An error or a result is scrolled to, as on a phone the buttons are below it.
 _SHOW = """() => {
@@ -108,7 +110,7 @@ class Models:
 
     def _remedy(self, error: VitflowError) -> str:
         """Return what helps on the page if a model cannot be loaded."""
-        local = [name for name in (*self.images, *self.words) if name in ("demo", "demo-caption")]
+        local = [name for name in (*self.images, *self.words) if name in _BUNDLED[:2]]
         return f"Choose Model: {' or '.join(local)} (bundled).\n" if isinstance(error, ModelError) and local else ""
 
 
@@ -139,6 +141,12 @@ def _messages(kind: str, lines: Iterable[object]) -> str:
     close = '<button aria-label="Close" onclick="this.parentElement.remove()">×</button>'
     words = dict.fromkeys(f"{kind}: {escape(printable(str(line), lines=True))}" for line in lines)
     return "".join(f'<p class="{kind}" role="status">{close}{line}</p>' for line in words)
+
+
+def model_field(names: Sequence[str]) -> Any:
+    """Build the field of models by name, of which the bundled ones know drawn shapes only."""
+    labels = [f"{name} (knows drawn shapes only)" if name in _BUNDLED else name for name in names]
+    return gr.Dropdown([*zip(labels, names, strict=True)], label="Model")
 
 
 def image_field(samples: Sequence[str | Path], *, first: bool = False) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from vitflow.analysis.strips import Strip, draw_words
-from vitflow.app.models import Models, drawn, image_field, path_of, result_fields
+from vitflow.app.models import Models, drawn, image_field, model_field, path_of, result_fields
 from vitflow.demo import sample_images
 from vitflow.errors import OptionError, printable, whole_number
 from vitflow.explaining.captions import class_lines, python_call
@@ -89,7 +89,7 @@ def images_tab(models: Models, samples: Sequence[str | Path], prompts: Sequence[
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             image, examples = image_field(samples or sample_images(), first=bool(samples))
-            model = gr.Dropdown(models.images, label="Model")
+            model = model_field(models.images)
             methods = [(f"{one.title}: {one.question}", one.name) for one in list_methods()]
             method = gr.Dropdown(methods, value=_METHOD, label="Method")
             about: dict[str, Any] = {"label": "Class", "info": "Name or index; empty: the most probable."}
@@ -120,7 +120,7 @@ def images_tab(models: Models, samples: Sequence[str | Path], prompts: Sequence[
 
 # -- words
 
-_CAPTION, _READ, _WRITE = "What is in an image", "What a word rests on", "What is written next"
+_CAPTION, _READ, _WRITE = "What is in an image", "What a word is attributed to", "What is written next"
 # The colours of words by the names of their shades.
 _SHADES = {str(step): color_of(step / 8) for step in range(9)} | {"selected": "#f0b429"}
 
@@ -186,7 +186,7 @@ def _caption(generation: Any, made: str, selected: tuple[int, ...] | None = None
     groups = grouped_words(generation.generated_tokens)
     words = [(f" {word}", _shade(shares.get(places, 0.0), places == selected)) for word, places in groups]
     if selected is None:
-        return _shown(words, draw_words([*maps.values()], left_out=left_out), generation, made, "words()")
+        return _shown(words, draw_words([*maps.values()], left_out=left_out, most=2), generation, made, "words()")
     return _shown(words, maps[selected].figure(), generation, made, f"image({selected}).figure('word.png')")
 
 
@@ -208,14 +208,14 @@ def words_tab(models: Models, samples: Sequence[str | Path]) -> None:
             with gr.Column() as seeing:
                 image, examples = image_field(samples or sample_images())
             text = gr.Textbox("", label="Text", info="The text, or what to ask about the image.", lines=2)
-            model = gr.Dropdown(models.words, label="Model")
+            model = model_field(models.words)
             methods = [("Default", ""), *((one.title, one.name) for one in TEXT_METHODS.values())]
             method = gr.Dropdown(methods, value="", label="Method")
             count = gr.Slider(1, 60, value=30, step=1, label="Tokens to write at most")
             go = gr.Button("Explain", variant="primary")
         with gr.Column(scale=3, min_width=320, elem_classes="answer"):
             words = gr.HighlightedText(show_label=False, color_map=_SHADES, show_inline_category=False, render=False)
-            answer = result_fields("Click a word below to see what it rests on.", words)
+            answer = result_fields("Click a word below to see what it is attributed to.", words)
     fields = [question, model, image, text, method, count]
     for trigger in (go.click, image.upload, examples.load_input_event.then):
         models.connect(trigger, answers.words, fields, [words, *answer])

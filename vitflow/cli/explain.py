@@ -155,10 +155,12 @@ def _prediction(saliency: Any, class_names: list[str] | None, several: bool) -> 
         return f"{score.name}, {score.display}"
     if score.index is None:
         return f"{saliency.method} (the model has no classes)"
-    text = f"{score.name} ({score.index}), {score.display}"
+    text = f"{score.name} ({score.index}), {score.display}" if score.named else f"{score.name}, {score.display}"
     if not score.is_predicted:
-        name = class_names[score.predicted] if class_names else f"class {score.predicted}"
-        text += f"; predicted: {name} ({score.predicted})"
+        names = class_names and f"{class_names[score.predicted]} ({score.predicted})"
+        text += f"; predicted: {names or f'class {score.predicted}'}"
+    if against := saliency.facts.get("against"):
+        text += f"; map of the score minus {against}"
     if blank := saliency.facts.get("blank"):
         text += f"; {blank['display']} for a blank image"
     if not saliency.class_specific and (several or not score.is_predicted):

@@ -22,7 +22,7 @@ _Command = Callable[..., None]
 # Trained on photographs, and small enough to download for a first try.
 DEFAULT_MODEL = "vit_small_patch16_224.augreg_in21k_ft_in1k"
 _OF_METHODS: tuple[Scope, ...] = ("method", "refinement", "text")
-_METHOD_OPTIONS = "Options of methods (for those of a method and their defaults: vitflow methods NAME)"
+_METHOD_OPTIONS = "Options of methods (those of one, with defaults: vitflow methods NAME)"
 #: Groups of options in the order of the help; "Options" is the group of those without another one.
 PANELS = (
     *("Model", "Text", "Images", "Target", "Method", "Measurement", "Options", "Drawing", "Server", "Cluster"),

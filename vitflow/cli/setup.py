@@ -218,7 +218,7 @@ def _hub() -> str:
     "Additional host name to accept, such as that of a proxy; repeatable. *.NAME: any subdomain; *: any name.",
     multiple=True,
 )
-@shared.option("Server", "--port", click.IntRange(1, 65535), "Port.  [default: the first free port from 7860]")
+@shared.option("Server", "--port", click.IntRange(1, 65535), "Port.  [default: the first free from 7860]", metavar="N")
 @shared.option("Server", "--time-limit", _SECONDS, "Maximum time for one request.", default=30.0, metavar="SECONDS")
 @shared.option("Server", "--open/--no-open browser", None, "Open the page in a browser.", default=True)
 def app(images: tuple[Path, ...], **given: Any) -> None:

@@ -126,7 +126,8 @@ class ModelInputs:
         if not fits or not pixels.is_floating_point() or not torch.isfinite(pixels).all():
             raise ShapeError(
                 f"Expected a finite float tensor [{channels}, {height}, {width}], normalised for {self._model_id}, got "
-                f"{pixels.dtype} {list(pixels.shape)}: {_remedy(pixels, channels, fits)}."
+                f"{pixels.dtype} {list(pixels.shape)}{f' for {name}' if name else ''}: "
+                f"{_remedy(pixels, channels, fits)}."
             )
         tall, wide = self.spec.patch_size or (1, 1)
         if size != self.spec.size and (size[0] % tall or size[1] % wide):

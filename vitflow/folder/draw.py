@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitflow.errors import ImageError, OptionError, ShapeError, VitflowError, check_known, printable, whole_number
-from vitflow.explaining.captions import departures
+from vitflow.explaining.captions import departures, variant
 from vitflow.explaining.saliency import Saliency
 from vitflow.files import in_file_name, is_remote, write_inside
 from vitflow.folder.columns import Maps, Row, by_rank, placement_of
@@ -247,16 +247,20 @@ def report_run(output: str | os.PathLike[str], **options: Any) -> Path:
                     each | {name: rows[0][name] | each[name] for name in ("grids", "facts", "outputs")} for each in rows
                 ]
 
-        notes = {label: _departures(run, label) for label in run["methods"]}
-        return write_report(saved.folder, run, images(), failures, counts, departures=notes, **options)
+        named = {label: _described(run, label) for label in run["methods"]}
+        return write_report(saved.folder, run, images(), failures, counts, named=named, **options)
 
 
-def _departures(run: Mapping[str, Any], label: str) -> str:
-    """Return how a method's maps depart from its publication; empty for a custom method or an edited record."""
+def _described(run: Mapping[str, Any], label: str) -> tuple[str, str]:
+    """Return a method's label with its `variant`, and how its maps depart from its publication.
+
+    For a custom method or an edited record, it is the label alone.
+    """
     try:
-        return departures(get_method(run["methods"][label]), run["options"][label])
+        method, options = get_method(run["methods"][label]), run["options"][label]
+        return f"{label} ({text})" if (text := variant(method, options)) else label, departures(method, options)
     except (OptionError, KeyError, TypeError, ValueError, AttributeError):
-        return ""
+        return label, ""
 
 
 # -- the display in a notebook

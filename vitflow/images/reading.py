@@ -198,7 +198,7 @@ def _decoding(source: Any, max_pixels: int, kind: str = "", content: bytes | Non
     except Exception as error:  # a malformed file makes decoders raise nearly anything
         reason = str(error) or type(error).__name__
         raise ImageError(
-            f"Could not read {name}: {reason}. It is truncated or corrupt: download or export it again."
+            f"Could not read {name}, which is truncated or corrupt ({reason}): download or export it again."
         ) from error
 
 
@@ -222,8 +222,9 @@ def _existing(source: str | os.PathLike[str]) -> Path:
         more = "vitflow.explain_folder explains all images in it."
         raise ImageError(f"Expected an image, got the folder {str(path)!r}. {more}")
     if not is_there(path):
-        hint = " Images on the web must be downloaded first." if re.match(r"https?:/", str(path)) else ""
-        raise ImageError(f"Expected an image at {str(path)!r}, but there is no such file.{hint}")
+        shown, web = re.subn(r"^(https?:)/+", r"\1//", str(path))  # of which a path keeps one
+        hint = " Images on the web must be downloaded first." if web else ""
+        raise ImageError(f"Expected an image at {shown!r}, but there is no such file.{hint}")
     if not is_file(path):  # reading from a pipe would wait for ever
         raise ImageError(f"Expected an image at {str(path)!r}, got a device or a pipe. Save it to a file first.")
     return path

@@ -112,9 +112,9 @@ def detections_of(output: Any) -> tuple[Tensor, Tensor]:
     logits, boxes = _field(output, "logits", "pred_logits"), _field(output, "pred_boxes")
     if logits is None or boxes is None or logits.ndim != 3 or boxes.shape != (*logits.shape[:2], 4):
         raise ModelError(
-            "Expected the output of a detector in the format of DETR or YOLOS: logits [batch, queries, classes] and "
-            f"pred_boxes [batch, queries, 4], got {in_words(output)}. Remedy: for other models pass a function of the "
-            "output as outputs=."
+            "--box and boxes(…) require a segmentation model or a detector in the format of DETR or YOLOS (logits "
+            f"[batch, queries, classes], pred_boxes [batch, queries, 4]), got {in_words(output)}. Leave out the box; "
+            "or compare a region with --method similarity."
         )
     middle, half = boxes[..., :2], boxes[..., 2:] / 2
     return logits, torch.cat([middle - half, middle + half], dim=-1)

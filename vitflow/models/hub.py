@@ -40,6 +40,8 @@ def create_model(name: str, *, pretrained: bool, **options: Any) -> Any:
     """Call `timm.create_model`, with errors that name the remedy; parameters have no values unless `pretrained`."""
     local, online = name.startswith("local-dir:"), name.startswith(("hf-hub:", "hf_hub:"))
     if not local and not online and not timm.is_model(name):
+        if name.endswith(_WEIGHTS) or name.startswith((".", "/", "~")):
+            raise ModelError(f"Expected a weights file or a folder at {name!r}, but there is no such file.")
         raise ModelError(f"Unknown model {name!r}.{_similar(name)}")
     try:
         initial = nullcontext() if pretrained else SkippedInitialisers()

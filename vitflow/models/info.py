@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from numbers import Real
@@ -13,7 +14,7 @@ from typing import Any
 from timm.data import resolve_model_data_config
 from torch import nn
 
-from vitflow.errors import ModelError, OptionError, UnsupportedModelError
+from vitflow.errors import ModelError, OptionError, UnsupportedModelError, VitflowWarning, unknown_name
 from vitflow.files import is_file
 from vitflow.images import Fit
 from vitflow.images.preprocessing import InputSpec, Preprocessing
@@ -146,6 +147,13 @@ def read_input_spec(model: nn.Module, data_config: Any = None) -> InputSpec:
         None if patch is None else height_width(patch),
         bool(getattr(transformer, "dynamic_img_size", False)) or (embedding is not None and embedding.dynamic),
     )
+    if channels in (1, 3) and max(spec.mean) > 1:
+        warnings.warn(
+            f"mean={spec.mean} of data_config is above 1, but pixels have values from 0 to 1: divide mean and std by "
+            "the largest pixel value, such as 255.",
+            VitflowWarning,
+            stacklevel=2,
+        )
     if channels == 1:
         return replace(spec, mean=spec.mean[:1] * 3, std=spec.std[:1] * 3)
     if channels != 3:  # inputs are normalised tensors
@@ -234,6 +242,8 @@ def checked_data_config(config: Any, channels: int = 3) -> dict[str, Any]:
             "crop_mode, interpolation), an image processor of transformers, or torchvision's weights.transforms(), "
             f"got {got:.120}."
         )
+    if (unknown := sorted(known - _CONFIG)) and "architecture" not in known:  # with it, it is a whole pretrained_cfg
+        raise OptionError(unknown_name("entry of data_config", unknown[0], _CONFIG))
     return dict(settings)
 
 

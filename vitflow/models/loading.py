@@ -12,7 +12,7 @@ from torch import nn
 
 from vitflow.errors import ModelError, OptionError, VitflowWarning
 from vitflow.files import is_file, is_folder
-from vitflow.models.checkpoints import Weights, read_checkpoint, weights_for
+from vitflow.models.checkpoints import Weights, weights_for
 from vitflow.models.hub import create_model, is_of_transformers, load_open_clip, load_transformers, without_values
 from vitflow.models.names import ClassNames, checked_class_names, class_count, remember_name
 
@@ -103,9 +103,12 @@ def _locate(name: str, checkpoint: str | Path | None) -> tuple[str, str | Path |
         return f"local-dir:{path}", checkpoint or next((file for file in files if file.is_file()), None)
     if is_file(path):
         if not (path.parent / "config.json").is_file():
-            read_checkpoint(path)  # other files have errors of their own
+            weights, _ = weights_for(("pos_embed", "patch_embed.proj.weight"), path)  # or its error
+            guess = _plain_model_of(weights)
             raise ModelError(
-                f"{path} does not name its architecture: pass the timm id as the model and this file as the checkpoint."
+                f"{path} does not name its architecture{f', which may be {guess}' if guess else ''}. Pass timm's id as "
+                f"the model and this file as the checkpoint: --model {guess or 'ID'} --checkpoint {path}, or "
+                f"load_model({guess or 'ID'!r}, checkpoint={str(path)!r})."
             )
         return f"local-dir:{path.parent}", checkpoint or path
     return name, checkpoint

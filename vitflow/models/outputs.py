@@ -255,7 +255,7 @@ def outputs_of(function: Callable[[Any], Tensor], names: tuple[str, ...] | None,
     if not callable(function):
         raise OptionError(
             f"Expected outputs as prompts(…), similarity_to(…), boxes(…), masks(…), a function of the model's "
-            f"output or Outputs, got {function!r:.80}."
+            f"output or Outputs, got {function!r:.80}. An entry of a dict is outputs=lambda output: output['logits']."
         )
     count = None if names is None else len(names)
     return Outputs(function, names, count, activation or "value", against="the mean of the other outputs")

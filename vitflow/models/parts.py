@@ -1,7 +1,7 @@
 """The modules of a model: wrappers, parts of language models, refusals, and a cache for modules and weights."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -33,8 +33,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         names = ("model", "module", "ema")  # type: ignore[unreachable]
         inner = [name for name in names if isinstance(getattr(model, name, None), nn.Module)]
-        remedy = f" Pass its .{inner[0]}." if inner else ""
-        raise UnsupportedModelError(f"Expected a model as a torch.nn.Module, got {model!r:.80}.{remedy}")
+        got, remedy = f"{model!r:.80}", f" Pass its .{inner[0]}." if inner else ""
+        if isinstance(model, Mapping):
+            got = "a dictionary"
+            remedy = " Load a state dict into its model, or pass timm's id of the model with checkpoint=FILE."
+        elif isinstance(model, type):
+            got, remedy = f"the class {model.__name__}", f" Pass an instance: {model.__name__}(…)."
+        raise UnsupportedModelError(f"Expected a model as a torch.nn.Module, got {got}.{remedy}")
     while True:
         if isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
             raise UnsupportedModelError(

@@ -94,6 +94,10 @@ def move_to(model: nn.Module, device: str | torch.device | None, dtype: torch.dt
     stays, device = device is None, device_of(model) if device is None else device
     try:
         device = torch.device(device)
+    except RuntimeError as error:
+        expected = "cpu, cuda, cuda:1, mps or another name of torch.device"
+        raise OptionError(f"Unknown device {device!r}: expected {expected}.") from error
+    try:
         if device.type in _UNUSABLE:
             raise TypeError(_UNUSABLE[device.type])
         if not stays:

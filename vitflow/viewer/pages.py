@@ -194,7 +194,7 @@ def write_report(
     failures: Sequence[Mapping[str, Any]],
     counts: Mapping[str, int],
     *,
-    departures: Mapping[str, str] | None = None,
+    named: Mapping[str, tuple[str, str]] | None = None,
     per_page: int = 300,
 ) -> Path:
     """Write `report.html` (and `report-2.html` …) of a folder run; return the path of the first page.
@@ -209,10 +209,11 @@ def write_report(
             reason as "no_photograph"; the "grids" of its maps; and their `placed_grids`.
         failures: rows of the first images that failed.
         counts: number of "explained" and "failed" images.
-        departures: differences of each method's options from its publication, as text.
+        named: the displayed name of each method, and how its options differ from its publication, as text.
         per_page: number of images per page.
     """
     drawing, remaining = run["drawing"], iter(images)
+    named = named or {label: (label, "") for label in run["methods"]}
     soft = is_soft(drawing.get("vmin"), drawing.get("vmax"), True)
     count = max(-(-counts["explained"] // per_page), 1)
     names = [f"report-{number}.html" if number > 1 else "report.html" for number in range(1, count + 1)]
@@ -220,7 +221,7 @@ def write_report(
         "tables": color_tables(drawing.get("cmap")),
         "alpha": drawing.get("alpha", 0.75),
         "drawing": drawing_of(drawing.get("background", "grey"), soft=soft, contours=bool(drawing.get("contours"))),
-        "departures": departures or {},
+        "departures": {label: text for label, (_, text) in named.items()},
     }
     for number, name in enumerate(names, start=1):
         entries = [_entry(row, run, output) for rows in islice(remaining, per_page) for row in rows]
@@ -233,7 +234,7 @@ def write_report(
             failed=counts["failed"],
             failures=failures if number == 1 else [],
             classes=sorted({entry["label"] for entry in entries}, key=natural_order),
-            methods=list(run["methods"]),
+            methods={label: name for label, (name, _) in named.items()},
             data={"images": entries, **shared},
             pages=[{"number": index, "name": page} for index, page in enumerate(names, start=1)],
             number=number,

@@ -253,7 +253,9 @@ function departuresOf(side) {
     !single && state.value_weighted && "value-weighted",
   ] : [panels[side].map.own.departures];
   if (refines(image)) phrases.push(`refined${state.refine > 1 ? ` ${state.refine} times` : ""} by ${state.affinity === "both" ? "attention and keys" : state.affinity}`);
-  return phrases.filter(Boolean).join(", ");
+  const everyLayer = state.map !== "rollout" || (state.start === 1 && state.end === data.layers);
+  const published = paper && everyLayer && JSON.stringify(paper) !== JSON.stringify(methods[state.map].defaults);
+  return phrases.filter(Boolean).join(", ") || (published ? "paper" : "");
 }
 
 // The map layer by layer: how rollout builds up from the last layer downwards, or each layer's own attention.
